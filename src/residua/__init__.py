@@ -1,0 +1,29 @@
+"""Residual connections for PyTorch: Deep Delta Learning and the schemes it is compared with, behind one interface."""
+
+from residua import ops
+from residua.connections import (
+    PRESETS,
+    SCHEMES,
+    Carry,
+    Connection,
+    DeepDelta,
+    DeltaResidual,
+    Residual,
+    Scheme,
+    Stream,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "SCHEMES",
+    "Carry",
+    "Connection",
+    "DeepDelta",
+    "DeltaResidual",
+    "Residual",
+    "Scheme",
+    "Stream",
+    "ops",
+]

@@ -1,0 +1,84 @@
+"""Residual connections: one interface (`base.py`, the file to read first), one file for each paper's scheme."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from residua.connections.base import Carry, Connection, Memory, Readout, Scheme, Stream
+from residua.connections.deep_delta import DeepDelta, DeltaResidual
+from residua.connections.options import nearest
+from residua.connections.projection import Projection
+from residua.connections.residual import Residual
+
+SCHEMES: dict[str, type[Scheme]] = {
+    "residual": Residual,
+    "deep_delta": DeepDelta,
+}
+
+PRESETS: dict[str, Scheme] = {
+    "residual": Residual(),
+    "ddl": DeepDelta(),
+    "ddl-v": DeepDelta(map="v"),
+    "ddl-tc": DeepDelta(value_channels=4, compress="token"),
+    "ddl-tc-v": DeepDelta(value_channels=4, compress="token", map="v"),
+    "ddl-ec": DeepDelta(value_channels=4, compress="token", expand="conv"),
+    "ddl-cc": DeepDelta(value_channels=4, compress="channel"),
+    "ddl-cc-ec": DeepDelta(value_channels=4, compress="channel", expand="conv"),
+}
+
+
+def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
+    """The scheme that a preset's name, `{"preset": name, **overrides}`, `{"scheme": name, **options}` or a scheme names.
+
+    Overriding what other options are derived from derives them anew: `{"preset": "ddl-cc", "value_channels": 3}` has a
+    channel kernel of 3. ValueError for an unknown name (with the nearest one), option or value.
+    """
+    if isinstance(connection, Scheme):
+        return connection
+    if isinstance(connection, str):
+        connection = {"preset": connection}
+    if not isinstance(connection, Mapping) or len(keys := {"preset", "scheme"} & connection.keys()) != 1:
+        raise ValueError(
+            f"connection: expected a preset's name or a mapping with the key 'preset' or 'scheme', got {connection!r}"
+        )
+    (key,) = keys
+    options = {name: value for name, value in connection.items() if name != key}
+    known: Mapping[str, Any] = PRESETS if key == "preset" else SCHEMES
+    name = connection[key]
+    if name not in known:
+        raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, list(known))}")
+    scheme = known[name]
+    declared = [field.name for field in fields(scheme)]
+    for option in options:
+        if option not in declared:
+            raise ValueError(f"connection {name!r}: no option is called {option!r}{nearest(option, declared)}")
+    if key == "scheme":
+        return scheme(**options)
+    for derived, causes in scheme.derived.items():
+        if options.keys() & set(causes):
+            options.setdefault(derived, None)
+    return replace(scheme, **options)
+
+
+def describe(scheme: Scheme) -> dict[str, Any]:
+    """The mapping with all options spelt out from which `resolve` makes `scheme` again."""
+    name = next(name for name, kind in SCHEMES.items() if type(scheme) is kind)
+    return {"scheme": name, **asdict(scheme)}
+
+
+__all__ = [
+    "PRESETS",
+    "SCHEMES",
+    "Carry",
+    "Connection",
+    "DeepDelta",
+    "DeltaResidual",
+    "Memory",
+    "Projection",
+    "Readout",
+    "Residual",
+    "Scheme",
+    "Stream",
+    "describe",
+    "resolve",
+]

@@ -1,0 +1,118 @@
+"""The interface of the library: what lies between the residual state and a sublayer.
+
+A sublayer is bare attention, a bare MLP, any map (batch, seq, dim) -> (batch, seq, dim); it knows no residual. A
+connection owns the pre-norm and works in two phases around it:
+
+    x, carry = connection.read(state)             what the sublayer sees, and what `write` will need
+    state = connection.write(sublayer(x), carry)  the state with the sublayer's output written into it
+
+The state is opaque to everybody else: (batch, seq, dim) for one stream, (batch, seq, streams, dim) for several, a tuple
+where a scheme needs history.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+State = Any  # a pytree of tensors
+
+
+class Carry(NamedTuple):
+    """What `read` hands to `write`: the state to update, and the scheme's coefficients (a NamedTuple, also telemetry)."""
+
+    residual: State
+    coefficients: Any
+
+
+class Memory(Protocol):
+    """What one connection remembers of earlier tokens while text is generated, and which tokens are padding."""
+
+    def mask(self, x: Tensor) -> Tensor:
+        """x: (batch, seq, ...) with zeros at the positions that are padding."""
+
+    def extend(self, x: Tensor, window: int) -> Tensor:
+        """x: (batch, seq, ...) preceded by up to `window` inputs of earlier calls; remembers the last `window` of all."""
+
+
+class Connection(nn.Module, ABC):
+    """One residual connection around one sublayer. Nothing is written to `self` in `read` or `write`."""
+
+    window: int = 0  # how many earlier inputs `read` looks back on through its memory
+
+    @abstractmethod
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        """The normalised sublayer input (batch, seq, dim), and the carry. All that depends on the state happens here."""
+
+    @abstractmethod
+    def write(self, y: Tensor, carry: Carry) -> State:
+        """The next state, from the sublayer's output y: (batch, seq, dim) and the carry."""
+
+    def write_read(
+        self, y: Tensor, carry: Carry, following: "Connection | Readout", memory: Memory | None = None
+    ) -> tuple[Tensor, Carry]:
+        """Write y, then read for the `following` connection (whose memory this is): the seam that kernels fuse."""
+        return following.read(self.write(y, carry), memory)
+
+    def penalty(self, coefficients: Any) -> Tensor | None:
+        """The auxiliary loss of these coefficients, a scalar; None for most schemes."""
+        return None
+
+    def forward(self, state: State, sublayer: Callable[[Tensor], Tensor]) -> State:
+        """The state after this connection around `sublayer`."""
+        x, carry = self.read(state)
+        return self.write(sublayer(x), carry)
+
+
+class Readout:
+    """The end of the stream in the place of a following connection: it reads the collapsed state and is never written to."""
+
+    def __init__(self, collapse: nn.Module):
+        self.collapse = collapse
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        return self.collapse(state, memory), Carry(state, None)
+
+
+class Stream(nn.Module):
+    """A built scheme: `expand` opens the state, `connections` (one per sublayer) update it, `collapse` closes it.
+
+    `expand` and `collapse` take their input and, where they look back on earlier tokens, a `Memory` or None.
+    """
+
+    def __init__(self, expand: nn.Module, connections: list[Connection], collapse: nn.Module):
+        super().__init__()
+        self.expand = expand
+        self.connections = nn.ModuleList(connections)
+        self.collapse = collapse
+
+    def forward(self, x: Tensor, sublayers: list[Callable[[Tensor], Tensor]]) -> Tensor:
+        """x: (batch, seq, dim) through all sublayers; returns (batch, seq, dim), not normalised."""
+        state = self.expand(x)
+        for connection, sublayer in zip(self.connections, sublayers, strict=True):
+            state = connection(state, sublayer)
+        return self.collapse(state)
+
+
+@dataclass(frozen=True)
+class Scheme(ABC):
+    """A residual scheme with all its options: a frozen dataclass that is its own configuration."""
+
+    equation: ClassVar[str]
+    paper: ClassVar[str]
+    derived: ClassVar[dict[str, tuple[str, ...]]] = {}  # option -> the options it follows from when it is None
+
+    @property
+    def num_streams(self) -> int:
+        """How many rows of width dim the state holds for every token."""
+        return 1
+
+    def num_memories(self, num_sublayers: int) -> int:
+        """How many parts of the built stream look back on earlier tokens (their `window` is positive)."""
+        return 0
+
+    @abstractmethod
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5) -> Stream:
+        """The modules for a stack of `num_sublayers` sublayers of width `dim`, initialised."""

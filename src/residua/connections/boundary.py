@@ -1,0 +1,151 @@
+"""Modules at the borders of a state of several streams: expanding an embedding into it, compressing it to width dim.
+
+Streams are (batch, seq, streams, dim). A module with `window > 0` looks back that many tokens and takes a `Memory`.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from residua.connections.base import Memory
+from residua.ops import causal_expand, causal_read, channel_taps, stream_read
+
+
+def remembered(x: Tensor, memory: Memory | None, window: int) -> Tensor:
+    """x: (batch, seq, ...) behind the earlier tokens that `memory` holds, if any, with padding set to zero."""
+    return x if memory is None or not window else memory.extend(memory.mask(x), window)
+
+
+def current(out: Tensor, x: Tensor, seen: Tensor) -> Tensor:
+    """The part of `out` that belongs to the tokens of x, where `out` was computed from `seen = remembered(x, ...)`."""
+    return out if seen is x else out[:, -x.shape[1] :]
+
+
+class Same(nn.Module):
+    """The border of a state with one stream: the state is the embedding."""
+
+    window = 0
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+        return x
+
+
+class Repeat(nn.Module):
+    """X[j] = x for every stream j. (batch, seq, dim) -> (batch, seq, streams, dim)."""
+
+    window = 0
+
+    def __init__(self, num_streams: int):
+        super().__init__()
+        self.num_streams = num_streams
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+        return x.unsqueeze(-2).expand(*x.shape[:-1], self.num_streams, x.shape[-1])
+
+
+class ConvExpand(nn.Module):
+    """DDL's embedding convolution (EC): a causal filter over the tokens for every stream and feature.
+
+    Starts as repetition: the tap of the current token is 1, the others 0. (batch, seq, dim) -> (batch, seq, streams, dim).
+    """
+
+    def __init__(self, dim: int, num_streams: int, kernel: int):
+        super().__init__()
+        self.window = kernel - 1
+        self.taps = nn.Parameter(torch.empty(kernel, num_streams, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.taps)
+        nn.init.ones_(self.taps[0])
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+        seen = remembered(x, memory, self.window)
+        return current(causal_expand(seen, self.taps), x, seen)
+
+
+class TokenCompress(nn.Module):
+    """DDL's token-axis compression: a causal filter over the tokens for every stream and feature, then a read vector.
+
+    Starts as the average of the streams of the current token; `init="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2)
+    as their code does. (batch, seq, streams, dim) -> (batch, seq, dim).
+    """
+
+    def __init__(self, dim: int, num_streams: int, kernel: int, *, init: str = "average"):
+        super().__init__()
+        self.window = kernel - 1
+        self.init = init
+        self.taps = nn.Parameter(torch.empty(kernel, num_streams, dim))
+        self.read = nn.Parameter(torch.empty(num_streams))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.read, 1 / self.read.numel())
+        if self.init == "authors":
+            nn.init.normal_(self.taps, std=0.5 / math.sqrt(self.taps.shape[-1]))
+        else:
+            nn.init.zeros_(self.taps)
+            nn.init.ones_(self.taps[0])
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """streams: the current tokens, preceded by earlier ones where there is a memory."""
+        return causal_read(streams, self.taps * self.read.unsqueeze(-1))
+
+
+class ChannelCompress(nn.Module):
+    """DDL's channel-axis compression (CC), pointwise in the tokens.
+
+    `form="read"`: a zero-padded convolution over the streams, then a read vector (the authors' code; `causal` pads on one
+    side). `form="direct"`: one weight for each stream and feature (the paper). Both start as the average of the streams;
+    `init="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2). (batch, seq, streams, dim) -> (batch, seq, dim).
+    """
+
+    window = 0
+
+    def __init__(
+        self,
+        dim: int,
+        num_streams: int,
+        kernel: int,
+        *,
+        form: str = "read",
+        causal: bool = False,
+        init: str = "average",
+    ):
+        super().__init__()
+        self.causal = causal
+        self.init = init
+        self.taps = nn.Parameter(torch.empty(num_streams if form == "direct" else kernel, dim))
+        self.read = nn.Parameter(torch.empty(num_streams)) if form == "read" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.read is not None:
+            nn.init.constant_(self.read, 1 / self.read.numel())
+        if self.init == "authors":
+            nn.init.normal_(self.taps, std=0.5 / math.sqrt(self.taps.shape[-1]))
+        elif self.read is None:
+            nn.init.constant_(self.taps, 1 / self.taps.shape[0])
+        else:
+            # Convolving with a one where the kernel meets the stream itself leaves the streams as they are.
+            kernel = self.taps.shape[0]
+            nn.init.zeros_(self.taps)
+            nn.init.ones_(self.taps[kernel - 1 if self.causal else (kernel - 1) // 2])
+
+    def forward(self, streams: Tensor) -> Tensor:
+        taps = self.taps if self.read is None else channel_taps(self.taps, self.read, causal=self.causal)
+        return stream_read(streams, taps)
+
+
+class Collapse(nn.Module):
+    """The readout: a compressor of its own after the last sublayer. (batch, seq, streams, dim) -> (batch, seq, dim)."""
+
+    def __init__(self, compress: TokenCompress | ChannelCompress):
+        super().__init__()
+        self.compress = compress
+        self.window = compress.window
+
+    def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
+        seen = remembered(streams, memory, self.window)
+        return current(self.compress(seen), streams, seen)

@@ -1,0 +1,298 @@
+"""Deep Delta Learning (arXiv 2601.00417): the residual addition becomes a rank-1 delta write.
+
+    X <- X + beta k (v^T - k^T X),   beta = 2 sigmoid(z) in (0, 2)
+
+k-Map: the sublayer's output, made a unit vector, is the direction k; v is a linear map of the compressed state x_in.
+v-Map: the sublayer's output gives the value v; k is a map phi_k of the context c = RMSNorm(x_in) or of the state.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from residua.connections.base import Carry, Connection, Memory, Scheme, State, Stream
+from residua.connections.boundary import (
+    ChannelCompress,
+    Collapse,
+    ConvExpand,
+    Repeat,
+    Same,
+    TokenCompress,
+    current,
+    remembered,
+)
+from residua.connections.branches import Direction, Gate, Pool, Value
+from residua.connections.options import check_types, require
+from residua.connections.projection import Projection
+from residua.ops import Guard, delta_write, delta_write_v1, unit
+
+
+class DeltaCoefficients(NamedTuple):
+    """beta: (batch, seq), v: (batch, seq, value_channels), k~: (batch, seq, dim), the direction before it is made a unit.
+
+    None stands for what comes from the sublayer's output: k in the k-Map, v in the v-Map, beta where it is gated by it.
+    """
+
+    beta: Tensor | None
+    v: Tensor | None
+    k: Tensor | None
+
+
+@dataclass(frozen=True)
+class DeepDelta(Scheme):
+    """Deep Delta Learning with every variant of the paper's versions and of the authors' code.
+
+    The defaults are the authors' code, except that compressors start as an average and gates at exactly `beta_init`
+    (`init="authors"` reproduces their draws). docs/deviations.md lists every choice.
+
+    value_channels   d_v, rows of the state; 1 is a single residual stream
+    map              "k": the sublayer gives the direction; "v": the sublayer gives the value
+    compress         how x_in is read from d_v > 1 channels: "token" (causal convolution over tokens) or "channel"
+    compress_kernel  taps; 4 for "token", value_channels for "channel"
+    compress_form    "read": convolution and read vector (the code), "direct": one weight for each channel (the paper)
+    compress_causal  the channel convolution sees only channels up to its own (form "read")
+    compress_sharing one compressor for the two sublayers of a "block", or "separate" ones
+    expand           "repeat" the embedding over the channels, or "conv": a causal convolution that starts as repetition
+    k_norm, k_eps    the guard of `ops.unit`
+    k_proj           the direction is a linear map of the sublayer's output
+    operator         "unit": I - beta k k^T with unit k; "v1_eps": the first version's, with raw k
+    beta_init        beta of every token at the start, in [0, 2]; 0 and 2 are moved inside by 2e-6
+    beta_head        "linear", or "mlp": two layers with tanh and beta_hidden units
+    beta_input       what the gate sees: "context" (RMSNorm of x_in), the state "pool_mean", "flatten" or "conv", or
+                     "sublayer_out", the normalised sublayer output
+    v_activation     "scaled_sigmoid" (v_scale * sigmoid), "linear" or "constant" (v_constant)
+    v_bias           whether the value map has a bias
+    v_input          k-Map: the value comes from x_in as it is ("stream") or from the "context"
+    phi_k            v-Map: "linear", "mlp", "pool_mlp", "flatten_mlp" or "attention", see `branches.Direction`
+    phi_k_input      v-Map: "linear" and "mlp" see the "context" or x_in as it is ("stream")
+    phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
+    """
+
+    equation: ClassVar[str] = "X + beta k (v^T - k^T X)"
+    paper: ClassVar[str] = "arXiv 2601.00417"
+    derived: ClassVar[dict[str, tuple[str, ...]]] = {"compress_kernel": ("compress", "value_channels")}
+
+    value_channels: int = 1
+    map: Literal["k", "v"] = "k"
+    compress: Literal["token", "channel"] | None = None
+    compress_kernel: int | None = None
+    compress_form: Literal["read", "direct"] = "read"
+    compress_causal: bool = False
+    compress_sharing: Literal["block", "separate"] = "block"
+    expand: Literal["repeat", "conv"] = "repeat"
+    expand_kernel: int = 4
+    k_norm: Guard = "rms"
+    k_eps: float = 1e-5
+    k_proj: bool = False
+    operator: Literal["unit", "v1_eps"] = "unit"
+    beta_init: float = 1.0
+    beta_head: Literal["linear", "mlp"] = "linear"
+    beta_hidden: int = 128
+    beta_input: Literal["context", "pool_mean", "flatten", "conv", "sublayer_out"] = "context"
+    v_activation: Literal["scaled_sigmoid", "linear", "constant"] = "scaled_sigmoid"
+    v_scale: float = 4.0
+    v_bias: bool = True
+    v_constant: float = 2.0
+    v_input: Literal["stream", "context"] = "stream"
+    phi_k: Literal["linear", "mlp", "pool_mlp", "flatten_mlp", "attention"] = "linear"
+    phi_k_input: Literal["context", "stream"] = "context"
+    phi_k_rank: int | None = None
+    init: Literal["average", "authors"] = "average"
+
+    def __post_init__(self):
+        check_types(self)
+        for name in ("value_channels", "expand_kernel", "beta_hidden"):
+            require(self, name, getattr(self, name) >= 1, "at least 1")
+        if self.compress is None and self.value_channels > 1:
+            object.__setattr__(self, "compress", "token")
+        if self.compress is not None and self.compress_kernel is None:
+            object.__setattr__(self, "compress_kernel", 4 if self.compress == "token" else self.value_channels)
+        if self.compress is not None:
+            require(self, "compress_kernel", self.compress_kernel >= 1, "at least 1")
+        if self.compress == "channel":
+            require(
+                self,
+                "compress_kernel",
+                self.compress_kernel <= self.value_channels,
+                f"at most value_channels ({self.value_channels}) taps with channel compression",
+            )
+        if self.compress_form == "direct":
+            require(self, "compress_form", self.compress == "channel", "'read' unless compress is 'channel'")
+        require(self, "k_eps", self.k_eps > 0, "a positive number")
+        require(self, "beta_init", 0 <= self.beta_init <= 2, "a number in [0, 2]")
+        if self.phi_k_rank is not None:
+            require(self, "phi_k_rank", self.phi_k_rank >= 1, "at least 1")
+        if self.map == "v":
+            require(self, "k_proj", not self.k_proj, "False with the v-Map, whose direction is phi_k")
+            require(
+                self, "v_activation", self.v_activation != "constant", "'scaled_sigmoid' or 'linear' with the v-Map"
+            )
+
+    @property
+    def num_streams(self) -> int:
+        return self.value_channels
+
+    @property
+    def has_stream_axis(self) -> bool:
+        """Whether the state is (batch, seq, streams, dim), not (batch, seq, dim)."""
+        return self.value_channels > 1 or self.compress is not None or self.expand == "conv"
+
+    def num_memories(self, num_sublayers: int) -> int:
+        compress = self.compress == "token" and self.compress_kernel > 1
+        reads = num_sublayers if compress or self.beta_input == "conv" else 0
+        return reads + int(compress) + int(self.expand == "conv" and self.expand_kernel > 1)
+
+    def build_compress(self, dim: int) -> TokenCompress | ChannelCompress:
+        """One compressor, (batch, seq, streams, dim) -> (batch, seq, dim)."""
+        if self.compress == "token":
+            return TokenCompress(dim, self.value_channels, self.compress_kernel, init=self.init)
+        if self.compress == "channel":
+            return ChannelCompress(
+                dim,
+                self.value_channels,
+                self.compress_kernel,
+                form=self.compress_form,
+                causal=self.compress_causal,
+                init=self.init,
+            )
+        return Squeeze()
+
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5) -> Stream:
+        connections: list[Connection] = []
+        for i in range(num_sublayers):
+            if i % 2 and self.compress_sharing == "block" and self.compress is not None:
+                connections.append(DeltaConnection(self, dim, borrow=connections[-1], norm_eps=norm_eps))
+            else:
+                connections.append(DeltaConnection(self, dim, norm_eps=norm_eps))
+        if not self.has_stream_axis:
+            return Stream(Same(), connections, Same())
+        if self.expand == "conv":
+            expand: nn.Module = ConvExpand(dim, self.value_channels, self.expand_kernel)
+        else:
+            expand = Repeat(self.value_channels)
+        return Stream(expand, connections, Collapse(self.build_compress(dim)))
+
+
+class Squeeze(nn.Module):
+    """The only stream of a state with one: (batch, seq, 1, dim) -> (batch, seq, dim)."""
+
+    window = 0
+
+    def forward(self, streams: Tensor) -> Tensor:
+        return streams.squeeze(-2)
+
+
+class DeltaConnection(Connection):
+    """One delta write around one sublayer; `borrow` shares the compressor of an earlier connection."""
+
+    def __init__(self, scheme: DeepDelta, dim: int, *, borrow: "DeltaConnection | None" = None, norm_eps: float = 1e-5):
+        super().__init__()
+        self.scheme = scheme
+        m = scheme.value_channels
+        # In a list the module is not registered: a shared compressor's parameters have one name and one owner.
+        self._compress = borrow._compress if borrow else [scheme.build_compress(dim)]
+        if borrow is None:
+            self.compress = self._compress[0]
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+
+        pooling = {"pool_mean": "mean", "flatten": "flatten", "conv": "conv"}.get(scheme.beta_input)
+        self.pool = Pool(pooling, dim, m) if pooling else None
+        self.beta = Gate(
+            self.pool.out_features if self.pool else dim,
+            beta_init=scheme.beta_init,
+            head=scheme.beta_head,
+            hidden=scheme.beta_hidden,
+            init=scheme.init,
+        )
+        self.value = Value(
+            dim,
+            m,
+            activation=scheme.v_activation,
+            scale=scheme.v_scale,
+            bias=scheme.v_bias,
+            constant=scheme.v_constant,
+            init=scheme.init,
+        )
+        self.direction = None
+        if scheme.map == "v":
+            rank = scheme.phi_k_rank or (dim if scheme.phi_k in ("pool_mlp", "flatten_mlp") else max(1, dim // 4))
+            self.direction = Direction(scheme.phi_k, dim, m, rank, source=scheme.phi_k_input, norm_eps=norm_eps)
+        self.k_proj = Projection(dim, dim) if scheme.k_proj else None
+        self.window = max(self._compress[0].window, self.pool.window if self.pool else 0)
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        scheme = self.scheme
+        streams = state if scheme.has_stream_axis else state.unsqueeze(-2)
+        seen = remembered(streams, memory, self.window)
+        x_in = current(self._compress[0](seen), streams, seen)
+        context = self.norm(x_in)
+
+        beta = v = k = None
+        if scheme.beta_input != "sublayer_out":
+            beta = self.beta(context if self.pool is None else current(self.pool(seen), streams, seen))
+        if scheme.map == "k":
+            v = self.value(x_in if scheme.v_input == "stream" else context)
+        else:
+            k = self.direction(x_in, context, streams)
+        return context, Carry(state, DeltaCoefficients(beta, v, k))
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        scheme = self.scheme
+        state, (beta, v, k) = carry
+        if beta is None:
+            beta = self.beta(F.rms_norm(y, y.shape[-1:], eps=self.norm.eps))
+        if v is None:
+            v = self.value(y)
+        if k is None:
+            k = y if self.k_proj is None else self.k_proj(y)
+        k = k.to(torch.promote_types(k.dtype, state.dtype))
+        streams = state if scheme.has_stream_axis else state.unsqueeze(-2)
+        if scheme.operator == "unit":
+            streams = delta_write(streams, unit(k, guard=scheme.k_norm, eps=scheme.k_eps), v, beta)
+        else:
+            streams = delta_write_v1(streams, k, v, beta, eps=scheme.k_eps)
+        return streams if scheme.has_stream_axis else streams.squeeze(-2)
+
+
+class DeltaResidual(nn.Module):
+    """The general delta-residual block: X <- X + beta k (v^T - k^T X) with k, v and beta all computed from X.
+
+    For stacks of any kind of module. phi_k: state -> (..., dim) gives the raw direction, phi_v: state ->
+    (..., value_channels) the value, both maps of the whole state (..., value_channels, dim); without phi_v the value is a
+    linear map of the mean over the channels. beta = 2 sigmoid(linear(G(X))) with G = `pool`: "mean", "flatten", or
+    "conv" over a sequence axis, for states (batch, seq, value_channels, dim). arXiv 2601.00417 section 2.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        value_channels: int,
+        phi_k: nn.Module,
+        phi_v: nn.Module | None = None,
+        *,
+        pool: Literal["mean", "flatten", "conv"] = "mean",
+        beta_init: float = 1.0,
+        k_norm: Guard = "rms",
+        k_eps: float = 1e-5,
+    ):
+        super().__init__()
+        if pool not in ("mean", "flatten", "conv"):
+            raise ValueError(f"pool: expected 'mean', 'flatten' or 'conv', got {pool!r}")
+        self.phi_k = phi_k
+        self.phi_v = (
+            phi_v
+            if phi_v is not None
+            else nn.Sequential(
+                Pool("mean", dim, value_channels), Value(dim, value_channels, activation="linear", bias=False)
+            )
+        )
+        self.pool = Pool(pool, dim, value_channels)
+        self.beta = Gate(self.pool.out_features, beta_init=beta_init)
+        self.k_norm, self.k_eps = k_norm, k_eps
+
+    def forward(self, state: Tensor) -> Tensor:
+        k = unit(self.phi_k(state), guard=self.k_norm, eps=self.k_eps)
+        return delta_write(state, k, self.phi_v(state), self.beta(self.pool(state)))

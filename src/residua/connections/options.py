@@ -1,0 +1,49 @@
+"""Checking the options of a scheme against the types that its dataclass declares."""
+
+import types
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def _fits(value: Any, declared: Any) -> bool:
+    if get_origin(declared) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(declared))
+    if get_origin(declared) in (Union, types.UnionType):
+        return any(_fits(value, option) for option in get_args(declared))
+    if declared is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if declared is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, declared)
+
+
+def _words(declared: Any) -> str:
+    if get_origin(declared) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(declared)))
+    if get_origin(declared) in (Union, types.UnionType):
+        return " or ".join(_words(option) for option in get_args(declared))
+    return "None" if declared is type(None) else declared.__name__
+
+
+def check_types(scheme: Any) -> None:
+    """ValueError for the first field of the dataclass `scheme` whose value is not of the declared type."""
+    hints = get_type_hints(type(scheme))
+    for field in fields(scheme):
+        value = getattr(scheme, field.name)
+        if not _fits(value, hints[field.name]):
+            raise ValueError(
+                f"{type(scheme).__name__}: {field.name}: expected {_words(hints[field.name])}, got {value!r}"
+            )
+
+
+def require(scheme: Any, name: str, condition: bool, expected: str) -> None:
+    """ValueError naming the field `name` of `scheme`, what was `expected` and what came, unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{type(scheme).__name__}: {name}: expected {expected}, got {getattr(scheme, name)!r}")
+
+
+def nearest(name: str, choices: list[str]) -> str:
+    """A phrase that names the likeliest of `choices` and then all of them, for the end of an error message."""
+    close = get_close_matches(str(name), choices, n=1, cutoff=0.5)
+    return (f"; did you mean {close[0]!r}?" if close else "") + f" (known: {', '.join(choices)})"

@@ -1,0 +1,34 @@
+"""A linear map that knows how it starts."""
+
+import math
+from typing import Literal
+
+from torch import nn
+
+
+class Projection(nn.Linear):
+    """`nn.Linear` whose weights start from N(0, std^2), by default with the authors' std = 0.5 / sqrt(in_features).
+
+    bias: the number it starts at, "uniform" for PyTorch's draw from U(-1/sqrt(in_features), 1/sqrt(in_features)), or None
+    for no bias.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        std: float | None = None,
+        bias: float | Literal["uniform"] | None = None,
+    ):
+        self.std = 0.5 / math.sqrt(in_features) if std is None else std
+        self.bias_start = bias
+        super().__init__(in_features, out_features, bias=bias is not None)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias_start == "uniform":
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+        elif self.bias is not None:
+            nn.init.constant_(self.bias, self.bias_start)

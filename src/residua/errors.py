@@ -1,0 +1,25 @@
+"""The errors that the command line turns into one line: a mistake in the input, or a failure at run time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class InputError(ValueError):
+    """The user's input cannot be used: says what was expected, what came and what to do. Exit status 2."""
+
+
+class RunError(RuntimeError):
+    """Something failed while running on good input: says what, and what was kept. Exit status 1."""
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Import optional packages inside this context; a missing one is reported with the command that installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name and error.name.partition(".")[0] == "residua":
+            raise
+        raise ModuleNotFoundError(
+            f"{error.name} is not installed; it comes with: pip install 'residua[{name}]'", name=error.name
+        ) from error

@@ -1,0 +1,111 @@
+"""Causal multi-head attention with rotary positions and normalised queries and keys, a sublayer that knows no residual."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from residua.connections import Projection
+from residua.errors import extra
+from residua.models.configuration import ResiduaConfig
+from residua.ops import at_least_float32
+
+with extra("models"):
+    from transformers.cache_utils import Cache
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+class Rotary(NamedTuple):
+    """cos and sin of the rotation angles, each (batch, seq, rotated / 2), in float32 at least."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, config: ResiduaConfig, dtype: torch.dtype) -> "Rotary":
+        """Angles positions * theta^(-2i / rotated) for pair i. positions: (batch, seq), counted from 0. arXiv 2104.09864."""
+        rotated = int(config.rope_ratio * config.head_dim) // 2 * 2
+        dtype = torch.promote_types(dtype, torch.float32)
+        pairs = torch.arange(0, rotated, 2, device=positions.device, dtype=dtype)
+        angles = positions.unsqueeze(-1).to(dtype) * config.rope_theta ** (-pairs / max(rotated, 1))
+        return cls(angles.cos(), angles.sin())
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate the pairs (i, i + rotated / 2) of x: (batch, heads, seq, head_dim); the other features stay."""
+        cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)
+        half = cos.shape[-1]
+        first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+        a, b = at_least_float32(first), at_least_float32(second)
+        return torch.cat([(a * cos - b * sin).to(x.dtype), (a * sin + b * cos).to(x.dtype), rest], -1)
+
+
+class AttentionContext(NamedTuple):
+    """What attention needs beside its input: angles, mask, cache, and a list that collects the weights (or None)."""
+
+    rotary: Rotary
+    mask: Tensor | None
+    cache: Cache | None
+    weights: list[Tensor] | None
+
+
+def eager_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: object
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T scaling + mask) v, each (batch, heads, seq, head_dim); returns (batch, seq, heads, head_dim), weights."""
+    scores = at_least_float32(query @ key.mT * scaling)
+    if mask is not None:
+        scores = scores + mask[..., : key.shape[-2]]
+    weights = scores.softmax(-1).to(query.dtype)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class Attention(nn.Module):
+    """(batch, seq, hidden_size) -> (batch, seq, hidden_size), without biases.
+
+    `qk_norm="post_rope"` rotates first and normalises then, as the authors do; with gains that differ within a rotated pair
+    the scores then depend on absolute positions. "pre_rope" normalises first.
+    """
+
+    is_causal = True
+
+    def __init__(self, config: ResiduaConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.scaling = config.head_dim**-0.5
+        width = config.num_attention_heads * config.head_dim
+        std = config.hidden_init_std_factor / math.sqrt(config.hidden_size)
+        self.q_proj = Projection(config.hidden_size, width, std=std)
+        self.k_proj = Projection(config.hidden_size, width, std=std)
+        self.v_proj = Projection(config.hidden_size, width, std=std)
+        # Two sublayers of every layer write into the residual; this keeps their sum from growing with depth.
+        self.o_proj = Projection(width, config.hidden_size, std=std / math.sqrt(config.num_hidden_layers))
+        if config.qk_norm is not None:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        if config.attention_output_gate:
+            self.g_proj = Projection(config.hidden_size, width, std=std)
+            self.o_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        config = self.config
+        heads = (*x.shape[:-1], config.num_attention_heads, config.head_dim)
+        q, k, v = (proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if config.qk_norm == "pre_rope":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = context.rotary.rotate(q), context.rotary.rotate(k)
+        if config.qk_norm == "post_rope":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if context.cache is not None:
+            k, v = context.cache.update(k, v, self.layer_idx)
+
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention)
+        y, weights = attend(self, q, k, v, context.mask, scaling=self.scaling, dropout=0.0)
+        if context.weights is not None:
+            context.weights.append(weights)
+        if config.attention_output_gate:
+            y = self.o_norm(y) * F.silu(self.g_proj(x).view(heads))
+        return self.o_proj(y.reshape(*x.shape[:-1], -1))

@@ -1,0 +1,152 @@
+"""The configuration of a language model: its sizes, and the residual scheme as a fully spelt-out mapping."""
+
+from dataclasses import fields
+from typing import Any
+
+from residua.connections import Scheme, describe, resolve
+from residua.errors import extra
+
+with extra("models"):
+    from transformers import PreTrainedConfig
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {
+        "num_hidden_layers": 4,
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 256,
+    },
+    "small": {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 6,
+        "head_dim": 128,
+        "max_position_embeddings": 1024,
+    },
+    "medium": {
+        "num_hidden_layers": 24,
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 1024,
+    },
+}
+
+
+class ResiduaConfig(PreTrainedConfig):
+    """Configuration of `ResiduaModel` and `ResiduaForCausalLM`.
+
+    vocab_size               rows of the embedding
+    hidden_size              width d
+    num_hidden_layers        blocks of attention and MLP, two sublayers each
+    num_attention_heads      heads
+    head_dim                 width of a head; hidden_size / num_attention_heads where None
+    intermediate_size        width of the SwiGLU; floor(8 hidden_size / 3) where None
+    max_position_embeddings  longest sequence the model is meant for
+    connection               the residual scheme: a preset's name, `{"preset": name, **options}`, or a `Scheme`; stored with
+                             all its options
+    qk_norm                  "post_rope" (the authors' order), "pre_rope", or None for no norm of queries and keys
+    rope_theta, rope_ratio   base of the rotary frequencies; share of each head that is rotated
+    attention_output_gate    heads are normalised and gated by SiLU(W_g x) before the output projection
+    rms_norm_eps             of every norm
+    embedding_init_std       standard deviation of the embedding at the start
+    hidden_init_std_factor   projections start with standard deviation factor / sqrt(hidden_size), those that write into the
+                             residual with another 1 / sqrt(num_hidden_layers)
+    mup, mup_base_width      logits times mup_base_width / hidden_size
+    """
+
+    model_type = "residua"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 6
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    max_position_embeddings: int = 1024
+    connection: str | dict = "ddl"
+    qk_norm: str | None = "post_rope"
+    rope_theta: float = 10000.0
+    rope_ratio: float = 1.0
+    attention_output_gate: bool = False
+    rms_norm_eps: float = 1e-5
+    embedding_init_std: float = 0.02
+    hidden_init_std_factor: float = 0.5
+    tie_word_embeddings: bool = True
+    mup: bool = False
+    mup_base_width: int = 1024
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs: Any):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ):
+            self._require(
+                name, _is_int(getattr(self, name)) and getattr(self, name) >= 1, "a whole number of at least 1"
+            )
+        if self.head_dim is None:
+            self._require(
+                "num_attention_heads",
+                self.hidden_size % self.num_attention_heads == 0,
+                f"a divisor of hidden_size ({self.hidden_size}), or head_dim given",
+            )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        self._require(
+            "head_dim", _is_int(self.head_dim) and self.head_dim >= 2 and self.head_dim % 2 == 0, "an even number"
+        )
+        if self.intermediate_size is None:
+            self.intermediate_size = 8 * self.hidden_size // 3
+        self._require(
+            "intermediate_size", _is_int(self.intermediate_size) and self.intermediate_size >= 1, "at least 1"
+        )
+        self._require("qk_norm", self.qk_norm in ("post_rope", "pre_rope", None), "'post_rope', 'pre_rope' or None")
+        for name in ("rope_theta", "rms_norm_eps", "mup_base_width"):
+            self._require(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "a positive number")
+        for name in ("embedding_init_std", "hidden_init_std_factor"):
+            self._require(name, _is_number(getattr(self, name)) and getattr(self, name) >= 0, "a number of at least 0")
+        self._require("rope_ratio", _is_number(self.rope_ratio) and 0 <= self.rope_ratio <= 1, "a number in [0, 1]")
+
+        for name in ("attention_output_gate", "tie_word_embeddings", "mup", "use_cache"):
+            self._require(name, isinstance(getattr(self, name), bool), "true or false")
+
+        scheme = resolve(self.connection)
+        self.connection = describe(scheme)
+        memories = scheme.num_memories(2 * self.num_hidden_layers)
+        if memories:
+            # The cache of transformers then holds, beside keys and values, this many convolution states in every layer.
+            self.layer_types = ["hybrid"] * self.num_hidden_layers
+            self.number_of_conv_states = -(-memories // self.num_hidden_layers)
+        else:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+
+    @property
+    def scheme(self) -> Scheme:
+        """The residual scheme as an object."""
+        return resolve(self.connection)
+
+    def _require(self, name: str, condition: bool, expected: str) -> None:
+        if not condition:
+            raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+MODEL_FIELDS: tuple[tuple[str, Any, Any], ...] = tuple(
+    (field.name, ResiduaConfig.__annotations__[field.name], field.default)
+    for field in fields(ResiduaConfig)
+    if field.name in ResiduaConfig.__annotations__
+)
+"""(name, type, default) of every field that ResiduaConfig declares itself."""

@@ -1,0 +1,70 @@
+"""The memory of short convolutions, kept in the cache of transformers beside the keys and values."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from residua.connections import Stream
+from residua.errors import extra
+
+with extra("models"):
+    from transformers.cache_utils import Cache
+
+
+class Place(NamedTuple):
+    """Where in the cache one part of the stream keeps its memory: the layer, and which convolution state of it."""
+
+    layer: int
+    slot: int
+
+
+def places(stream: Stream, num_layers: int) -> list[Place | None]:
+    """For expand, every connection and collapse, in this order: its place if it looks back, spread over the layers."""
+    parts = [stream.expand, *stream.connections, stream.collapse]
+    numbers = iter(range(len(parts)))
+    looking = [next(numbers) if part.window else None for part in parts]
+    return [None if i is None else Place(i % num_layers, i // num_layers) for i in looking]
+
+
+class CacheMemory:
+    """The memory of one part of the stream during one forward pass (`connections.base.Memory`).
+
+    padding: (batch, seq), 0 at padding and 1 at tokens, or None. Without a cache nothing earlier exists.
+    """
+
+    def __init__(self, cache: Cache | None, place: Place, padding: Tensor | None):
+        self.cache = cache
+        self.place = place
+        self.padding = padding
+
+    def mask(self, x: Tensor) -> Tensor:
+        if self.padding is None:
+            return x
+        return x * self.padding.to(x.dtype).view(*self.padding.shape, *(1,) * (x.dim() - 2))
+
+    def extend(self, x: Tensor, window: int) -> Tensor:
+        if self.cache is None:
+            return x
+        # The cache keeps (batch, channels, seq) and returns what it held before, if anything, followed by x.
+        rows = x.flatten(2).transpose(1, 2)
+        seen = self.cache.update_conv_state(
+            rows, self.place.layer, state_idx=self.place.slot, conv_kernel_size=window
+        ).transpose(1, 2)
+        return seen[:, -(window + x.shape[1]) :].unflatten(2, x.shape[2:])
+
+
+def memories(
+    where: list[Place | None], cache: Cache | None, padding: Tensor | None, x: Tensor
+) -> list[CacheMemory | None]:
+    """One memory for every place; None where nothing looks back, or where there is neither a cache nor padding.
+
+    Convolution states of the cache that nothing uses are given an empty tensor once, because `Cache.crop` slices every one.
+    """
+    if cache is not None and any(where):
+        for index, layer in enumerate(cache.layers):
+            for slot in range(getattr(layer, "number_of_states", 0)):
+                if Place(index, slot) not in where and not layer.is_conv_states_initialized[slot]:
+                    cache.update_conv_state(x.new_zeros(x.shape[0], 0, 1), index, state_idx=slot, conv_kernel_size=1)
+    if cache is None and padding is None:
+        return [None] * len(where)
+    return [None if place is None else CacheMemory(cache, place, padding) for place in where]

@@ -1,0 +1,25 @@
+"""The SwiGLU MLP, a sublayer that knows no residual."""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from residua.connections import Projection
+from residua.models.configuration import ResiduaConfig
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), (..., hidden_size) -> (..., hidden_size), without biases. arXiv 2002.05202."""
+
+    def __init__(self, config: ResiduaConfig):
+        super().__init__()
+        d, hidden = config.hidden_size, config.intermediate_size
+        std = config.hidden_init_std_factor / math.sqrt(d)
+        self.gate_proj = Projection(d, hidden, std=std)
+        self.up_proj = Projection(d, hidden, std=std)
+        # Two sublayers of every layer write into the residual; this keeps their sum from growing with depth.
+        self.down_proj = Projection(hidden, d, std=std / math.sqrt(config.num_hidden_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,272 @@
+"""The language model: a pre-norm Transformer whose trunk knows no residual scheme, only `read` and `write`."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from residua.connections import Carry, Projection, Readout
+from residua.errors import extra
+from residua.models.attention import Attention, AttentionContext, Rotary
+from residua.models.configuration import ResiduaConfig
+from residua.models.memory import memories, places
+from residua.models.mlp import MLP
+from residua.ops import at_least_float32
+
+with extra("models"):
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+    from transformers.cache_utils import Cache, DynamicCache
+    from transformers.masking_utils import create_causal_mask
+    from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+    from transformers.utils import can_return_tuple, logging
+
+logger = logging.get_logger(__name__)
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` whose rows start from N(0, std^2)."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, std: float):
+        self.std = std
+        super().__init__(num_embeddings, embedding_dim)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class Layer(nn.Module):
+    """The two sublayers of a layer. What connects them belongs to the stream."""
+
+    def __init__(self, config: ResiduaConfig, layer_idx: int):
+        super().__init__()
+        self.attention = Attention(config, layer_idx)
+        self.mlp = MLP(config)
+
+
+class ResiduaPreTrainedModel(PreTrainedModel):
+    config_class = ResiduaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Layer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        # Every module that owns parameters knows how they start; there is no second place that draws them. transformers
+        # keeps torch.nn.init from touching parameters that were loaded.
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+
+
+class ResiduaModel(ResiduaPreTrainedModel):
+    """The trunk: token ids (batch, seq) or embeddings (batch, seq, hidden_size) to the last normalised hidden state."""
+
+    def __init__(self, config: ResiduaConfig):
+        super().__init__(config)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, std=config.embedding_init_std)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.stream = config.scheme.build(
+            config.hidden_size, 2 * config.num_hidden_layers, norm_eps=config.rms_norm_eps
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.places = places(self.stream, config.num_hidden_layers)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed_tokens = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """As every decoder of transformers. `hidden_states` are the residual states before the first and after every layer,
+        as the scheme keeps them, (batch, seq, hidden_size) or (batch, seq, streams, hidden_size), and then the last
+        normalised one.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected exactly one of input_ids and inputs_embeds")
+        config = self.config
+        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        if output_attentions and config._attn_implementation != "eager":
+            raise ValueError("output_attentions needs attn_implementation='eager', which computes the weights")
+        use_cache = (config.use_cache and not self.training) if use_cache is None else use_cache
+        if use_cache and self.gradient_checkpointing and self.training:
+            logger.warning_once("gradient checkpointing does not keep a cache: use_cache is set to False")
+            use_cache = False
+            past_key_values = None
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=config)
+
+        embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        mask, padding, positions = self._masks(embeddings, attention_mask, position_ids, past_key_values)
+        attentions: list[Tensor] | None = [] if output_attentions else None
+        context = AttentionContext(Rotary.at(positions, config, embeddings.dtype), mask, past_key_values, attentions)
+        remembered = memories(self.places, past_key_values, padding, embeddings)
+
+        readers = [*self.stream.connections, Readout(self.stream.collapse)]
+        sublayers = [sub for layer in self.layers for sub in (partial(layer.attention, context=context), layer.mlp)]
+        states: list[Any] = []
+
+        def step(i: int, x: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+            """Sublayer i: from what it reads to what the next reader reads."""
+            y = sublayers[i](x)
+            if output_hidden_states and i % 2:
+                states.append(readers[i].write(y, carry))
+                return readers[i + 1].read(states[-1], remembered[i + 2])
+            return readers[i].write_read(y, carry, readers[i + 1], remembered[i + 2])
+
+        def layer(i: int, x: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+            return step(2 * i + 1, *step(2 * i, x, carry))
+
+        states.append(self.stream.expand(embeddings, remembered[0]))
+        x, carry = readers[0].read(states[0], remembered[1])
+        for i in range(config.num_hidden_layers):
+            if self.gradient_checkpointing and self.training:
+                x, carry = self._gradient_checkpointing_func(layer, i, x, carry)
+            else:
+                x, carry = layer(i, x, carry)
+        hidden = self.norm(x)
+
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*states, hidden) if output_hidden_states else None,
+            attentions=tuple(attentions) if attentions is not None else None,
+        )
+
+    def _masks(
+        self,
+        embeddings: Tensor,
+        attention_mask: Tensor | dict[str, Tensor | None] | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+    ) -> tuple[Any, Tensor | None, Tensor]:
+        """The attention mask in the form the attention function wants, the padding (batch, seq) of these tokens or None, and
+        their positions (1 or batch, seq), counted from the first token that is not padding.
+        """
+        length = embeddings.shape[1]
+        padding = None
+        if isinstance(attention_mask, dict):  # prepared by generate() for a cache that holds convolution states
+            mask, padding = attention_mask["full_attention"], attention_mask.get("linear_attention")
+        else:
+            if attention_mask is not None and attention_mask.dim() == 2:
+                padding = attention_mask[:, -length:]
+            mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=embeddings,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                position_ids=position_ids,
+            )
+        if position_ids is None:
+            if padding is not None:
+                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+            else:
+                past = cache.get_seq_length() if cache is not None else 0
+                position_ids = (torch.arange(length, device=embeddings.device) + past).unsqueeze(0)
+        return mask, padding, position_ids
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None = None,
+    *,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Tensor:
+    """Mean cross-entropy of predicting the next token, in float32 at least; labels of -100 do not count.
+
+    logits: (batch, seq, vocab). labels: (batch, seq), equal to the input ids and shifted here; or shift_labels: (batch, seq),
+    already the token after each position. `num_items_in_batch` divides the sum instead of the number of labels, so that
+    accumulated micro-batches weigh by tokens.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels[..., 1:], (0, 1), value=-100)
+    loss = F.cross_entropy(
+        at_least_float32(logits).flatten(0, -2),
+        shift_labels.to(logits.device).flatten(),
+        ignore_index=-100,
+        reduction="mean" if num_items_in_batch is None else "sum",
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
+    """The trunk with a language-model head, tied to the embedding unless `tie_word_embeddings` is False."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: ResiduaConfig):
+        super().__init__(config)
+        self.model = ResiduaModel(config)
+        self.lm_head = Projection(config.hidden_size, config.vocab_size, std=config.embedding_init_std)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits (batch, seq or logits_to_keep, vocab_size), and the loss where `labels` (shifted here) or `shift_labels`
+        (already the next tokens) are given; -100 does not count.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, kept])
+        if self.config.mup:
+            logits = logits * (self.config.mup_base_width / self.config.hidden_size)
+        loss = None
+        if labels is not None or shift_labels is not None:
+            loss = causal_lm_loss(logits, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+AutoConfig.register("residua", ResiduaConfig)
+AutoModel.register(ResiduaConfig, ResiduaModel)
+AutoModelForCausalLM.register(ResiduaConfig, ResiduaForCausalLM)

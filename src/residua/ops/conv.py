@@ -1,0 +1,117 @@
+"""Causal short convolutions over the sequence: one filter of a few taps for every feature, no mixing of features.
+
+The sequence is the third axis from the end of streams, `(..., seq, streams, dim)`, and the second of `(..., seq, dim)`.
+taps: (kernel, streams, dim); tap s multiplies the token s steps back; tokens before the first are zero. Expanding one
+sequence into streams and reading one from streams are each other's adjoint, with the direction of time turned round.
+"""
+
+import torch
+from torch import Tensor
+
+from residua.ops.shapes import expect_shape
+
+
+def causal_expand(x: Tensor, taps: Tensor) -> Tensor:
+    """X[t, j] = sum_s taps[s, j] x[t - s]: DDL's embedding convolution (EC, arXiv 2601.00417v2).
+
+    x: (..., seq, dim), taps: (kernel, streams, dim). Returns (..., seq, streams, dim) in the dtype of `x`; computed in
+    float32 at least. Raises ValueError where the widths differ.
+    """
+    expect_shape("taps", taps, (*taps.shape[:2], x.shape[-1]), "(kernel, streams, dim)")
+    return _CausalExpand.apply(x, taps)
+
+
+def causal_read(streams: Tensor, taps: Tensor) -> Tensor:
+    """x[t] = sum_{s, j} taps[s, j] X[t - s, j]: DDL's token compression (TC) with the read vector folded into the taps.
+
+    streams: (..., seq, streams, dim), taps: (kernel, streams, dim). Returns (..., seq, dim) in the dtype of `streams`;
+    computed in float32 at least. Raises ValueError where the streams or widths differ. arXiv 2601.00417v2 section 4.2,
+    coefficients c_{i,j,s}.
+    """
+    expect_shape("taps", taps, (taps.shape[0], *streams.shape[-2:]), "(kernel, streams, dim)")
+    return _CausalRead.apply(streams, taps)
+
+
+# The gradients are written out because autograd would keep and copy every shifted slice. Inputs are saved in their own
+# dtype and widened again in the backward pass.
+
+
+class _CausalExpand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, taps: Tensor) -> Tensor:
+        ctx.save_for_backward(x, taps)
+        wide_x, wide_taps = _widened(x, taps)
+        return _expand(wide_x, wide_taps, ahead=False).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, taps = ctx.saved_tensors
+        wide_x, wide_taps = _widened(x, taps)
+        grad = grad.to(wide_x.dtype)
+        grad_x = grad_taps = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _read(grad, wide_taps, ahead=True).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_taps = _correlate(grad, wide_x.unsqueeze(-2), taps.shape[0]).to(taps.dtype)
+        return grad_x, grad_taps
+
+
+class _CausalRead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, streams: Tensor, taps: Tensor) -> Tensor:
+        ctx.save_for_backward(streams, taps)
+        wide_streams, wide_taps = _widened(streams, taps)
+        return _read(wide_streams, wide_taps, ahead=False).to(streams.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        streams, taps = ctx.saved_tensors
+        wide_streams, wide_taps = _widened(streams, taps)
+        grad = grad.to(wide_streams.dtype)
+        grad_streams = grad_taps = None
+        if ctx.needs_input_grad[0]:
+            grad_streams = _expand(grad, wide_taps, ahead=True).to(streams.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_taps = _correlate(grad.unsqueeze(-2), wide_streams, taps.shape[0]).to(taps.dtype)
+        return grad_streams, grad_taps
+
+
+def _widened(x: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in one dtype, the wider of theirs and float32."""
+    dtype = torch.promote_types(torch.promote_types(x.dtype, taps.dtype), torch.float32)
+    return x.to(dtype), taps.to(dtype)
+
+
+def _expand(x: Tensor, taps: Tensor, *, ahead: bool) -> Tensor:
+    """sum_s taps[s, j] x[t - s], or x[t + s] with `ahead`: (..., seq, dim) -> (..., seq, streams, dim)."""
+    kernel, num_streams, dim = taps.shape
+    length = x.shape[-2]
+    streams = x.new_zeros(*x.shape[:-1], num_streams, dim)
+    for s in range(min(kernel, length)):
+        into, source = (0, s) if ahead else (s, 0)
+        streams.narrow(-3, into, length - s).addcmul_(x.narrow(-2, source, length - s).unsqueeze(-2), taps[s])
+    return streams
+
+
+def _read(streams: Tensor, taps: Tensor, *, ahead: bool) -> Tensor:
+    """sum_{s, j} taps[s, j] X[t - s, j], or X[t + s, j] with `ahead`: (..., seq, streams, dim) -> (..., seq, dim)."""
+    length = streams.shape[-3]
+    x = streams.new_zeros(*streams.shape[:-2], streams.shape[-1])
+    for s in range(min(taps.shape[0], length)):
+        into, source = (0, s) if ahead else (s, 0)
+        target, reached = x.narrow(-2, into, length - s), streams.narrow(-3, source, length - s)
+        for j in range(taps.shape[1]):
+            # One stream at a time: a sum over streams would write all its products to memory first.
+            target.addcmul_(reached[..., j, :], taps[s, j])
+    return x
+
+
+def _correlate(later: Tensor, earlier: Tensor, kernel: int) -> Tensor:
+    """sum_t later[t, j] earlier[t - s, j] over all tokens and sequences; returns (kernel, streams, dim)."""
+    length = later.shape[-3]
+    sums = []
+    for s in range(kernel):
+        reach = max(length - s, 0)
+        products = later.narrow(-3, length - reach, reach) * earlier.narrow(-3, 0, reach)
+        sums.append(products.flatten(0, -3).sum(0))
+    return torch.stack(sums)

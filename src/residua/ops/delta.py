@@ -1,0 +1,198 @@
+"""Equations of the delta operator A(k, beta) = I - beta k k^T and of the delta write (arXiv 2601.00417).
+
+Shapes: a state X has value_channels rows of width dim, `(..., value_channels, dim)`: the transpose of the paper's X in
+R^{d x d_v}, because a row of width dim is contiguous. k: (..., dim), v: (..., value_channels), beta: (...,).
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from residua.ops.precision import at_least_float32, without_autocast
+from residua.ops.shapes import expect_shape
+
+Guard = Literal["rms", "add", "clamp", "rms_d"]
+GUARDS: tuple[str, ...] = get_args(Guard)
+
+
+def unit(k: Tensor, *, guard: Guard = "rms", eps: float = 1e-5) -> Tensor:
+    """The direction k of a raw direction k~ with norm n = |k~|; the guard keeps n = 0 harmless.
+
+    `rms`    k = k~ / sqrt(n^2 + eps^2)       arXiv 2601.00417v2 section 4.1; |k| < 1, and k~ = 0 gives k = 0
+    `add`    k = k~ / (n + eps)               arXiv 2601.00417v1 appendix A.1
+    `clamp`  k = k~ / max(n, eps)             the wording of v2 appendix B.1
+    `rms_d`  k = k~ / sqrt(n^2 + dim eps^2)   the authors' accelerated kernels
+
+    k: (..., dim). Returns (..., dim) in the same dtype; the norm is computed in float32 at least. At k~ = 0 every guard
+    has the finite derivative I / eps (I / (eps sqrt(dim)) for `rms_d`).
+    """
+    raw = at_least_float32(k)
+    square = raw.square().sum(-1, keepdim=True)
+    if guard == "rms":
+        scale = torch.rsqrt(square + eps**2)
+    elif guard == "rms_d":
+        scale = torch.rsqrt(square + k.shape[-1] * eps**2)
+    elif guard in ("add", "clamp"):
+        # sqrt has an infinite derivative at 0; the inner where keeps it out of the backward pass.
+        norm = torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+        scale = 1 / (norm + eps if guard == "add" else norm.clamp_min(eps))
+    else:
+        raise ValueError(f"guard: expected one of {', '.join(GUARDS)}, got {guard!r}")
+    return (raw * scale).to(k.dtype)
+
+
+class _DeltaWrite(torch.autograd.Function):
+    """The additive form with its gradient written out: a third of the memory traffic of what autograd derives.
+
+    With G = dL/dX', r = v - k^T X and p = k^T G (one number per value channel):
+    dX = G - beta k p^T, dv = beta p, dbeta = p . r, dk = beta (G r - X p).
+    """
+
+    @staticmethod
+    def forward(ctx, state: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+        wide_state, wide_k, wide_v, wide_beta = _widened(state, k, v, beta)
+        error = wide_v - (wide_state * wide_k.unsqueeze(-2)).sum(-1)
+        # The large tensors are kept in their own dtype: a bfloat16 state costs two bytes a number, not four.
+        ctx.save_for_backward(state, k, v, beta, error)
+        step = (wide_beta.unsqueeze(-1) * error).unsqueeze(-1)
+        return torch.addcmul(wide_state, step, wide_k.unsqueeze(-2)).to(state.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        *inputs, error = ctx.saved_tensors
+        state, k, _, beta = _widened(*inputs)
+        needs_state, needs_k, needs_v, needs_beta = ctx.needs_input_grad
+        grad = grad.to(state.dtype)
+        readout = (grad * k.unsqueeze(-2)).sum(-1)
+        grad_v = beta.unsqueeze(-1) * readout
+        grad_state = grad_k = grad_beta = None
+        if needs_state:
+            grad_state = torch.addcmul(grad, grad_v.unsqueeze(-1), k.unsqueeze(-2), value=-1)
+        if needs_k:
+            scaled_error = beta.unsqueeze(-1) * error
+            grad_k = torch.zeros_like(k)
+            for j in range(state.shape[-2]):
+                # One channel at a time: a sum over channels would write all its products to memory first.
+                grad_k.addcmul_(grad[..., j, :], scaled_error[..., j, None])
+                grad_k.addcmul_(state[..., j, :], grad_v[..., j, None], value=-1)
+        if needs_beta:
+            grad_beta = (readout * error).sum(-1)
+        grads = (grad_state, grad_k, grad_v if needs_v else None, grad_beta)
+        return tuple(None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs))
+
+
+def _widened(state: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All in one dtype: the widest of the state's, of k's and float32."""
+    dtype = torch.promote_types(torch.promote_types(state.dtype, k.dtype), torch.float32)
+    return state.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype)
+
+
+def _expect_write_shapes(state: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> None:
+    *leading, value_channels, dim = state.shape
+    expect_shape("k", k, (*leading, dim), "(..., dim)")
+    expect_shape("v", v, (*leading, value_channels), "(..., value_channels)")
+    expect_shape("beta", beta, leading, "(...,)")
+
+
+def delta_write(state: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """X' = X + beta k (v^T - k^T X): erase what X holds along k, write v there (arXiv 2601.00417, additive form).
+
+    state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), equal leading sizes; other
+    shapes raise ValueError. k is used as it is: `unit(k)` gives the paper's operator. Computed in float32 at least;
+    returns the dtype of `state`. The same map as `delta_operator(k, beta) @ X + beta k v^T`, without ever forming the
+    operator. Its gradient is written out and can be taken once: differentiating it again raises RuntimeError.
+    """
+    _expect_write_shapes(state, k, v, beta)
+    return _DeltaWrite.apply(state, k, v, beta)
+
+
+def delta_write_v1(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, eps: float = 1e-5) -> Tensor:
+    """X' = (I - beta k k^T / (k^T k + eps)) X + beta k v^T with the raw k (arXiv 2601.00417v1 eq. 2.2).
+
+    Shapes and dtypes as in `delta_write`. Erasing is normalised and writing is not, so the two meet only where
+    |k| = 1. eps also keeps k = 0 harmless: the state is left as it is.
+    """
+    _expect_write_shapes(state, k, v, beta)
+    wide_state, wide_k, wide_v, wide_beta = _widened(state, k, v, beta)
+    readout = (wide_state * wide_k.unsqueeze(-2)).sum(-1) / (wide_k.square().sum(-1, keepdim=True) + eps)
+    step = (wide_beta.unsqueeze(-1) * (wide_v - readout)).unsqueeze(-1)
+    return torch.addcmul(wide_state, step, wide_k.unsqueeze(-2)).to(state.dtype)
+
+
+def delta_operator(k: Tensor, beta: Tensor) -> Tensor:
+    """A = I - beta k k^T as a dense matrix (..., dim, dim). k: (..., dim), beta: (...,). arXiv 2601.00417v2.
+
+    beta = 0 keeps the state, beta = 1 projects k out, beta = 2 is the Householder reflection (|k| = 1). Symmetric.
+    """
+    expect_shape("beta", beta, k.shape[:-1], "(...,)")
+    identity = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    return identity - beta[..., None, None] * k.unsqueeze(-1) * k.unsqueeze(-2)
+
+
+def delta_inverse(state: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """The X for which `delta_write(X, k, v, beta)` is `state`: a delta write with beta' = beta / (beta |k|^2 - 1).
+
+    For |k| = 1, (1 - beta)(1 - beta') = 1: a reflection (beta = 2) is its own inverse, and a projection (beta = 1) has
+    none: the result is then not finite, or without meaning where rounding leaves beta |k|^2 only near 1. Shapes and
+    dtypes as in `delta_write`. Follows from the write, in neither version of the paper.
+    """
+    _expect_write_shapes(state, k, v, beta)
+    wide_k, wide_beta = at_least_float32(k), at_least_float32(beta)
+    return delta_write(state, wide_k, v, wide_beta / (wide_beta * wide_k.square().sum(-1) - 1))
+
+
+class Composition(NamedTuple):
+    """n delta writes as one: X_n = X_0 + K T (V - K^T X_0), with K: (..., n, dim) by rows and T: (..., n, n)."""
+
+    k: Tensor
+    t: Tensor
+
+    def operator(self) -> Tensor:
+        """P_n = A_n ... A_1 = I - K T K^T, (..., dim, dim)."""
+        identity = torch.eye(self.k.shape[-1], dtype=self.k.dtype, device=self.k.device)
+        with without_autocast(self.k.device):
+            return identity - self.k.mT @ self.t @ self.k
+
+    def write(self, state: Tensor, v: Tensor) -> Tensor:
+        """All n writes of values v: (..., n, value_channels) into state: (..., value_channels, dim), in its dtype."""
+        expect_shape("v", v, (*state.shape[:-2], self.k.shape[-2], state.shape[-2]), "(..., n, value_channels)")
+        wide_state, wide_v = at_least_float32(state), at_least_float32(v)
+        with without_autocast(self.k.device):
+            steps = self.t @ (wide_v - self.k @ wide_state.mT)
+            return (wide_state + steps.mT @ self.k).to(state.dtype)
+
+
+def compose(k: Tensor, beta: Tensor) -> Composition:
+    """The WY form of n delta writes in the order of the rows of k: (..., n, dim), beta: (..., n).
+
+    T = (I + D S)^{-1} D with D = diag(beta) and S the strictly lower part of K K^T (K by rows); I + D S is unit lower
+    triangular, so T exists for every beta. det P_n = prod(1 - beta_i |k_i|^2). Computed in float32 at least.
+    """
+    expect_shape("beta", beta, k.shape[:-1], "(..., n)")
+    k, beta = at_least_float32(k), at_least_float32(beta)
+    scale = torch.diag_embed(beta)
+    with without_autocast(k.device):
+        lower = scale @ torch.tril(k @ k.mT, diagonal=-1)
+        return Composition(k, torch.linalg.solve_triangular(lower, scale, upper=False, unitriangular=True))
+
+
+def eigenvalues(beta: Tensor, dim: int) -> Tensor:
+    """Eigenvalues of A(k, beta), |k| = 1: 1 - beta once (along k), then 1 (dim - 1 times). beta: (...,); (..., dim)."""
+    ones = torch.ones(*beta.shape, dim - 1, dtype=beta.dtype, device=beta.device)
+    return torch.cat([(1 - beta).unsqueeze(-1), ones], -1)
+
+
+def singular_values(beta: Tensor, dim: int) -> Tensor:
+    """Singular values of A(k, beta), |k| = 1: |1 - beta| once, then 1 (dim - 1 times). (..., dim)."""
+    return eigenvalues(beta, dim).abs()
+
+
+def determinant(beta: Tensor, value_channels: int = 1) -> Tensor:
+    """det of X -> A X on R^{dim x value_channels}, |k| = 1: (1 - beta)^value_channels.
+
+    Orientation flips exactly where value_channels is odd and beta > 1 (arXiv 2601.00417v2; v1 omits beta > 1).
+    """
+    return (1 - beta) ** value_channels
