@@ -28,7 +28,7 @@ PRESETS: dict[str, Scheme] = {
 
 
 def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
-    """The scheme that a preset's name, `{"preset": name, **overrides}`, `{"scheme": name, **options}` or a scheme names.
+    """The scheme named by a preset, by `{"preset": name, **overrides}` or by `{"scheme": name, **options}`.
 
     Overriding what other options are derived from derives them anew: `{"preset": "ddl-cc", "value_channels": 3}` has a
     channel kernel of 3. ValueError for an unknown name (with the nearest one), option or value.

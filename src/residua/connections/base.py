@@ -21,7 +21,7 @@ State = Any  # a pytree of tensors
 
 
 class Carry(NamedTuple):
-    """What `read` hands to `write`: the state to update, and the scheme's coefficients (a NamedTuple, also telemetry)."""
+    """What `read` hands to `write`: the state to update, and the coefficients (a NamedTuple, also telemetry)."""
 
     residual: State
     coefficients: Any
@@ -34,7 +34,7 @@ class Memory(Protocol):
         """x: (batch, seq, ...) with zeros at the positions that are padding."""
 
     def extend(self, x: Tensor, window: int) -> Tensor:
-        """x: (batch, seq, ...) preceded by up to `window` inputs of earlier calls; remembers the last `window` of all."""
+        """x: (batch, seq, ...) behind up to `window` inputs of earlier calls; remembers the last `window`."""
 
 
 class Connection(nn.Module, ABC):
@@ -44,7 +44,7 @@ class Connection(nn.Module, ABC):
 
     @abstractmethod
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        """The normalised sublayer input (batch, seq, dim), and the carry. All that depends on the state happens here."""
+        """The normalised sublayer input (batch, seq, dim), and all that the state decides."""
 
     @abstractmethod
     def write(self, y: Tensor, carry: Carry) -> State:
@@ -67,7 +67,7 @@ class Connection(nn.Module, ABC):
 
 
 class Readout:
-    """The end of the stream in the place of a following connection: it reads the collapsed state and is never written to."""
+    """The end of the stream in the place of a following connection: it reads, and nothing is written after it."""
 
     def __init__(self, collapse: nn.Module):
         self.collapse = collapse

@@ -47,7 +47,8 @@ class Repeat(nn.Module):
 class ConvExpand(nn.Module):
     """DDL's embedding convolution (EC): a causal filter over the tokens for every stream and feature.
 
-    Starts as repetition: the tap of the current token is 1, the others 0. (batch, seq, dim) -> (batch, seq, streams, dim).
+    Starts as repetition: the tap of the current token is 1, the others 0.
+    (batch, seq, dim) -> (batch, seq, streams, dim).
     """
 
     def __init__(self, dim: int, num_streams: int, kernel: int):
@@ -68,8 +69,8 @@ class ConvExpand(nn.Module):
 class TokenCompress(nn.Module):
     """DDL's token-axis compression: a causal filter over the tokens for every stream and feature, then a read vector.
 
-    Starts as the average of the streams of the current token; `init="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2)
-    as their code does. (batch, seq, streams, dim) -> (batch, seq, dim).
+    Starts as the average of the streams of the current token; `init="authors"` draws the taps from N(0,
+    (0.5/sqrt(dim))^2) as their code does. (batch, seq, streams, dim) -> (batch, seq, dim).
     """
 
     def __init__(self, dim: int, num_streams: int, kernel: int, *, init: str = "average"):
@@ -96,9 +97,10 @@ class TokenCompress(nn.Module):
 class ChannelCompress(nn.Module):
     """DDL's channel-axis compression (CC), pointwise in the tokens.
 
-    `form="read"`: a zero-padded convolution over the streams, then a read vector (the authors' code; `causal` pads on one
-    side). `form="direct"`: one weight for each stream and feature (the paper). Both start as the average of the streams;
-    `init="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2). (batch, seq, streams, dim) -> (batch, seq, dim).
+    `form="read"`: a zero-padded convolution over the streams, then a read vector (the authors' code; `causal` pads on
+    one side). `form="direct"`: one weight for each stream and feature (the paper). Both start as the average of the
+    streams; `init="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2).
+    (batch, seq, streams, dim) -> (batch, seq, dim).
     """
 
     window = 0

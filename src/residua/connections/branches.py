@@ -1,6 +1,6 @@
 """The learned maps of Deep Delta Learning: the gate beta, the value v and the direction k (arXiv 2601.00417 section 2).
 
-Each states its inputs; `streams` is the state (batch, seq, streams, dim), `context` is RMSNorm(x_in), (batch, seq, dim).
+Each states its inputs; `streams` is the state (batch, seq, streams, dim), `context` is RMSNorm(x_in).
 """
 
 import math
@@ -45,8 +45,8 @@ class Value(nn.Module):
     """v from a linear map in float32 at least, (..., dim) -> (..., value_channels).
 
     `activation="scaled_sigmoid"`: scale * sigmoid(W x + b); `"linear"`: W x + b; `"constant"`: the number `constant`
-    everywhere, no parameters. `bias=False` drops b. The authors' code draws W from N(0, (0.5/sqrt(dim))^2) and leaves b at
-    PyTorch's uniform draw (`init="authors"`); here b starts at 0.
+    everywhere, no parameters. `bias=False` drops b. The authors' code draws W from N(0, (0.5/sqrt(dim))^2) and leaves
+    b at PyTorch's uniform draw (`init="authors"`); here b starts at 0.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class MLP(nn.Module):
 
 
 class StreamAttention(nn.Module):
-    """A direction by attention over the streams, which the paper leaves open. (batch, seq, streams, dim) and the context.
+    """A direction by attention over the streams, a form that the paper leaves open.
 
-    q = W_q c; keys W_k N_j + e_j and values W_u N_j of the normalised streams N_j = RMSNorm(X_j), where the slot embeddings
-    e_j tell streams apart that are still equal; k~ = W_o sum_j softmax_j(q . key_j / sqrt(rank)) value_j.
+    q = W_q c; keys W_k N_j + e_j and values W_u N_j of the normalised streams N_j = RMSNorm(X_j), where the slot
+    embeddings e_j tell streams apart that are still equal; k~ = W_o sum_j softmax_j(q . key_j / sqrt(rank)) value_j.
     """
 
     def __init__(self, dim: int, num_streams: int, rank: int, *, norm_eps: float = 1e-5):
@@ -114,8 +114,8 @@ class StreamAttention(nn.Module):
 
 
 class Pool(nn.Module):
-    """G(X): `"mean"` over the streams (dim features), `"flatten"` (streams * dim), or `"conv"`: a causal filter over the
-    tokens for every stream and feature, then the mean (dim features), starting as the mean.
+    """G(X): `"mean"` over the streams (dim features), `"flatten"` (streams * dim), or `"conv"`: a causal filter over
+    the tokens for every stream and feature, then the mean (dim features), starting as the mean.
 
     (batch, seq, streams, dim) -> (batch, seq, out_features). With `window > 0` the input may begin with earlier tokens.
     """
@@ -142,9 +142,9 @@ class Pool(nn.Module):
 class Direction(nn.Module):
     """phi_k of the v-Map: the raw direction k~ from the context or the state, (batch, seq, dim).
 
-    `"linear"` and `"mlp"` map the context (or x_in, `source="stream"`); `"pool_mlp"` and `"flatten_mlp"` the state, pooled
-    over the streams or flattened; `"attention"` attends over the streams. arXiv 2601.00417v2 sections 2 and 4 leave the
-    form open; `rank` is the hidden width.
+    `"linear"` and `"mlp"` map the context (or x_in, `source="stream"`); `"pool_mlp"` and `"flatten_mlp"` the state,
+    pooled over the streams or flattened; `"attention"` attends over the streams. arXiv 2601.00417v2 sections 2 and 4
+    leave the form open; `rank` is the hidden width.
     """
 
     KINDS = ("linear", "mlp", "pool_mlp", "flatten_mlp", "attention")

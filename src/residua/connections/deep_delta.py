@@ -31,7 +31,7 @@ from residua.ops import Guard, delta_write, delta_write_v1, unit
 
 
 class DeltaCoefficients(NamedTuple):
-    """beta: (batch, seq), v: (batch, seq, value_channels), k~: (batch, seq, dim), the direction before it is made a unit.
+    """beta: (batch, seq), v: (batch, seq, value_channels), raw direction k: (batch, seq, dim).
 
     None stands for what comes from the sublayer's output: k in the k-Map, v in the v-Map, beta where it is gated by it.
     """
@@ -261,8 +261,8 @@ class DeltaResidual(nn.Module):
     """The general delta-residual block: X <- X + beta k (v^T - k^T X) with k, v and beta all computed from X.
 
     For stacks of any kind of module. phi_k: state -> (..., dim) gives the raw direction, phi_v: state ->
-    (..., value_channels) the value, both maps of the whole state (..., value_channels, dim); without phi_v the value is a
-    linear map of the mean over the channels. beta = 2 sigmoid(linear(G(X))) with G = `pool`: "mean", "flatten", or
+    (..., value_channels) the value, both maps of the whole state (..., value_channels, dim); without phi_v the value
+    is a linear map of the mean over the channels. beta = 2 sigmoid(linear(G(X))) with G = `pool`: "mean", "flatten", or
     "conv" over a sequence axis, for states (batch, seq, value_channels, dim). arXiv 2601.00417 section 2.
     """
 

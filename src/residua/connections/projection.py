@@ -9,8 +9,8 @@ from torch import nn
 class Projection(nn.Linear):
     """`nn.Linear` whose weights start from N(0, std^2), by default with the authors' std = 0.5 / sqrt(in_features).
 
-    bias: the number it starts at, "uniform" for PyTorch's draw from U(-1/sqrt(in_features), 1/sqrt(in_features)), or None
-    for no bias.
+    bias: the number it starts at, "uniform" for PyTorch's draw from U(-1/sqrt(in_features), 1/sqrt(in_features)), or
+    None for no bias.
     """
 
     def __init__(

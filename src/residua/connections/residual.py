@@ -14,7 +14,7 @@ class ResidualCoefficients(NamedTuple):
 
 
 class ResidualConnection(Connection):
-    """state + sublayer(RMSNorm(state)), state: (batch, seq, dim). arXiv 1512.03385, with the norm before the sublayer."""
+    """state + sublayer(RMSNorm(state)), state: (batch, seq, dim)."""
 
     def __init__(self, dim: int, *, norm_eps: float = 1e-5):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Causal multi-head attention with rotary positions and normalised queries and keys, a sublayer that knows no residual."""
+"""Causal multi-head attention with rotary positions and normalised queries and keys; it knows no residual."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Rotary(NamedTuple):
 
     @classmethod
     def at(cls, positions: Tensor, config: ResiduaConfig, dtype: torch.dtype) -> "Rotary":
-        """Angles positions * theta^(-2i / rotated) for pair i. positions: (batch, seq), counted from 0. arXiv 2104.09864."""
+        """Angles positions * theta^(-2i / rotated) of pair i; positions: (batch, seq), from 0. arXiv 2104.09864."""
         rotated = int(config.rope_ratio * config.head_dim) // 2 * 2
         dtype = torch.promote_types(dtype, torch.float32)
         pairs = torch.arange(0, rotated, 2, device=positions.device, dtype=dtype)
@@ -54,7 +54,7 @@ class AttentionContext(NamedTuple):
 def eager_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: object
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T scaling + mask) v, each (batch, heads, seq, head_dim); returns (batch, seq, heads, head_dim), weights."""
+    """softmax(q k^T scaling + mask) v: (batch, heads, seq, head_dim) to (batch, seq, heads, head_dim), and weights."""
     scores = at_least_float32(query @ key.mT * scaling)
     if mask is not None:
         scores = scores + mask[..., : key.shape[-2]]
@@ -65,8 +65,8 @@ def eager_attention(
 class Attention(nn.Module):
     """(batch, seq, hidden_size) -> (batch, seq, hidden_size), without biases.
 
-    `qk_norm="post_rope"` rotates first and normalises then, as the authors do; with gains that differ within a rotated pair
-    the scores then depend on absolute positions. "pre_rope" normalises first.
+    `qk_norm="post_rope"` rotates first and normalises then, as the authors do; with gains that differ within a rotated
+    pair the scores then depend on absolute positions. "pre_rope" normalises first.
     """
 
     is_causal = True

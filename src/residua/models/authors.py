@@ -1,7 +1,7 @@
 """Importing checkpoints of the authors' public models (deep-delta-learning, commit 2b55f25).
 
-Their state is (..., dim, value_channels) and ours (..., value_channels, dim), so filters are transposed; everything else is
-renaming. The variant is told by the parameter names.
+Their state is (..., dim, value_channels) and ours (..., value_channels, dim), so filters are transposed; everything
+else is renaming. The variant is told by the parameter names.
 """
 
 import re
@@ -17,19 +17,20 @@ from residua.models.transformer import ResiduaForCausalLM
 
 # Keys of the authors' configuration that change nothing in the function computed from given parameters.
 _WITHOUT_EFFECT = {
-    "block_size", "bias", "dropout", "embedding_init_std", "hidden_init_std_factor", "ddl_beta_init", "ddl_state_read_init",
-    "ddl_state_dv_shortconv_causal", "ddl_beta_hidden_size", "kv_cache_slot_size", "num_key_value_heads",
-    "scale_attn_by_inverse_layer_idx", "use_cache", "tie_word_embeddings", "hidden_size_base", "mup", "model_type",
+    "block_size", "bias", "dropout", "embedding_init_std", "hidden_init_std_factor", "ddl_beta_init",
+    "ddl_state_read_init", "ddl_state_dv_shortconv_causal", "ddl_beta_hidden_size", "kv_cache_slot_size",
+    "num_key_value_heads", "scale_attn_by_inverse_layer_idx", "use_cache", "tie_word_embeddings", "hidden_size_base",
+    "mup", "model_type",
 }  # fmt: skip
 
 
 def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> ResiduaForCausalLM:
     """Our model with the authors' parameters: the same function, with their defects mended.
 
-    config: their configuration keys (hidden_size, num_attention_heads, ddl_*, ...); state_dict: their parameter names. The
-    variant (baseline, d_v = 1, token or channel compression, embedding convolution, kind of gate) follows from the names.
-    The dtype of the parameters is kept. ValueError for parameters that are unknown, missing or of another shape, and for
-    options that are not supported.
+    config: their configuration keys (hidden_size, num_attention_heads, ddl_*, ...); state_dict: their parameter names.
+    The variant (baseline, d_v = 1, token or channel compression, embedding convolution, kind of gate) follows from the
+    names. The dtype of the parameters is kept. ValueError for parameters that are unknown, missing or of another
+    shape, and for options that are not supported.
     """
     state = {name: tensor for name, tensor in state_dict.items() if name != "lm_head.weight"}
     layers = {int(match[1]) for name in state if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
@@ -149,7 +150,8 @@ def _authors_names(scheme: Scheme, num_layers: int) -> dict[str, str]:
     names = {"model.embed_tokens.weight": "transformer.wte.weight", "model.norm.weight": "transformer.ln_f.weight"}
     for i in range(num_layers):
         theirs, layer = f"transformer.h.{i}", f"model.layers.{i}"
-        for ours, name in (("q_proj", "c_q"), ("k_proj", "c_k"), ("v_proj", "c_v"), ("o_proj", "c_proj"), ("g_proj", "g_proj"),
+        for ours, name in (("q_proj", "c_q"), ("k_proj", "c_k"), ("v_proj", "c_v"), ("o_proj", "c_proj"), ("g_proj",
+        "g_proj"),
                            ("q_norm", "q_rms"), ("k_norm", "k_rms"), ("o_norm", "o_norm")):  # fmt: skip
             names[f"{layer}.attention.{ours}.weight"] = f"{theirs}.attn.{name}.weight"
         for ours, name in (("gate_proj", "c_fc1"), ("up_proj", "c_fc2"), ("down_proj", "c_proj")):

@@ -44,15 +44,15 @@ class ResiduaConfig(PreTrainedConfig):
     head_dim                 width of a head; hidden_size / num_attention_heads where None
     intermediate_size        width of the SwiGLU; floor(8 hidden_size / 3) where None
     max_position_embeddings  longest sequence the model is meant for
-    connection               the residual scheme: a preset's name, `{"preset": name, **options}`, or a `Scheme`; stored with
-                             all its options
+    connection               the residual scheme: a preset's name, `{"preset": name, **options}`, or a `Scheme`; stored
+                             with all its options
     qk_norm                  "post_rope" (the authors' order), "pre_rope", or None for no norm of queries and keys
     rope_theta, rope_ratio   base of the rotary frequencies; share of each head that is rotated
     attention_output_gate    heads are normalised and gated by SiLU(W_g x) before the output projection
     rms_norm_eps             of every norm
     embedding_init_std       standard deviation of the embedding at the start
-    hidden_init_std_factor   projections start with standard deviation factor / sqrt(hidden_size), those that write into the
-                             residual with another 1 / sqrt(num_hidden_layers)
+    hidden_init_std_factor   projections start with standard deviation factor / sqrt(hidden_size), those that write
+                             into the residual with another 1 / sqrt(num_hidden_layers)
     mup, mup_base_width      logits times mup_base_width / hidden_size
     """
 

@@ -58,7 +58,7 @@ def memories(
 ) -> list[CacheMemory | None]:
     """One memory for every place; None where nothing looks back, or where there is neither a cache nor padding.
 
-    Convolution states of the cache that nothing uses are given an empty tensor once, because `Cache.crop` slices every one.
+    Convolution states that nothing uses are given an empty tensor once, because `Cache.crop` slices every one.
     """
     if cache is not None and any(where):
         for index, layer in enumerate(cache.layers):

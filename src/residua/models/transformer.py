@@ -99,9 +99,9 @@ class ResiduaModel(ResiduaPreTrainedModel):
         output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """As every decoder of transformers. `hidden_states` are the residual states before the first and after every layer,
-        as the scheme keeps them, (batch, seq, hidden_size) or (batch, seq, streams, hidden_size), and then the last
-        normalised one.
+        """As every decoder of transformers. `hidden_states` are the residual states before the first and after every
+        layer, as the scheme keeps them, (batch, seq, hidden_size) or (batch, seq, streams, hidden_size), and then the
+        last normalised one.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
@@ -162,8 +162,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
         position_ids: Tensor | None,
         cache: Cache | None,
     ) -> tuple[Any, Tensor | None, Tensor]:
-        """The attention mask in the form the attention function wants, the padding (batch, seq) of these tokens or None, and
-        their positions (1 or batch, seq), counted from the first token that is not padding.
+        """The attention mask in the form the attention function wants, the padding (batch, seq) of these tokens or
+        None, and their positions (1 or batch, seq), counted from the first token that is not padding.
         """
         length = embeddings.shape[1]
         padding = None
@@ -197,9 +197,9 @@ def causal_lm_loss(
 ) -> Tensor:
     """Mean cross-entropy of predicting the next token, in float32 at least; labels of -100 do not count.
 
-    logits: (batch, seq, vocab). labels: (batch, seq), equal to the input ids and shifted here; or shift_labels: (batch, seq),
-    already the token after each position. `num_items_in_batch` divides the sum instead of the number of labels, so that
-    accumulated micro-batches weigh by tokens.
+    logits: (batch, seq, vocab). labels: (batch, seq), equal to the input ids and shifted here; or shift_labels:
+    (batch, seq), already the token after each position. `num_items_in_batch` divides the sum instead of the number of
+    labels, so that accumulated micro-batches weigh by tokens.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels[..., 1:], (0, 1), value=-100)
@@ -238,8 +238,8 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (batch, seq or logits_to_keep, vocab_size), and the loss where `labels` (shifted here) or `shift_labels`
-        (already the next tokens) are given; -100 does not count.
+        """Logits (batch, seq or logits_to_keep, vocab_size), and the loss where `labels` (shifted here) or
+        `shift_labels` (already the next tokens) are given; -100 does not count.
         """
         outputs = self.model(
             input_ids=input_ids,
