@@ -45,7 +45,7 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     options = {name: value for name, value in connection.items() if name != key}
     known: Mapping[str, Any] = PRESETS if key == "preset" else SCHEMES
     name = connection[key]
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, list(known))}")
     scheme = known[name]
     declared = [field.name for field in fields(scheme)]

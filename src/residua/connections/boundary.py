@@ -22,6 +22,14 @@ def current(out: Tensor, x: Tensor, seen: Tensor) -> Tensor:
     return out if seen is x else out[:, -x.shape[1] :]
 
 
+def expect_tokens(x: Tensor, window: int, *, axes: str) -> None:
+    """ValueError where a look back of `window` > 0 meets an x that lacks one of its `axes`: it would take the entries of a
+    batch (batch, dim) for a sequence, and mix them.
+    """
+    if window and x.dim() < axes.count(",") + 1:
+        raise ValueError(f"a convolution over the tokens: expected {axes}, got {tuple(x.shape)}")
+
+
 class Same(nn.Module):
     """The border of a state with one stream: the state is the embedding."""
 
@@ -62,6 +70,7 @@ class ConvExpand(nn.Module):
         nn.init.ones_(self.taps[0])
 
     def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+        expect_tokens(x, self.window, axes="(batch, seq, dim)")
         seen = remembered(x, memory, self.window)
         return current(causal_expand(seen, self.taps), x, seen)
 
@@ -91,6 +100,7 @@ class TokenCompress(nn.Module):
 
     def forward(self, streams: Tensor) -> Tensor:
         """streams: the current tokens, preceded by earlier ones where there is a memory."""
+        expect_tokens(streams, self.window, axes="(batch, seq, streams, dim)")
         return causal_read(streams, self.taps * self.read.unsqueeze(-1))
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from residua.connections.boundary import expect_tokens
 from residua.connections.projection import Projection
 from residua.ops import causal_read, linear_at_least_float32
 
@@ -92,21 +93,28 @@ class StreamAttention(nn.Module):
 
     q = W_q c; keys W_k N_j + e_j and values W_u N_j of the normalised streams N_j = RMSNorm(X_j), where the slot
     embeddings e_j tell streams apart that are still equal; k~ = W_o sum_j softmax_j(q . key_j / sqrt(rank)) value_j.
+    A single stream has weight 1: then there are no queries, keys and slots, which could not change anything.
     """
 
     def __init__(self, dim: int, num_streams: int, rank: int, *, norm_eps: float = 1e-5):
         super().__init__()
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.query, self.key, self.value = (Projection(dim, rank) for _ in range(3))
-        self.slots = nn.Parameter(torch.empty(num_streams, rank))
+        self.value = Projection(dim, rank)
         self.out = Projection(rank, dim)
+        self.slots = None
+        if num_streams > 1:
+            self.query, self.key = Projection(dim, rank), Projection(dim, rank)
+            self.slots = nn.Parameter(torch.empty(num_streams, rank))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.slots, std=1.0)
+        if self.slots is not None:
+            nn.init.normal_(self.slots, std=1.0)
 
     def forward(self, context: Tensor, streams: Tensor) -> Tensor:
         normalised = self.norm(streams)
+        if self.slots is None:
+            return self.out(self.value(normalised).squeeze(-2))
         keys = self.key(normalised) + self.slots
         scores = (keys @ self.query(context).unsqueeze(-1)).squeeze(-1) / math.sqrt(keys.shape[-1])
         weights = scores.softmax(-1).to(keys.dtype)
@@ -135,6 +143,7 @@ class Pool(nn.Module):
 
     def forward(self, streams: Tensor) -> Tensor:
         if self.taps is not None:
+            expect_tokens(streams, self.window, axes="(batch, seq, streams, dim)")
             return causal_read(streams, self.taps / self.taps.shape[1])
         return streams.mean(-2) if self.kind == "mean" else streams.flatten(-2)
 

@@ -66,7 +66,7 @@ class DeepDelta(Scheme):
     v_activation     "scaled_sigmoid" (v_scale * sigmoid), "linear" or "constant" (v_constant)
     v_bias           whether the value map has a bias
     v_input          k-Map: the value comes from x_in as it is ("stream") or from the "context"
-    phi_k            v-Map: "linear", "mlp", "pool_mlp", "flatten_mlp" or "attention", see `branches.Direction`
+    phi_k            v-Map: "mlp", "linear", "pool_mlp", "flatten_mlp" or "attention", see `branches.Direction`
     phi_k_input      v-Map: "linear" and "mlp" see the "context" or x_in as it is ("stream")
     phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
     """
@@ -97,7 +97,7 @@ class DeepDelta(Scheme):
     v_bias: bool = True
     v_constant: float = 2.0
     v_input: Literal["stream", "context"] = "stream"
-    phi_k: Literal["linear", "mlp", "pool_mlp", "flatten_mlp", "attention"] = "linear"
+    phi_k: Literal["linear", "mlp", "pool_mlp", "flatten_mlp", "attention"] = "mlp"
     phi_k_input: Literal["context", "stream"] = "context"
     phi_k_rank: int | None = None
     init: Literal["average", "authors"] = "average"

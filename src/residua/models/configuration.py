@@ -115,16 +115,24 @@ class ResiduaConfig(PreTrainedConfig):
         for name in ("attention_output_gate", "tie_word_embeddings", "mup", "use_cache"):
             self._require(name, isinstance(getattr(self, name), bool), "true or false")
 
-        scheme = resolve(self.connection)
-        self.connection = describe(scheme)
-        memories = scheme.num_memories(2 * self.num_hidden_layers)
-        if memories:
-            # The cache of transformers then holds, beside keys and values, this many convolution states in every layer.
-            self.layer_types = ["hybrid"] * self.num_hidden_layers
-            self.number_of_conv_states = -(-memories // self.num_hidden_layers)
-        else:
-            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        for derived in ("layer_types", "number_of_conv_states"):  # a saved configuration's, perhaps of another scheme
+            kwargs.pop(derived, None)
+        self._spell_out()
         super().__post_init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("connection", "num_hidden_layers") and "layer_types" in vars(self):
+            self._spell_out()
+
+    def _spell_out(self) -> None:
+        """Store the scheme with all its options, and what its look back needs of the cache of transformers."""
+        scheme, layers = resolve(self.connection), self.num_hidden_layers
+        memories = scheme.num_memories(2 * layers)
+        vars(self)["connection"] = describe(scheme)
+        # The cache then holds, beside keys and values, this many convolution states in every layer.
+        vars(self)["layer_types"] = ["hybrid" if memories else "full_attention"] * layers
+        vars(self)["number_of_conv_states"] = -(-memories // layers)
 
     @property
     def scheme(self) -> Scheme:

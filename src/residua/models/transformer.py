@@ -143,7 +143,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
         x, carry = readers[0].read(states[0], remembered[1])
         for i in range(config.num_hidden_layers):
             if self.gradient_checkpointing and self.training:
-                x, carry = self._gradient_checkpointing_func(layer, i, x, carry)
+                # The reentrant kind follows only tensors that are arguments themselves, not those inside a carry.
+                x, carry = self._gradient_checkpointing_func(layer, i, x, carry, use_reentrant=False)
             else:
                 x, carry = layer(i, x, carry)
         hidden = self.norm(x)

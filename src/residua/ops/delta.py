@@ -44,7 +44,7 @@ def unit(k: Tensor, *, guard: Guard = "rms", eps: float = 1e-5) -> Tensor:
 
 
 class _DeltaWrite(torch.autograd.Function):
-    """The additive form with its gradient written out: a third of the memory traffic of what autograd derives.
+    """The additive form with its gradient written out: fewer passes over the state than autograd would make.
 
     With G = dL/dX', r = v - k^T X and p = k^T G (one number per value channel):
     dX = G - beta k p^T, dv = beta p, dbeta = p . r, dk = beta (G r - X p).

@@ -1,0 +1,487 @@
+"""The command `residua`: a table of commands, each a few lines around the library.
+
+Modules that take long to import are imported by the command that uses them, so that `residua --help` is quick.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from residua import __version__
+from residua.errors import InputError, RunError
+
+Arguments = argparse.Namespace
+INTERRUPTED = 130
+
+
+class Command(NamedTuple):
+    """One row of the table: what the overview and `--help` say, the arguments, and what is done with them.
+
+    `run` returns an exit status, None for 0.
+    """
+
+    help: str
+    examples: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[Arguments], int | None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status: 0, 1 for a failure at run time, 2 for bad input, 130 if interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    try:
+        status = _dispatch(argv) or 0
+        sys.stdout.flush()
+        return status
+    except InputError as error:
+        return _fail(error, 2)
+    except (RunError, ModuleNotFoundError) as error:
+        return _fail(error, 1)
+    except BrokenPipeError:
+        # The reader of our output, such as `head`, has had enough. Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+
+
+def _dispatch(argv: list[str]) -> int | None:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview(), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"residua {__version__}")
+        return 0
+    name, *rest = argv
+    if name not in COMMANDS:
+        raise InputError(f"there is no command {name}{_nearest(name, COMMANDS)}; residua --help lists them")
+    command = COMMANDS[name]
+    parser = _Parser(
+        prog=f"residua {name}",
+        description=command.help,
+        epilog="examples:\n" + textwrap.indent(command.examples, "  "),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    try:
+        arguments, unknown = parser.parse_known_args(rest)
+    except _HelpShown:
+        return 0
+    if unknown:
+        parser.refuse(unknown[0])
+    return command.run(arguments)
+
+
+class _HelpShown(Exception):
+    """argparse has printed what `--help` asked for."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises instead of ending the process, and that knows what a misspelt option was meant to be."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; {self.prog} --help shows what there is")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise _HelpShown
+
+    def refuse(self, argument: str) -> NoReturn:
+        """Raise InputError for an argument that no option takes, with the nearest option."""
+        if not argument.startswith("-"):
+            self.error(f"unexpected argument {argument!r}")
+        option = argument.partition("=")[0]
+        known = {name: name for name in self._option_string_actions}
+        # `--lr` for `--train.lr`
+        known = {f"--{name.rpartition('.')[2]}": name for name in known if "." in name} | known
+        self.error(f"unknown option {option}{_nearest(option, known)}")
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    close = get_close_matches(name, known, n=1)
+    if not close:
+        return ""
+    meant = known[close[0]]
+    return f"; did you mean {meant if isinstance(meant, str) else close[0]}?"
+
+
+def _fail(error: object, status: int) -> int:
+    print(f"residua: {error}", file=sys.stderr)
+    return status
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: residua COMMAND [options]",
+            "",
+            "Residual connections for PyTorch, and the laboratory around them.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "residua COMMAND --help explains a command; residua --version prints the version.",
+        ]
+    )
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns side by side, those of numbers to the right. Nothing is cut or wrapped, so that it can go into a pipe."""
+    columns = [[name, "-" * len(name), *cells] for name, cells in zip(header, zip(*rows))]
+    aligned = []
+    for column in columns:
+        width = max(map(len, column))
+        column[1] = "-" * width
+        number = all(cell[0] in "0123456789+-–" or cell == "baseline" for cell in column[2:] if cell)
+        aligned.append([cell.rjust(width) if number else cell.ljust(width) for cell in column])
+    for line in zip(*aligned):
+        print("  ".join(line).rstrip())
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="folder of a run, made by residua train")
+    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="the checkpoint of this step, not the newest")
+
+
+def _schemes(arguments: Arguments) -> None:
+    import torch
+
+    from residua.connections import PRESETS, Scheme
+    from residua.models import SIZES
+
+    def parameters(scheme: Scheme, size: str) -> int:
+        with torch.device("meta"):
+            stream = scheme.build(SIZES[size]["hidden_size"], 2 * SIZES[size]["num_hidden_layers"])
+        return sum(parameter.numel() for parameter in stream.parameters())
+
+    plain = {size: parameters(PRESETS["residual"], size) for size in ("small", "medium")}
+    records = []
+    for name, scheme in PRESETS.items():
+        standard = type(scheme)()
+        records.append(
+            {
+                "name": name,
+                "equation": scheme.equation,
+                "options": {
+                    field.name: getattr(scheme, field.name)
+                    for field in fields(scheme)
+                    if getattr(scheme, field.name) != getattr(standard, field.name)
+                },
+                "paper": scheme.paper,
+                "state_per_token": f"{scheme.num_streams if scheme.num_streams > 1 else ''}d",
+                "parameters_added": {size: parameters(scheme, size) - plain[size] for size in plain},
+            }
+        )
+    if arguments.json:
+        _print_json(records)
+        return
+    rows = [
+        [
+            record["name"],
+            record["equation"],
+            record["state_per_token"],
+            *(f"{count:+,}" for count in record["parameters_added"].values()),
+            record["paper"],
+            " ".join(f"{key}={value}" for key, value in record["options"].items()),
+        ]
+        for record in records
+    ]
+    _print_table(["name", "equation", "state", *plain, "paper", "options"], rows)
+    print(
+        f"\nstate: values per token, d the width; {' and '.join(plain)}: parameters beyond those of the plain residual."
+    )
+
+
+def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--source",
+        required=True,
+        metavar="stdlib|PATH",
+        help="the documentation inside this Python, or a file or folder of .txt, .md, .jsonl or .parquet",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+    parser.add_argument(
+        "--tokenizer", default="bpe", metavar="bpe|byte|DIR", help="trained here, bytes, or a saved one (default: bpe)"
+    )
+    parser.add_argument("--vocab-size", type=int, default=2048, metavar="N", help="entries of a trained tokenizer")
+    parser.add_argument(
+        "--validation-fraction",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="share of the text held out (default: 0.05)",
+    )
+    _add_json(parser)
+
+
+def _prepare(arguments: Arguments) -> None:
+    from residua.data import prepare
+
+    data = prepare(
+        arguments.source,
+        arguments.out,
+        vocab_size=arguments.vocab_size,
+        tokenizer=arguments.tokenizer,
+        validation_fraction=arguments.validation_fraction,
+    )
+    if arguments.json:
+        _print_json({"folder": str(data.folder), **data.facts})
+        return
+    _print_table(["what", "value"], [["folder", str(data.folder)], *([k, _cell(v)] for k, v in data.facts.items())])
+    print(f"train on it with: residua train --config tiny --data.path {arguments.out} --run DIR")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    from residua.training import add_config_arguments
+
+    parser.usage = "residua train --run DIR [--config NAME|FILE.yaml] [--resume] [--print_config] [--KEY VALUE ...]"
+    parser.add_argument("--run", metavar="DIR", help="a new folder for the run, or with --resume the folder of one")
+    parser.add_argument("--resume", action="store_true", help="go on at the newest checkpoint of the run")
+    add_config_arguments(parser)
+
+
+def _train(arguments: Arguments) -> int:
+    from residua.training import load_config
+
+    source = arguments.config
+    if source is None and arguments.resume and arguments.run is not None:
+        source = str(Path(arguments.run) / "config.yaml")
+        if not Path(source).is_file():
+            raise InputError(
+                f"{arguments.run}: expected a run to resume, found no config.yaml; start one with --config"
+            )
+    if source is None and not arguments.print_config:
+        raise InputError("expected --config NAME|FILE.yaml for a new run, or --resume; residua train --help explains")
+    config = load_config(source, arguments.overrides)
+    if arguments.print_config:
+        print(config.to_yaml(), end="")
+        return 0
+    if arguments.run is None:
+        raise InputError("expected --run DIR, the folder for the run")
+
+    from residua.experiment import run
+
+    result = run(config, arguments.run, resume=arguments.resume)
+    if result["interrupted"]:
+        return INTERRUPTED
+    print(
+        f"{arguments.run}: step {result['step']}, validation loss {result['val_loss']:.4f}, "
+        f"{result['bits_per_byte']:.4f} bits per byte"
+    )
+    return 0
+
+
+def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    _add_json(parser)
+
+
+def _evaluate(arguments: Arguments) -> None:
+    from residua.experiment import evaluate, open_run
+
+    opened = open_run(arguments.run, arguments.checkpoint)
+    result = {"step": opened.step, **evaluate(opened)}
+    if arguments.json:
+        _print_json({key: value if math.isfinite(value) else None for key, value in result.items()})
+        return
+    names = {
+        "step": "step",
+        "val_loss": "validation loss (nats per token)",
+        "perplexity": "perplexity",
+        "bits_per_byte": "bits per byte",
+        "tokens": "held-out tokens",
+    }
+    cells = {key: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for key, value in result.items()}
+    _print_table(["what", arguments.run], [[name, cells[key]] for key, name in names.items()])
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to go on from; '' for a new document")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="(default: 200, or what fits the context)")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="lower is more predictable (0.8)")
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, metavar="P", help="sample from this probability mass (0.95)"
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K most probable (0: all)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (0)")
+    parser.add_argument("--greedy", action="store_true", help="always the most probable token")
+
+
+def _generate(arguments: Arguments) -> None:
+    from residua.evaluation.generate import complete
+    from residua.experiment import open_run
+
+    opened = open_run(arguments.run, arguments.checkpoint)
+    shown = False
+
+    def show(piece: str) -> None:
+        nonlocal shown
+        # The prompt waits for the first piece, so that an input that cannot be used prints nothing but its error.
+        print(piece if shown else arguments.prompt + piece, end="", flush=True)
+        shown = True
+
+    complete(
+        opened.model,
+        opened.tokenizer,
+        arguments.prompt,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        greedy=arguments.greedy,
+        seed=arguments.seed,
+        on_text=show,
+    )
+    print("" if shown else arguments.prompt)
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs")
+    parser.add_argument("--baseline", metavar="NAME", help="a name from the table (default: the plain residual)")
+    parser.add_argument("--out", metavar="DIR", help="write the pictures, comparison.md and comparison.json here")
+    _add_json(parser)
+
+
+def _compare(arguments: Arguments) -> None:
+    from residua.evaluation.compare import compare
+
+    comparison = compare(arguments.runs, baseline=arguments.baseline)
+    written = []
+    if arguments.out is not None:
+        from residua.evaluation.plots import draw
+
+        out = Path(arguments.out)
+        written = [*draw(comparison, out), out / "comparison.md", out / "comparison.json"]
+        (out / "comparison.md").write_text(comparison.to_markdown(), encoding="utf-8")
+        (out / "comparison.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n", encoding="utf-8")
+    if arguments.json:
+        _print_json(comparison.to_json())
+        return
+    _print_comparison(comparison)
+    for path in written:
+        print(f"written: {path}")
+
+
+def _print_comparison(comparison: Any) -> None:
+    _print_table(*comparison.table())
+    for note in comparison.notes:
+        print(f"note: {note}")
+
+
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", default="runs/demo", metavar="DIR", help="folder of the runs (default: runs/demo)")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="training steps of each run (default: as in the recipes)"
+    )
+
+
+def _demo(arguments: Arguments) -> int:
+    try:
+        from residua.demo import demonstrate
+
+        result = demonstrate(arguments.out, steps=arguments.steps)
+    except KeyboardInterrupt:
+        steps = [] if arguments.steps is None else ["--steps", str(arguments.steps)]
+        command = shlex.join(["residua", "demo", "--out", arguments.out, *steps])
+        return _fail(f"interrupted; go on with: {command}", INTERRUPTED)
+    _print_comparison(result.comparison)
+    for path in result.pictures:
+        print(f"picture: {path}")
+    for name, text in result.texts.items():
+        print(f"\n{name} writes:")
+        print("\n".join(f"  {line}" for line in textwrap.wrap(text, 100)[:3]))
+    return 0
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    importlib.import_module("residua.benchmarks.cli").add_arguments(parser)
+
+
+def _bench(arguments: Arguments) -> int | None:
+    return importlib.import_module("residua.benchmarks.cli").run(arguments)
+
+
+COMMANDS: dict[str, Command] = {
+    "schemes": Command(
+        "list the residual schemes: equation, options, state, parameters added, paper",
+        "residua schemes\nresidua schemes --json",
+        _add_json,
+        _schemes,
+    ),
+    "prepare": Command(
+        "turn text into tokens on disk",
+        "residua prepare --source stdlib --out data/stdlib\n"
+        "residua prepare --source my-texts/ --out data/mine --vocab-size 8192",
+        _prepare_arguments,
+        _prepare,
+    ),
+    "train": Command(
+        "train a language model into a run folder, or go on with one",
+        "residua train --config tiny --run runs/residual\n"
+        "residua train --config tiny --model.connection ddl-cc --train.lr 2e-3 --run runs/ddl-cc\n"
+        "residua train --run runs/ddl-cc --resume\n"
+        "residua train --config tiny --print_config > mine.yaml",
+        _train_arguments,
+        _train,
+    ),
+    "evaluate": Command(
+        "validation loss, perplexity and bits per byte of a run",
+        "residua evaluate runs/ddl\nresidua evaluate runs/ddl --checkpoint 200 --json",
+        _evaluate_arguments,
+        _evaluate,
+    ),
+    "generate": Command(
+        "let the model of a run write text",
+        "residua generate runs/ddl --prompt 'The function returns'\n"
+        "residua generate runs/ddl --prompt '' --temperature 0.6 --seed 3",
+        _generate_arguments,
+        _generate,
+    ),
+    "compare": Command(
+        "compare runs over seeds with a baseline, as a table and as pictures",
+        "residua compare runs/residual-* runs/ddl-*\n"
+        "residua compare runs/a runs/b --baseline 'residual train.lr=0.002' --out figures/",
+        _compare_arguments,
+        _compare,
+    ),
+    "demo": Command(
+        "train the plain residual, ddl and ddl-cc-ec side by side and compare them",
+        "residua demo\nresidua demo --steps 50 --out runs/quick",
+        _demo_arguments,
+        _demo,
+    ),
+    "bench": Command(
+        "measure the speed of the schemes",
+        "residua bench models --device cpu",
+        _bench_arguments,
+        _bench,
+    ),
+}

@@ -1,0 +1,90 @@
+"""The demonstration: three residual schemes on the same tokens in the same order, each with its own best settings."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from residua.data import PreparedData, prepare
+from residua.evaluation.compare import Comparison, compare
+from residua.evaluation.generate import complete
+from residua.evaluation.plots import draw
+from residua.experiment import open_run, run
+from residua.training import RunConfig, load_config
+
+RECIPES = {"residual": "tiny", "ddl": "tiny-ddl", "ddl-cc-ec": "tiny-ddl-cc-ec"}
+"""The preset of each run, and its recipe: they differ in the preset and in what was tuned for it, in nothing else."""
+PROMPT = "The function returns"
+SAMPLE_TOKENS = 80
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What came out: the comparison, the paths of its pictures, and what each model writes after `PROMPT`."""
+
+    comparison: Comparison
+    pictures: list[Path]
+    texts: dict[str, str]
+
+
+def demonstrate(out: str | Path, *, steps: int | None = None, progress: bool = True) -> Demonstration:
+    """Train what is not trained yet into `out`, one run after the other, and compare.
+
+    Args:
+        out: a folder, in which runs that were begun go on and finished ones stay as they are.
+        steps: training steps of each run, with warmup and evaluations moved in proportion; None as in the recipes.
+
+    Raises:
+        InputError: `out` holds runs with other settings.
+        RunError: a run failed.
+        KeyboardInterrupt: a run was interrupted; what it had done is saved.
+    """
+    out = Path(out)
+    configs = {
+        name: shortened(load_config(recipe, [f"--model.connection={name}"]), steps) for name, recipe in RECIPES.items()
+    }
+    data = _shared_data(configs["residual"], out / "data", progress)
+    for number, (name, config) in enumerate(configs.items(), start=1):
+        if progress:
+            print(f"{number} of {len(configs)}: {name}", file=sys.stderr, flush=True)
+        config = replace(config, data=replace(config.data, path=str(data.folder)))
+        begun = (out / name / "config.yaml").is_file()
+        if run(config, out / name, resume=begun, progress=progress)["interrupted"]:
+            raise KeyboardInterrupt
+
+    comparison = compare([out / name for name in configs])
+    return Demonstration(comparison, draw(comparison, out), dict(_texts(out)))
+
+
+def shortened(config: RunConfig, steps: int | None) -> RunConfig:
+    """The same run with `steps` steps: warmup, evaluations and checkpoints keep their proportion to it."""
+    if steps is None:
+        return config
+    scaled = {
+        name: max(1, round(getattr(config.train, name) * steps / config.train.steps))
+        for name in ("evaluate_every", "checkpoint_every")
+    }
+    warmup = config.train.warmup_steps * steps // config.train.steps
+    return replace(config, train=replace(config.train, steps=steps, warmup_steps=warmup, **scaled))
+
+
+def _shared_data(config: RunConfig, folder: Path, progress: bool) -> PreparedData:
+    if folder.exists():
+        return PreparedData.open(folder)
+    return prepare(
+        config.data.source,
+        folder,
+        vocab_size=config.data.vocab_size,
+        tokenizer=config.data.tokenizer,
+        validation_fraction=config.data.validation_fraction,
+        progress=progress,
+    )
+
+
+def _texts(out: Path) -> Iterator[tuple[str, str]]:
+    for name in RECIPES:
+        opened = open_run(out / name)
+        written = complete(
+            opened.model, opened.tokenizer, PROMPT, max_new_tokens=SAMPLE_TOKENS, min_new_tokens=SAMPLE_TOKENS
+        )
+        yield name, PROMPT + written

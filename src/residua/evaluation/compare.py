@@ -1,0 +1,302 @@
+"""Runs beside each other: what each reached, and its difference to a baseline at the same step, tokens or seconds.
+
+Two loss curves of one experiment look the same on paper; what tells schemes apart is their difference, over several
+seeds. Runs that differ in `train.seed` alone form a group. Where a group and the baseline share seeds, the differences
+are taken seed by seed, which removes the part of the noise that both share (the order of the data).
+"""
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from residua.errors import InputError
+from residua.evaluation.records import Run
+
+Axis = Literal["step", "tokens", "seconds"]
+AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
+BASELINE_CONNECTION = "residual"
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds, its sample standard deviation (None for one seed) and the number of seeds."""
+
+    mean: float
+    deviation: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Estimate":
+        mean = math.fsum(values) / len(values)
+        if len(values) == 1:
+            return cls(mean, None, 1)
+        variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+        return cls(mean, math.sqrt(variance), len(values))
+
+
+class Difference(NamedTuple):
+    """Loss minus the baseline's loss at one place of an axis; `count` pairs of seeds, or 0 if no seed is shared."""
+
+    at: float
+    mean: float
+    deviation: float | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but their seed, in the order of their seeds."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(run.seed for run in self.runs)
+
+    @property
+    def validation_loss(self) -> Estimate | None:
+        """The last validation loss, over the runs that have one."""
+        return _estimate(run.validation[-1].loss for run in self.runs if run.validation)
+
+    @property
+    def parameters(self) -> int | None:
+        return self.runs[0].parameters
+
+    @property
+    def tokens_per_second(self) -> Estimate | None:
+        return _estimate(run.tokens_per_second for run in self.runs if run.tokens_per_second is not None)
+
+    @property
+    def seconds(self) -> Estimate | None:
+        return _estimate(run.end.seconds for run in self.runs if run.end)
+
+    @property
+    def tokens(self) -> int | None:
+        """Training tokens of the shortest run, None before the first logged step."""
+        return min((run.end.tokens for run in self.runs if run.end), default=None)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Groups of runs, the one that the others are compared with, and what a reader has to know about the numbers."""
+
+    groups: tuple[Group, ...]
+    baseline: Group | None
+    notes: tuple[str, ...]
+
+    def differences(self, group: Group, axis: Axis = "tokens") -> list[Difference]:
+        """The validation loss of `group` minus the baseline's along `axis`.
+
+        At every place where one of the runs was evaluated and all of them already and still were, in between linearly
+        interpolated; empty for the baseline itself, without a baseline and where nothing overlaps.
+        """
+        if self.baseline is None or group is self.baseline:
+            return []
+        ours = {run.seed: _curve(run, axis) for run in group.runs if run.validation}
+        theirs = {run.seed: _curve(run, axis) for run in self.baseline.runs if run.validation}
+        shared = sorted(ours.keys() & theirs.keys())
+        if shared:
+            ours, theirs = ({seed: curves[seed] for seed in shared} for curves in (ours, theirs))
+        curves = [*ours.values(), *theirs.values()]
+        if not ours or not theirs:
+            return []
+
+        first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+        places = sorted({at for curve in curves for at, _ in curve if first <= at <= last})
+        result = []
+        for at in places:
+            if shared:
+                pairs = [_interpolate(ours[seed], at) - _interpolate(theirs[seed], at) for seed in shared]
+                result.append(Difference(at, *Estimate.of(pairs)))
+            else:
+                left, right = (
+                    Estimate.of([_interpolate(curve, at) for curve in side.values()]) for side in (ours, theirs)
+                )
+                known = left.deviation is not None and right.deviation is not None
+                deviation = math.hypot(left.deviation, right.deviation) if known else None
+                result.append(Difference(at, left.mean - right.mean, deviation, 0))
+        return result
+
+    def final_difference(self, group: Group) -> Difference | None:
+        """The difference at the last number of tokens that the group and the baseline both reached."""
+        differences = self.differences(group, "tokens")
+        return differences[-1] if differences else None
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The header and the rows of the table, as text."""
+        versus = f"vs {self.baseline.name}" if self.baseline else "difference"
+        header = ["run", "seeds", "validation loss", versus, "parameters", "tokens/s", "seconds"]
+        rows = []
+        for group in self.groups:
+            difference = self.final_difference(group)
+            rows.append(
+                [
+                    group.name,
+                    ", ".join(map(str, group.seeds)),
+                    _text(group.validation_loss, ".4f"),
+                    "baseline" if group is self.baseline else _text(difference, "+.4f"),
+                    "–" if group.parameters is None else f"{group.parameters:,}",
+                    _text(group.tokens_per_second, ",.0f", spread=False),
+                    _text(group.seconds, ",.1f", spread=False),
+                ]
+            )
+        return header, rows
+
+    def to_markdown(self) -> str:
+        """The table in Markdown, and the notes below it."""
+        header, rows = self.table()
+        rule = ["---", "---", *["---:"] * (len(header) - 2)]
+        lines = [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
+        return "\n".join([*lines, *(f"\n{note}" for note in self.notes)]) + "\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values for `json.dumps`; what is missing or not a finite number is None."""
+        groups = []
+        for group in self.groups:
+            difference = self.final_difference(group)
+            groups.append(
+                {
+                    "name": group.name,
+                    "seeds": list(group.seeds),
+                    "folders": [str(run.folder) for run in group.runs],
+                    "val_loss": _plain(group.validation_loss),
+                    "difference": _plain(difference),
+                    "parameters": group.parameters,
+                    "tokens": group.tokens,
+                    "tokens_per_second": _plain(group.tokens_per_second),
+                    "seconds": _plain(group.seconds),
+                    "differences": {axis: [_plain(d) for d in self.differences(group, axis)] for axis in AXES},
+                }
+            )
+        return {"baseline": self.baseline and self.baseline.name, "groups": groups, "notes": list(self.notes)}
+
+
+def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Comparison:
+    """Compare the runs in `folders`.
+
+    Args:
+        folders: run folders, in the order in which their groups shall appear; the same folder twice counts once.
+        baseline: the name of a group as the table shows it; without it, the first with the plain residual.
+
+    Raises:
+        InputError: no folder, a folder without a run, or a baseline that is none of the groups.
+    """
+    unique = {Path(folder).resolve(): Path(folder) for folder in reversed(list(folders))}
+    runs = [Run.read(folder) for folder in reversed(unique.values())]
+    if not runs:
+        raise InputError("expected at least one run folder to compare, got none")
+    groups, notes = _group(runs)
+    chosen = _baseline(groups, baseline)
+    comparison = Comparison(tuple(groups), chosen, ())
+    return Comparison(comparison.groups, chosen, (*notes, *_notes(comparison)))
+
+
+def _group(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
+    """Put runs with equal settings together and give each group the shortest name that tells it from the others."""
+    members: dict[str, dict[int, Run]] = {}
+    notes = []
+    for run in runs:
+        group = members.setdefault(json.dumps(run.settings, sort_keys=True, default=str), {})
+        if run.seed in group:
+            notes.append(
+                f"{run.folder} repeats {group[run.seed].folder} (same settings, same seed {run.seed}): left out."
+            )
+        else:
+            group[run.seed] = run
+    sets = [tuple(group[seed] for seed in sorted(group)) for group in members.values()]
+    return [Group(_name(some[0], [other[0] for other in sets]), some) for some in sets], notes
+
+
+def _name(run: Run, all_runs: Sequence[Run]) -> str:
+    alike = [other for other in all_runs if other.connection == run.connection]
+    keys = sorted({key for other in alike for key in other.settings})
+    differing = [key for key in keys if len({repr(other.settings.get(key)) for other in alike}) > 1]
+    return " ".join([run.connection, *(f"{key}={_short(run.settings.get(key))}" for key in differing)])
+
+
+def _short(value: Any) -> str:
+    """A setting within a name: numbers without noise in their last digits, fingerprints by their beginning."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)[:12]
+
+
+def _baseline(groups: Sequence[Group], name: str | None) -> Group | None:
+    if name is None:
+        return next((group for group in groups if group.runs[0].connection == BASELINE_CONNECTION), None)
+    names = [group.name for group in groups]
+    if name not in names:
+        close = get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise InputError(f"expected the baseline to be one of {', '.join(names)}; got {name}{hint}")
+    return groups[names.index(name)]
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    """What makes the numbers of a table less than they seem."""
+    notes = []
+    baseline = comparison.baseline
+    if baseline is None and len(comparison.groups) > 1:
+        notes.append("No run with the plain residual, so there are no differences: name a baseline.")
+    if baseline is not None and len(comparison.groups) > 1 and all(len(group.runs) == 1 for group in comparison.groups):
+        notes.append("One seed each: how much of a difference is noise is not measured here.")
+    for group in comparison.groups:
+        missing = [str(run.folder) for run in group.runs if not run.validation]
+        if missing:
+            notes.append(f"{group.name}: no validation loss in {', '.join(missing)}.")
+        diverged = [
+            run.seed for run in group.runs if any(not math.isfinite(p.loss) for p in (*run.training, *run.validation))
+        ]
+        if diverged:
+            notes.append(f"{group.name}: the loss is not finite with seed {', '.join(map(str, diverged))}.")
+        difference = comparison.final_difference(group)
+        if baseline is None or difference is None:
+            continue
+        if group.runs[0].settings.get("data") != baseline.runs[0].settings.get("data"):
+            notes.append(f"{group.name} and {baseline.name} saw different data: their losses cannot be compared.")
+        ends = {run.validation[-1].tokens for run in (*group.runs, *baseline.runs) if run.validation}
+        if len(ends) > 1:
+            notes.append(
+                f"{group.name}: the difference is taken at {difference.at:,.0f} tokens, where the shortest run ends; "
+                "a longer run was still at a higher learning rate there."
+            )
+        if difference.count == 0:
+            notes.append(f"{group.name} and {baseline.name} share no seed: the difference is that of the means.")
+        elif difference.count < max(len(group.runs), len(baseline.runs)):
+            notes.append(f"{group.name}: the difference is over the {difference.count} seeds shared with the baseline.")
+    return notes
+
+
+def _curve(run: Run, axis: Axis) -> list[tuple[float, float]]:
+    return [(getattr(point, axis), point.loss) for point in run.validation]
+
+
+def _interpolate(curve: Sequence[tuple[float, float]], at: float) -> float:
+    """The value at `at`, which lies within the curve; exact at its points, linear between them."""
+    index = bisect_left(curve, at, key=lambda point: point[0])
+    right_at, right = curve[index]
+    if right_at == at:
+        return right
+    left_at, left = curve[index - 1]
+    return left + (right - left) * (at - left_at) / (right_at - left_at)
+
+
+def _estimate(values: Iterable[float]) -> Estimate | None:
+    values = list(values)
+    return Estimate.of(values) if values else None
+
+
+def _text(value: Estimate | Difference | None, form: str, *, spread: bool = True) -> str:
+    if value is None:
+        return "–"
+    mean = format(value.mean, form)
+    return mean if value.deviation is None or not spread else f"{mean} ± {value.deviation:{form.lstrip('+')}}"
+
+
+def _plain(value: Estimate | Difference | None) -> dict[str, float | None] | None:
+    if value is None:
+        return None
+    return {name: (x if x is None or math.isfinite(x) else None) for name, x in value._asdict().items()}

@@ -1,0 +1,108 @@
+"""Text written by a model after a prompt."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from residua.errors import InputError, extra
+from residua.evaluation.loss import evaluating
+
+with extra("models"):
+    from transformers import GenerationConfig, TextStreamer
+
+if TYPE_CHECKING:
+    from transformers import GenerationMixin, PreTrainedTokenizerBase
+
+DEFAULT_NEW_TOKENS = 200
+
+
+def complete(
+    model: "GenerationMixin",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str,
+    *,
+    max_new_tokens: int | None = None,
+    min_new_tokens: int = 0,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    top_k: int = 0,
+    greedy: bool = False,
+    seed: int = 0,
+    on_text: Callable[[str], None] | None = None,
+) -> str:
+    """Continue `prompt` until the end-of-text token or `max_new_tokens`; return the new text without the prompt.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: the tokenizer it was trained with.
+        prompt: the text to go on from; an empty one starts a new document, after an end-of-text token.
+        max_new_tokens: at most so many; None means 200, or what still fits into the model's context.
+        min_new_tokens: the end-of-text token is not taken before so many.
+        temperature: divides the logits, above 0; lower is more predictable.
+        top_p: sample among the most probable tokens that together reach this probability, in (0, 1]; 1 is all.
+        top_k: sample among the k most probable tokens; 0 is all.
+        greedy: always take the most probable token; temperature, top_p, top_k and seed then do not matter.
+        seed: of the sampling. The global random state of PyTorch is left as it was.
+        on_text: called with each piece of new text as soon as it is final, for showing it while it is written.
+
+    Raises:
+        InputError: a setting is out of its range, or prompt and new tokens do not fit into the model's context.
+    """
+    _check(temperature, top_p, top_k)
+    tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
+    room = model.config.max_position_embeddings - len(tokens)
+    if max_new_tokens is None:
+        max_new_tokens = min(DEFAULT_NEW_TOKENS, room)
+    elif max_new_tokens < 1:
+        raise InputError(f"expected max_new_tokens of at least 1, got {max_new_tokens}")
+    if min_new_tokens > max_new_tokens:
+        raise InputError(f"expected min_new_tokens of at most max_new_tokens ({max_new_tokens}), got {min_new_tokens}")
+    if max_new_tokens > room or room < 1:
+        raise InputError(
+            f"expected prompt and new text within the model's {model.config.max_position_embeddings} positions, got "
+            f"{len(tokens)} + {max(max_new_tokens, 1)} tokens: shorten the prompt or ask for fewer new tokens"
+        )
+
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        do_sample=not greedy,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        # A model may have more rows than the tokenizer has tokens; what the others are worth was never trained.
+        suppress_tokens=list(range(len(tokenizer), model.config.vocab_size)) or None,
+        **({} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k}),
+    )
+    input_ids = torch.tensor([tokens], device=model.device)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with evaluating(model), torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            generation_config=settings,
+            streamer=None if on_text is None else _Pieces(tokenizer, on_text),
+        )
+    return tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
+
+
+def _check(temperature: float, top_p: float, top_k: int) -> None:
+    if not temperature > 0:
+        raise InputError(f"expected a temperature above 0, got {temperature}: for the most probable text use greedy")
+    if not 0 < top_p <= 1:
+        raise InputError(f"expected top_p in (0, 1], got {top_p}")
+    if top_k < 0:
+        raise InputError(f"expected top_k of at least 0 (0: all tokens), got {top_k}")
+
+
+class _Pieces(TextStreamer):
+    """Hands each finished piece of text to a callback instead of printing it."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", on_text: Callable[[str], None]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.on_text(text)

@@ -1,0 +1,79 @@
+"""The loss on held-out text: in nats per token, as a perplexity, and in bits per byte."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from residua.errors import InputError
+
+IGNORED_LABEL = -100
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module of `model` into evaluation mode, without gradients, and restore each one's mode on leaving."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def held_out_loss(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], *, bytes: int | None = None
+) -> dict[str, float]:
+    """The mean cross-entropy of a causal language model over every label of `batches`.
+
+    Args:
+        model: called as `model(input_ids=inputs, use_cache=False)`; its result has `logits` (batch, seq, vocab_size).
+        batches: pairs (inputs, labels) of int64 tensors (batch, seq); `labels[:, t]` is the token after
+            `inputs[:, t]` (already aligned), -100 where there is none.
+        bytes: the length of the same text in UTF-8 bytes; with it the loss is also given in bits per byte, which
+            can be compared between tokenizers, as the loss per token cannot.
+
+    Returns:
+        `val_loss` (nats per token), `perplexity` (its exponential), `bits_per_byte` (only with `bytes`) and `tokens`
+        (the number of labels). Each token weighs the same however the batches are cut; the sum is in float64.
+
+    Raises:
+        InputError: `batches` holds no label, or `bytes` is not positive.
+    """
+    if bytes is not None and bytes < 1:
+        raise InputError(f"expected the number of bytes of the held-out text (at least 1), got {bytes}")
+    device = next(model.parameters()).device
+    nats = torch.zeros((), dtype=torch.float64)
+    tokens = 0
+    with evaluating(model):
+        for inputs, labels in batches:
+            logits = model(input_ids=inputs.to(device), use_cache=False).logits
+            losses = cross_entropy(
+                logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
+                labels.to(device).flatten(),
+                ignore_index=IGNORED_LABEL,
+                reduction="none",
+            )
+            nats += losses.sum(dtype=torch.float64).cpu()
+            tokens += labels.numel()
+    if tokens == 0:
+        raise InputError("expected held-out text of at least 2 tokens, got no label to predict: hold out more text")
+
+    loss = nats.item() / tokens
+    result = {"val_loss": loss, "perplexity": _exponential(loss)}
+    if bytes is not None:
+        result["bits_per_byte"] = nats.item() / math.log(2) / bytes
+    return result | {"tokens": tokens}
+
+
+def _exponential(loss: float) -> float:
+    """exp(loss), infinite where a float64 cannot hold it: a diverged model has a loss, and it must be told."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,135 @@
+"""The pictures of a comparison: the losses, and, what is worth looking at, the differences to the baseline."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from residua.errors import extra
+from residua.evaluation.compare import Axis, Comparison, Group
+from residua.evaluation.records import Point
+
+with extra("plots"):
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+# Okabe and Ito's palette, which people with any colour vision can tell apart; black is kept for the baseline.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+BASELINE_COLOUR = "#222222"
+LINE_STYLES = ("-", "--", ":")
+# The first part of a run changes so much that, scaled to it, nothing later can be told apart: it may leave the frame.
+UNSETTLED_LOSS = 0.1
+UNSETTLED_DIFFERENCE = 0.3
+PANEL_HEIGHT, LEGEND_ROW_HEIGHT = 4.0, 0.21  # inches
+LEGEND_CHARACTERS = 110  # that fit beside each other above the panels
+PANELS: dict[Axis, str] = {"step": "Training step", "seconds": "Training time (seconds)"}
+
+
+def draw(comparison: Comparison, folder: str | Path) -> list[Path]:
+    """Draw `loss.png` and, where something differs from a baseline, `difference.png` into `folder`.
+
+    Each shows the same losses by training step and by seconds. Returns the paths of the pictures.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {"loss.png": _losses(comparison)}
+    if any(comparison.differences(group) for group in comparison.groups):
+        pictures["difference.png"] = _differences(comparison)
+    for name, figure in pictures.items():
+        FigureCanvasAgg(figure).print_png(folder / name)
+    return [folder / name for name in pictures]
+
+
+def _losses(comparison: Comparison) -> Figure:
+    figure, panels = _panels()
+    shown = {axis: [] for axis in panels}
+    for axis, panel in panels.items():
+        for group, style in _styles(comparison):
+            for run in group.runs:
+                points = run.validation or run.training
+                panel.plot(*_columns(run.training, axis), **style, linewidth=0.5, alpha=0.13)
+                panel.plot(
+                    *_columns(points, axis), **style, linewidth=1.1, label=group.name if run is group.runs[0] else None
+                )
+                shown[axis] += zip(*_columns(points, axis))
+    _scale(panels, shown, UNSETTLED_LOSS)
+    _label(figure, panels, "Loss (nats per token)", "Strong: validation. Pale: training. One line per seed.")
+    return figure
+
+
+def _differences(comparison: Comparison) -> Figure:
+    figure, panels = _panels()
+    shown = {axis: [(0.0, 0.0)] for axis in panels}
+    banded = False
+    for axis, panel in panels.items():
+        for group, style in _styles(comparison):
+            if group is comparison.baseline:
+                panel.axhline(0, **style, linewidth=1.2, label=f"{group.name} (baseline)")
+            differences = comparison.differences(group, axis)
+            if not differences:
+                continue
+            places = [difference.at for difference in differences]
+            means = [difference.mean for difference in differences]
+            panel.plot(places, means, **style, linewidth=1.5, label=group.name)
+            shown[axis] += zip(places, means)
+            if differences[0].deviation is not None:
+                banded = True
+                edges = [[d.mean + sign * d.deviation for d in differences] for sign in (-1, 1)]
+                panel.fill_between(places, *edges, color=style["color"], alpha=0.15, linewidth=0)
+                shown[axis] += [*zip(places, edges[0]), *zip(places, edges[1])]
+    _scale(panels, shown, UNSETTLED_DIFFERENCE)
+    note = "Band: ± 1 standard deviation over seeds." if banded else "One seed: the noise is not measured."
+    _label(figure, panels, "Validation loss minus the baseline's\n(nats per token, below 0 is better)", note)
+    return figure
+
+
+def _panels() -> tuple[Figure, dict[Axis, Axes]]:
+    figure = Figure(figsize=(10, PANEL_HEIGHT), dpi=150, layout="constrained")
+    panels = dict(zip(PANELS, figure.subplots(1, len(PANELS), sharey=True)))
+    for axis, panel in panels.items():
+        panel.set_xlabel(PANELS[axis])
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    return figure, panels
+
+
+def _styles(comparison: Comparison) -> Iterator[tuple[Group, dict[str, Any]]]:
+    """Each group with its line: black for the baseline, then colours, then the colours again in another dash."""
+    number = 0
+    for group in comparison.groups:
+        if group is comparison.baseline:
+            yield group, {"color": BASELINE_COLOUR, "linestyle": "-", "zorder": 3}
+            continue
+        dash, colour = divmod(number, len(COLOURS))
+        yield group, {"color": COLOURS[colour], "linestyle": LINE_STYLES[dash % len(LINE_STYLES)]}
+        number += 1
+
+
+def _columns(points: Sequence[Point], axis: Axis) -> tuple[list[float], list[float]]:
+    return [getattr(point, axis) for point in points], [point.loss for point in points]
+
+
+def _scale(panels: dict[Axis, Axes], shown: dict[Axis, list[tuple[float, float]]], unsettled: float) -> None:
+    """Fit the shared loss axis to what is shown after the first part, a fraction of the whole."""
+    settled = []
+    for points in shown.values():
+        start = unsettled * max((at for at, _ in points), default=0)
+        settled += [loss for at, loss in points if at >= start and math.isfinite(loss)]
+    if settled:
+        margin = 0.05 * (max(settled) - min(settled)) or 0.01
+        next(iter(panels.values())).set_ylim(min(settled) - margin, max(settled) + margin)
+
+
+def _label(figure: Figure, panels: dict[Axis, Axes], loss: str, note: str) -> None:
+    first = next(iter(panels.values()))
+    first.set_ylabel(loss)
+    handles, labels = first.get_legend_handles_labels()
+    columns = max(1, LEGEND_CHARACTERS // (max(map(len, labels), default=0) + 6))
+    figure.set_figheight(PANEL_HEIGHT + LEGEND_ROW_HEIGHT * -(-len(labels) // columns))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
+    panels["seconds"].set_title(note, loc="right", fontsize=8, color="#555555")

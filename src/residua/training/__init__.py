@@ -1,0 +1,40 @@
+"""Training: configuration, optimizer, loop, checkpoints and the log of a run."""
+
+from residua.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
+from residua.training.config import (
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    add_config_arguments,
+    load_config,
+    recipe_names,
+)
+from residua.training.folder import RunFolder, claim
+from residua.training.log import read_metrics
+from residua.training.loop import pick_device, train
+from residua.training.optimizer import adamw, learning_rate_factor, parameter_groups, set_learning_rate
+
+__all__ = [
+    "Checkpoint",
+    "DataConfig",
+    "ModelConfig",
+    "RunConfig",
+    "RunFolder",
+    "TrainConfig",
+    "adamw",
+    "add_config_arguments",
+    "claim",
+    "latest_checkpoint",
+    "learning_rate_factor",
+    "load_checkpoint",
+    "load_config",
+    "open_checkpoint",
+    "parameter_groups",
+    "pick_device",
+    "read_metrics",
+    "recipe_names",
+    "save_checkpoint",
+    "set_learning_rate",
+    "train",
+]

@@ -1,0 +1,54 @@
+"""Stops a run at the first loss or gradient that is not finite, before the optimizer applies it."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from residua.errors import RunError
+
+SHOWN = 5
+
+
+class Guard:
+    """Watches loss and gradients on the device, so that a step waits for nothing.
+
+    From the first step that is not finite on, the optimizer skips its updates (`found_inf`, by which a GradScaler
+    tells a fused optimizer the same) and the guard keeps that step's numbers, until `check` reads them. However long
+    that takes, the weights stay those of the last good step.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
+        self._named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._failed = torch.zeros((), device=device)
+        self._step = torch.zeros((), dtype=torch.int64, device=device)
+        self._loss = torch.zeros((), device=device)
+        self._norms = torch.zeros(len(self._named), device=device)
+        optimizer.found_inf = self._failed
+
+    def observe(self, step: int, loss: Tensor) -> Tensor:
+        """Take note of a step between its backward and its update; returns the gradient norm, a 0-d tensor."""
+        gradients = [parameter.grad for _, parameter in self._named]
+        zero = self._loss.new_zeros(())
+        norms = torch.stack([zero if gradient is None else gradient.norm() for gradient in gradients])
+        norm = norms.norm()
+        good = self._failed == 0
+        self._step = torch.where(good, step, self._step)
+        self._loss = torch.where(good, loss, self._loss)
+        self._norms = torch.where(good, norms, self._norms)
+        self._failed.logical_or_(~torch.isfinite(loss + norm))
+        return norm
+
+    def check(self, last_good: Path | None) -> None:
+        """Wait for the device and raise RunError if a step failed: its number, loss and largest gradient norms."""
+        if not self._failed.item():
+            return
+        norms = self._norms.tolist()
+        # NaN first, then infinity, then by size: the first ones are where to look.
+        order = sorted(range(len(norms)), key=lambda i: (norms[i] != norms[i], norms[i]), reverse=True)[:SHOWN]
+        largest = ", ".join(f"{self._named[i][0]} {norms[i]:.3g}" for i in order)
+        raise RunError(
+            f"step {self._step.item()}: expected a finite loss and gradient, got loss {self._loss.item():.4g}; "
+            f"the update was not applied; last good checkpoint: {last_good or 'none'}; "
+            f"largest gradient norms: {largest}"
+        )

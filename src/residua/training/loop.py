@@ -1,0 +1,274 @@
+"""The training loop: one process, exact resume, and nothing lost when it is killed."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from residua.errors import InputError, RunError, extra
+from residua.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from residua.training.folder import RunFolder, claim, flatten, refuse_changes, settings_hash
+from residua.training.guard import Guard
+from residua.training.log import Display, MetricsLog, read_metrics, say, write_facts
+from residua.training.optimizer import adamw, learning_rate_factor, set_learning_rate
+
+with extra("train"):
+    from safetensors import SafetensorError
+
+if TYPE_CHECKING:
+    from residua.training.config import TrainConfig
+
+
+class IndexedBatches(Protocol):
+    """Where the data come from: batch `index` is always the same, so that the step is the whole state of the data."""
+
+    def at(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels, two int64 tensors (batch_size, sequence_length); labels[t] follows inputs[t]."""
+
+
+def train(
+    model: nn.Module,
+    batches: IndexedBatches,
+    config: "TrainConfig",
+    folder: str | Path | RunFolder,
+    *,
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
+    resume: bool = False,
+    facts: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Train `model` into a run folder.
+
+    Ctrl-C and SIGTERM end it after the current step with a checkpoint; a second Ctrl-C ends it at once. After a kill
+    at any moment, `resume` continues from the newest whole checkpoint as if nothing had happened: on the CPU the
+    losses are the same to the last bit.
+
+    Args:
+        model: `model(input_ids=, labels=, shift_labels=).loss` is the mean loss of a batch (a float or bfloat16
+            scalar); labels are aligned with the inputs. It is moved to the device and left there in training mode.
+        batches: gives micro-batch `(step - 1) * gradient_accumulation + micro` of step 1, 2, ...
+        folder: the run folder, or one that `claim` holds already; its `resume` then counts.
+        evaluate: `evaluate(model)` returns numbers for the row of its step, `val_loss` among them. It runs in
+            evaluation mode without gradients, in the run's precision, and cannot disturb the random state.
+        facts: about the data, for facts.json; its `fingerprint`, if any, must be the same on resume.
+
+    Returns:
+        The row of the last step (step, tokens, loss, lr, grad_norm, tokens_per_second, seconds, results of
+        `evaluate`), `checkpoint` (its folder) and `interrupted`. `seconds` counts the training steps alone.
+
+    Raises:
+        InputError: the folder cannot be used (see `claim`), the checkpoint has other settings, data or weights, or
+            the device is not there.
+        RunError: a loss or gradient is not finite, or the folder cannot be written. Older checkpoints stay.
+    """
+    if not isinstance(folder, RunFolder):
+        with claim(folder, {"train": asdict(config)}, resume=resume) as run:
+            return train(model, batches, config, run, evaluate=evaluate, facts=facts, progress=progress)
+    run = folder
+    device = pick_device(config.device)
+    settings = _decisive_settings(run, facts)
+
+    torch.manual_seed(config.seed)
+    model.to(device).train()
+    optimizer = adamw(model, config)
+    checkpoint = _restore(run, settings, model, optimizer, device)
+    start = checkpoint.step if checkpoint else 0
+    if start == config.steps:
+        say(f"{run.path}: this run is finished ({start} steps)")
+        rows = read_metrics(run.metrics) or [{"step": start}]
+        return rows[-1] | {"checkpoint": str(checkpoint.path), "interrupted": False}
+
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    guard = Guard(model, optimizer, device)
+    forward = torch.compile(model) if config.compile else model
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
+    tokens_per_step = config.batch_size * config.gradient_accumulation * config.sequence_length
+    clock = _Clock(checkpoint.seconds if checkpoint else 0.0)
+
+    with _writing(run, start, checkpoint):
+        size = sum(parameter.numel() for parameter in parameters)
+        known = {"config_hash": settings_hash(settings), "parameters": size, "data": dict(facts or {})}
+        write_facts(run, known, device=device, step=start)
+        log = MetricsLog(run, step=start, tensorboard=config.tensorboard)
+    display = Display(run.path.resolve().name, done=start, steps=config.steps, enabled=progress)
+
+    with log, display, _stop_signals() as stop, clock.running():
+        measured = start, clock.seconds
+        for step in range(start + 1, config.steps + 1):
+            factor = learning_rate_factor(step, config)
+            set_learning_rate(optimizer, factor)
+            loss = torch.zeros((), device=device)
+            for micro in range(config.gradient_accumulation):
+                inputs, labels = _on(device, *batches.at((step - 1) * config.gradient_accumulation + micro))
+                with autocast:
+                    output = forward(input_ids=inputs, labels=labels, shift_labels=labels)
+                share = output.loss / config.gradient_accumulation
+                share.backward()
+                loss = loss + share.detach()
+            norm = guard.observe(step, loss)
+            if config.clip:
+                nn.utils.clip_grads_with_norm_(parameters, config.clip, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            last, stopping = step == config.steps, stop.is_set()
+            evaluating = evaluate is not None and (last or step % config.evaluate_every == 0)
+            logging = last or evaluating or step % config.log_every == 0
+            saving = last or stopping or step % config.checkpoint_every == 0
+            if not (logging or saving):
+                continue
+
+            guard.check(checkpoint.path if checkpoint else None)  # here, and only here, the host waits for the device
+            seconds = clock.seconds
+            speed = (step - measured[0]) * tokens_per_step / (seconds - measured[1])
+            measured = step, seconds
+            row = {"step": step, "tokens": step * tokens_per_step, "loss": loss.item(), "lr": config.lr * factor}
+            row |= {"grad_norm": norm.item(), "tokens_per_second": speed, "seconds": seconds}
+            with clock.paused():
+                if evaluating:
+                    with autocast, _undisturbed(model, device):
+                        row = {**row, **evaluate(model), **row}  # what is named as one of the row's own is left out
+                if logging:
+                    with _writing(run, step, checkpoint):
+                        log.write(row)
+                    display.update(row)
+                if saving:
+                    with _writing(run, step, checkpoint):
+                        log.sync()
+                        checkpoint = save_checkpoint(
+                            run.checkpoints,
+                            step=step,
+                            seconds=seconds,
+                            settings=settings,
+                            model=model,
+                            optimizer=optimizer,
+                            device=device,
+                            keep=config.keep_checkpoints,
+                        )
+            if stopping:
+                break
+    interrupted = step < config.steps
+    if interrupted:
+        say(f"stopped after step {step}, which is saved; go on with: {run.resume_command}")
+    return row | {"checkpoint": str(checkpoint.path), "interrupted": interrupted}
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of `train.device`: auto is cuda where there is one. Raises InputError where cuda is missing."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("train.device: expected a machine with a CUDA device, found none; use cpu")
+    return torch.device(name)
+
+
+def _on(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copies on the device. From pinned memory the host need not wait for them, nor for the work before them."""
+    if device.type == "cuda":
+        return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
+    return tensors
+
+
+def _decisive_settings(run: RunFolder, facts: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The settings, flat, with what they cannot say themselves: which tokens the data hold."""
+    settings = flatten(run.settings)
+    if facts and "fingerprint" in facts:
+        settings["data.fingerprint"] = facts["fingerprint"]
+    return settings
+
+
+def _restore(
+    run: RunFolder,
+    settings: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> Checkpoint | None:
+    if not run.resume:
+        return None
+    checkpoint = latest_checkpoint(run.path)
+    if checkpoint is None:
+        say(f"{run.path}: no whole checkpoint, starting again from the first step")
+        return None
+    refuse_changes(checkpoint.settings, settings, checkpoint.path)
+    return load_checkpoint(checkpoint, model, optimizer, device=device)
+
+
+@contextmanager
+def _writing(run: RunFolder, step: int, checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Say what was kept when the disk fails. torch and safetensors have exceptions of their own for it."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = " ".join(str(cause).split())
+        kept = checkpoint.path if checkpoint else "none"
+        raise RunError(
+            f"step {step}: cannot write into {run.path}: {reason}; last good checkpoint: {kept}; "
+            f"make room or mend the folder, then: {run.resume_command}"
+        ) from error
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode without gradients, after which training goes on as if it had not been."""
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        model.train()
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C or SIGTERM into an event; the second acts at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # signals belong to the main thread
+        return
+
+    def request(number: int, frame: Any) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+class _Clock:
+    """Seconds of training, over all the processes of a run; evaluating and saving do not count."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds, self._since = self.seconds, None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._seconds, self._since = self.seconds, None
+        yield
+        self._since = time.perf_counter()

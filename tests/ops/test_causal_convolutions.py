@@ -1,0 +1,160 @@
+"""Causal short convolutions against torch's grouped convolution, their adjointness, causality and gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from delta_cases import generator, normal
+from hypothesis import given
+from hypothesis import strategies as st
+
+from residua.ops import causal_expand, causal_read, stream_read
+from tolerances import assert_close
+
+seeds = st.integers(0, 2**31)
+lengths = st.integers(1, 6)  # from one token, through less than the kernel, to more
+kernels = st.integers(1, 5)
+widths = st.integers(1, 4)
+
+
+def expand_by_conv1d(x, taps):
+    """x: (batch, seq, dim); one group for each feature, `streams` outputs in each, the newest token's tap last."""
+    kernel, num_streams, dim = taps.shape
+    weight = taps.permute(2, 1, 0).flip(-1).reshape(dim * num_streams, 1, kernel)
+    out = F.conv1d(F.pad(x.mT, (kernel - 1, 0)), weight, groups=dim)
+    return out.unflatten(1, (dim, num_streams)).permute(0, 3, 2, 1)
+
+
+def read_by_conv1d(streams, taps):
+    """streams: (batch, seq, streams, dim); one group for each feature, which sums its streams."""
+    kernel, _, dim = taps.shape
+    channels = streams.permute(0, 3, 2, 1).flatten(1, 2)
+    return F.conv1d(F.pad(channels, (kernel - 1, 0)), taps.permute(2, 1, 0).flip(-1), groups=dim).mT
+
+
+@given(lengths, kernels, widths, widths, seeds)
+def test_expand_and_read_are_grouped_convolutions_with_their_gradients(length, kernel, num_streams, dim, seed):
+    g = generator(seed)
+    x, streams = normal(g, 2, length, dim), normal(g, 2, length, num_streams, dim)
+    taps = normal(g, kernel, num_streams, dim)
+    for op, reference, source in [(causal_expand, expand_by_conv1d, x), (causal_read, read_by_conv1d, streams)]:
+        ours = [source.clone().requires_grad_(), taps.clone().requires_grad_()]
+        theirs = [source.clone().requires_grad_(), taps.clone().requires_grad_()]
+        actual, expected = op(*ours), reference(*theirs)
+        assert_close(actual, expected)
+        grad = normal(g, *expected.shape)
+        for a, b in zip(torch.autograd.grad(actual, ours, grad), torch.autograd.grad(expected, theirs, grad)):
+            assert_close(a, b)
+
+
+@given(lengths, kernels, widths, widths, seeds)
+def test_expand_and_read_are_adjoint_with_time_turned_round(length, kernel, num_streams, dim, seed):
+    g = generator(seed)
+    x, streams = normal(g, 2, length, dim), normal(g, 2, length, num_streams, dim)
+    taps = normal(g, kernel, num_streams, dim)
+    backwards = causal_read(streams.flip(-3), taps).flip(-2)
+    assert_close((causal_expand(x, taps) * streams).sum(), (x * backwards).sum())
+
+
+@given(lengths, kernels, widths, widths, seeds)
+def test_read_is_linear_in_streams_and_in_taps(length, kernel, num_streams, dim, seed):
+    g = generator(seed)
+    a, b = normal(g, 2, length, num_streams, dim), normal(g, 2, length, num_streams, dim)
+    p, q = normal(g, kernel, num_streams, dim), normal(g, kernel, num_streams, dim)
+    assert_close(causal_read(2 * a - b, p), 2 * causal_read(a, p) - causal_read(b, p))
+    assert_close(causal_read(a, 2 * p - q), 2 * causal_read(a, p) - causal_read(a, q))
+
+
+@given(lengths, kernels, seeds)
+def test_the_newest_tap_alone_is_repetition_and_an_average(length, kernel, seed):
+    x = normal(generator(seed), 2, length, 3)
+    repeat = torch.zeros(kernel, 4, 3, dtype=torch.float64)
+    repeat[0] = 1.0
+    streams = causal_expand(x, repeat)
+    assert torch.equal(streams, x.unsqueeze(-2).expand(-1, -1, 4, -1))
+    assert torch.equal(causal_read(streams, repeat / 4), x)
+
+
+def test_one_tap_is_a_stream_read():
+    g = generator(0)
+    streams, weights = normal(g, 2, 5, 3, 4), normal(g, 3, 4)
+    assert_close(causal_read(streams, weights.unsqueeze(0)), stream_read(streams, weights))
+
+
+@pytest.mark.parametrize("changed", [0, 3, 6])
+def test_earlier_tokens_are_bit_equal_when_a_later_one_changes(changed):
+    g = generator(0)
+    x, streams, taps = normal(g, 2, 7, 5).float(), normal(g, 2, 7, 3, 5).float(), normal(g, 4, 3, 5).float()
+    for op, source in [(causal_expand, x), (causal_read, streams)]:
+        other = source.clone()
+        other[:, changed] = float("nan")
+        before, after = op(source, taps), op(other, taps)
+        assert torch.equal(before[:, :changed], after[:, :changed])
+        # ... and the change reaches the next kernel - 1 tokens, no further.
+        reached = after.flatten(2).isnan().all(-1).all(0)
+        assert reached.tolist() == [changed <= t < changed + 4 for t in range(7)]
+
+
+@pytest.mark.parametrize("leading", [(), (2,), (2, 3)])
+def test_leading_axes_are_independent(leading):
+    g = generator(0)
+    x, streams, taps = normal(g, *leading, 5, 4), normal(g, *leading, 5, 3, 4), normal(g, 2, 3, 4)
+    expanded, read = causal_expand(x, taps), causal_read(streams, taps)
+    flat_x, flat_streams = x.reshape(-1, 5, 4), streams.reshape(-1, 5, 3, 4)
+    for i, (one, other) in enumerate(zip(expanded.reshape(-1, 5, 3, 4), read.reshape(-1, 5, 4))):
+        assert torch.equal(one, causal_expand(flat_x[i], taps))
+        assert torch.equal(other, causal_read(flat_streams[i], taps))
+
+
+def test_memory_layout_means_nothing():
+    g = generator(0)
+    x, streams = normal(g, 6, 5, 2).permute(2, 1, 0), normal(g, 6, 4, 5, 2).permute(3, 2, 1, 0)
+    taps = normal(g, 6, 4, 3).permute(2, 1, 0)
+    assert torch.equal(causal_expand(x, taps), causal_expand(x.contiguous(), taps.contiguous()))
+    assert torch.equal(causal_read(streams, taps), causal_read(streams.contiguous(), taps.contiguous()))
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("num_streams", [1, 3])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_convolution_gradcheck_to_second_order(length, num_streams, dim):
+    g = generator(0)
+    taps = normal(g, 3, num_streams, dim).requires_grad_()
+    x = normal(g, 2, length, dim).requires_grad_()
+    streams = normal(g, 2, length, num_streams, dim).requires_grad_()
+    for op, source in [(causal_expand, x), (causal_read, streams)]:
+        assert torch.autograd.gradcheck(op, (source, taps))
+        assert torch.autograd.gradgradcheck(op, (source, taps))
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_convolutions_give_each_gradient_alone(wanted):
+    g = generator(0)
+    for op, shape in [(causal_expand, (2, 5, 4)), (causal_read, (2, 5, 3, 4))]:
+        arguments = [normal(g, *shape), normal(g, 2, 3, 4)]
+        together = [x.clone().requires_grad_() for x in arguments]
+        expected = torch.autograd.grad(op(*together).square().sum(), together)
+        arguments[wanted].requires_grad_()
+        op(*arguments).square().sum().backward()
+        assert torch.equal(arguments[wanted].grad, expected[wanted])
+        assert arguments[1 - wanted].grad is None
+
+
+@pytest.mark.parametrize("leading", [(0, 3), (2, 0)])
+def test_empty_batch_and_no_tokens(leading):
+    taps = torch.ones(4, 3, 5, requires_grad=True)
+    for op, rest, result in [(causal_expand, (5,), (3, 5)), (causal_read, (3, 5), (5,))]:
+        source = torch.ones(*leading, *rest, requires_grad=True)
+        taps.grad = None
+        out = op(source, taps)
+        out.sum().backward()
+        assert out.shape == (*leading, *result)
+        assert source.grad.shape == source.shape
+        assert torch.equal(taps.grad, torch.zeros_like(taps))
+
+
+def test_taps_of_another_shape_are_named():
+    for taps in [(4, 1, 5), (4, 2, 5), (4, 3, 1)]:
+        with pytest.raises(ValueError, match=r"^taps: expected \(kernel, streams, dim\) = \(4, 3, 5\), got \(4,"):
+            causal_read(torch.ones(2, 6, 3, 5), torch.ones(taps))
+    with pytest.raises(ValueError, match=r"^taps: expected \(kernel, streams, dim\) = \(4, 3, 5\), got \(4, 3, 1\)"):
+        causal_expand(torch.ones(2, 6, 5), torch.ones(4, 3, 1))

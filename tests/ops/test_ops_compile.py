@@ -1,0 +1,74 @@
+"""Every operation is one graph for torch.compile, forward and backward, with the numbers of the eager one."""
+
+import pytest
+import torch
+from delta_cases import generator, normal
+
+from residua.ops import (
+    GUARDS,
+    causal_expand,
+    causal_read,
+    channel_taps,
+    compose,
+    delta_inverse,
+    delta_operator,
+    delta_write,
+    delta_write_v1,
+    determinant,
+    eigenvalues,
+    linear_at_least_float32,
+    singular_values,
+    stream_read,
+    unit,
+)
+from tolerances import assert_close
+
+WRITE = [(2, 3, 2, 4), (2, 3, 4), (2, 3, 2), (2, 3)]
+# name: (op, shapes of its arguments)
+OPS = {
+    **{f"unit-{guard}": (lambda k, guard=guard: unit(k, guard=guard), [(2, 3, 4)]) for guard in GUARDS},
+    "delta_write": (delta_write, WRITE),
+    "delta_write_v1": (delta_write_v1, WRITE),
+    "delta_inverse": (delta_inverse, WRITE),
+    "delta_operator": (delta_operator, [(2, 4), (2,)]),
+    "compose": (lambda k, beta: compose(k, beta).operator(), [(3, 4), (3,)]),
+    "Composition.write": (lambda k, beta, x, v: compose(k, beta).write(x, v), [(3, 4), (3,), (2, 4), (3, 2)]),
+    "eigenvalues": (lambda beta: eigenvalues(beta, 3), [(2,)]),
+    "singular_values": (lambda beta: singular_values(beta, 3), [(2,)]),
+    "determinant": (lambda beta: determinant(beta, 3), [(2,)]),
+    "causal_expand": (causal_expand, [(2, 5, 4), (3, 2, 4)]),
+    "causal_read": (causal_read, [(2, 5, 2, 4), (3, 2, 4)]),
+    "stream_read": (stream_read, [(2, 5, 2, 4), (2, 4)]),
+    "channel_taps": (channel_taps, [(2, 4), (3,)]),
+    "linear_at_least_float32": (linear_at_least_float32, [(2, 4), (3, 4), (3,)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPS)
+def test_compiles_into_one_graph(name, dtype):
+    torch.compiler.reset()
+    op, shapes = OPS[name]
+    g = generator(0)
+    inputs = [normal(g, *shape).to(dtype).requires_grad_() for shape in shapes]
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    actual, expected = compiled(*inputs), op(*inputs)
+    assert_close(actual, expected)
+    grad = torch.ones_like(expected)
+    for a, b in zip(torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad)):
+        assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["delta_write", "causal_read", "causal_expand"])
+def test_compiles_for_any_sequence_length(name):
+    torch.compiler.reset()
+    op, shapes = OPS[name]
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=True)
+    g = generator(0)
+    for length in (5, 9):
+        resized = [
+            (shape[0], length, *shape[2:]) if i == 0 or name == "delta_write" else shape
+            for i, shape in enumerate(shapes)
+        ]
+        inputs = [normal(g, *shape).requires_grad_() for shape in resized]
+        assert_close(compiled(*inputs), op(*inputs))
