@@ -97,15 +97,12 @@ class Comparison:
         """
         if self.baseline is None or group is self.baseline:
             return []
-        ours = {run.seed: _curve(run, axis) for run in group.runs if run.validation}
-        theirs = {run.seed: _curve(run, axis) for run in self.baseline.runs if run.validation}
-        shared = sorted(ours.keys() & theirs.keys())
-        if shared:
-            ours, theirs = ({seed: curves[seed] for seed in shared} for curves in (ours, theirs))
-        curves = [*ours.values(), *theirs.values()]
+        runs = _matched(group, self.baseline)
+        shared = runs[0].keys() & runs[1].keys()
+        ours, theirs = ({seed: _curve(run, axis) for seed, run in side.items()} for side in runs)
         if not ours or not theirs:
             return []
-
+        curves = [*ours.values(), *theirs.values()]
         first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
         places = sorted({at for curve in curves for at, _ in curve if first <= at <= last})
         result = []
@@ -257,7 +254,7 @@ def _notes(comparison: Comparison) -> list[str]:
             continue
         if group.runs[0].settings.get("data") != baseline.runs[0].settings.get("data"):
             notes.append(f"{group.name} and {baseline.name} saw different data: their losses cannot be compared.")
-        ends = {run.validation[-1].tokens for run in (*group.runs, *baseline.runs) if run.validation}
+        ends = {run.validation[-1].tokens for side in _matched(group, baseline) for run in side.values()}
         if len(ends) > 1:
             notes.append(
                 f"{group.name}: the difference is taken at {difference.at:,.0f} tokens, where the shortest run ends; "
@@ -265,9 +262,20 @@ def _notes(comparison: Comparison) -> list[str]:
             )
         if difference.count == 0:
             notes.append(f"{group.name} and {baseline.name} share no seed: the difference is that of the means.")
-        elif difference.count < max(len(group.runs), len(baseline.runs)):
-            notes.append(f"{group.name}: the difference is over the {difference.count} seeds shared with the baseline.")
+        elif difference.count < (seeds := max(len(group.runs), len(baseline.runs))):
+            notes.append(
+                f"{group.name}: the difference is over the {difference.count} of {seeds} seeds that are shared."
+            )
     return notes
+
+
+def _matched(group: Group, baseline: Group) -> tuple[dict[int, Run], dict[int, Run]]:
+    """The evaluated runs of both by seed: those whose seeds are shared, or all where none is."""
+    ours, theirs = ({run.seed: run for run in some.runs if run.validation} for some in (group, baseline))
+    shared = sorted(ours.keys() & theirs.keys())
+    if not shared:
+        return ours, theirs
+    return {seed: ours[seed] for seed in shared}, {seed: theirs[seed] for seed in shared}
 
 
 def _curve(run: Run, axis: Axis) -> list[tuple[float, float]]:

@@ -60,7 +60,7 @@ def held_out_loss(
                 reduction="none",
             )
             nats += losses.sum(dtype=torch.float64).cpu()
-            tokens += labels.numel()
+            tokens += int((labels != IGNORED_LABEL).sum())
     if tokens == 0:
         raise InputError("expected held-out text of at least 2 tokens, got no label to predict: hold out more text")
 

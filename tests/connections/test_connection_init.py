@@ -1,0 +1,166 @@
+"""What a stream computes before it has learned anything: gates, compressors and expansions start where they were told to."""
+
+import pytest
+import torch
+from tolerances import assert_close
+from torch import nn
+from variants import ALL, normal
+
+from residua import DeepDelta
+from residua.connections import Projection
+from residua.connections.branches import Gate, Value
+
+DIM = 8
+AVERAGE = {
+    name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta) and scheme.init == "average"
+}
+states = normal(2, 5, 8, DIM, dtype=torch.float32)
+
+
+def state_for(scheme: DeepDelta) -> torch.Tensor:
+    """A state whose channels differ, as they do after the first write."""
+    state = states[:, :, : scheme.value_channels]
+    return state if scheme.has_stream_axis else state[:, :, 0]
+
+
+@pytest.mark.parametrize("name", AVERAGE)
+def test_gates_start_at_beta_init_for_every_token(name):
+    scheme = AVERAGE[name]
+    for connection in scheme.build(DIM, 4).connections:
+        _, carry = connection.read(state_for(scheme))
+        beta = carry.coefficients.beta
+        if beta is None:
+            beta = connection.beta(normal(2, 5, DIM, dtype=torch.float32))
+        assert (beta == beta.flatten()[0]).all(), "the state has no say at the start"
+        assert beta.flatten()[0].item() == pytest.approx(scheme.beta_init, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"), [(1.0, 1.0), (1, 1.0), (0.5, 0.5), (0.01, 0.01), (1.9, 1.9), (0, 2e-6), (2, 2 - 2e-6)]
+)
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_every_beta_init(asked, got, head):
+    """The ends are clamped by 2e-6, as in the authors' code: their logit would be infinite."""
+    scheme = DeepDelta(beta_init=asked, beta_head=head)
+    for connection in scheme.build(DIM, 2).connections:
+        beta = connection.read(states[:, :, 0])[1].coefficients.beta
+        assert (beta == beta[0, 0]).all()
+        assert beta[0, 0].item() == pytest.approx(got, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", AVERAGE)
+def test_compressors_start_as_the_average_of_the_channels(name):
+    scheme = AVERAGE[name]
+    stream, state = scheme.build(DIM, 4), state_for(scheme)
+    mean = state.mean(-2) if scheme.has_stream_axis else state
+    for connection in stream.connections:
+        assert_close(connection.read(state)[0], nn.functional.rms_norm(mean, (DIM,), eps=1e-5))
+    assert_close(stream.collapse(state), mean)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_expansion_starts_as_repetition(name):
+    """Drawn as the authors draw, too: they reset this convolution to the identity."""
+    x = states[:, :, 0]
+    state = ALL[name].build(DIM, 2).expand(x)
+    expected = x if state.dim() == 3 else x.unsqueeze(-2).expand_as(state)
+    assert torch.equal(state, expected)
+
+
+@pytest.mark.parametrize("name", AVERAGE)
+def test_values_start_without_a_bias(name):
+    for connection in AVERAGE[name].build(DIM, 2).connections:
+        projection = connection.value.project
+        if projection is not None and projection.bias is not None:
+            assert (projection.bias == 0).all()
+
+
+def test_pools_of_the_gate_start_as_the_mean():
+    scheme = DeepDelta(value_channels=3, compress="channel", beta_input="conv")
+    connection = scheme.build(DIM, 2).connections[0]
+    assert_close(connection.pool(states[:, :, :3]), states[:, :, :3].mean(-2))
+
+
+def spread(parameter: torch.Tensor, std: float) -> None:
+    """The parameter looks drawn from N(0, std^2): within five standard errors."""
+    n = parameter.numel()
+    assert parameter.std().item() == pytest.approx(std, rel=5 / (2 * n) ** 0.5)
+    assert abs(parameter.mean().item()) < 5 * std / n**0.5
+
+
+@pytest.mark.parametrize("compress", ["token", "channel"])
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_the_authors_draws(compress, head):
+    """Spec 3.10: everything of two axes or more from N(0, (0.5 / sqrt(dim))^2), reads 1 / d_v, value biases as PyTorch
+    draws them, gate biases at logit(beta_init / 2)."""
+    torch.manual_seed(0)
+    dim, std = 400, 0.5 / 20
+    scheme = DeepDelta(
+        value_channels=4, compress=compress, expand="conv", beta_init=0.5, beta_head=head, beta_hidden=64, init="authors"
+    )
+    stream = scheme.build(dim, 2)
+    for compressor in (stream.connections[0].compress, stream.collapse.compress):
+        spread(compressor.taps, std)
+        assert (compressor.read == 0.25).all()
+    for connection in stream.connections:
+        if head == "mlp":
+            spread(connection.beta.hidden.weight, std)
+        spread(connection.beta.out.weight, std)
+        assert torch.sigmoid(connection.beta.out.bias).item() == pytest.approx(0.25, rel=1e-6)
+        spread(connection.value.project.weight, std)
+        bias = connection.value.project.bias
+        assert bias.abs().max() <= 1 / 20
+        assert bias.unique().numel() == 4
+        assert (connection.norm.weight == 1).all()
+
+
+def test_the_draws_of_the_other_maps():
+    """A projection starts from N(0, (0.5 / sqrt(in_features))^2) unless told otherwise, and with the bias it was told."""
+    torch.manual_seed(0)
+    spread(Projection(400, 100).weight, 0.5 / 20)
+    spread(Projection(100, 400).weight, 0.5 / 10)
+    spread(Projection(100, 400, std=0.3).weight, 0.3)
+    assert Projection(4, 4).bias is None
+    assert (Projection(4, 4, bias=1.5).bias == 1.5).all()
+    uniform = Projection(100, 4000, bias="uniform").bias
+    assert uniform.abs().max() <= 0.1
+    assert uniform.std().item() == pytest.approx(0.1 / 3**0.5, rel=0.05)
+    direction = DeepDelta(map="v", phi_k="mlp").build(400, 2).connections[0].direction.map
+    assert direction.up.weight.shape == (100, 400), "the hidden width of phi_k is a quarter of the width"
+    spread(direction.up.weight, 0.5 / 20)
+    spread(direction.down.weight, 0.5 / 10)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_resetting_every_module_starts_anew(name):
+    """A module draws its own parameters, so a model that was built without memory (on the meta device) can be started
+    module by module."""
+    torch.manual_seed(0)
+    expected = ALL[name].build(DIM, 4)
+    with torch.device("meta"):
+        stream = ALL[name].build(DIM, 4)
+    stream.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in stream.parameters():
+            parameter.fill_(torch.nan)
+    for module in stream.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for (key, ours), theirs in zip(stream.named_parameters(), expected.parameters(), strict=True):
+        assert ours.isfinite().all(), f"{key} was never drawn"
+        if theirs.unique().numel() <= 2:  # not random
+            assert torch.equal(ours, theirs), key
+
+
+def test_beta_has_no_dead_start_in_depth():
+    """At the start the gate's weights are zero, yet they receive a gradient from the first step."""
+    gate = Gate(DIM, beta_init=1.0)
+    gate(states[:, :, 0]).sum().backward()
+    assert gate.out.weight.grad.abs().min() > 0
+
+
+def test_constant_values_have_no_projection():
+    """An unused projection would be decayed, counted, and refused by DDP."""
+    value = Value(DIM, 3, activation="constant", constant=1.5)
+    assert list(value.parameters()) == []
+    assert torch.equal(value(states[:, :, 0]), torch.full((2, 5, 3), 1.5))

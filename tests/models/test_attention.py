@@ -1,0 +1,119 @@
+"""Attention, rotary positions and the MLP against plain loops over their formulas (there are no outside vectors for
+"pre_rope")."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from tiny_models import prompt, tiny_config, tiny_model
+from tolerances import assert_close
+from torch import Tensor
+from variants import normal, perturbed
+
+from residua.models.attention import Attention, AttentionContext, Rotary
+from residua.models.mlp import MLP
+
+
+def rms(x: Tensor, gain: Tensor) -> Tensor:
+    return x / (x.square().mean() + 1e-5).sqrt() * gain
+
+
+def rotated(x: Tensor, position: int, share: float, theta: float) -> Tensor:
+    """x: (head_dim,): the pair (i, i + n/2) of the first n features turned by position * theta^(-2i/n)."""
+    n = int(share * len(x)) // 2 * 2
+    out = x.clone()
+    for i in range(n // 2):
+        angle = position * theta ** (-2 * i / n)
+        a, b = x[i].clone(), x[i + n // 2].clone()
+        out[i] = a * math.cos(angle) - b * math.sin(angle)
+        out[i + n // 2] = a * math.sin(angle) + b * math.cos(angle)
+    return out
+
+
+def plain_attention(attention: Attention, x: Tensor) -> Tensor:
+    """x: (seq, dim), every head and position by itself."""
+    config = attention.config
+    heads, width = config.num_attention_heads, config.head_dim
+    q, k, v = (
+        (x @ projection.weight.T).view(-1, heads, width)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+
+    def prepared(row: Tensor, position: int, norm: str) -> Tensor:
+        if config.qk_norm == "pre_rope":
+            row = rms(row, getattr(attention, norm).weight)
+        row = rotated(row, position, config.rope_ratio, config.rope_theta)
+        if config.qk_norm == "post_rope":
+            row = rms(row, getattr(attention, norm).weight)
+        return row
+
+    out = torch.zeros(len(x), heads, width, dtype=x.dtype)
+    for head, t in itertools.product(range(heads), range(len(x))):
+        query = prepared(q[t, head], t, "q_norm")
+        scores = [query @ prepared(k[s, head], s, "k_norm") / math.sqrt(width) for s in range(t + 1)]
+        weights = torch.stack(scores).softmax(0)
+        out[t, head] = sum(weight * v[s, head] for s, weight in enumerate(weights))
+        if config.attention_output_gate:
+            gate = (x[t] @ attention.g_proj.weight.T).view(heads, width)[head]
+            out[t, head] = rms(out[t, head], attention.o_norm.weight) * gate * torch.sigmoid(gate)
+    return out.flatten(1) @ attention.o_proj.weight.T
+
+
+@pytest.mark.parametrize("qk_norm", ["post_rope", "pre_rope", None])
+@pytest.mark.parametrize("rope_ratio", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("gate", [True, False])
+def test_attention_equals_its_formula(qk_norm, rope_ratio, gate):
+    config = tiny_config(
+        hidden_size=12,
+        num_attention_heads=3,
+        head_dim=8,
+        qk_norm=qk_norm,
+        rope_ratio=rope_ratio,
+        rope_theta=50.0,
+        attention_output_gate=gate,
+    )
+    config._attn_implementation = "eager"
+    attention = perturbed(Attention(config, 0).double())
+    x = normal(1, 5, 12)
+    mask = torch.full((5, 5), -math.inf).triu(1).double()[None, None]
+    context = AttentionContext(Rotary.at(torch.arange(5)[None], config, torch.float64), mask, None, None)
+    assert_close(attention(x, context)[0], plain_attention(attention, x[0]))
+
+
+def test_the_first_position_is_not_turned():
+    rotary = Rotary.at(torch.tensor([[0, 3]]), tiny_config(), torch.float64)
+    x = normal(1, 2, 2, 8)
+    assert torch.equal(rotary.rotate(x)[:, :, 0], x[:, :, 0])
+    assert_close(rotary.rotate(x).norm(dim=-1), x.norm(dim=-1))
+
+
+def test_angles_of_long_texts_are_exact():
+    """In bfloat16 the position 1023 and its neighbours would be one and the same."""
+    rotary = Rotary.at(torch.arange(1020, 1024)[None], tiny_config(), torch.bfloat16)
+    assert rotary.cos.dtype == torch.float32
+    assert_close(rotary.sin[0, :, 0], torch.arange(1020, 1024).double().sin(), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["residual", "ddl-cc"])
+def test_the_order_of_norm_and_rotation_matters(name):
+    """Equal parameters, another order: other logits, unless all gains are one."""
+    post, pre = tiny_model(name), tiny_model(name, qk_norm="pre_rope")
+    pre.load_state_dict(post.state_dict())
+    ids = prompt(1, 5)
+    assert (post(ids).logits - pre(ids).logits).abs().max() > 1e-3
+    with torch.no_grad():
+        for model in (post, pre):
+            for layer in model.model.layers:
+                layer.attention.q_norm.weight.fill_(1.0)
+                layer.attention.k_norm.weight.fill_(1.0)
+    assert_close(pre(ids).logits, post(ids).logits)
+
+
+def test_the_mlp_equals_its_formula():
+    mlp = perturbed(MLP(tiny_config()).double())
+    x = normal(2, 3, 16)
+    gate, up = x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T
+    assert_close(mlp(x), (gate * torch.sigmoid(gate) * up) @ mlp.down_proj.weight.T)
+    assert mlp.up_proj.weight.shape == (42, 16), "floor(8 * 16 / 3)"
+    assert not any(name.endswith("bias") for name, _ in mlp.named_parameters())

@@ -1,0 +1,186 @@
+"""Tokens see no later token and no padding; what is computed in pieces equals what is computed at once."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import PAD, left_padded, prompt, tiny_config, tiny_model
+from tolerances import assert_close
+from transformers import DynamicCache
+from transformers.cache_utils import StaticCache
+from variants import ALL, LOOKING_BACK
+
+every_scheme = pytest.mark.parametrize("name", ALL)
+# One scheme for every kind of look back; the rest of the mechanism does not know the scheme.
+KINDS = ["residual", "ddl", "ddl-tc", "ddl-ec", "ddl-cc-ec", "beta-conv-dv1", "token-dv5-k3-ec2", "token-dv3-k2-separate"]
+
+
+@torch.no_grad()
+@every_scheme
+def test_causal(name):
+    """A changed token leaves all logits before it the same to the last bit."""
+    model, ids = tiny_model(name), prompt(2, 8)
+    changed = ids.clone()
+    changed[:, 4] = (ids[:, 4] - 1) % 46 + 2
+    before, after = model(ids).logits, model(changed).logits
+    assert torch.equal(before[:, :4], after[:, :4])
+    assert not torch.equal(before[:, 4], after[:, 4])
+
+
+@torch.no_grad()
+@every_scheme
+def test_token_by_token_equals_the_full_pass(name):
+    """Prefixes of one, two, ... tokens, shorter than every kernel."""
+    model, ids = tiny_model(name), prompt(2, 7)
+    cache, pieces = None, []
+    for token in ids.split(1, 1):
+        out = model(token, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        pieces.append(out.logits)
+    assert_close(torch.cat(pieces, 1), model(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("split", [(1, 6), (2, 5), (3, 1, 3), (4, 3), (6, 1)])
+@pytest.mark.parametrize("name", KINDS)
+def test_any_split_equals_the_full_pass(name, split):
+    model, ids = tiny_model(name), prompt(2, 7)
+    cache, pieces = DynamicCache(config=model.config), []
+    for piece in ids.split(split, 1):
+        pieces.append(model(piece, past_key_values=cache).logits)
+    assert_close(torch.cat(pieces, 1), model(ids).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
+def test_split_with_left_padding(name):
+    """The mask then covers the cache and the new tokens; positions go on from the real tokens."""
+    model = tiny_model(name)
+    prompts = [prompt(7, seed=1), prompt(3, seed=2)]
+    ids, mask = left_padded(prompts)
+    full = model(ids, attention_mask=mask).logits
+    for split in ((1, 6), (5, 2), (4, 1, 1, 1)):
+        cache, pieces, end = DynamicCache(config=model.config), [], 0
+        for piece in ids.split(split, 1):
+            end += piece.shape[1]
+            pieces.append(model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits)
+        pieces = torch.cat(pieces, 1)
+        assert_close(pieces[0], full[0])
+        assert_close(pieces[1, 4:], full[1, 4:])
+
+
+@torch.no_grad()
+@every_scheme
+def test_left_padding_equals_no_padding(name):
+    """A ragged batch; a bare forward pass, without position ids."""
+    model = tiny_model(name)
+    prompts = [prompt(6, seed=1), prompt(4, seed=2), prompt(1, seed=3)]
+    ids, mask = left_padded(prompts)
+    logits = model(ids, attention_mask=mask).logits
+    for row, alone in zip(logits, prompts):
+        assert_close(row[-len(alone) :], model(alone[None]).logits[0])
+
+
+@torch.no_grad()
+@every_scheme
+def test_what_stands_in_the_padding_does_not_matter(name):
+    model = tiny_model(name)
+    prompts = [prompt(6, seed=1), prompt(4, seed=2)]
+    ids, mask = left_padded(prompts)
+    other, _ = left_padded(prompts, pad=17)
+    assert not torch.equal(ids, other)
+    real = mask.bool()
+    assert torch.equal(model(ids, attention_mask=mask).logits[real], model(other, attention_mask=mask).logits[real])
+
+
+@torch.no_grad()
+@every_scheme
+def test_right_padding_equals_no_padding(name):
+    model, ids = tiny_model(name), prompt(1, 4)
+    padded = torch.cat([ids, torch.full((1, 3), PAD)], 1)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0]])
+    assert_close(model(padded, attention_mask=mask).logits[:, :4], model(ids).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
+def test_a_mask_of_ones_changes_nothing(name):
+    model, ids = tiny_model(name), prompt(2, 6)
+    expected = model(ids).logits
+    assert_close(model(ids, attention_mask=torch.ones(2, 6, dtype=torch.long)).logits, expected)
+    assert_close(model(ids, attention_mask=torch.ones(2, 6, dtype=torch.bool)).logits, expected)
+    assert_close(model(ids, position_ids=torch.arange(6)[None]).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["residual", "ddl-ec"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_implementations_agree(name, implementation):
+    model = tiny_model(name)
+    ids, mask = left_padded([prompt(6, seed=1), prompt(3, seed=2)])
+    real = mask.bool()
+    expected = model(ids, attention_mask=mask).logits[real]
+    model.set_attn_implementation(implementation)
+    assert_close(model(ids, attention_mask=mask).logits[real], expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
+def test_a_cache_can_be_continued_twice(name):
+    """Copies of a cache go their own ways; the same continuation twice gives the same numbers, the original is untouched."""
+    model, ids = tiny_model(name), prompt(1, 5)
+    cache = model(ids, use_cache=True).past_key_values
+    first, second = prompt(1, 3, seed=5), prompt(1, 3, seed=6)
+    for _ in range(2):
+        for branch in (first, second):
+            twin = copy.deepcopy(cache)
+            logits = torch.cat([model(token, past_key_values=twin).logits for token in branch.split(1, 1)], 1)
+            assert_close(logits, model(torch.cat([ids, branch], 1)).logits[:, 5:])
+    assert cache.get_seq_length() == 5
+    assert_close(model(first, past_key_values=cache).logits, model(torch.cat([ids, first], 1)).logits[:, 5:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
+def test_reordering_a_cache_moves_everything_in_it(name):
+    """What beam search does: convolution states move with keys and values."""
+    model, ids = tiny_model(name), prompt(3, 5)
+    cache = model(ids, use_cache=True).past_key_values
+    order = torch.tensor([2, 0, 0])
+    cache.reorder_cache(order)
+    token = prompt(3, 1, seed=8)
+    assert_close(model(token, past_key_values=cache).logits, model(torch.cat([ids[order], token], 1)).logits[:, 5:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
+def test_a_static_cache_equals_the_full_pass(name):
+    model, ids = tiny_model(name), prompt(2, 7)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    pieces = [model(piece, past_key_values=cache).logits for piece in ids.split((2, 1, 4), 1)]
+    assert_close(torch.cat(pieces, 1), model(ids).logits)
+
+
+@pytest.mark.parametrize("name", LOOKING_BACK)
+def test_the_cache_has_room_for_every_look_back(name):
+    """Each part that looks back has its own place, and there are no more places than needed in the fullest layer."""
+    model = tiny_model(name)
+    places = [place for place in model.model.places if place is not None]
+    assert len(set(places)) == len(places) == ALL[name].num_memories(4)
+    assert max(place.slot for place in places) + 1 == model.config.number_of_conv_states
+    assert all(place.layer < 2 for place in places)
+
+
+def test_schemes_that_look_back_on_nothing_use_the_plain_cache():
+    assert tiny_config("ddl-cc").layer_types == ["full_attention"] * 2
+    assert tiny_config("ddl-cc-ec").layer_types == ["hybrid"] * 2
+
+
+@torch.no_grad()
+def test_positions_count_from_the_first_real_token():
+    """With gains that differ within a rotated pair, scores after "post_rope" depend on absolute positions: a shift shows."""
+    model, ids = tiny_model("residual"), prompt(1, 5)
+    shifted = model(ids, position_ids=torch.arange(5)[None] + 4).logits
+    assert (shifted - model(ids).logits).abs().max() > 1e-3
+    relative = tiny_model("residual", qk_norm="pre_rope")
+    assert_close(relative(ids, position_ids=torch.arange(5)[None] + 4).logits, relative(ids).logits, factor=100)

@@ -1,0 +1,169 @@
+"""`generate` in all its modes equals recomputing the whole text for every token."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import EOS, PAD, VOCAB, left_padded, prompt, tiny_model
+from torch import Tensor
+from transformers import DynamicCache
+from variants import PRESETS
+
+# Every preset, and what looks back in other ways than they do.
+NAMES = [*PRESETS, "beta-conv-dv1", "token-dv5-k3-ec2", "token-dv3-k2-separate"]
+every_scheme = pytest.mark.parametrize("name", NAMES)
+# eos_token_id -1 is never produced: texts run to their full length unless a test is about their end.
+PLAIN = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": -1, "pad_token_id": PAD}
+
+
+def lively(name: str):
+    """A model whose next token depends on what came before: large embeddings, and a head of its own."""
+    return tiny_model(name, embedding_init_std=2.0, tie_word_embeddings=False)
+
+
+def generate(model, ids: Tensor, mask: Tensor | None = None, **options) -> Tensor:
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(ids, attention_mask=mask, **(PLAIN | options))
+
+
+@torch.no_grad()
+def greedily(model, ids: Tensor, count: int) -> Tensor:
+    """The likeliest next token, `count` times, from a fresh pass over everything. ids: (batch, seq)."""
+    for _ in range(count):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+@every_scheme
+@pytest.mark.parametrize("length", [1, 5])
+def test_greedy(name, length):
+    model, ids = lively(name), prompt(2, length)
+    expected = greedily(model, ids, 6)
+    assert expected[:, length:].unique().numel() > 4, "a text of few tokens would hide mistakes"
+    assert torch.equal(generate(model, ids), expected)
+    assert torch.equal(generate(model, ids, use_cache=False), expected)
+
+
+@every_scheme
+def test_ragged_left_padded_batch(name):
+    """Each row as if it were alone, whatever token fills the batch."""
+    model = lively(name)
+    prompts = [prompt(5, seed=1), prompt(2, seed=2), prompt(1, seed=3)]
+    alone = [greedily(model, ids[None], 6)[0, -6:] for ids in prompts]
+    for pad in (PAD, 17):
+        ids, mask = left_padded(prompts, pad)
+        assert torch.equal(generate(model, ids, mask)[:, -6:], torch.stack(alone))
+
+
+@every_scheme
+def test_sampling_is_the_same_with_and_without_the_cache(name):
+    model, ids = lively(name), prompt(2, 3)
+    texts = []
+    for use_cache in (True, False):
+        torch.manual_seed(7)
+        texts.append(
+            generate(
+                model, ids, do_sample=True, temperature=0.9, top_k=20, num_return_sequences=2, use_cache=use_cache
+            )
+        )
+    assert torch.equal(*texts)
+    assert texts[0].shape == (4, 9)
+
+
+@every_scheme
+def test_beam_search_is_the_same_with_and_without_the_cache(name):
+    model = lively(name)
+    ids, mask = left_padded([prompt(4, seed=1), prompt(2, seed=2)])
+    options = {"num_beams": 3, "num_return_sequences": 2}
+    cached = generate(model, ids, mask, **options)
+    assert torch.equal(cached, generate(model, ids, mask, use_cache=False, **options))
+    alone = generate(model, ids[1:, 2:], **options)
+    assert torch.equal(cached[2:, 4:], alone[:, 2:]), "left padding changes the beams"
+
+
+@every_scheme
+def test_prompt_lookup_decoding(name):
+    """Guessed tokens are dropped from the cache again: keys, values and convolution states."""
+    model = lively(name)
+    ids = torch.cat([prompt(1, 4, seed=3)] * 3, 1)
+    assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3), greedily(model, ids, 6))
+
+
+@every_scheme
+def test_assisted_decoding(name):
+    model, ids = lively(name), prompt(1, 4)
+    draft = lively("ddl-ec" if name != "ddl-ec" else "ddl")
+    assert torch.equal(generate(model, ids, assistant_model=draft), greedily(model, ids, 6))
+
+
+@every_scheme
+def test_static_cache(name):
+    model = lively(name)
+    prompts = [prompt(4, seed=1), prompt(2, seed=2)]
+    ids, mask = left_padded(prompts)
+    text = generate(model, ids, mask, cache_implementation="static", disable_compile=True)
+    for row, alone in zip(text, prompts):
+        assert torch.equal(row[-6:], greedily(model, alone[None], 6)[0, -6:])
+
+
+@every_scheme
+def test_chunked_prefill(name):
+    model, ids = lively(name), prompt(2, 7)
+    for size in (1, 3):
+        assert torch.equal(generate(model, ids, prefill_chunk_size=size), greedily(model, ids, 6))
+
+
+@every_scheme
+def test_going_on_from_a_kept_cache(name):
+    """A cache of a shared beginning serves several continuations."""
+    model, ids = lively(name), prompt(1, 5)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :4], past_key_values=cache)
+    for seed in (1, 2):
+        text = torch.cat([ids[:, :4], prompt(1, 2, seed=seed)], 1)
+        assert torch.equal(
+            generate(model, text, past_key_values=copy.deepcopy(cache)), greedily(model, text, 6)
+        )
+
+
+@pytest.mark.parametrize("name", ["residual", "ddl-ec"])
+def test_lengths(name):
+    model, ids = lively(name), prompt(2, 3)
+    assert generate(model, ids, max_new_tokens=None, max_length=5).shape == (2, 5)
+    assert generate(model, ids, max_new_tokens=1).shape == (2, 4)
+
+
+@pytest.mark.parametrize("name", ["residual", "ddl-ec"])
+def test_the_end_of_text_ends_a_row_and_padding_follows(name):
+    model, ids = lively(name), prompt(2, 3)
+    free = generate(model, ids)
+    stop = free[0, 5].item()
+    text = generate(model, ids, eos_token_id=stop)
+    end = free[0, 3:].tolist().index(stop)
+    assert text[0, 3 : 4 + end].tolist() == free[0, 3 : 4 + end].tolist()
+    assert (text[0, 4 + end :] == PAD).all()
+
+
+def test_the_configuration_says_where_texts_end():
+    model = tiny_model()
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (EOS, PAD)
+    with torch.no_grad():  # a head that always says end of text
+        model.lm_head.weight = torch.nn.Parameter(torch.zeros(VOCAB, 16).double())
+    assert model.generate(prompt(1, 3), do_sample=False, max_new_tokens=8).shape == (1, 4)
+
+
+@pytest.mark.parametrize("name", ["residual", "ddl-ec"])
+def test_scores_and_states_can_be_asked_for(name):
+    """What generation returns beside the text equals one pass over that text."""
+    model, ids = lively(name), prompt(1, 4)
+    out = generate(
+        model, ids, return_dict_in_generate=True, output_logits=True, output_hidden_states=True, max_new_tokens=3
+    )
+    with torch.no_grad():
+        full = model(out.sequences[:, :-1], output_hidden_states=True)
+    steps = torch.stack(out.logits, 1)
+    assert torch.allclose(steps, full.logits[:, 3:].to(steps.dtype), rtol=1e-5, atol=1e-6)
+    for layer in range(3):
+        pieces = torch.cat([step[layer] for step in out.hidden_states], 1)
+        assert torch.allclose(pieces, full.hidden_states[layer], rtol=1e-9, atol=1e-10)

@@ -1,0 +1,65 @@
+"""Gradient checkpointing recomputes; it changes no number."""
+
+import pytest
+import torch
+from tiny_models import prompt, tiny_model
+from variants import PRESETS
+
+
+# The older name is on its way out; both must work while both exist.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def gradients(model, ids, **options) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    out = model(ids, labels=ids, output_hidden_states=True, **options)
+    (out.loss + out.hidden_states[1].square().mean()).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def ways() -> list[str]:
+    names = ["gradient_checkpointing_enable", "activation_checkpointing_enable"]
+    return [name for name in names if hasattr(tiny_model(), name)]
+
+
+@pytest.mark.parametrize("how", ways())
+@pytest.mark.parametrize("name", [*PRESETS, "beta-conv-dv1", "phi-attention"])
+def test_gradients_are_equal_to_the_last_bit(name, how):
+    model, ids = tiny_model(name).train(), prompt(2, 6)
+    expected = gradients(model, ids)
+    getattr(model, how)()
+    assert model.is_gradient_checkpointing
+    for key, grad in gradients(model, ids).items():
+        assert torch.equal(grad, expected[key]), key
+
+
+@pytest.mark.parametrize("name", ["residual", "ddl-ec"])
+def test_the_reentrant_kind_loses_no_gradient(name):
+    """It follows only tensors that are arguments themselves: a carry passed whole would be cut off from the graph."""
+    model, ids = tiny_model(name).train(), prompt(2, 6)
+    expected = gradients(model, ids)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    for key, grad in gradients(model, ids).items():
+        assert grad is not None, key
+        assert torch.equal(grad, expected[key]), key
+
+
+def test_layers_really_are_recomputed():
+    model, ids = tiny_model("ddl-tc").train(), prompt(2, 6)
+    calls = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    model(ids, labels=ids).loss.backward()
+    assert len(calls) == 1
+    model.gradient_checkpointing_enable()
+    model(ids, labels=ids).loss.backward()
+    assert len(calls) == 3
+    model.gradient_checkpointing_disable()
+    model(ids, labels=ids).loss.backward()
+    assert len(calls) == 4
+
+
+def test_no_cache_while_checkpointing():
+    model, ids = tiny_model("ddl-tc").train(), prompt(2, 6)
+    model.gradient_checkpointing_enable()
+    assert model(ids, use_cache=True).past_key_values is None
+    assert model.eval()(ids).past_key_values is not None, "evaluation is not affected"

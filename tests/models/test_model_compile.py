@@ -1,0 +1,67 @@
+"""torch.compile takes the whole model in one piece, forward and backward, and computes the same."""
+
+import pytest
+import torch
+from tiny_models import left_padded, prompt, tiny_model
+from tolerances import assert_close
+from variants import PRESETS
+
+# Presets, and variants whose code differs from every preset's.
+NAMES = [*PRESETS, "beta-conv-dv1", "phi-attention", "v1-operator", "channel-dv5-k3-causal"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def losses_and_gradients(model, forward, *args, **kwargs) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = forward(*args, **kwargs).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_compiles_without_a_graph_break(name):
+    """One layer has both kinds of sublayer, both borders and a shared compressor."""
+    model, ids = tiny_model(name, num_hidden_layers=1).train(), prompt(2, 6)
+    expected = losses_and_gradients(model, model, ids, labels=ids)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(losses_and_gradients(model, compiled, ids, labels=ids), expected):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["residual", "ddl", "ddl-ec", "ddl-cc"])
+def test_training_compiles_under_autocast(name):
+    model, ids = tiny_model(name, torch.float32, num_hidden_layers=1).train(), prompt(2, 6)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids, labels=ids).loss
+        loss = compiled(ids, labels=ids).loss
+    loss.backward()
+    assert_close(loss, expected, dtype=torch.bfloat16)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["ddl-ec"])
+def test_evaluation_of_a_padded_batch_compiles(name):
+    model = tiny_model(name, num_hidden_layers=1)
+    ids, mask = left_padded([prompt(6, seed=1), prompt(3, seed=2)])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    real = mask.bool()
+    out = compiled(ids, attention_mask=mask, use_cache=False).logits
+    assert_close(out[real], model(ids, attention_mask=mask).logits[real])
+
+
+@pytest.mark.parametrize("name", ["ddl-tc"])
+def test_checkpointing_compiles(name):
+    model, ids = tiny_model(name, num_hidden_layers=1).train(), prompt(2, 6)
+    expected = losses_and_gradients(model, model, ids, labels=ids)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(losses_and_gradients(model, compiled, ids, labels=ids), expected):
+        assert_close(ours, theirs)

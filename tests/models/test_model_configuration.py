@@ -1,0 +1,127 @@
+"""Configurations: what is derived, what is kept, and one clear line for what cannot be."""
+
+import pytest
+import torch
+from tiny_models import prompt, tiny_config
+from variants import PRESETS
+
+from residua import DeepDelta
+from residua.connections import describe
+from residua.models import MODEL_FIELDS, SIZES, ResiduaConfig, ResiduaForCausalLM
+
+
+def test_sizes_follow_from_the_width():
+    config = ResiduaConfig(hidden_size=768, num_attention_heads=6)
+    assert (config.head_dim, config.intermediate_size) == (128, 2048)
+    assert ResiduaConfig(hidden_size=1024, num_attention_heads=8).intermediate_size == 2730
+    assert ResiduaConfig(hidden_size=32, num_attention_heads=2).intermediate_size == 85
+    given = ResiduaConfig(hidden_size=32, num_attention_heads=3, head_dim=16, intermediate_size=7)
+    assert (given.head_dim, given.intermediate_size) == (16, 7)
+
+
+def test_the_sizes_of_the_papers_models():
+    assert SIZES["small"] | {"max_position_embeddings": 1024} == {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 6,
+        "head_dim": 128,
+        "max_position_embeddings": 1024,
+    }
+    assert (SIZES["medium"]["num_hidden_layers"], SIZES["medium"]["num_attention_heads"]) == (24, 8)
+    for size in SIZES.values():
+        ResiduaConfig(**size)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_connection_is_spelt_out(name):
+    """However it is named; a configuration made from a configuration is the same."""
+    expected = describe(PRESETS[name])
+    for given in (name, {"preset": name}, PRESETS[name], expected):
+        config = ResiduaConfig(connection=given)
+        assert config.connection == expected
+        assert config.scheme == PRESETS[name]
+    assert ResiduaConfig(**config.to_dict()).to_dict() == config.to_dict()
+
+
+def test_fields_are_listed_for_other_programs():
+    names = [name for name, _, _ in MODEL_FIELDS]
+    assert {"hidden_size", "connection", "qk_norm", "mup", "attention_output_gate"} <= set(names)
+    for name, _, default in MODEL_FIELDS:
+        if default is not None and name != "connection":
+            assert getattr(ResiduaConfig(), name) == default
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["set", "made from", "loaded"])
+def test_another_scheme_for_a_saved_configuration(change, tmp_path):
+    """What the cache holds follows the scheme, whichever way it came to the configuration."""
+    config = tiny_config("ddl-cc-ec")
+    if change == "set":
+        config.connection = "ddl-tc"
+    elif change == "made from":
+        config = ResiduaConfig(**(config.to_dict() | {"connection": "ddl-tc"}))
+    else:
+        config.save_pretrained(tmp_path)
+        config = ResiduaConfig.from_pretrained(tmp_path, connection="ddl-tc")
+    expected = tiny_config("ddl-tc")
+    assert config.connection == expected.connection
+    assert config.layer_types == expected.layer_types
+    assert config.number_of_conv_states == expected.number_of_conv_states
+    model = ResiduaForCausalLM(config).eval()
+    assert model.generate(prompt(1, 3), max_new_tokens=2, eos_token_id=-1).shape == (1, 5)
+
+
+def test_another_depth_for_a_saved_configuration(tmp_path):
+    tiny_config("ddl-ec").save_pretrained(tmp_path)
+    config = ResiduaConfig.from_pretrained(tmp_path, num_hidden_layers=1)
+    assert config.layer_types == ["hybrid"]
+    assert config.number_of_conv_states == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vocab_size": 0}, ["vocab_size", "at least 1", "0"]),
+        ({"vocab_size": "64"}, ["vocab_size", "whole number", "'64'"]),
+        ({"hidden_size": 16.0}, ["hidden_size", "whole number", "16.0"]),
+        ({"hidden_size": True}, ["hidden_size", "whole number", "True"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "at least 1"]),
+        ({"hidden_size": 16, "num_attention_heads": 3}, ["num_attention_heads", "divisor of hidden_size (16)", "3"]),
+        ({"num_attention_heads": None}, ["num_attention_heads", "None"]),
+        ({"hidden_size": 18, "num_attention_heads": 2}, ["head_dim", "even", "9"]),
+        ({"head_dim": 7}, ["head_dim", "even", "7"]),
+        ({"head_dim": 0}, ["head_dim", "even", "0"]),
+        ({"intermediate_size": 0}, ["intermediate_size", "at least 1"]),
+        ({"max_position_embeddings": -1}, ["max_position_embeddings", "at least 1"]),
+        ({"qk_norm": "both"}, ["qk_norm", "'post_rope', 'pre_rope' or None", "'both'"]),
+        ({"rope_theta": 0}, ["rope_theta", "positive"]),
+        ({"rope_ratio": 1.5}, ["rope_ratio", "[0, 1]", "1.5"]),
+        ({"rms_norm_eps": "1e-5"}, ["rms_norm_eps", "positive number", "'1e-5'"]),
+        ({"rms_norm_eps": None}, ["rms_norm_eps", "None"]),
+        ({"embedding_init_std": -1.0}, ["embedding_init_std", "at least 0"]),
+        ({"mup": "yes"}, ["mup", "true or false", "'yes'"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "true or false"]),
+        ({"connection": "ddl-cc-e"}, ["'ddl-cc-e'", "did you mean 'ddl-cc-ec'"]),
+        ({"connection": {"preset": "ddl", "beta_int": 1.0}}, ["'beta_int'", "did you mean 'beta_init'"]),
+        ({"connection": {"preset": "ddl", "value_channels": 0}}, ["value_channels", "at least 1"]),
+        ({"connection": {"preset": "ddl", "beta_init": 3}}, ["beta_init", "[0, 2]", "3"]),
+        ({"connection": None}, ["connection", "None"]),
+    ],
+)
+def test_a_wrong_value_is_one_clear_line(options, words):
+    with pytest.raises(ValueError) as raised:
+        ResiduaConfig(**options)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_a_wrong_scheme_set_later_is_refused():
+    config = tiny_config()
+    with pytest.raises(ValueError, match="did you mean 'ddl-tc'"):
+        config.connection = "ddl-tcc"
+
+
+def test_whole_numbers_do_for_numbers():
+    config = ResiduaConfig(rope_theta=10000, rope_ratio=1, connection=DeepDelta(beta_init=1))
+    assert config.rope_theta == 10000

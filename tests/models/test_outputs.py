@@ -1,0 +1,287 @@
+"""What the models take and return: states, attention weights, embeddings, logits, losses, in every dtype."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import VOCAB, left_padded, prompt, tiny_config, tiny_model
+from tolerances import assert_close
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from variants import ALL, PRESETS
+
+from residua.models import ResiduaForCausalLM, ResiduaModel
+
+every_scheme = pytest.mark.parametrize("name", ALL)
+every_preset = pytest.mark.parametrize("name", PRESETS)
+
+
+@torch.no_grad()
+def test_a_plain_call_returns_the_logits_of_every_position():
+    model, ids = tiny_model(), prompt(2, 5)
+    out = model(ids)
+    assert isinstance(out, CausalLMOutputWithPast)
+    assert out.logits.shape == (2, 5, VOCAB)
+    assert out.loss is None
+    assert out.past_key_values is not None
+    trunk = model.model(ids)
+    assert isinstance(trunk, BaseModelOutputWithPast)
+    assert trunk.last_hidden_state.shape == (2, 5, 16)
+
+
+@torch.no_grad()
+@every_scheme
+def test_hidden_states(name):
+    """The state before the first and after every layer, as the scheme keeps it, then the normalised end; the same numbers
+    as without asking, and rebuilt from the parts."""
+    model, ids = tiny_model(name), prompt(2, 5)
+    plain, out = model(ids), model(ids, output_hidden_states=True)
+    assert torch.equal(plain.logits, out.logits)
+    assert plain.hidden_states is None
+    assert len(out.hidden_states) == 4
+    stream = model.model.stream
+    assert torch.equal(out.hidden_states[0], stream.expand(model.model.embed_tokens(ids)))
+    streams = ALL[name].num_streams
+    assert all(state.shape[:2] == (2, 5) and state.shape[-1] == 16 for state in out.hidden_states)
+    assert all(state.numel() == 2 * 5 * 16 * streams for state in out.hidden_states[:3])
+    assert torch.equal(out.hidden_states[3], model.model.norm(stream.collapse(out.hidden_states[2])))
+    assert torch.equal(out.hidden_states[3], model.model(ids).last_hidden_state)
+    assert torch.equal(model.lm_head(out.hidden_states[3]), out.logits)
+
+
+@torch.no_grad()
+@every_preset
+def test_hidden_states_while_decoding(name):
+    model, ids = tiny_model(name), prompt(2, 5)
+    full = model(ids, output_hidden_states=True).hidden_states
+    cache, pieces = None, []
+    for token in ids.split(1, 1):
+        out = model(token, past_key_values=cache, use_cache=True, output_hidden_states=True)
+        cache = out.past_key_values
+        pieces.append(out.hidden_states)
+    for layer, expected in enumerate(full):
+        assert_close(torch.cat([piece[layer] for piece in pieces], 1), expected)
+
+
+@torch.no_grad()
+def test_attention_weights():
+    model, ids = tiny_model("ddl-tc"), prompt(2, 5)
+    with pytest.raises(ValueError, match="eager"):
+        model(ids, output_attentions=True)
+    expected = model(ids).logits
+    model.set_attn_implementation("eager")
+    out = model(ids, output_attentions=True)
+    assert_close(out.logits, expected)
+    assert [weights.shape for weights in out.attentions] == [(2, 2, 5, 5)] * 2
+    for weights in out.attentions:
+        assert_close(weights.sum(-1), torch.ones(2, 2, 5).double())
+        assert (weights.triu(1) == 0).all()
+    cache = model(ids[:, :4], use_cache=True).past_key_values
+    last = model(ids[:, 4:], past_key_values=cache, output_attentions=True)
+    assert_close(last.attentions[1], out.attentions[1][:, :, 4:])
+
+
+@torch.no_grad()
+def test_tuples():
+    model, ids = tiny_model("ddl-ec"), prompt(2, 5)
+    named = model(ids, labels=ids, output_hidden_states=True)
+    plain = model(ids, labels=ids, output_hidden_states=True, return_dict=False)
+    assert isinstance(plain, tuple)
+    assert torch.equal(plain[0], named.loss)
+    assert torch.equal(plain[1], named.logits)
+    assert torch.equal(model(ids, return_dict=False)[0], named.logits)
+    assert torch.equal(model.model(ids, return_dict=False)[0], named.hidden_states[-1])
+
+
+@torch.no_grad()
+@every_preset
+def test_embeddings_instead_of_ids(name):
+    model, ids = tiny_model(name), prompt(2, 5)
+    embeddings = model.get_input_embeddings()(ids)
+    assert torch.equal(model(inputs_embeds=embeddings).logits, model(ids).logits)
+    for wrong in ({}, {"input_ids": ids, "inputs_embeds": embeddings}):
+        with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+            model(**wrong)
+
+
+@torch.no_grad()
+def test_some_logits_only():
+    model, ids = tiny_model("ddl-cc"), prompt(2, 5)
+    full = model(ids).logits
+    assert_close(model(ids, logits_to_keep=2).logits, full[:, -2:])
+    assert_close(model(ids, logits_to_keep=torch.tensor([0, 3])).logits, full[:, [0, 3]])
+    assert torch.equal(model(ids, logits_to_keep=0).logits, full)
+
+
+def test_labels_are_shifted_inside_and_minus_100_does_not_count():
+    """labels = input_ids trains the next token, as every trainer of transformers expects."""
+    model, ids = tiny_model("ddl-tc"), prompt(2, 6)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    labels[1, 4:] = -100
+    logits = model(ids).logits
+    log_probs = logits.log_softmax(-1)
+    pairs = [(b, t) for b in range(2) for t in range(5) if labels[b, t + 1] != -100]
+    manual = -sum(log_probs[b, t, labels[b, t + 1]] for b, t in pairs) / len(pairs)
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+
+    assert_close(model(ids, labels=labels).loss, manual)
+    assert_close(model(ids, shift_labels=shifted).loss, manual)
+    assert_close(model(ids, labels=labels, shift_labels=shifted).loss, manual)
+    assert_close(model(ids, labels=labels, num_items_in_batch=7).loss, manual * len(pairs) / 7)
+    assert_close(model(ids, labels=labels, num_items_in_batch=torch.tensor(7)).loss, manual * len(pairs) / 7)
+
+
+def test_accumulated_micro_batches_weigh_by_tokens():
+    """Gradient accumulation with unequal numbers of labels is one big batch."""
+    model, ids = tiny_model(), prompt(2, 6)
+    labels = ids.clone()
+    labels[0, 2:] = -100
+    whole = model(ids, labels=labels).loss
+    parts = sum(model(ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=6).loss for i in range(2))
+    assert_close(parts, whole)
+
+
+def test_the_loss_is_float32_at_least():
+    model, ids = tiny_model(dtype=torch.bfloat16), prompt(2, 6)
+    out = model(ids, labels=ids)
+    assert out.loss.dtype == torch.float32
+    expected = F.cross_entropy(out.logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+    assert_close(out.loss, expected)
+
+
+@torch.no_grad()
+def test_mup_scales_the_logits():
+    model, plain = tiny_model(mup=True, mup_base_width=64), tiny_model()
+    plain.load_state_dict(model.state_dict())
+    ids = prompt(2, 5)
+    assert_close(model(ids).logits, 4 * plain(ids).logits)
+
+
+class OnlyFloat64(TorchDispatchMode):
+    """Fails at the first operation that makes floating-point numbers of another dtype."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_flatten(out)[0]:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                assert leaf.dtype == torch.float64, f"{func} made {leaf.dtype}"
+        return out
+
+
+@every_preset
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_float64_from_end_to_end(name, implementation):
+    """Norms, gates, rotary tables, masks, logits and the loss, and back."""
+    model, ids = tiny_model(name, mup=True, attention_output_gate=True), prompt(2, 5)
+    model.set_attn_implementation(implementation)
+    with OnlyFloat64():
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    assert all(parameter.grad.dtype == torch.float64 for parameter in model.parameters())
+
+
+@torch.no_grad()
+@every_preset
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_models(name, dtype):
+    """Logits come in the model's dtype and near those of float64, also from a padded batch and from the cache."""
+    model = tiny_model(name, dtype)
+    exact = tiny_model(name)
+    exact.load_state_dict(model.state_dict())
+    ids, mask = left_padded([prompt(6, seed=1), prompt(3, seed=2)])
+    real = mask.bool()
+    logits = model(ids, attention_mask=mask).logits
+    assert logits.dtype == dtype
+    expected = exact(ids, attention_mask=mask).logits
+    assert_close(logits[real], expected[real], factor=4)  # a dozen operations, each rounded once
+    cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+    last = model(ids[:, 5:], attention_mask=mask, past_key_values=cache).logits
+    assert_close(last, expected[:, 5:], factor=4)
+
+
+@every_preset
+def test_autocast_trains_float32_parameters(name):
+    model, ids = tiny_model(name, torch.float32).train(), prompt(2, 6)
+    exact = model(ids, labels=ids).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert_close(loss, exact, dtype=torch.bfloat16)
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@every_preset
+@pytest.mark.parametrize("options", [{}, {"attention_output_gate": True, "tie_word_embeddings": False}])
+def test_every_parameter_matters_and_gets_a_gradient(name, options):
+    """No parameter of the whole model is unused, more than rounding noise shows. Perturbed: at the start the gate's last
+    weights are zero and pass nothing to what lies before them."""
+    model, ids = tiny_model(name, **options), prompt(2, 6)
+    before = model(ids, labels=ids).loss
+    before.backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{parameter_name} is not used"
+        assert parameter.grad.abs().max() > 1e-8, f"{parameter_name} has no influence"
+        with torch.no_grad():
+            kept = parameter.clone()
+            parameter.mul_(1.2).add_(0.05 * torch.arange(parameter.numel()).view_as(parameter) / parameter.numel())
+            change = (model(ids, labels=ids).loss - before).abs()
+            assert change > 1e-8, f"{parameter_name} does not change the loss"
+            parameter.copy_(kept)
+
+
+# What stands behind weights that start at zero, or chooses between channels that start equal, waits for the second step.
+WAITING = ("beta.hidden.weight", "pool.taps", "map.slots", "map.query.weight", "map.key.weight")
+
+
+@every_scheme
+def test_every_parameter_learns_from_the_first_step(name):
+    """Not perturbed: nothing but the above starts at a point without a slope."""
+    torch.manual_seed(0)
+    model, ids = ResiduaForCausalLM(tiny_config(name)).double(), prompt(2, 6)
+    model(ids, labels=ids).loss.backward()
+    waiting = {key for key, parameter in model.named_parameters() if not parameter.grad.abs().max() > 0}
+    assert {key for key in waiting if not key.endswith(WAITING)} == set()
+
+
+@every_preset
+def test_the_trunk_alone(name):
+    """`ResiduaModel` is the model without its head."""
+    model, ids = tiny_model(name), prompt(2, 5)
+    trunk = ResiduaModel(model.config).double()
+    trunk.load_state_dict(model.model.state_dict())
+    assert torch.equal(trunk.eval()(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+@torch.no_grad()
+def test_training_mode_changes_nothing_but_the_cache():
+    model, ids = tiny_model("ddl-ec"), prompt(2, 5)
+    expected = model(ids).logits
+    out = model.train()(ids)
+    assert torch.equal(out.logits, expected)
+    assert out.past_key_values is None
+    assert model(ids, use_cache=True).past_key_values is not None
+
+
+@torch.no_grad()
+def test_resized_vocabulary():
+    """More rows for new tokens, head and embedding still one tensor; the old tokens keep their logits."""
+    model, ids = tiny_model("ddl-ec"), prompt(2, 5)
+    expected = model(ids).logits
+    model.resize_token_embeddings(VOCAB + 6)
+    assert model.config.vocab_size == VOCAB + 6
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_close(model(ids).logits[..., :VOCAB], expected)
+    assert model(ids).logits.shape[-1] == VOCAB + 6
+    model.resize_token_embeddings(VOCAB - 6)
+    assert model(ids.clamp_max(VOCAB - 7)).logits.shape[-1] == VOCAB - 6
+
+
+def test_a_separate_head():
+    model = tiny_model(tie_word_embeddings=False)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    ids = prompt(1, 4)
+    model(ids, labels=ids).loss.backward()
+    assert model.lm_head.weight.grad is not None

@@ -1,0 +1,53 @@
+"""Parameter counts of the paper's models, exactly (vocabulary 50304, tied)."""
+
+import pytest
+import torch
+from variants import ALL, PRESETS
+
+from residua.models import SIZES, ResiduaConfig, ResiduaForCausalLM
+
+COUNTS = {
+    "residual": {"small": 123_590_400, "medium": 353_508_352},
+    "ddl": {"small": 123_627_312, "medium": 353_606_752},
+    "two-layer gate": {"small": 125_971_248, "medium": 359_855_200},
+    "ddl-tc": {"small": 123_842_476, "medium": 354_164_052},
+    "ddl-ec": {"small": 123_854_764, "medium": 354_180_436},
+    "ddl-cc": {"small": 123_722_668, "medium": 353_856_852},
+    "ddl-cc-ec": {"small": 123_734_956, "medium": 353_873_236},
+}
+
+
+def count(connection, **options) -> int:
+    with torch.device("meta"):
+        model = ResiduaForCausalLM(ResiduaConfig(connection=connection, **options))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("size", ["small", "medium"])
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_papers_counts(name, size):
+    connection = {"preset": "ddl", "beta_head": "mlp"} if name == "two-layer gate" else name
+    assert count(connection, **SIZES[size]) == COUNTS[name][size]
+
+
+def test_without_the_embedding():
+    for size, expected in (("small", 84_956_928), ("medium", 301_997_056)):
+        width = SIZES[size]["hidden_size"]
+        assert COUNTS["residual"][size] - 50304 * width == expected
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_model_is_its_backbone_and_its_stream(name):
+    """At any size: what a scheme adds to the plain model is what its stream holds beyond the plain norms."""
+    options = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    stream = sum(parameter.numel() for parameter in ALL[name].build(16, 6).parameters())
+    norms = sum(parameter.numel() for parameter in PRESETS["residual"].build(16, 6).parameters())
+    assert count(ALL[name], **options) - count("residual", **options) == stream - norms
+
+
+def test_options_of_the_backbone():
+    options = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    plain = count("residual", **options)
+    assert count("residual", tie_word_embeddings=False, **options) - plain == 48 * 16
+    assert plain - count("residual", qk_norm=None, **options) == 3 * 2 * 8
+    assert count("residual", attention_output_gate=True, **options) - plain == 3 * (16 * 16 + 8)

@@ -1,0 +1,198 @@
+"""Saved and loaded, copied and pickled: the same model to the last bit, and what a checkpoint lacks starts as declared."""
+
+import copy
+import json
+import pickle
+from dataclasses import fields
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import prompt, tiny_config, tiny_model
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from variants import ALL, PRESETS
+
+from residua.models import ResiduaConfig, ResiduaForCausalLM, ResiduaModel
+
+every_preset = pytest.mark.parametrize("name", PRESETS)
+# One for every module that owns parameters of a kind of its own.
+KINDS = [*PRESETS, "beta-mlp", "beta-conv-channel", "phi-attention", "phi-flatten-mlp", "k-projected", "authors-token"]
+
+
+def same(model: torch.nn.Module, other: torch.nn.Module) -> None:
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        assert tensor.dtype == theirs[key].dtype
+        assert torch.equal(tensor, theirs[key]), key
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_saved_and_loaded(name, tmp_path):
+    """Through every door of transformers; evaluation mode; the same logits."""
+    model, ids = tiny_model(name, torch.float32), prompt(2, 5)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    with torch.no_grad():
+        expected = model(ids).logits
+        for door in (ResiduaForCausalLM, AutoModelForCausalLM):
+            loaded = door.from_pretrained(tmp_path)
+            assert type(loaded) is ResiduaForCausalLM
+            assert not loaded.training
+            same(loaded, model)
+            # A copy, because the last bit of a product depends on where in memory a mapped file put its numbers.
+            assert torch.equal(copy.deepcopy(loaded)(ids).logits, expected)
+    trunk = AutoModel.from_pretrained(tmp_path)
+    assert type(trunk) is ResiduaModel
+    same(trunk, model.model)
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    model = tiny_model("ddl-ec", torch.float32)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in stored
+    assert stored.keys() == {key for key, _ in model.named_parameters()}
+    loaded = ResiduaForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+    separate = tiny_model("ddl-ec", torch.float32, tie_word_embeddings=False)
+    separate.save_pretrained(tmp_path / "separate")
+    assert "lm_head.weight" in load_file(tmp_path / "separate" / "model.safetensors")
+    same(ResiduaForCausalLM.from_pretrained(tmp_path / "separate"), separate)
+
+
+@every_preset
+def test_a_whole_model_from_a_checkpoint_of_the_trunk(name, tmp_path):
+    """With a tied head nothing is missing."""
+    model = tiny_model(name, torch.float32)
+    model.model.save_pretrained(tmp_path)
+    same(ResiduaForCausalLM.from_pretrained(tmp_path), model)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_missing_parameters_start_as_declared(name, tmp_path):
+    """A checkpoint without the stream (of a plain model, say): its parameters start as in a new model, everything that
+    was stored is left alone."""
+    torch.manual_seed(0)
+    fresh = ResiduaForCausalLM(tiny_config(name))
+    model = tiny_model(name, torch.float32)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    kept = {key: tensor for key, tensor in stored.items() if ".stream." not in key}
+    assert len(kept) < len(stored)
+    save_file(kept, file, metadata={"format": "pt"})
+
+    loaded, report = ResiduaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(report["missing_keys"]) == stored.keys() - kept.keys()
+    expected = dict(fresh.named_parameters())
+    for key, parameter in loaded.named_parameters():
+        if key in kept:
+            assert torch.equal(parameter, kept[key]), f"{key} was stored, and overwritten"
+        elif expected[key].unique().numel() <= 2:
+            assert torch.equal(parameter, expected[key]), f"{key} does not start as declared"
+        else:
+            assert parameter.isfinite().all()
+            assert 0.3 < parameter.std() / expected[key].std() < 3, key
+
+
+@pytest.mark.parametrize("name", ["ddl-tc", "beta-mlp"])
+def test_a_module_of_which_one_parameter_is_missing_keeps_the_others(name, tmp_path):
+    """The gate's bias is stored and its weight is not: only the weight starts anew."""
+    model = tiny_model(name, torch.float32)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    missing = "model.stream.connections.0.beta.out.weight"
+    save_file({key: tensor for key, tensor in stored.items() if key != missing}, file, metadata={"format": "pt"})
+    gate = ResiduaForCausalLM.from_pretrained(tmp_path).model.stream.connections[0].beta
+    assert torch.equal(gate.out.bias, stored["model.stream.connections.0.beta.out.bias"])
+    assert (gate.out.weight == 0).all()
+
+
+@pytest.mark.parametrize("name", ["ddl-ec", "phi-attention"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_loading_in_another_dtype(name, dtype, tmp_path):
+    model, ids = tiny_model(name, torch.float32), prompt(2, 5)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    same(loaded, copy.deepcopy(model).to(dtype))
+    assert loaded(ids).logits.dtype == dtype
+    assert loaded(ids).logits.isfinite().all()
+    loaded.save_pretrained(tmp_path / "again")
+    same(AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto"), loaded)
+
+
+@pytest.mark.parametrize("name", ["ddl-ec", "token-dv3-k2-separate", "phi-attention"])
+def test_copies_and_pickles(name):
+    """Both are models of their own, in which a compressor is still one for two sublayers."""
+    model, ids = tiny_model(name), prompt(2, 5)
+    expected = model(ids).logits.detach()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        same(twin, model)
+        assert torch.equal(twin(ids).logits, expected)
+        assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
+        assert twin.lm_head.weight is twin.model.embed_tokens.weight
+        twin(ids, labels=ids).loss.backward()
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.sub_(parameter.grad)
+        assert torch.equal(model(ids).logits, expected), "training the copy changed the original"
+        assert not torch.equal(twin(ids).logits, expected)
+
+
+def test_a_shared_compressor_stays_shared_after_every_move(tmp_path):
+    """The second sublayer of a block must see the compressor that is trained, not a stale one."""
+    model = tiny_model("ddl-tc", torch.float32)
+    model.save_pretrained(tmp_path)
+    moved = {
+        "to a dtype": copy.deepcopy(model).double(),
+        "loaded": ResiduaForCausalLM.from_pretrained(tmp_path),
+        "copied": copy.deepcopy(model),
+    }
+    assigned = ResiduaForCausalLM(model.config)
+    assigned.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    moved["assigned"] = assigned
+    for how, other in moved.items():
+        first, second = other.model.stream.connections[:2]
+        state = torch.randn(1, 4, 4, 16, dtype=first.norm.weight.dtype)
+        with torch.no_grad():
+            first.compress.read.zero_()
+            first.norm.weight.fill_(1.0)
+            second.norm.weight.fill_(1.0)
+            assert torch.equal(first.read(state)[0], second.read(state)[0]), how
+            assert (second.read(state)[0] == 0).all(), how
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_configuration_survives_saving(name, tmp_path):
+    """Every option of the scheme is in the file; loading and saving again changes nothing."""
+    config = tiny_config(name, qk_norm="pre_rope", rope_ratio=0.5, mup=True)
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["connection"] == config.connection
+    assert written["connection"].keys() == {"scheme", *(field.name for field in fields(ALL[name]))}
+    for loaded in (ResiduaConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
+        assert type(loaded) is ResiduaConfig
+        assert loaded.scheme == ALL[name]
+        assert loaded.to_dict() == config.to_dict() | {"_name_or_path": loaded.to_dict().get("_name_or_path")}
+    loaded.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == written
+
+
+def test_a_model_from_a_configuration_alone():
+    model = AutoModelForCausalLM.from_config(tiny_config("ddl-cc-ec"))
+    assert type(model) is ResiduaForCausalLM
+    assert type(AutoModel.from_config(tiny_config("ddl"))) is ResiduaModel
+
+
+def test_a_checkpoint_of_another_scheme_is_reported(tmp_path):
+    """Neither silently dropped nor silently half used."""
+    tiny_model("ddl-cc-ec", torch.float32).save_pretrained(tmp_path)
+    _, report = ResiduaForCausalLM.from_pretrained(tmp_path, config=tiny_config("ddl-cc"), output_loading_info=True)
+    assert set(report["unexpected_keys"]) == {"model.stream.expand.taps"}
+    for other in ("ddl", "ddl-ec"):
+        with pytest.raises(RuntimeError, match="mismatch"):
+            ResiduaForCausalLM.from_pretrained(tmp_path, config=tiny_config(other))

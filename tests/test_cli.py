@@ -1,0 +1,214 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from residua import PRESETS, __version__
+from residua.cli import COMMANDS, main
+
+SMALL = [
+    *("--config", "tiny", "--train.steps", "4", "--train.warmup_steps", "1", "--train.batch_size", "2"),
+    *("--train.sequence_length", "16", "--train.evaluate_every", "2", "--train.tensorboard", "false"),
+    *("--train.device", "cpu", "--model.num_hidden_layers", "1", "--model.hidden_size", "16"),
+    *("--model.num_attention_heads", "1", "--model.head_dim", "16"),
+]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
+    assert main(["prepare", "--source", str(folder), "--out", str(folder / "out"), "--tokenizer", "byte"]) == 0
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def runs(prepared, tmp_path_factory):
+    """A finished run of the plain residual and one of ddl."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("residual", "ddl"):
+        overrides = ["--data.path", str(prepared), "--model.connection", name]
+        assert main(["train", "--run", str(folder / name), *SMALL, *overrides]) == 0
+    return folder
+
+
+def output(capsys, argv):
+    """What a command that must succeed prints."""
+    capsys.readouterr()
+    status = main([str(argument) for argument in argv])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return captured.out
+
+
+def error(capsys, argv, status=2):
+    """The one line that a command which must fail with `status` prints."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in argv]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if line.startswith("residua: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in captured.err
+    return lines[0]
+
+
+def test_version_and_overview(capsys):
+    assert output(capsys, ["--version"]) == f"residua {__version__}\n"
+    overview = output(capsys, ["--help"])
+    assert all(f"  {name} " in overview for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_explains_itself_with_examples_that_it_understands(capsys, name):
+    text = output(capsys, [name, "--help"])
+    assert f"usage: residua {name}" in text
+    assert f"  residua {name}" in text.partition("examples:")[2]
+
+
+def test_without_a_command_the_overview_is_an_error(capsys):
+    assert main([]) == 2
+    assert "commands:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["trian"], "did you mean train?"),
+        (["generate"], "RUN, --prompt"),
+        (["generate", "x", "--prompt", "a", "--temprature", "1"], "did you mean --temperature?"),
+        (["generate", "x", "--prompt", "a", "--seed", "one"], "--seed"),
+        (["evaluate", "x", "y"], "unexpected argument 'y'"),
+        (["evaluate", "no-such-folder"], "no-such-folder: expected a run folder"),
+        (["compare", "no-such-folder"], "expected a run folder"),
+        (["train", "--run", "x"], "--config"),
+        (["train", "--config", "tiny"], "--run DIR"),
+        (["train", "--run", "no-such-folder", "--resume"], "expected a run to resume"),
+        (["train", "--run", "x", "--config", "tyny"], "did you mean tiny?"),
+        (["train", "--run", "x", "--config", "tiny", "--resme"], "did you mean --resume?"),
+        (["train", "--run", "x", "--config", "tiny", "--lr", "1"], "did you mean --train.lr?"),
+        (["train", "--run", "x", "--config", "tiny", "--model.hiden_size=8"], "did you mean --model.hidden_size?"),
+        (["train", "--run", "x", "--config", "tiny", "--train.steps", "two"], "train.steps"),
+        (["train", "--run", "x", "--config", "tiny", "--model.connection", "dll"], "did you mean 'ddl'?"),
+        (["train", "--run", "x", "--config", "tiny", "--data.path", "no-such-folder"], "no-such-folder"),
+        (["prepare", "--source", "no-such-file", "--out", "x"], "no-such-file"),
+        (["demo", "--steps", "0"], "train.steps"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, expected):
+    monkeypatch.chdir(tmp_path)
+    assert expected in error(capsys, argv)
+
+
+def test_schemes_lists_every_preset_with_the_parameters_of_the_paper(capsys):
+    records = {record["name"]: record for record in json.loads(output(capsys, ["schemes", "--json"]))}
+    assert records.keys() == PRESETS.keys()
+    assert records["residual"]["parameters_added"] == {"small": 0, "medium": 0}
+    # The authors' classes on the meta device give the same.
+    assert records["ddl"]["parameters_added"] == {"small": 36_912, "medium": 98_400}
+    assert records["ddl-cc-ec"]["parameters_added"] == {"small": 144_556, "medium": 364_884}
+    assert (records["ddl"]["state_per_token"], records["ddl-cc-ec"]["state_per_token"]) == ("d", "4d")
+    table = output(capsys, ["schemes"])
+    assert all(any(line.startswith(f"{name} ") for line in table.splitlines()) for name in PRESETS)
+    assert "+144,556" in table
+
+
+def test_print_config_shows_the_resolved_configuration_and_trains_nothing(capsys, tmp_path):
+    text = output(capsys, ["train", "--config", "tiny", "--train.lr", "0.5", "--print_config"])
+    (tmp_path / "mine.yaml").write_text(text)
+    assert "lr: 0.5" in text
+    assert output(capsys, ["train", "--config", tmp_path / "mine.yaml", "--print_config"]) == text
+
+
+def test_evaluate_as_a_table_and_as_json(capsys, runs):
+    record = json.loads(output(capsys, ["evaluate", runs / "ddl", "--json"]))
+    assert record.keys() == {"step", "val_loss", "perplexity", "bits_per_byte", "tokens"}
+    assert record["step"] == 4
+    table = output(capsys, ["evaluate", runs / "ddl"])
+    assert f"{record['val_loss']:.4f}" in table
+    assert "there are 4" in error(capsys, ["evaluate", runs / "ddl", "--checkpoint", "3"])
+
+
+def test_generate_prints_the_prompt_and_the_same_text_for_the_same_seed(capsys, runs):
+    argv = ["generate", runs / "ddl", "--prompt", "Text", "--max-new-tokens", "20", "--seed"]
+    first = output(capsys, [*argv, "1"])
+    assert first.startswith("Text")
+    assert first.endswith("\n")
+    assert output(capsys, [*argv, "1"]) == first
+    assert output(capsys, [*argv, "2"]) != first
+    assert "temperature" in error(capsys, [*argv, "1", "--temperature", "0"])
+
+
+def test_compare_prints_a_table_and_writes_what_it_is_asked_for(capsys, runs, tmp_path):
+    folders = [runs / "residual", runs / "ddl"]
+    table = output(capsys, ["compare", *folders, "--out", tmp_path])
+    assert "vs residual" in table
+    assert "baseline" in table
+    names = {"loss.png", "difference.png", "comparison.md", "comparison.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    printed = json.loads(output(capsys, ["compare", *folders, "--json"]))
+    assert printed == json.loads((tmp_path / "comparison.json").read_text())
+    assert [group["name"] for group in printed["groups"]] == ["residual", "ddl"]
+    assert printed["groups"][0]["parameters"] < printed["groups"][1]["parameters"]
+    assert "did you mean residual?" in error(capsys, ["compare", *folders, "--baseline", "residul"])
+
+
+def test_a_finished_run_is_left_alone_and_a_used_folder_refused(capsys, prepared, runs):
+    metrics = runs / "ddl" / "metrics.jsonl"
+    before = metrics.read_bytes()
+    assert "step 4" in output(capsys, ["train", "--run", runs / "ddl", "--resume"])
+    assert "--resume" in error(capsys, ["train", "--run", runs / "ddl", *SMALL, "--data.path", prepared])
+    assert "train.lr" in error(capsys, ["train", "--run", runs / "ddl", "--resume", "--train.lr", "0.5"])
+    assert metrics.read_bytes() == before
+
+
+def test_prepare_refuses_a_folder_that_is_not_empty(capsys, prepared):
+    assert "not empty" in error(capsys, ["prepare", "--source", prepared.parent, "--out", prepared])
+
+
+def test_a_failure_at_run_time_is_status_1(capsys, prepared, tmp_path):
+    argv = ["train", "--run", tmp_path / "run", *SMALL, "--data.path", prepared, "--train.lr", "1e30"]
+    assert "finite" in error(capsys, [*argv, "--train.clip", "0", "--train.warmup_steps", "0"], status=1)
+
+
+def test_a_missing_package_is_told_with_what_installs_it(capsys, runs, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("matplotlib")] + ["residua.evaluation.plots"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "residua[plots]" in error(capsys, ["compare", runs / "ddl", "--out", tmp_path], status=1)
+
+
+def test_interrupting_saves_says_how_to_go_on_and_is_status_130(prepared, tmp_path):
+    run = tmp_path / "run"
+    argv = ["train", "--run", str(run), *SMALL, "--data.path", str(prepared), "--train.steps", "1000000"]
+    command = [sys.executable, "-m", "residua", *argv]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"residua train --run {run} --resume" in err
+    assert list((run / "checkpoints").glob("step-*"))
+    assert "Traceback" not in err
+
+
+def test_a_reader_that_stops_reading_is_no_error_to_shout_about():
+    command = f"{sys.executable} -m residua --help | true"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+
+
+def test_the_command_is_installed():
+    script = Path(sys.executable).parent / "residua"
+    if not script.exists():
+        pytest.skip("the package is not installed beside this Python")
+    result = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"residua {__version__}\n"

@@ -1,0 +1,114 @@
+import json
+from dataclasses import asdict
+
+import pytest
+
+import residua.demo
+from residua.cli import main
+from residua.demo import PROMPT, RECIPES, shortened
+from residua.errors import InputError
+from residua.training import load_config
+
+# What may be tuned for a scheme; in all else the comparison holds the runs equal.
+TUNED = {"model.connection", "model.embedding_init_std", "model.hidden_init_std_factor", "train.lr"}
+
+SMALL = """
+model: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 1, max_position_embeddings: 128, connection: ddl}
+data: {source: SOURCE, tokenizer: byte}
+train: {steps: 20, warmup_steps: 10, batch_size: 2, sequence_length: 16, evaluate_every: 10, checkpoint_every: 10,
+        device: cpu, tensorboard: false, lr: LR}
+"""
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Replace the recipes by ones of a second or two."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
+    recipes = {}
+    for number, name in enumerate(RECIPES, start=1):
+        recipes[name] = str(tmp_path / f"{name}.yaml")
+        (tmp_path / f"{name}.yaml").write_text(SMALL.replace("SOURCE", str(texts)).replace("LR", f"{number}.0e-3"))
+    monkeypatch.setattr(residua.demo, "RECIPES", recipes)
+
+
+def settings(config):
+    return {f"{part}.{key}": value for part, keys in asdict(config).items() for key, value in keys.items()}
+
+
+def test_the_recipes_differ_in_nothing_but_what_is_tuned():
+    plain, *others = (settings(load_config(recipe)) for recipe in RECIPES.values())
+    for other in others:
+        assert {key for key in plain if plain[key] != other[key]} <= TUNED
+
+
+def test_three_runs_on_the_same_tokens_a_table_pictures_and_texts(small, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["demo", "--out", str(out), "--steps", "4"]) == 0
+    printed = capsys.readouterr()
+    assert "2 of 3: ddl" in printed.err
+    for name in RECIPES:
+        assert f"\n{name} " in printed.out
+        assert f"{name} writes:\n  {PROMPT}" in printed.out
+    assert all(
+        (out / picture).is_file() and str(out / picture) in printed.out for picture in ("loss.png", "difference.png")
+    )
+
+    facts = [json.loads((out / name / "facts.json").read_text())["data"]["fingerprint"] for name in RECIPES]
+    assert len(set(facts)) == 1
+    configs = [settings(load_config(str(out / name / "config.yaml"))) for name in RECIPES]
+    assert [config["model.connection"] for config in configs] == list(RECIPES)
+    assert [config["train.lr"] for config in configs] == [1e-3, 2e-3, 3e-3]
+    assert {
+        (config["train.steps"], config["train.warmup_steps"], config["train.evaluate_every"]) for config in configs
+    } == {(4, 2, 2)}
+
+
+def test_again_it_trains_only_what_is_missing_and_gives_the_same(small, tmp_path, capsys):
+    out = tmp_path / "out"
+    argv = ["demo", "--out", str(out), "--steps", "4"]
+    assert main(argv) == 0
+    first = capsys.readouterr().out
+    metrics = {name: (out / name / "metrics.jsonl").stat().st_mtime_ns for name in RECIPES}
+    assert main(argv) == 0
+    assert capsys.readouterr().out == first
+    assert {name: (out / name / "metrics.jsonl").stat().st_mtime_ns for name in RECIPES} == metrics
+
+
+def test_interrupted_it_says_how_to_go_on_and_does(small, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    argv = ["demo", "--out", str(out), "--steps", "4"]
+    trained = []
+    run = residua.demo.run
+
+    def interrupted(config, folder, **options):
+        result = run(config, folder, **options)
+        trained.append(folder.name)
+        return result | {"interrupted": folder.name == "ddl"}
+
+    monkeypatch.setattr(residua.demo, "run", interrupted)
+    assert main(argv) == 130
+    assert f"residua demo --out {out} --steps 4" in capsys.readouterr().err
+    assert trained == ["residual", "ddl"]
+    monkeypatch.setattr(residua.demo, "run", run)
+    assert main(argv) == 0
+
+
+def test_other_settings_in_the_same_folder_are_refused(small, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["demo", "--out", str(out), "--steps", "2"]) == 0
+    assert main(["demo", "--out", str(out), "--steps", "3"]) == 2
+    assert "train.steps" in capsys.readouterr().err
+
+
+def test_shortened_keeps_proportions_and_refuses_what_is_no_run():
+    config = load_config("tiny")
+    assert shortened(config, None) is config
+    half = shortened(config, config.train.steps // 2).train
+    assert half.warmup_steps == config.train.warmup_steps // 2
+    assert half.evaluate_every == config.train.evaluate_every // 2
+    assert shortened(config, 1).train.evaluate_every == 1
+    with pytest.raises(InputError, match=r"train\.steps"):
+        shortened(config, 0)

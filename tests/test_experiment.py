@@ -1,0 +1,166 @@
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from residua.data import PreparedData, prepare
+from residua.errors import InputError
+from residua.experiment import build_model, evaluate, open_run, run
+from residua.training import DataConfig, ModelConfig, RunConfig, TrainConfig
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(text, tmp_path_factory):
+    return prepare(text, tmp_path_factory.mktemp("prepared") / "data", tokenizer="byte", progress=False)
+
+
+@pytest.fixture
+def config(prepared):
+    model = ModelConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32, connection="ddl-ec"
+    )
+    data = DataConfig(path=str(prepared.folder))
+    train = TrainConfig(
+        steps=STEPS,
+        batch_size=2,
+        sequence_length=16,
+        evaluate_every=3,
+        checkpoint_every=3,
+        device="cpu",
+        tensorboard=False,
+    )
+    return RunConfig(model, data, train)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_evaluates_and_can_be_opened_again(config, tmp_path):
+    result = run(config, tmp_path / "run", progress=False)
+    assert result["step"] == STEPS
+    assert not result["interrupted"]
+    assert [row["step"] for row in rows(tmp_path / "run") if "val_loss" in row] == [3, 6]
+
+    random_state = torch.random.get_rng_state()
+    opened = open_run(tmp_path / "run", device="cpu")
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert (opened.step, opened.config) == (STEPS, config)
+    assert not opened.model.training
+    again = evaluate(opened)
+    assert again["val_loss"] == pytest.approx(result["val_loss"], rel=1e-6)
+    assert again["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-6)
+    assert again["tokens"] == len(opened.data.validation) - 1
+    assert opened.tokenizer.decode(opened.tokenizer.encode("Text")) == "Text"
+
+
+def test_an_earlier_checkpoint_can_be_opened(config, tmp_path):
+    run(config, tmp_path / "run", progress=False)
+    earlier = open_run(tmp_path / "run", checkpoint=3, device="cpu")
+    assert earlier.step == 3
+    assert evaluate(earlier)["val_loss"] == pytest.approx(rows(tmp_path / "run")[2]["val_loss"], rel=1e-6)
+    with pytest.raises(InputError, match="step 4; there are 3, 6"):
+        open_run(tmp_path / "run", checkpoint=4, device="cpu")
+
+
+def test_the_same_run_gives_the_same_losses_and_another_seed_does_not(config, tmp_path):
+    losses = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run(replace(config, train=replace(config.train, seed=seed)), tmp_path / name, progress=False)
+        losses.append([row["loss"] for row in rows(tmp_path / name)])
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
+
+
+def test_without_prepared_data_the_run_prepares_its_own_and_a_fresh_start_prepares_anew(config, text, tmp_path):
+    folder = tmp_path / "run"
+    config = replace(config, data=DataConfig(source=str(text), tokenizer="byte"))
+    too_long = replace(
+        config,
+        model=replace(config.model, max_position_embeddings=10**6),
+        train=replace(config.train, sequence_length=10**6),
+    )
+    with pytest.raises(InputError, match="sequence_length"):
+        run(too_long, folder, progress=False)
+    before = PreparedData.open(folder / "data").fingerprint
+    # Nothing was trained, so the folder is begun anew, with the new settings and not with the data that lie there.
+    run(replace(config, data=replace(config.data, validation_fraction=0.3)), folder, progress=False)
+    assert PreparedData.open(folder / "data").fingerprint != before
+    assert evaluate(open_run(folder, device="cpu"))["tokens"] > 0
+
+
+def test_a_finished_run_is_not_trained_again_and_other_settings_are_refused(config, tmp_path):
+    first = run(config, tmp_path / "run", progress=False)
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert run(config, tmp_path / "run", resume=True, progress=False)["val_loss"] == first["val_loss"]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+    with pytest.raises(InputError, match="--resume"):
+        run(config, tmp_path / "run", progress=False)
+    with pytest.raises(InputError, match=r"train\.lr"):
+        run(replace(config, train=replace(config.train, lr=0.5)), tmp_path / "run", resume=True, progress=False)
+
+
+def test_a_relative_data_path_is_found_from_everywhere(config, prepared, tmp_path, monkeypatch):
+    monkeypatch.chdir(prepared.folder.parent)
+    run(replace(config, data=DataConfig(path=prepared.folder.name)), tmp_path / "run", progress=False)
+    monkeypatch.chdir(tmp_path)
+    assert open_run(tmp_path / "run", device="cpu").data.fingerprint == prepared.fingerprint
+
+
+def test_the_vocabulary_is_the_datas_rounded_up_and_never_smaller(config, prepared):
+    assert build_model(config, prepared).config.vocab_size == 320
+    exact = replace(config, model=replace(config.model, vocab_size=257))
+    assert build_model(exact, prepared).config.vocab_size == 257
+    with pytest.raises(InputError, match="at least the 257 tokens"):
+        build_model(replace(config, model=replace(config.model, vocab_size=256)), prepared)
+
+
+def test_an_untrained_model_depends_on_the_seed_alone(config, prepared):
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    first = build_model(config, prepared)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.rand(7)
+    same = build_model(config, prepared)
+    other = build_model(replace(config, train=replace(config.train, seed=1)), prepared)
+    assert torch.equal(first.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_an_untrained_model_guesses_about_uniformly(config, prepared, tmp_path):
+    """A loss far from log(vocabulary) at the start would mean labels that are misaligned or already seen."""
+    run(replace(config, train=replace(config.train, steps=1, lr=1e-9)), tmp_path / "run", progress=False)
+    assert rows(tmp_path / "run")[0]["val_loss"] == pytest.approx(math.log(320), abs=0.1)
+
+
+def test_bfloat16_is_measured_afterwards_as_it_was_during_training(config, tmp_path):
+    low = replace(config, train=replace(config.train, precision="bfloat16"))
+    result = run(low, tmp_path / "run", progress=False)
+    assert evaluate(open_run(tmp_path / "run", device="cpu"))["val_loss"] == pytest.approx(result["val_loss"], rel=1e-6)
+
+
+def test_what_is_no_run_or_has_no_checkpoint_is_said(config, tmp_path):
+    with pytest.raises(InputError, match=r"no config\.yaml"):
+        open_run(tmp_path, device="cpu")
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    with pytest.raises(InputError, match="expected a checkpoint"):
+        open_run(tmp_path, device="cpu")
+    with pytest.raises(InputError, match="step 3; there is none"):
+        open_run(tmp_path, checkpoint=3, device="cpu")
+
+
+def test_no_data_at_all_is_said(config, tmp_path):
+    with pytest.raises(InputError, match=r"data\.path"):
+        run(replace(config, data=DataConfig(source=None)), tmp_path / "run", progress=False)

@@ -1,0 +1,108 @@
+"""Imports go strictly downward, and what an extra brings is imported only where it is used."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import residua
+
+PACKAGE = Path(residua.__file__).parent
+LEVELS = {
+    "errors": 0,
+    "ops": 0,
+    "connections": 1,
+    "models": 2,
+    "data": 3,
+    "training": 3,
+    "evaluation": 3,
+    "analysis": 3,
+    "geometry": 3,
+    "benchmarks": 3,
+    "experiment": 4,
+    "demo": 5,
+    "cli": 6,
+    "__main__": 7,
+}
+EXTRAS = {
+    "accelerate",
+    "datasets",
+    "huggingface_hub",
+    "jsonargparse",
+    "lm_eval",
+    "matplotlib",
+    "numpy",
+    "pyarrow",
+    "rich",
+    "safetensors",
+    "tensorboard",
+    "tokenizers",
+    "transformers",
+    "triton",
+    "yaml",
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part(path: Path) -> str:
+    """The package or module directly below residua that a file belongs to; '' for residua/__init__.py."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py").replace("__init__", "")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The dotted names that a file imports, relative ones made absolute, `from a import b` as a.b."""
+    home = ["residua", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = home[: len(home) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_strictly_downward(path):
+    if not part(path):
+        return  # residua/__init__.py names what the whole package offers; what it loads is tested below
+    assert part(path) in LEVELS, f"{part(path)} has no level: give it one here"
+    for name in imported(path):
+        if not name.startswith("residua."):
+            continue
+        target = name.split(".")[1]
+        if target == part(path) or target not in LEVELS:
+            continue  # within one package, or a name of residua/__init__.py such as __version__
+        assert LEVELS[target] < LEVELS[part(path)], f"{part(path)} must not import {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_but_the_command_line_reaches_for_the_whole_package(path):
+    """`from residua import x` below the top would load every package that `residua` names, levels or not."""
+    if part(path) in {"", "cli", "__main__"}:
+        return
+    modules = {*LEVELS, "kernels"}
+    for name in imported(path):
+        assert name != "residua"
+        assert not name.startswith("residua.") or name.split(".")[1] in modules, f"import {name} from its own module"
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(result.stdout.split())
+
+
+def test_importing_residua_needs_torch_alone():
+    # torch itself takes numpy where it finds it.
+    by_torch = loaded_by("import torch")
+    assert (loaded_by("import residua") - by_torch) & EXTRAS == set()
+    assert (loaded_by("import residua.connections, residua.ops") - by_torch) & EXTRAS == set()
+
+
+def test_the_overview_of_the_command_line_loads_no_extra():
+    allowed = loaded_by("import residua") | {"rich"}
+    assert (loaded_by("from residua.cli import main; main(['--help'])") - allowed) & EXTRAS == set()

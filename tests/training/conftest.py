@@ -1,0 +1,60 @@
+import json
+import multiprocessing
+
+import pytest
+import torch
+from toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
+
+from residua.training import train
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fit():
+    """Train the toy model into a folder: `fit(folder, steps=..., resume=..., model=..., batches=...)`."""
+
+    def fit(folder, *, resume=False, model=None, batches=None, facts=None, progress=False, **changes):
+        return train(
+            model or ToyModel(),
+            batches or ToyBatches(),
+            toy_config(**changes),
+            folder,
+            evaluate=evaluate,
+            resume=resume,
+            facts=facts,
+            progress=progress,
+        )
+
+    return fit
+
+
+@pytest.fixture
+def rows():
+    """The rows of a run's metrics without what a clock decides."""
+
+    def rows(folder):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{key: row[key] for key in row if key not in ("seconds", "tokens_per_second")} for row in lines]
+
+    return rows
+
+
+@pytest.fixture(scope="session")
+def start():
+    """Start a function of a test module in a process of its own, which costs no second import of torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["residua.training"])
+
+    def start(function, *arguments):
+        process = context.Process(target=function, args=arguments, daemon=True)
+        process.start()
+        return process
+
+    return start

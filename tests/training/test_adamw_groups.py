@@ -1,0 +1,71 @@
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from toy_language_model import ToyModel, toy_config
+
+from residua.training import adamw, learning_rate_factor, parameter_groups, set_learning_rate
+
+
+class Everything(ToyModel):
+    """Each kind of parameter that a connection may have beside linear maps."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Parameter(torch.ones(4, 8))
+        self.conv = nn.Conv1d(8, 8, 4, groups=8, bias=True)
+        self.norm = nn.LayerNorm(8)
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+
+
+def test_decay_is_for_the_weights_of_linear_maps_and_embeddings():
+    model = Everything()
+    decayed, others = parameter_groups(model, 0.1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert [names[id(p)] for p in decayed["params"]] == ["embedding.weight", "hidden.weight"], "tied ones once"
+    expected = {"gain", "read", "hidden.bias", "conv.weight", "conv.bias", "norm.weight", "norm.bias"}
+    assert {names[id(p)] for p in others["params"]} == expected
+
+
+def test_a_group_without_parameters_is_left_out():
+    assert len(parameter_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1
+
+
+def test_decay_pulls_matrices_alone():
+    """With no gradient AdamW's step is the decay."""
+    model = Everything()
+    optimizer = adamw(model, toy_config(lr=0.5, weight_decay=0.1))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        factor = 1 - 0.5 * 0.1 if name in ("embedding.weight", "hidden.weight") else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+def test_the_schedule_rises_to_the_peak_and_ends_at_its_floor():
+    config = toy_config(steps=100, warmup_steps=10, min_lr_ratio=0.05)
+    factors = [learning_rate_factor(step, config) for step in range(1, 101)]
+    assert factors[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert factors[54] == pytest.approx((1 + 0.05) / 2), "half way down the cosine"
+    assert factors[-1] == pytest.approx(0.05)
+    assert all(later < earlier for earlier, later in itertools.pairwise(factors[9:]))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+def test_the_schedule_at_its_edges(warmup):
+    config = toy_config(steps=5, warmup_steps=warmup)
+    factors = [learning_rate_factor(step, config) for step in range(1, 6)]
+    assert all(0 < factor <= 1 for factor in factors)
+    assert (factors[-1] == 1) == (warmup == 5)
+
+
+def test_every_group_keeps_its_own_peak():
+    optimizer = adamw(ToyModel(), toy_config(lr=0.01))
+    optimizer.param_groups[1]["initial_lr"] = 0.03
+    set_learning_rate(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.005, 0.015])

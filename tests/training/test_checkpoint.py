@@ -1,0 +1,127 @@
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from toy_language_model import ToyBatches, ToyModel
+
+from residua.errors import InputError
+from residua.training import latest_checkpoint, load_checkpoint, open_checkpoint
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+# What may happen to a checkpoint, and what the message names.
+DAMAGE = {
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "found no manifest.json"),
+    "half a manifest": (lambda path: cut(path / "manifest.json"), "manifest.json that cannot be read"),
+    "a manifest of something else": (lambda path: (path / "manifest.json").write_text("[1]"), "cannot be read"),
+    "an empty folder": (lambda path: (shutil.rmtree(path), path.mkdir()), "found no manifest.json"),
+    "weights cut short": (lambda path: cut(path / "model.safetensors"), r"bytes in model.safetensors, found \d+"),
+    "weights changed": (lambda path: flip(path / "model.safetensors"), "for model.safetensors, found another"),
+    "optimizer changed": (lambda path: flip(path / "optimizer.pt"), "for optimizer.pt, found another"),
+    "optimizer missing": (lambda path: (path / "optimizer.pt").unlink(), "expected optimizer.pt, found no such file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_with_a_message(damage, tmp_path, fit, rows, capsys):
+    fit(tmp_path / "run")
+    before = rows(tmp_path / "run")
+    harm, names = DAMAGE[damage]
+    newest = tmp_path / "run" / "checkpoints" / "step-12"
+    harm(newest)
+
+    with pytest.raises(InputError, match=names):
+        open_checkpoint(newest)
+    messages = []
+    assert latest_checkpoint(tmp_path / "run", report=messages.append).step == 9
+    assert len(messages) == 1
+    assert str(newest) in messages[0]
+
+    model = ToyModel()
+    fit(tmp_path / "run", resume=True, model=model)
+    assert model.calls == 3, "it goes on from step 9"
+    assert len([line for line in capsys.readouterr().err.splitlines() if "damaged" in line]) == 1
+    assert rows(tmp_path / "run") == before
+    assert open_checkpoint(newest).step == 12, "the damaged one is replaced"
+
+
+def test_a_damaged_newer_checkpoint_does_not_push_out_a_whole_one(tmp_path, fit):
+    """Only checkpoints up to the step just saved count among those to keep."""
+    fit(tmp_path / "run", keep_checkpoints=2)
+    flip(tmp_path / "run" / "checkpoints" / "step-12" / "model.safetensors")
+    fit(tmp_path / "run", resume=True, keep_checkpoints=1, batches=ToyBatches(signals={9: signal.SIGINT}))
+    assert latest_checkpoint(tmp_path / "run", report=lambda message: None).step == 10
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-10", "step-12"]
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+    (tmp_path / "checkpoints" / "step-x").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".step-3.partial").mkdir()
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_weights_are_readable_by_others_and_shared_ones_stand_once(tmp_path, fit):
+    model = ToyModel()
+    fit(tmp_path / "run", model=model)
+    path = tmp_path / "run" / "checkpoints" / "step-12"
+    tensors = load_file(path / "model.safetensors")
+    assert set(tensors) == {"embedding.weight", "gain", "hidden.weight", "hidden.bias", "scale"}
+    assert torch.equal(tensors["embedding.weight"], model.head.weight)
+
+    other = ToyModel()
+    assert load_checkpoint(path, other).step == 12
+    assert other.head.weight is other.embedding.weight, "still tied"
+    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values()))
+    torch.load(path / "optimizer.pt", weights_only=True)
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "safetensors' own files are closed to others"
+    assert json.loads((path / "manifest.json").read_text())["settings"]["train.lr"] == 0.01
+
+
+def test_loading_weights_alone_leaves_the_random_state(tmp_path, fit):
+    fit(tmp_path / "run")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    load_checkpoint(tmp_path / "run" / "checkpoints" / "step-12", ToyModel())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_weights_of_another_model_are_refused_before_any_is_loaded(tmp_path, fit):
+    fit(tmp_path / "run")
+    model = ToyModel()
+    model.hidden = nn.Linear(8, 8, bias=False)
+    model.gain = nn.Parameter(torch.ones(9))
+    model.extra = nn.Parameter(torch.zeros(1))
+    before = model.embedding.weight.clone()
+    with pytest.raises(InputError) as error:
+        load_checkpoint(tmp_path / "run" / "checkpoints" / "step-12", model)
+    for part in (
+        "extra (absent in the file, [1] in the model)",
+        "gain ([8] in the file, [9] in the model)",
+        "hidden.bias ([8] in the file, absent in the model)",
+    ):
+        assert part in str(error.value)
+    assert torch.equal(model.embedding.weight, before)
+
+
+def test_a_checkpoint_with_other_settings_is_refused(tmp_path, fit):
+    """Even where config.yaml agrees: the checkpoint knows what it was made with."""
+    fit(tmp_path / "one", lr=0.01)
+    fit(tmp_path / "two", lr=0.02)
+    shutil.rmtree(tmp_path / "two" / "checkpoints")
+    shutil.copytree(tmp_path / "one" / "checkpoints", tmp_path / "two" / "checkpoints")
+    with pytest.raises(InputError, match=r"step-12: .*train\.lr was 0\.01, is 0\.02"):
+        fit(tmp_path / "two", resume=True, lr=0.02)

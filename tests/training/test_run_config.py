@@ -1,0 +1,174 @@
+import argparse
+import dataclasses
+
+import pytest
+
+from residua.errors import InputError
+from residua.models import SIZES, ResiduaConfig
+from residua.training import DataConfig, ModelConfig, RunConfig, TrainConfig, add_config_arguments, load_config
+from residua.training.config import KEYS, recipe_names
+
+
+def write(folder, text):
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_then_overrides_in_either_form(tmp_path):
+    path = write(tmp_path, "train:\n  lr: 3e-4\n  steps: 7\nmodel:\n  connection: ddl-cc\ndata:\n")
+    config = load_config(path, ["--train.steps", "9", "--train.precision=bfloat16", "train.seed=3"])
+    assert config.train == TrainConfig(lr=3e-4, steps=9, precision="bfloat16", seed=3)
+    assert config.model == ModelConfig(connection="ddl-cc")
+    assert config.data == DataConfig()
+
+
+def test_nothing_given_is_the_defaults():
+    assert load_config() == RunConfig()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ['--model.connection={"preset": "ddl-cc", "beta_init": 5e-1}', "--train.adam_eps=1e-08", "--train.lr=3e-4"],
+        ["--data.path=123", "--data.source=null", "--model.vocab_size=1000", "--train.compile=true"],
+    ],
+)
+@pytest.mark.parametrize("name", [None, "tiny", "small", "medium"])
+def test_round_trip(name, overrides, tmp_path):
+    config = load_config(name, overrides)
+    assert load_config(write(tmp_path, config.to_yaml())) == config
+
+
+def test_a_connection_is_a_name_or_a_mapping(tmp_path):
+    wanted = {"preset": "ddl-cc", "beta_init": 0.5}
+    assert load_config(None, ["--model.connection", "ddl-cc"]).model.connection == "ddl-cc"
+    assert (
+        load_config(None, ["--model.connection", '{"preset": "ddl-cc", "beta_init": 0.5}']).model.connection == wanted
+    )
+    nested = write(tmp_path, "model:\n  connection:\n    preset: ddl-cc\n    beta_init: 5e-1\n")
+    assert load_config(nested).model.connection == wanted
+
+
+def test_the_model_section_is_the_models_own_configuration():
+    """Every field is the model's, with its default, and builds it; only the vocabulary waits for the tokenizer."""
+    assert load_config().model.vocab_size is None
+    given = dataclasses.asdict(load_config(None, ["--model.vocab_size=64"]).model)
+    assert ResiduaConfig(**given).to_dict() == ResiduaConfig(vocab_size=64).to_dict()
+
+
+def test_null_where_it_is_allowed():
+    config = load_config("tiny", ["--model.head_dim=null", "--data.path=null", "--model.qk_norm", "null"])
+    assert (config.model.head_dim, config.data.path, config.model.qk_norm) == (None, None, None)
+
+
+# Overrides, or the text of a file, and the one line that answers.
+MISTAKES = [
+    (["--train.lrr=1"], "unknown key train.lrr; did you mean train.lr?"),
+    (["--lr=1"], "unknown key lr; did you mean train.lr?"),
+    (["--warmup_step", "3"], "unknown key warmup_step; did you mean train.warmup_steps?"),
+    (["--modle.hidden_size=8"], "unknown key modle.hidden_size; did you mean model.hidden_size?"),
+    (["--zzz"], "unknown key zzz; --print_config shows every key"),
+    (["--model=1"], "unknown key model: expected one with a dot, such as model.vocab_size"),
+    (["stray"], "unexpected argument 'stray'; an override reads --train.lr=3e-4"),
+    (["--train.lr"], "train.lr: expected a number, got nothing"),
+    (["--train.lr=fast"], "train.lr: expected a number, got 'fast'"),
+    (["--train.steps=1.5"], "train.steps: expected a whole number, got '1.5'"),
+    (["--train.steps=null"], "train.steps: expected a whole number, got 'null'"),
+    (["--train.compile=maybe"], "train.compile: expected true or false, got 'maybe'"),
+    (["--train.precision=fp16"], "train.precision: expected one of float32, bfloat16, got 'fp16'"),
+    (["--model.head_dim=wide"], "model.head_dim: expected a whole number or null, got 'wide'"),
+    (["--train.steps=0"], "train.steps: expected at least 1, got 0"),
+    (["--train.lr=-1"], "train.lr: expected a positive number, got -1.0"),
+    (["--train.lr=.inf"], "train.lr: expected a positive number, got inf"),
+    (["--train.clip=-1"], "train.clip: expected a number of at least 0, got -1.0"),
+    (["--train.beta2=1"], "train.beta2: expected a number in [0, 1), got 1.0"),
+    (["--train.min_lr_ratio=2"], "train.min_lr_ratio: expected a number in [0, 1], got 2.0"),
+    (["--train.warmup_steps=500"], "train.warmup_steps: expected 0 to train.steps (400), got 500"),
+    (["--train.seed=-1"], "train.seed: expected a whole number of at least 0, got -1"),
+    (["--data.vocab_size=0"], "data.vocab_size: expected at least 1, got 0"),
+    (["--data.validation_fraction=1"], "data.validation_fraction: expected a number between 0 and 1, got 1.0"),
+    (
+        ["--train.sequence_length=2048"],
+        "train.sequence_length: expected at most model.max_position_embeddings (1024), got 2048",
+    ),
+    (
+        ["--model.num_attention_heads=5"],
+        "model.num_attention_heads: expected a divisor of hidden_size (768), or head_dim given, got 5",
+    ),
+    ("trian:\n  lr: 1\n", "unknown key trian; did you mean train?"),
+    ("train:\n  lr:\n", "train.lr: expected a number, got None"),
+    ("train:\n  steps: true\n", "train.steps: expected a whole number, got True"),
+    ("model:\n  connection: [ddl]\n", "model.connection: expected text or a mapping, got ['ddl']"),
+    ("train: 3\n", "train: expected a mapping of keys to values, got 3"),
+    ("- 1\n", "configuration: expected the sections model, data, train, got [1]"),
+    ("", "configuration: expected the sections model, data, train, got None"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), MISTAKES)
+def test_a_mistake_is_one_line(given, message, tmp_path):
+    with pytest.raises(InputError) as error:
+        load_config(write(tmp_path, given)) if isinstance(given, str) else load_config(None, given)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "connection", ["ddl-c", '{"preset": "ddl", "beta_int": 1}', '{"preset": "ddl-cc", "value_channels": 0}']
+)
+def test_a_mistake_in_the_connection_names_it(connection):
+    with pytest.raises(InputError, match=r"^model\.connection.*(did you mean|at least 1)") as error:
+        load_config(None, ["--model.connection", connection])
+    assert "\n" not in str(error.value)
+
+
+def test_text_that_is_no_yaml_is_one_line(tmp_path):
+    with pytest.raises(InputError, match=r"expected YAML, got: .*line 2") as error:
+        load_config(write(tmp_path, "a: [\n"))
+    assert "\n" not in str(error.value)
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="expected"):
+        load_config(str(tmp_path / "config.yaml"))
+
+
+def test_a_recipe_that_does_not_exist():
+    with pytest.raises(InputError, match=r"expected a recipe \(.*small, tiny.*\).*'tinny'; did you mean tiny\?"):
+        load_config("tinny")
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_config().train.lr = 1.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_config().model.hidden_size = 1
+
+
+def test_the_arguments_of_a_command():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_config_arguments(parser)
+    line = ["--config", "tiny", "--train.lr", "3e-4", "--train.seed=-1", "--train.lrr=2"]
+    arguments, unknown = parser.parse_known_args(line)
+    assert (arguments.config, arguments.print_config) == ("tiny", False)
+    assert (arguments.overrides, unknown) == (["--train.lr=3e-4", "--train.seed=-1"], ["--train.lrr=2"])
+    assert parser.parse_known_args([])[0].overrides == []
+    assert all(f"--{key} " in parser.format_help() for key in KEYS)
+
+
+def test_recipes_are_the_models_they_are_named_after():
+    assert set(recipe_names()) >= set(SIZES)
+    for name in recipe_names():
+        size = SIZES[name.partition("-")[0]]
+        model = dataclasses.asdict(load_config(name).model)
+        assert {key: model[key] for key in size} == size
+
+
+@pytest.mark.parametrize("name", ["small", "medium"])
+def test_the_papers_training(name):
+    config = load_config(name)
+    train = config.train
+    assert train.batch_size * train.gradient_accumulation == 480
+    assert (train.sequence_length, train.steps, train.warmup_steps) == (1024, 100_000, 2000)
+    assert (train.lr, train.weight_decay, train.clip, train.beta1, train.beta2) == (1e-3, 0.1, 1.0, 0.9, 0.95)
+    assert config.model.mup
+    assert (config.data.path, config.data.source) == (None, None)

@@ -1,0 +1,82 @@
+"""The schemes that the shared tests run on: every preset, found by itself, and variants that use every other option."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from residua import PRESETS, DeepDelta, Scheme
+
+VARIANTS: dict[str, Scheme] = {
+    # Compression over the tokens: every kernel, shared or not, also of a single channel.
+    "token-dv2-k1": DeepDelta(value_channels=2, compress="token", compress_kernel=1),
+    "token-dv3-k2-separate": DeepDelta(value_channels=3, compress_kernel=2, compress_sharing="separate"),
+    "token-dv1-k3": DeepDelta(value_channels=1, compress="token", compress_kernel=3),
+    # The embedding convolution, alone and beside each compression.
+    "token-dv5-k3-ec2": DeepDelta(value_channels=5, compress_kernel=3, expand="conv", expand_kernel=2),
+    "dv1-ec3": DeepDelta(expand="conv", expand_kernel=3),
+    "channel-dv2-ec1": DeepDelta(value_channels=2, compress="channel", expand="conv", expand_kernel=1),
+    # Compression over the channels: kernels shorter than d_v, centred and causal; the paper's form.
+    "channel-dv3-k2": DeepDelta(value_channels=3, compress="channel", compress_kernel=2),
+    "channel-dv5-k3-causal": DeepDelta(
+        value_channels=5, compress="channel", compress_kernel=3, compress_causal=True, compress_sharing="separate"
+    ),
+    "channel-dv3-k1": DeepDelta(value_channels=3, compress="channel", compress_kernel=1),
+    "channel-dv3-direct": DeepDelta(value_channels=3, compress="channel", compress_form="direct"),
+    # The direction.
+    "guard-add": DeepDelta(k_norm="add", k_eps=0.1),
+    "guard-clamp": DeepDelta(value_channels=2, compress="channel", k_norm="clamp", k_eps=0.5),
+    "guard-rms_d": DeepDelta(k_norm="rms_d", k_eps=0.1),
+    "v1-operator": DeepDelta(value_channels=2, compress="channel", operator="v1_eps", k_eps=0.1),
+    "k-projected": DeepDelta(k_proj=True),
+    # The gate.
+    "beta-pool-mean": DeepDelta(value_channels=2, compress="channel", beta_input="pool_mean"),
+    "beta-flatten": DeepDelta(value_channels=3, compress_kernel=2, beta_input="flatten"),
+    "beta-conv-dv1": DeepDelta(beta_input="conv"),
+    "beta-conv-channel": DeepDelta(value_channels=2, compress="channel", beta_input="conv"),
+    "beta-conv-token-k6": DeepDelta(value_channels=2, compress_kernel=6, beta_input="conv", beta_init=1.9),
+    "beta-sublayer-out": DeepDelta(value_channels=2, compress_kernel=2, beta_input="sublayer_out"),
+    "beta-mlp": DeepDelta(beta_head="mlp", beta_hidden=5, beta_init=0.5),
+    # The value.
+    "v-linear": DeepDelta(value_channels=2, compress="channel", v_activation="linear", v_bias=False),
+    "v-constant": DeepDelta(value_channels=2, compress_kernel=2, v_activation="constant", v_constant=1.5),
+    "v-context": DeepDelta(v_input="context", v_scale=1.0, beta_init=0.01),
+    # The v-Map with every phi_k.
+    "phi-linear": DeepDelta(value_channels=2, compress="channel", map="v", phi_k="linear"),
+    "phi-mlp-stream": DeepDelta(map="v", phi_k="mlp", phi_k_input="stream", phi_k_rank=3, v_activation="linear"),
+    "phi-pool-mlp": DeepDelta(value_channels=2, compress="channel", map="v", phi_k="pool_mlp"),
+    "phi-flatten-mlp": DeepDelta(value_channels=3, compress_kernel=2, map="v", phi_k="flatten_mlp", phi_k_rank=4),
+    # Behind the embedding convolution, because channels that are all equal leave nothing to attend to.
+    "phi-attention": DeepDelta(value_channels=3, compress="channel", expand="conv", map="v", phi_k="attention"),
+    "phi-attention-dv1": DeepDelta(map="v", phi_k="attention", operator="v1_eps", beta_input="sublayer_out"),
+    # Drawn as the authors draw.
+    "authors-token": DeepDelta(value_channels=4, expand="conv", init="authors"),
+    "authors-channel": DeepDelta(value_channels=4, compress="channel", beta_head="mlp", beta_hidden=6, init="authors"),
+}
+
+ALL: dict[str, Scheme] = PRESETS | VARIANTS
+
+# Schemes whose stream looks back on earlier tokens: what generation could get wrong.
+LOOKING_BACK: dict[str, Scheme] = {name: scheme for name, scheme in ALL.items() if scheme.num_memories(2)}
+
+
+def perturbed(module: nn.Module, *, scale: float = 0.3, seed: int = 1) -> nn.Module:
+    """`module` with noise added to every parameter: gates whose weights are zero, filters that are the identity and norms
+    whose gains are one hide mistakes in what they multiply."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_((scale * noise).to(parameter.dtype))
+    return module
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Standard normal numbers that depend on nothing but the arguments."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def bare_sublayers(dim: int, count: int, *, seed: int = 5) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """Sublayers without parameters of their own to train: x -> tanh(x W), pointwise in the tokens."""
+    weights = [normal(dim, dim, seed=seed + i) / dim**0.5 for i in range(count)]
+    return [lambda x, w=w: torch.tanh(x @ w.to(x.dtype)) for w in weights]
