@@ -14,6 +14,7 @@ PACKAGE = Path(residua.__file__).parent
 LEVELS = {
     "errors": 0,
     "ops": 0,
+    "provenance": 0,
     "connections": 1,
     "models": 2,
     "data": 3,

@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from residua.benchmarks.record import circumstances
 from residua.benchmarks.timing import Clock, Timing, compare, cuda_clock, process_clock, wall_clock
 from residua.connections import PRESETS
 from residua.errors import InputError, RunError
 from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.provenance import circumstances
 
 BASELINE = "residual"
 Device = Literal["cpu", "cuda"]
@@ -28,7 +28,7 @@ class Errors(NamedTuple):
     gradient: float
 
 
-# About ten times what rounding alone does to models of the default size; a wrong term does far more.
+# Several times what rounding alone does to models of the default size; a wrong term does far more.
 TOLERANCES: Mapping[Precision, Errors] = {"float32": Errors(1e-5, 1e-4), "bfloat16": Errors(1e-3, 0.2)}
 
 

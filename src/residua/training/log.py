@@ -2,20 +2,17 @@
 
 import json
 import math
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from residua.errors import InputError, extra
+from residua.provenance import circumstances
 from residua.training.durable import sync, write_text
 from residua.training.folder import RunFolder
 
@@ -149,7 +146,7 @@ def write_facts(run: RunFolder, facts: Mapping[str, Any], *, device: torch.devic
 
     Raises OSError.
     """
-    here = _process_facts(device)
+    here = circumstances(device)
     whole = {**facts, **here}
     if step and run.facts.exists():
         try:
@@ -158,50 +155,6 @@ def write_facts(run: RunFolder, facts: Mapping[str, Any], *, device: torch.devic
             raise InputError(f"{run.facts}: expected a JSON object, got: {error}; remove it to go on") from error
         whole = {**before, "resumed": [*before.get("resumed", []), {"step": step, **here}]}
     write_text(run.facts, json.dumps(whole, indent=1) + "\n")
-
-
-def _process_facts(device: torch.device) -> dict[str, Any]:
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "residua": _version("residua"),
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that holds this file, with "-dirty" if files differ from it; None outside of one."""
-    here = Path(__file__)
-    tracked = _git(here.parent, "ls-files", "--error-unmatch", here.name)
-    return _git(here.parent, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty") if tracked else None
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return result.stdout.strip()
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _event_writer(folder: Path, step: int) -> Any:

@@ -1,0 +1,62 @@
+"""What a number needs beside it to be believed: which code ran, on what machine, and when."""
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def circumstances(device: torch.device) -> dict[str, Any]:
+    """Commit, versions, hardware, threads, load and date of this process, as plain values.
+
+    `load` is the average number of busy processes in the last minute, this one included, or None where it is unknown.
+    """
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "residua": _version("residua"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that holds this file, with "-dirty" if files differ from it; None outside of one."""
+    here = Path(__file__)
+    if not _git(here.parent, "ls-files", "--error-unmatch", here.name):
+        return None
+    return _git(here.parent, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
