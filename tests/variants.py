@@ -61,8 +61,8 @@ LOOKING_BACK: dict[str, Scheme] = {name: scheme for name, scheme in ALL.items() 
 
 
 def perturbed(module: nn.Module, *, scale: float = 0.3, seed: int = 1) -> nn.Module:
-    """`module` with noise added to every parameter: gates whose weights are zero, filters that are the identity and norms
-    whose gains are one hide mistakes in what they multiply."""
+    """`module` with noise added to every parameter: gates whose weights are zero, filters that are the identity and
+    norms whose gains are one hide mistakes in what they multiply."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():

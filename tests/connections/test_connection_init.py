@@ -1,19 +1,17 @@
-"""What a stream computes before it has learned anything: gates, compressors and expansions start where they were told to."""
+"""What a stream computes before it has learned anything: gates, compressors, expansions start where they were told."""
 
 import pytest
 import torch
-from tolerances import assert_close
 from torch import nn
-from variants import ALL, normal
 
 from residua import DeepDelta
 from residua.connections import Projection
 from residua.connections.branches import Gate, Value
+from tolerances import assert_close
+from variants import ALL, normal
 
 DIM = 8
-AVERAGE = {
-    name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta) and scheme.init == "average"
-}
+AVERAGE = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta) and scheme.init == "average"}
 states = normal(2, 5, 8, DIM, dtype=torch.float32)
 
 
@@ -96,7 +94,13 @@ def test_the_authors_draws(compress, head):
     torch.manual_seed(0)
     dim, std = 400, 0.5 / 20
     scheme = DeepDelta(
-        value_channels=4, compress=compress, expand="conv", beta_init=0.5, beta_head=head, beta_hidden=64, init="authors"
+        value_channels=4,
+        compress=compress,
+        expand="conv",
+        beta_init=0.5,
+        beta_head=head,
+        beta_hidden=64,
+        init="authors",
     )
     stream = scheme.build(dim, 2)
     for compressor in (stream.connections[0].compress, stream.collapse.compress):
@@ -115,7 +119,7 @@ def test_the_authors_draws(compress, head):
 
 
 def test_the_draws_of_the_other_maps():
-    """A projection starts from N(0, (0.5 / sqrt(in_features))^2) unless told otherwise, and with the bias it was told."""
+    """A projection starts from N(0, (0.5 / sqrt(in_features))^2) unless told otherwise, its bias as it was told."""
     torch.manual_seed(0)
     spread(Projection(400, 100).weight, 0.5 / 20)
     spread(Projection(100, 400).weight, 0.5 / 10)

@@ -4,10 +4,10 @@ import json
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
-from variants import ALL
 
 from residua import PRESETS, SCHEMES, DeepDelta, Residual
 from residua.connections import describe, resolve
+from variants import ALL
 
 # Spec section 5: what each variant adds to the plain residual, at width d, L blocks and d_v = m, for kernels k and k_e.
 CLOSED_FORMS = {

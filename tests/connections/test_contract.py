@@ -5,15 +5,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from tolerances import assert_close
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-from variants import ALL, LOOKING_BACK, bare_sublayers, normal, perturbed
 
 import residua
 from residua import SCHEMES, Carry, Connection, DeepDelta
 from residua.connections import Memory, Readout, resolve
+from tolerances import assert_close
+from variants import ALL, LOOKING_BACK, bare_sublayers, normal, perturbed
 
 DIM, SUBLAYERS = 8, 4
 every_scheme = pytest.mark.parametrize("name", ALL)
@@ -174,7 +174,7 @@ def test_batch_entries_do_not_mix(name):
 
 
 class ListMemory:
-    """The protocol of `Memory` in its plainest form: one list of what came before. It is all that connections may use."""
+    """The protocol of `Memory` in its plainest form: all that came before. It is all that connections may use."""
 
     def __init__(self):
         self.seen: Tensor | None = None
@@ -298,8 +298,8 @@ def test_autocast_leaves_the_gates_in_float32(name):
 
 @every_scheme
 def test_every_parameter_matters_and_gets_a_gradient(name):
-    """No parameter is unused. Perturbed, because at the start a gate with zero weights passes nothing to what lies before
-    them. More than rounding noise, which hides a parameter whose influence cancels."""
+    """No parameter is unused. Perturbed, because at the start a gate with zero weights passes nothing to what lies
+    before them. More than rounding noise, which hides a parameter whose influence cancels."""
     stream = build(name)
     x = normal(2, 6, DIM)
     weights = normal(2, 6, DIM, seed=3)
@@ -357,4 +357,4 @@ def test_residual_is_exactly_the_sum():
 
 def test_a_stream_wants_as_many_sublayers_as_connections():
     with pytest.raises(ValueError, match="zip"):
-        resolve("ddl").build(DIM, 2)(normal(1, 2, DIM), bare_sublayers(DIM, 3))
+        resolve("ddl").build(DIM, 2)(normal(1, 2, DIM, dtype=torch.float32), bare_sublayers(DIM, 3))

@@ -1,18 +1,18 @@
 """Deep Delta connections against a plain second implementation of the paper's formulas.
 
-It is written in the paper's layout, X of shape (batch, seq, dim, d_v), with loops over taps and channels, the dense operator
-A = I - beta k k^T and the product form X' = A X + beta k v^T; ours is (batch, seq, d_v, dim) and additive.
+It is written in the paper's layout, X of shape (batch, seq, dim, d_v), with loops over taps and channels, the dense
+operator A = I - beta k k^T and the product form X' = A X + beta k v^T; ours is (batch, seq, d_v, dim) and additive.
 """
 
 import pytest
 import torch
-from tolerances import assert_close
 from torch import Tensor, nn
-from variants import ALL, bare_sublayers, normal, perturbed
 
 from residua import DeepDelta, DeltaResidual
 from residua.connections.boundary import ChannelCompress, ConvExpand, TokenCompress
 from residua.connections.branches import Direction, Gate
+from tolerances import assert_close
+from variants import ALL, bare_sublayers, normal, perturbed
 
 DIM, EPS = 8, 1e-5
 DEEP_DELTA = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta)}
@@ -215,7 +215,7 @@ WITHOUT_SEQUENCE = {
 
 @pytest.mark.parametrize("name", WITHOUT_SEQUENCE)
 def test_states_without_a_sequence(name):
-    """Schemes that look at one position only work on (batch, dim), as in a stack of dense layers, and on any leading axes."""
+    """Schemes that look at one position only work on (batch, dim), as in a stack of dense layers."""
     stream = perturbed(WITHOUT_SEQUENCE[name].build(DIM, 2).double())
     sublayers = bare_sublayers(DIM, 2)
     x = normal(6, DIM)
@@ -319,8 +319,8 @@ def test_kernels_of_one_tap_are_pointwise():
 
 
 def test_full_channel_kernels_reach_every_direct_weight():
-    """The two forms of channel compression are one class of functions: convolving with d_v taps and reading the average can
-    make any weight c[i, j] (spec: condition number 2.6 to 8.3 for d_v = 2 to 5)."""
+    """The two forms of channel compression are one class of functions: convolving with d_v taps and reading the average
+    can make any weight c[i, j]."""
     for m in (2, 3, 4, 5):
         basis = []
         for tap in range(m):

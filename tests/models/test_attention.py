@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 from tiny_models import prompt, tiny_config, tiny_model
-from tolerances import assert_close
 from torch import Tensor
-from variants import normal, perturbed
 
 from residua.models.attention import Attention, AttentionContext, Rotary
 from residua.models.mlp import MLP
+from tolerances import assert_close
+from variants import normal, perturbed
 
 
 def rms(x: Tensor, gain: Tensor) -> Tensor:

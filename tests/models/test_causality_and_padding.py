@@ -5,14 +5,24 @@ import copy
 import pytest
 import torch
 from tiny_models import PAD, left_padded, prompt, tiny_config, tiny_model
-from tolerances import assert_close
 from transformers import DynamicCache
 from transformers.cache_utils import StaticCache
+
+from tolerances import assert_close
 from variants import ALL, LOOKING_BACK
 
 every_scheme = pytest.mark.parametrize("name", ALL)
 # One scheme for every kind of look back; the rest of the mechanism does not know the scheme.
-KINDS = ["residual", "ddl", "ddl-tc", "ddl-ec", "ddl-cc-ec", "beta-conv-dv1", "token-dv5-k3-ec2", "token-dv3-k2-separate"]
+KINDS = [
+    "residual",
+    "ddl",
+    "ddl-tc",
+    "ddl-ec",
+    "ddl-cc-ec",
+    "beta-conv-dv1",
+    "token-dv5-k3-ec2",
+    "token-dv3-k2-separate",
+]
 
 
 @torch.no_grad()
@@ -127,7 +137,7 @@ def test_attention_implementations_agree(name, implementation):
 @torch.no_grad()
 @pytest.mark.parametrize("name", KINDS)
 def test_a_cache_can_be_continued_twice(name):
-    """Copies of a cache go their own ways; the same continuation twice gives the same numbers, the original is untouched."""
+    """Copies of a cache go their own ways; the same continuation twice gives the same numbers, the original is kept."""
     model, ids = tiny_model(name), prompt(1, 5)
     cache = model(ids, use_cache=True).past_key_values
     first, second = prompt(1, 3, seed=5), prompt(1, 3, seed=6)
@@ -178,7 +188,7 @@ def test_schemes_that_look_back_on_nothing_use_the_plain_cache():
 
 @torch.no_grad()
 def test_positions_count_from_the_first_real_token():
-    """With gains that differ within a rotated pair, scores after "post_rope" depend on absolute positions: a shift shows."""
+    """With gains that differ within a rotated pair, scores of "post_rope" depend on absolute positions: shifts show."""
     model, ids = tiny_model("residual"), prompt(1, 5)
     shifted = model(ids, position_ids=torch.arange(5)[None] + 4).logits
     assert (shifted - model(ids).logits).abs().max() > 1e-3

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from tiny_models import prompt, tiny_model
-from variants import PRESETS
 
+from variants import PRESETS
 
 # The older name is on its way out; both must work while both exist.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

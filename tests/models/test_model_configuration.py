@@ -3,11 +3,11 @@
 import pytest
 import torch
 from tiny_models import prompt, tiny_config
-from variants import PRESETS
 
 from residua import DeepDelta
 from residua.connections import describe
 from residua.models import MODEL_FIELDS, SIZES, ResiduaConfig, ResiduaForCausalLM
+from variants import PRESETS
 
 
 def test_sizes_follow_from_the_width():

@@ -5,19 +5,19 @@ import math
 import pytest
 import torch
 from tiny_models import prompt, tiny_config
-from tolerances import assert_close
 from torch import nn
 from transformers import AutoModelForCausalLM
-from variants import ALL
 
 from residua import DeepDelta
 from residua.models import ResiduaForCausalLM
+from tolerances import assert_close
+from variants import ALL
 
 DEEP_DELTA = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta)}
 
 
 def doors(config, tmp_path) -> dict[str, ResiduaForCausalLM]:
-    """A new model through every door: built, from a configuration, saved and loaded, built on the meta device and started."""
+    """A new model through every door: built, from a configuration, saved and loaded, made on the meta device."""
     built = ResiduaForCausalLM(config)
     built.save_pretrained(tmp_path)
     with torch.device("meta"):
@@ -67,7 +67,9 @@ def test_beta_through_every_door(asked, got, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["ddl-tc", "ddl-ec", "ddl-cc", "ddl-cc-ec", "channel-dv3-direct", "channel-dv5-k3-causal"])
+@pytest.mark.parametrize(
+    "name", ["ddl-tc", "ddl-ec", "ddl-cc", "ddl-cc-ec", "channel-dv3-direct", "channel-dv5-k3-causal"]
+)
 def test_compressors_average_and_expansion_repeats_through_every_door(name, tmp_path):
     streams = DEEP_DELTA[name].num_streams
     state = torch.randn(2, 5, streams, 16, generator=torch.Generator().manual_seed(0))

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import VOCAB, left_padded, prompt, tiny_config, tiny_model
-from tolerances import assert_close
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from variants import ALL, PRESETS
 
 from residua.models import ResiduaForCausalLM, ResiduaModel
+from tolerances import assert_close
+from variants import ALL, PRESETS
 
 every_scheme = pytest.mark.parametrize("name", ALL)
 every_preset = pytest.mark.parametrize("name", PRESETS)
@@ -33,8 +33,8 @@ def test_a_plain_call_returns_the_logits_of_every_position():
 @torch.no_grad()
 @every_scheme
 def test_hidden_states(name):
-    """The state before the first and after every layer, as the scheme keeps it, then the normalised end; the same numbers
-    as without asking, and rebuilt from the parts."""
+    """The state before the first and after every layer, as the scheme keeps it, then the normalised end; the same
+    numbers as without asking, and rebuilt from the parts."""
     model, ids = tiny_model(name), prompt(2, 5)
     plain, out = model(ids), model(ids, output_hidden_states=True)
     assert torch.equal(plain.logits, out.logits)
@@ -215,8 +215,8 @@ def test_autocast_trains_float32_parameters(name):
 @every_preset
 @pytest.mark.parametrize("options", [{}, {"attention_output_gate": True, "tie_word_embeddings": False}])
 def test_every_parameter_matters_and_gets_a_gradient(name, options):
-    """No parameter of the whole model is unused, more than rounding noise shows. Perturbed: at the start the gate's last
-    weights are zero and pass nothing to what lies before them."""
+    """No parameter of the whole model is unused, more than rounding noise shows. Perturbed: at the start the gate's
+    last weights are zero and pass nothing to what lies before them."""
     model, ids = tiny_model(name, **options), prompt(2, 6)
     before = model(ids, labels=ids).loss
     before.backward()
@@ -231,7 +231,7 @@ def test_every_parameter_matters_and_gets_a_gradient(name, options):
             parameter.copy_(kept)
 
 
-# What stands behind weights that start at zero, or chooses between channels that start equal, waits for the second step.
+# What stands behind weights that start at zero, or chooses between channels that start equal, waits for a second step.
 WAITING = ("beta.hidden.weight", "pool.taps", "map.slots", "map.query.weight", "map.key.weight")
 
 

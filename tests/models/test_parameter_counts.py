@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from variants import ALL, PRESETS
 
 from residua.models import SIZES, ResiduaConfig, ResiduaForCausalLM
+from variants import ALL, PRESETS
 
 COUNTS = {
     "residual": {"small": 123_590_400, "medium": 353_508_352},

@@ -1,4 +1,4 @@
-"""Saved and loaded, copied and pickled: the same model to the last bit, and what a checkpoint lacks starts as declared."""
+"""Saved and loaded, copied and pickled: the same model to the last bit; what a checkpoint lacks starts as declared."""
 
 import copy
 import json
@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import prompt, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from variants import ALL, PRESETS
 
 from residua.models import ResiduaConfig, ResiduaForCausalLM, ResiduaModel
+from variants import ALL, PRESETS
 
 every_preset = pytest.mark.parametrize("name", PRESETS)
 # One for every module that owns parameters of a kind of its own.

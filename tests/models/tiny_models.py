@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from variants import ALL, perturbed
 
 from residua.models import ResiduaConfig, ResiduaForCausalLM
+from variants import ALL, perturbed
 
 VOCAB = 48
 # The token that ends a text, and the one that fills a batch. Prompts below never contain either.

@@ -6,6 +6,7 @@ from typing import Any
 
 from residua.connections.base import Carry, Connection, Memory, Readout, Scheme, Stream
 from residua.connections.deep_delta import DeepDelta, DeltaResidual
+from residua.connections.norm import RMSNorm
 from residua.connections.options import nearest
 from residua.connections.projection import Projection
 from residua.connections.residual import Residual
@@ -75,6 +76,7 @@ __all__ = [
     "DeltaResidual",
     "Memory",
     "Projection",
+    "RMSNorm",
     "Readout",
     "Residual",
     "Scheme",

@@ -23,8 +23,8 @@ def current(out: Tensor, x: Tensor, seen: Tensor) -> Tensor:
 
 
 def expect_tokens(x: Tensor, window: int, *, axes: str) -> None:
-    """ValueError where a look back of `window` > 0 meets an x that lacks one of its `axes`: it would take the entries of a
-    batch (batch, dim) for a sequence, and mix them.
+    """ValueError where a look back of `window` > 0 meets an x that lacks one of its `axes`: it would take the entries
+    of a batch (batch, dim) for a sequence, and mix them.
     """
     if window and x.dim() < axes.count(",") + 1:
         raise ValueError(f"a convolution over the tokens: expected {axes}, got {tuple(x.shape)}")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.connections.boundary import expect_tokens
+from residua.connections.norm import RMSNorm
 from residua.connections.projection import Projection
 from residua.ops import causal_read, linear_at_least_float32
 
@@ -98,7 +99,7 @@ class StreamAttention(nn.Module):
 
     def __init__(self, dim: int, num_streams: int, rank: int, *, norm_eps: float = 1e-5):
         super().__init__()
-        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.norm = RMSNorm(dim, eps=norm_eps)
         self.value = Projection(dim, rank)
         self.out = Projection(rank, dim)
         self.slots = None

@@ -25,6 +25,7 @@ from residua.connections.boundary import (
     remembered,
 )
 from residua.connections.branches import Direction, Gate, Pool, Value
+from residua.connections.norm import RMSNorm
 from residua.connections.options import check_types, require
 from residua.connections.projection import Projection
 from residua.ops import Guard, delta_write, delta_write_v1, unit
@@ -196,7 +197,7 @@ class DeltaConnection(Connection):
         self._compress = borrow._compress if borrow else [scheme.build_compress(dim)]
         if borrow is None:
             self.compress = self._compress[0]
-        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.norm = RMSNorm(dim, eps=norm_eps)
 
         pooling = {"pool_mean": "mean", "flatten": "flatten", "conv": "conv"}.get(scheme.beta_input)
         self.pool = Pool(pooling, dim, m) if pooling else None

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from residua.connections.base import Carry, Connection, Memory, Scheme, State, Stream
 from residua.connections.boundary import Same
+from residua.connections.norm import RMSNorm
 
 
 class ResidualCoefficients(NamedTuple):
@@ -18,7 +19,7 @@ class ResidualConnection(Connection):
 
     def __init__(self, dim: int, *, norm_eps: float = 1e-5):
         super().__init__()
-        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.norm = RMSNorm(dim, eps=norm_eps)
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         return self.norm(state), Carry(state, ResidualCoefficients())

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections import Projection
+from residua.connections import Projection, RMSNorm
 from residua.errors import extra
 from residua.models.configuration import ResiduaConfig
 from residua.ops import at_least_float32
@@ -84,11 +84,11 @@ class Attention(nn.Module):
         # Two sublayers of every layer write into the residual; this keeps their sum from growing with depth.
         self.o_proj = Projection(width, config.hidden_size, std=std / math.sqrt(config.num_hidden_layers))
         if config.qk_norm is not None:
-            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         if config.attention_output_gate:
             self.g_proj = Projection(config.hidden_size, width, std=std)
-            self.o_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.o_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         config = self.config

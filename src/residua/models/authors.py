@@ -17,10 +17,10 @@ from residua.models.transformer import ResiduaForCausalLM
 
 # Keys of the authors' configuration that change nothing in the function computed from given parameters.
 _WITHOUT_EFFECT = {
-    "block_size", "bias", "dropout", "embedding_init_std", "hidden_init_std_factor", "ddl_beta_init",
-    "ddl_state_read_init", "ddl_state_dv_shortconv_causal", "ddl_beta_hidden_size", "kv_cache_slot_size",
-    "num_key_value_heads", "scale_attn_by_inverse_layer_idx", "use_cache", "tie_word_embeddings", "hidden_size_base",
-    "mup", "model_type",
+    "block_size", "bias", "dropout", "embedding_init_std", "hidden_init_std_factor", "hidden_size_base", "mup",
+    "model_type", "intermediate_size", "mlp_hidden_mult", "kv_cache_slot_size", "num_key_value_heads", "use_cache",
+    "scale_attn_by_inverse_layer_idx", "tie_word_embeddings", "ddl_beta_hidden_size", "ddl_beta_single_linear",
+    "ddl_state_read_init", "ddl_state_dv_shortconv_causal", "input_embed_shortconv_kernel_size",
 }  # fmt: skip
 
 
@@ -44,25 +44,20 @@ def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, 
     ours = _model_config(config, state, len(layers))
     with torch.device("meta"):
         model = ResiduaForCausalLM(ours)
-    renamed = _renamed(ours.scheme, state, len(layers))
-    expected = {name: parameter.shape for name, parameter in model.named_parameters()}
-    missing = sorted(expected.keys() - renamed.keys())
-    unknown = sorted(renamed.keys() - expected.keys())
-    if missing or unknown:
-        back = _authors_names(ours.scheme, len(layers))
-        raise ValueError(
-            "state_dict does not fit the configuration: "
-            + "; ".join(
-                f"{word}: {', '.join(back.get(name, name) for name in names)}"
-                for word, names in (("missing", missing), ("unknown", unknown))
-                if names
-            )
-        )
-    for name, shape in expected.items():
-        if renamed[name].shape != shape:
-            raise ValueError(
-                f"{name}: expected shape {tuple(shape)}, got {tuple(renamed[name].shape)} in the state_dict"
-            )
+    theirs = _authors_names(ours.scheme, len(layers))
+    expected = {theirs[name]: (name, parameter.shape) for name, parameter in model.named_parameters()}
+    # Constant values leave an unused projection behind in their models.
+    unused = {name for name in state if ".ddl_" in name and ".v_proj." in name} if _constant(ours.scheme) else set()
+    problems = [f"missing: {name}" for name in sorted(expected.keys() - state.keys())]
+    problems += [f"unknown: {name}" for name in sorted(state.keys() - expected.keys() - unused)]
+    for name, (_, shape) in expected.items():
+        if name in state and (got := _filters(state[name]).shape) != (wanted := _their_shape(shape, name)):
+            problems.append(f"{name}: expected shape {tuple(wanted)}, got {tuple(got)}")
+    if problems:
+        raise ValueError("the state_dict does not fit the configuration: " + "; ".join(problems))
+    renamed = {
+        name: _our_layout(state[their_name], shape, their_name) for their_name, (name, shape) in expected.items()
+    }
     model.load_state_dict(renamed, strict=False, assign=True)
     model.tie_weights()
     return model.requires_grad_()
@@ -83,7 +78,17 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
     heads = given.pop("num_attention_heads", None)
     if heads is None:
         raise ValueError("config: expected the key num_attention_heads, which the parameters do not tell")
-    width = state["transformer.h.0.attn.c_q.weight"].shape[0]
+    width, intermediate_size = (_first(state, name).shape[0] for name in (".attn.c_q.weight", ".mlp.c_fc1.weight"))
+    head_dim = given.pop("head_dim", width // heads)
+    if heads * head_dim != width:
+        raise ValueError(
+            f"num_attention_heads, head_dim: expected the product {width}, the rows of "
+            f"transformer.h.0.attn.c_q.weight, got {heads} and {head_dim}"
+        )
+    if given.pop("rms_norm_eps", 1e-5) != 1e-5:
+        raise ValueError(
+            f"rms_norm_eps: expected 1e-05, which most norms of theirs have fixed, got {config['rms_norm_eps']}"
+        )
 
     scheme = _scheme(given, state)
     ours = ResiduaConfig(
@@ -91,15 +96,14 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
         hidden_size=hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
-        head_dim=given.pop("head_dim", width // heads),
-        intermediate_size=state["transformer.h.0.mlp.c_fc1.weight"].shape[0],
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
         max_position_embeddings=given.get("block_size", 1024),
         connection=scheme,
         qk_norm="post_rope" if given.pop("use_qk_rmsnorm", True) else None,
         rope_theta=float(given.pop("rope_base", 10000.0)),
         rope_ratio=float(given.pop("rope_ratio", 1.0)),
         attention_output_gate=bool(given.pop("use_output_gate", False)),
-        rms_norm_eps=float(given.pop("rms_norm_eps", 1e-5)),
         embedding_init_std=float(given.get("embedding_init_std", 0.02)),
         hidden_init_std_factor=float(given.get("hidden_init_std_factor", 0.5)),
         mup=bool(given.get("mup", False)),
@@ -113,41 +117,67 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
 
 def _scheme(given: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
     """The scheme that the parameter names and shapes tell; removes the keys that it reads from `given`."""
-    options = {name.removeprefix("ddl_"): given.pop(name) for name in list(given) if name.startswith("ddl_")}
-    kernel_e = given.pop("input_embed_shortconv_kernel_size", 4)
-    first = "transformer.h.0."
-    if not any(name.startswith(f"{first}ddl_") for name in state):
+    declared = {name: given.pop(f"ddl_{name}", None) for name in ("value_channels", "state_shortconv_kernel_size")}
+    k_eps, beta_init = given.pop("ddl_k_eps", 1e-5), given.pop("ddl_beta_init", 1.0)
+    sigmoid, scale = given.pop("ddl_v_sigmoid", True), given.pop("ddl_v_sigmoid_scale", 4.0)
+    constants = {
+        name: (given.pop(f"ddl_{name}", False), given.pop(f"ddl_{name}_value", 2.0))
+        for name in ("v_constant", "v_dim1_constant")
+    }
+    if not any(".ddl_" in name for name in state):
         return Residual()
-    token, channel = state.get(f"{first}compress.shortconv.weight"), state.get(f"{first}compress.weight")
-    read, embed = state.get(f"{first}compress.read"), state.get("input_embed.conv.weight")
-    value_channels = 1 if read is None else read.numel()
-    if options.get("value_channels", value_channels) != value_channels:
-        raise ValueError(
-            f"ddl_value_channels: expected {value_channels} as in the state_dict, got {options['value_channels']}"
-        )
-    constant = options.get("v_constant", False) or options.get("v_dim1_constant", False)
-    two_layer = f"{first}ddl_attn.beta_in.weight" in state
-    beta_in = state.get(f"{first}ddl_attn.beta_in.weight")
+
+    read = _find(state, "compress.read", "readout.read")
+    token = _find(state, "compress.shortconv.weight", "readout.shortconv.weight")
+    channel = _find(state, "compress.weight", "readout.weight")
+    embed = _find(state, "input_embed.conv.weight")
+    beta_in = _find(state, ".beta_in.weight")
+    if read is not None and token is None and channel is None:
+        raise ValueError("state_dict: expected the weights of the compressors beside their read vectors, got none")
+    if read is None:
+        value_channels, kernel = 1, None
+        if declared["value_channels"] not in (None, 1):
+            raise ValueError(f"ddl_value_channels: expected 1 as in the state_dict, got {declared['value_channels']}")
+    else:
+        value_channels = declared["value_channels"] or read.numel()
+        kernel = declared["state_shortconv_kernel_size"] or (channel if token is None else token).shape[-1]
+    constant, constant_value = constants["v_dim1_constant" if read is None else "v_constant"]
     return DeepDelta(
         value_channels=value_channels,
-        compress="token" if token is not None else "channel" if channel is not None else None,
-        compress_kernel=None if read is None else (token if token is not None else channel).shape[-1],
-        expand="conv" if embed is not None else "repeat",
-        expand_kernel=embed.shape[-1] if embed is not None else kernel_e,
-        k_eps=float(options.get("k_eps", 1e-5)),
-        beta_init=min(max(float(options.get("beta_init", 1.0)), 0.0), 2.0),
-        beta_head="mlp" if two_layer else "linear",
-        beta_hidden=beta_in.shape[0] if two_layer else 128,
-        v_activation="constant" if constant else "scaled_sigmoid" if options.get("v_sigmoid", True) else "linear",
-        v_scale=float(options.get("v_sigmoid_scale", 4.0)),
-        v_constant=float(options.get("v_constant_value", options.get("v_dim1_constant_value", 2.0))),
+        compress=None if read is None else "channel" if token is None else "token",
+        compress_kernel=kernel,
+        expand="repeat" if embed is None else "conv",
+        expand_kernel=4 if embed is None else embed.shape[-1],
+        k_eps=float(k_eps),
+        beta_init=min(max(float(beta_init), 0.0), 2.0),
+        beta_head="linear" if beta_in is None else "mlp",
+        beta_hidden=128 if beta_in is None else beta_in.shape[0],
+        v_activation="constant" if constant else "scaled_sigmoid" if sigmoid else "linear",
+        v_scale=float(scale),
+        v_constant=float(constant_value),
         init="authors",
     )
 
 
+def _find(state: Mapping[str, Tensor], *endings: str) -> Tensor | None:
+    """The first parameter whose name ends with the first of these that any name ends with, or None."""
+    return next((state[name] for ending in endings for name in sorted(state) if name.endswith(ending)), None)
+
+
+def _first(state: Mapping[str, Tensor], ending: str) -> Tensor:
+    found = _find(state, ending)
+    if found is None:
+        raise ValueError(f"state_dict: missing: transformer.h.0{ending}")
+    return found
+
+
+def _constant(scheme: Scheme) -> bool:
+    return isinstance(scheme, DeepDelta) and scheme.v_activation == "constant"
+
+
 def _authors_names(scheme: Scheme, num_layers: int) -> dict[str, str]:
     """Our parameter name -> theirs, for everything that models of this scheme can hold."""
-    names = {"model.embed_tokens.weight": "transformer.wte.weight", "model.norm.weight": "transformer.ln_f.weight"}
+    names = {"model.embed_tokens.weight": "transformer.wte.weight", "model.norm.weight": "ln_f.weight"}
     for i in range(num_layers):
         theirs, layer = f"transformer.h.{i}", f"model.layers.{i}"
         for ours, name in (("q_proj", "c_q"), ("k_proj", "c_k"), ("v_proj", "c_v"), ("o_proj", "c_proj"), ("g_proj",
@@ -167,8 +197,8 @@ def _authors_names(scheme: Scheme, num_layers: int) -> dict[str, str]:
             names[f"{connection}.value.project.weight"] = f"{theirs}.{delta}.v_proj.weight"
             names[f"{connection}.value.project.bias"] = f"{theirs}.{delta}.v_proj.bias"
         names |= _compressor_names(scheme, f"model.stream.connections.{2 * i}.compress", f"{theirs}.compress")
-    names |= _compressor_names(scheme, "model.stream.collapse.compress", "transformer.readout")
-    names["model.stream.expand.taps"] = "transformer.input_embed.conv.weight"
+    names |= _compressor_names(scheme, "model.stream.collapse.compress", "readout")
+    names["model.stream.expand.taps"] = "input_embed.conv.weight"
     return names
 
 
@@ -178,29 +208,25 @@ def _compressor_names(scheme: Scheme, ours: str, theirs: str) -> dict[str, str]:
     return {f"{ours}.taps": taps, f"{ours}.read": f"{theirs}.read"}
 
 
-def _renamed(scheme: Scheme, state: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """The authors' parameters under our names and in our layout; names that we do not know stay as they are."""
-    ours = {theirs: name for name, theirs in _authors_names(scheme, num_layers).items()}
-    renamed = {}
-    for theirs, tensor in state.items():
-        # Constant values leave an unused projection behind in their models.
-        if (
-            isinstance(scheme, DeepDelta)
-            and scheme.v_activation == "constant"
-            and ".v_proj." in theirs
-            and ".ddl_" in theirs
-        ):
-            continue
-        # The readout and the embedding convolution are named with or without the prefix of the trunk.
-        name = ours.get(theirs) or ours.get(f"transformer.{theirs}") or theirs
-        if name.endswith(".taps"):
-            # (dim * channels, 1, kernel) or (dim * channels, kernel), last tap the current token, channels fastest; or
-            # (dim, kernel) over the channels.
-            filters = tensor.reshape(tensor.shape[0], -1)
-            if theirs.endswith("conv.weight"):
-                tensor = filters.reshape(-1, scheme.num_streams, filters.shape[-1]).permute(2, 1, 0).flip(0)
-            else:
-                tensor = filters.T
-            tensor = tensor.contiguous()
-        renamed[name] = tensor
-    return renamed
+def _filters(tensor: Tensor) -> Tensor:
+    """Filters without the axis of length one that convolutions keep for their input channels."""
+    return tensor.squeeze(1) if tensor.dim() == 3 else tensor
+
+
+def _their_shape(shape: torch.Size, name: str) -> torch.Size:
+    """The shape in their layout of a parameter that has `shape` in ours: filters over the tokens are (kernel, channels,
+    dim) here and (dim * channels, kernel) there, those over the channels (kernel, dim) and (dim, kernel).
+    """
+    if name.endswith("conv.weight"):
+        return torch.Size([shape[1] * shape[2], shape[0]])
+    return shape[::-1] if name.endswith(("compress.weight", "readout.weight")) else shape
+
+
+def _our_layout(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
+    """A copy in our layout. Over the tokens their channels are fastest and their last tap is the current token."""
+    filters = _filters(tensor.detach())
+    if name.endswith("conv.weight"):
+        filters = filters.reshape(shape[2], shape[1], shape[0]).permute(2, 1, 0).flip(0)
+    elif name.endswith(("compress.weight", "readout.weight")):
+        filters = filters.T
+    return filters.clone(memory_format=torch.contiguous_format)

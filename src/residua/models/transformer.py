@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections import Carry, Projection, Readout
+from residua.connections import Carry, Projection, Readout, RMSNorm
 from residua.errors import extra
 from residua.models.attention import Attention, AttentionContext, Rotary
 from residua.models.configuration import ResiduaConfig
@@ -75,7 +75,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         self.stream = config.scheme.build(
             config.hidden_size, 2 * config.num_hidden_layers, norm_eps=config.rms_norm_eps
         )
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.places = places(self.stream, config.num_hidden_layers)
         self.post_init()
@@ -181,7 +181,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
                 position_ids=position_ids,
             )
         if position_ids is None:
-            if padding is not None:
+            if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
             else:
                 past = cache.get_seq_length() if cache is not None else 0
@@ -235,13 +235,15 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits (batch, seq or logits_to_keep, vocab_size), and the loss where `labels` (shifted here) or
         `shift_labels` (already the next tokens) are given; -100 does not count.
         """
+        # Not named in the signature: the Trainer of transformers evaluates no loss unless its batches hold every
+        # argument that is named like labels.
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -1,0 +1,120 @@
+"""Equal to the authors' code: logits, losses and the gradient of every parameter against numbers that it produced.
+
+The vectors lie in ../shared/conformance beside the repository, or where RESIDUA_CONFORMANCE says.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from authors_reference import authors_logits
+from torch import Tensor
+
+from residua.models import load_authors_checkpoint
+from residua.models.authors import _authors_names
+
+FOLDER = Path(os.environ.get("RESIDUA_CONFORMANCE") or Path(__file__).parents[3] / "shared" / "conformance")
+CASES = {}
+if (FOLDER / "index.json").is_file():
+    CASES = {case["name"]: case for case in json.loads((FOLDER / "index.json").read_text())["cases"]}
+
+pytestmark = pytest.mark.skipif(not CASES, reason=f"no conformance vectors in {FOLDER} (set RESIDUA_CONFORMANCE)")
+every_case = pytest.mark.parametrize("case", CASES or ["absent"])
+
+
+def load(case: str, dtype: torch.dtype) -> tuple[dict, dict[str, Tensor], dict[str, Tensor]]:
+    """The configuration, the authors' parameters in `dtype`, and the other tensors of a case."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(FOLDER / CASES[case]["file"])
+    state = {
+        key.removeprefix("param."): tensor.to(dtype) for key, tensor in tensors.items() if key.startswith("param.")
+    }
+    return CASES[case]["config"], state, tensors
+
+
+def aligned_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Their labels are the next tokens already, -1 where none counts."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+def gradients_by_their_names(model, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our gradients under the authors' names and in their layouts."""
+    scheme, gradients = model.config.scheme, {}
+    theirs = _authors_names(scheme, model.config.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        grad, their_name = parameter.grad, theirs[name]
+        if name.endswith(".taps"):
+            # Ours are (kernel, d_v, dim) with the current token first, or (kernel, dim) over the channels.
+            grad = grad.flip(0).permute(2, 1, 0) if their_name.endswith("conv.weight") else grad.T
+            grad = grad.reshape(state[their_name].shape)
+        gradients[their_name] = grad
+    return gradients
+
+
+def compare_gradients(model, state, tensors, precision: str, tolerance: float) -> None:
+    ours = gradients_by_their_names(model, state)
+    expected = {
+        key.removeprefix(f"grad.{precision}."): grad for key, grad in tensors.items() if f"grad.{precision}." in key
+    }
+    assert ours.keys() == expected.keys() == state.keys()
+    for name, grad in expected.items():
+        assert (ours[name] - grad).norm() <= tolerance * grad.norm(), name
+
+
+@every_case
+def test_float64(case):
+    config, state, tensors = load(case, torch.float64)
+    model = load_authors_checkpoint(config, state)
+    logits = model(tensors["input_ids"]).logits
+    assert (logits - tensors["logits.f64"]).abs().max() <= 1e-9
+    loss = aligned_loss(logits, tensors["labels"])
+    assert abs(loss.item() - tensors["loss.f64"].item()) <= 1e-9
+    loss.backward()
+    compare_gradients(model, state, tensors, "f64", 1e-7)
+
+
+@every_case
+def test_float32(case):
+    config, state, tensors = load(case, torch.float32)
+    model = load_authors_checkpoint(config, state)
+    logits = model(tensors["input_ids"]).logits
+    assert (logits - tensors["logits.f32"]).abs().max() <= 1e-4
+    loss = aligned_loss(logits, tensors["labels"])
+    assert abs(loss.item() - tensors["loss.f32"].item()) <= 1e-4
+    if CASES[case]["has_f32_grads"]:
+        loss.backward()
+        compare_gradients(model, state, tensors, "f32", 5e-3)
+
+
+@every_case
+def test_the_loss_of_the_model_is_theirs(case):
+    """Our argument for labels that are the next tokens already, with -100 for theirs of -1."""
+    config, state, tensors = load(case, torch.float64)
+    labels = tensors["labels"]
+    model = load_authors_checkpoint(config, state)
+    loss = model(tensors["input_ids"], shift_labels=labels.masked_fill(labels == -1, -100)).loss
+    assert abs(loss.item() - tensors["loss.f64"].item()) <= 1e-9
+
+
+@torch.no_grad()
+@every_case
+def test_states_inside(case):
+    """The state after each block, in their layout."""
+    config, state, tensors = load(case, torch.float64)
+    model = load_authors_checkpoint(config, state)
+    states = model(tensors["input_ids"], output_hidden_states=True).hidden_states
+    for i in range(model.config.num_hidden_layers):
+        expected = tensors[f"act.block{i}_out"]
+        ours = states[i + 1] if states[i + 1].dim() == expected.dim() else states[i + 1].unsqueeze(-2)
+        ours = ours.mT if expected.dim() == 4 else ours
+        assert (ours.reshape(expected.shape) - expected).abs().max() <= 1e-5  # stored in float32
+
+
+@every_case
+def test_the_plain_reference_of_these_tests_is_theirs_too(case):
+    config, state, tensors = load(case, torch.float64)
+    assert (authors_logits(config, state, tensors["input_ids"]) - tensors["logits.f64"]).abs().max() <= 1e-9
