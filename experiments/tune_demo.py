@@ -1,7 +1,7 @@
 """Tune each scheme of the demo: learning rate, embedding and hidden initialisation, the plain residual hardest.
 
-For every scheme a grid is run with one seed, then the neighbours of the best point (each axis halved or doubled) until the
-best point has none that is better, then the best points with two more seeds. One JSON line for each run goes into the
+For every scheme a grid is run with one seed, then the neighbours of the best point (each axis halved or doubled) until
+it has none that is better, then the best points with two more seeds. One JSON line for each run goes into the
 record, which is also what makes it resumable: runs that stand in it are not repeated.
 
     python experiments/tune_demo.py [--record experiments/tune-demo.jsonl] [--workers 2] [--steps 400]
