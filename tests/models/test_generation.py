@@ -163,3 +163,10 @@ def test_scores_and_states_can_be_asked_for(name):
     for layer in range(3):
         pieces = torch.cat([step[layer] for step in out.hidden_states], 1)
         assert torch.allclose(pieces, full.hidden_states[layer], rtol=1e-9, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_cache_without_room_for_convolutions_is_refused():
+    with pytest.raises(ValueError, match=r"expected a cache .* DynamicCache\(config=model.config\)"):
+        tiny_model("ddl-tc")(prompt(1, 3), past_key_values=DynamicCache(), use_cache=True)
+    tiny_model("ddl-cc")(prompt(1, 3), past_key_values=DynamicCache(), use_cache=True)

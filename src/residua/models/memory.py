@@ -58,9 +58,16 @@ def memories(
 ) -> list[CacheMemory | None]:
     """One memory for every place; None where nothing looks back, or where there is neither a cache nor padding.
 
-    Convolution states that nothing uses are given an empty tensor once, because `Cache.crop` slices every one.
+    Convolution states that nothing uses are given an empty tensor once, because `Cache.crop` slices every one. ValueError
+    for a cache without room for convolution states, such as `DynamicCache()` without a configuration.
     """
     if cache is not None and any(where):
+        room = [getattr(layer, "number_of_states", 0) for layer in cache.layers]
+        if any(place and (place.layer >= len(room) or place.slot >= room[place.layer]) for place in where):
+            raise ValueError(
+                "past_key_values: expected a cache that keeps convolution states, as DynamicCache(config=model.config) "
+                f"does, got {type(cache).__name__} without them"
+            )
         for index, layer in enumerate(cache.layers):
             for slot in range(getattr(layer, "number_of_states", 0)):
                 if Place(index, slot) not in where and not layer.is_conv_states_initialized[slot]:
