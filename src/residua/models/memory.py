@@ -58,8 +58,8 @@ def memories(
 ) -> list[CacheMemory | None]:
     """One memory for every place; None where nothing looks back, or where there is neither a cache nor padding.
 
-    Convolution states that nothing uses are given an empty tensor once, because `Cache.crop` slices every one. ValueError
-    for a cache without room for convolution states, such as `DynamicCache()` without a configuration.
+    Convolution states that nothing uses are given an empty tensor once, because `Cache.crop` slices every one.
+    ValueError for a cache without convolution states, such as `DynamicCache()` without a configuration.
     """
     if cache is not None and any(where):
         room = [getattr(layer, "number_of_states", 0) for layer in cache.layers]
