@@ -25,6 +25,7 @@ UNSETTLED_DIFFERENCE = 0.3
 PANEL_HEIGHT, LEGEND_ROW_HEIGHT = 4.0, 0.21  # inches
 LEGEND_CHARACTERS = 110  # that fit beside each other above the panels
 PANELS: dict[Axis, str] = {"step": "Training step", "seconds": "Training time (seconds)"}
+FEW_POINTS = 24
 
 
 def draw(comparison: Comparison, folder: str | Path) -> list[Path]:
@@ -50,9 +51,8 @@ def _losses(comparison: Comparison) -> Figure:
             for run in group.runs:
                 points = run.validation or run.training
                 panel.plot(*_columns(run.training, axis), **style, linewidth=0.5, alpha=0.13)
-                panel.plot(
-                    *_columns(points, axis), **style, linewidth=1.1, label=group.name if run is group.runs[0] else None
-                )
+                label = group.name if run is group.runs[0] else None
+                panel.plot(*_columns(points, axis), **style, **_marks(points), linewidth=1.1, label=label)
                 shown[axis] += zip(*_columns(points, axis))
     _scale(panels, shown, UNSETTLED_LOSS)
     _label(figure, panels, "Loss (nats per token)", "Strong: validation. Pale: training. One line per seed.")
@@ -72,7 +72,7 @@ def _differences(comparison: Comparison) -> Figure:
                 continue
             places = [difference.at for difference in differences]
             means = [difference.mean for difference in differences]
-            panel.plot(places, means, **style, linewidth=1.5, label=group.name)
+            panel.plot(places, means, **style, **_marks(places), linewidth=1.5, label=group.name)
             shown[axis] += zip(places, means)
             if differences[0].deviation is not None:
                 banded = True
@@ -94,7 +94,7 @@ def _panels() -> tuple[Figure, dict[Axis, Axes]]:
         panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
         panel.set_axisbelow(True)
         panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     return figure, panels
 
 
@@ -108,6 +108,11 @@ def _styles(comparison: Comparison) -> Iterator[tuple[Group, dict[str, Any]]]:
         dash, colour = divmod(number, len(COLOURS))
         yield group, {"color": COLOURS[colour], "linestyle": LINE_STYLES[dash % len(LINE_STYLES)]}
         number += 1
+
+
+def _marks(points: Sequence[Any]) -> dict[str, Any]:
+    """A dot at every point where there are few: one alone would leave no line to see."""
+    return {"marker": "o", "markersize": 3} if len(points) <= FEW_POINTS else {}
 
 
 def _columns(points: Sequence[Point], axis: Axis) -> tuple[list[float], list[float]]:
