@@ -4,7 +4,10 @@ For every scheme a grid is run with one seed, then the neighbours of the best po
 it has none that is better, then the best points with two more seeds. One JSON line for each run goes into the
 record, which is also what makes it resumable: runs that stand in it are not repeated.
 
+A control asks what of a scheme's result is due to one of its parts: another scheme at the best point of the first.
+
     python experiments/tune_demo.py [--record experiments/tune-demo.jsonl] [--workers 2] [--steps 400]
+    python experiments/tune_demo.py --control ddl-cc ddl-cc-ec
 """
 
 import argparse
@@ -103,6 +106,17 @@ class Sweep:
         final = [(scheme, point, seed) for seed in MORE_SEEDS for point in finalists]
         return [key for key in final if key not in self.done]
 
+    def control(self, scheme: str, other: str) -> list[tuple]:
+        """The runs that `scheme` still needs at the point where `other` has the best mean over the seeds."""
+        seeds = (FIRST_SEED, *MORE_SEEDS)
+        whole = {
+            point: sum(self.done[other, point, seed] for seed in seeds)
+            for _, point in self.ranking(other, FIRST_SEED)
+            if all((other, point, seed) in self.done for seed in seeds)
+        }
+        point = min(whole, key=whole.get)
+        return [key for key in ((scheme, point, seed) for seed in seeds) if key not in self.done]
+
     def summary(self) -> str:
         """For every scheme its finalists: mean and standard deviation over the seeds, best first."""
         lines = []
@@ -124,6 +138,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=Path(__file__).with_name("tune-demo.jsonl"))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--control", nargs=2, metavar=("SCHEME", "OTHER"), help="SCHEME at the best point of OTHER")
     parser.add_argument("--summary", action="store_true", help="print what the record says and stop")
     args = parser.parse_args()
     sweep = Sweep(args.record, args.steps)
@@ -139,8 +154,8 @@ def main() -> None:
         )
         running: dict = {}
         while True:
-            for scheme in GRIDS:
-                for key in sweep.wanted(scheme):
+            for wanted in [sweep.control(*args.control)] if args.control else map(sweep.wanted, GRIDS):
+                for key in wanted:
                     if key not in running.values() and len(running) < args.workers:
                         running[pool.submit(train_one, *key, args.steps, data)] = key
             if not running:

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,11 @@ def test_the_options_named_in_the_documentation_exist(page):
                 DeepDelta(**companion, **options)
             else:
                 ResiduaConfig(**options)
+
+
+def test_the_tables_say_what_the_records_say():
+    done = subprocess.run([sys.executable, ROOT / "experiments/tables.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_row_of_the_deviations_is_there():
