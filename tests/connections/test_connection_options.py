@@ -9,7 +9,7 @@ from residua import PRESETS, SCHEMES, DeepDelta, Residual
 from residua.connections import describe, resolve
 from variants import ALL
 
-# Spec section 5: what each variant adds to the plain residual, at width d, L blocks and d_v = m, for kernels k and k_e.
+# What each variant adds to the plain residual, at width d, L blocks and d_v = m, for kernels k and k_e.
 CLOSED_FORMS = {
     "residual": lambda d, L: 0,
     "ddl": lambda d, L: 2 * L * ((d + 1) + (d + 1)),
