@@ -89,8 +89,8 @@ def spread(parameter: torch.Tensor, std: float) -> None:
 @pytest.mark.parametrize("compress", ["token", "channel"])
 @pytest.mark.parametrize("head", ["linear", "mlp"])
 def test_the_authors_draws(compress, head):
-    """As their code draws: everything of two axes or more from N(0, (0.5 / sqrt(dim))^2), reads 1 / d_v, value biases as PyTorch
-    draws them, gate biases at logit(beta_init / 2)."""
+    """As their code draws: all that has two axes or more from N(0, (0.5 / sqrt(dim))^2), reads 1 / d_v, value biases
+    as PyTorch draws them, gate biases at logit(beta_init / 2)."""
     torch.manual_seed(0)
     dim, std = 400, 0.5 / 20
     scheme = DeepDelta(

@@ -126,7 +126,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
 
         readers = [*self.stream.connections, Readout(self.stream.collapse)]
         sublayers = [sub for layer in self.layers for sub in (partial(layer.attention, context=context), layer.mlp)]
-        states: list[Any] = []
+        state = self.stream.expand(embeddings, remembered[0])
+        states: list[Any] = [state] if output_hidden_states else []
 
         def step(i: int, x: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
             """Sublayer i: from what it reads to what the next reader reads."""
@@ -139,8 +140,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         def layer(i: int, x: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
             return step(2 * i + 1, *step(2 * i, x, carry))
 
-        states.append(self.stream.expand(embeddings, remembered[0]))
-        x, carry = readers[0].read(states[0], remembered[1])
+        x, carry = readers[0].read(state, remembered[1])
         for i in range(config.num_hidden_layers):
             if self.gradient_checkpointing and self.training:
                 # The reentrant kind follows only tensors that are arguments themselves, not those inside a carry.
