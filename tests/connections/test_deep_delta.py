@@ -4,6 +4,8 @@ It is written in the paper's layout, X of shape (batch, seq, dim, d_v), with loo
 operator A = I - beta k k^T and the product form X' = A X + beta k v^T; ours is (batch, seq, d_v, dim) and additive.
 """
 
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -334,7 +336,7 @@ def test_full_channel_kernels_reach_every_direct_weight():
 
 def test_the_direction_starts_with_a_gradient():
     """A zero-initialised last layer would start at k~ = 0, where the gradient is 1 / eps."""
-    for kind in Direction.KINDS:
+    for kind in get_args(get_type_hints(DeepDelta)["phi_k"]):
         direction = Direction(kind, DIM, 2, 4, source="context", norm_eps=EPS)
         raw = direction(normal(3, DIM).float(), normal(3, DIM).float(), normal(3, 2, DIM).float())
         assert (raw.norm(dim=-1) > 1e-3).all()

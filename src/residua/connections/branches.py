@@ -157,8 +157,6 @@ class Direction(nn.Module):
     leave the form open; `rank` is the hidden width.
     """
 
-    KINDS = ("linear", "mlp", "pool_mlp", "flatten_mlp", "attention")
-
     def __init__(self, kind: str, dim: int, num_streams: int, rank: int, *, source: str, norm_eps: float):
         super().__init__()
         self.kind = kind

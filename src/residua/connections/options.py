@@ -6,11 +6,12 @@ from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
-def _fits(value: Any, declared: Any) -> bool:
+def fits(value: Any, declared: Any) -> bool:
+    """Whether `value` is of the declared type: a whole number is a float too, and a truth value is no number."""
     if get_origin(declared) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(declared))
     if get_origin(declared) in (Union, types.UnionType):
-        return any(_fits(value, option) for option in get_args(declared))
+        return any(fits(value, option) for option in get_args(declared))
     if declared is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if declared is int:
@@ -31,7 +32,7 @@ def check_types(scheme: Any) -> None:
     hints = get_type_hints(type(scheme))
     for field in fields(scheme):
         value = getattr(scheme, field.name)
-        if not _fits(value, hints[field.name]):
+        if not fits(value, hints[field.name]):
             raise ValueError(
                 f"{type(scheme).__name__}: {field.name}: expected {_words(hints[field.name])}, got {value!r}"
             )

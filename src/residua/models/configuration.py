@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from residua.connections import Scheme, describe, resolve
+from residua.connections.options import fits
 from residua.errors import extra
 
 with extra("models"):
@@ -88,7 +89,7 @@ class ResiduaConfig(PreTrainedConfig):
             "max_position_embeddings",
         ):
             self._require(
-                name, _is_int(getattr(self, name)) and getattr(self, name) >= 1, "a whole number of at least 1"
+                name, fits(getattr(self, name), int) and getattr(self, name) >= 1, "a whole number of at least 1"
             )
         if self.head_dim is None:
             self._require(
@@ -98,22 +99,22 @@ class ResiduaConfig(PreTrainedConfig):
             )
             self.head_dim = self.hidden_size // self.num_attention_heads
         self._require(
-            "head_dim", _is_int(self.head_dim) and self.head_dim >= 2 and self.head_dim % 2 == 0, "an even number"
+            "head_dim", fits(self.head_dim, int) and self.head_dim >= 2 and self.head_dim % 2 == 0, "an even number"
         )
         if self.intermediate_size is None:
             self.intermediate_size = 8 * self.hidden_size // 3
         self._require(
-            "intermediate_size", _is_int(self.intermediate_size) and self.intermediate_size >= 1, "at least 1"
+            "intermediate_size", fits(self.intermediate_size, int) and self.intermediate_size >= 1, "at least 1"
         )
         self._require("qk_norm", self.qk_norm in ("post_rope", "pre_rope", None), "'post_rope', 'pre_rope' or None")
         for name in ("rope_theta", "rms_norm_eps", "mup_base_width"):
-            self._require(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "a positive number")
+            self._require(name, fits(getattr(self, name), float) and getattr(self, name) > 0, "a positive number")
         for name in ("embedding_init_std", "hidden_init_std_factor"):
-            self._require(name, _is_number(getattr(self, name)) and getattr(self, name) >= 0, "a number of at least 0")
-        self._require("rope_ratio", _is_number(self.rope_ratio) and 0 <= self.rope_ratio <= 1, "a number in [0, 1]")
+            self._require(name, fits(getattr(self, name), float) and getattr(self, name) >= 0, "a number of at least 0")
+        self._require("rope_ratio", fits(self.rope_ratio, float) and 0 <= self.rope_ratio <= 1, "a number in [0, 1]")
 
         for name in ("attention_output_gate", "tie_word_embeddings", "mup", "use_cache"):
-            self._require(name, isinstance(getattr(self, name), bool), "true or false")
+            self._require(name, fits(getattr(self, name), bool), "true or false")
 
         for derived in ("layer_types", "number_of_conv_states"):  # a saved configuration's, perhaps of another scheme
             kwargs.pop(derived, None)
@@ -142,14 +143,6 @@ class ResiduaConfig(PreTrainedConfig):
     def _require(self, name: str, condition: bool, expected: str) -> None:
         if not condition:
             raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 MODEL_FIELDS: tuple[tuple[str, Any, Any], ...] = tuple(
