@@ -12,9 +12,11 @@ import residua
 
 PACKAGE = Path(residua.__file__).parent
 LEVELS = {
+    "durable": 0,
     "errors": 0,
     "ops": 0,
     "provenance": 0,
+    "tables": 0,
     "connections": 1,
     "models": 2,
     "data": 3,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from residua import __version__
 from residua.errors import InputError, ReportedElsewhere, RunError
+from residua.tables import print_table
 
 Arguments = argparse.Namespace
 INTERRUPTED = 130
@@ -146,19 +147,6 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns side by side, those of numbers to the right. Nothing is cut or wrapped, so that it can go into a pipe."""
-    columns = [[name, "-" * len(name), *cells] for name, cells in zip(header, zip(*rows))]
-    aligned = []
-    for column in columns:
-        width = max(map(len, column))
-        column[1] = "-" * width
-        number = all(cell[0] in "0123456789+-–±" or cell == "baseline" for cell in column[2:] if cell)
-        aligned.append([cell.rjust(width) if number else cell.ljust(width) for cell in column])
-    for line in zip(*aligned):
-        print("  ".join(line).rstrip())
-
-
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -211,7 +199,7 @@ def _schemes(arguments: Arguments) -> None:
         ]
         for record in records
     ]
-    _print_table(["name", "equation", "state", *plain, "paper", "options"], rows)
+    print_table(["name", "equation", "state", *plain, "paper", "options"], rows)
     print(
         f"\nstate: values per token, d the width; {' and '.join(plain)}: parameters beyond those of the plain residual."
     )
@@ -275,7 +263,7 @@ def _prepare(arguments: Arguments) -> None:
     if arguments.json:
         _print_json({"folder": str(data.folder), **data.facts})
         return
-    _print_table(["what", "value"], [["folder", str(data.folder)], *([k, _cell(v)] for k, v in data.facts.items())])
+    print_table(["what", "value"], [["folder", str(data.folder)], *([k, _cell(v)] for k, v in data.facts.items())])
     print(f"train on it with: residua train --config tiny --data.path {arguments.out} --run DIR")
 
 
@@ -358,20 +346,20 @@ def _estimate(arguments: Arguments) -> None:
         _print_json(found.to_json())
         return
     gib = 2**30
-    _print_table(["parameters", ""], [[name, f"{count:,}"] for name, count in found.parameters.items()])
+    print_table(["parameters", ""], [[name, f"{count:,}"] for name, count in found.parameters.items()])
     print()
-    _print_table(["MFLOP per token", ""], [[name, f"{x / 1e6:,.1f}"] for name, x in found.flops_per_token.items()])
+    print_table(["MFLOP per token", ""], [[name, f"{x / 1e6:,.1f}"] for name, x in found.flops_per_token.items()])
     print()
-    _print_table(["kB per token", ""], [[name, f"{x / 1e3:,.0f}"] for name, x in found.bytes_per_token.items()])
+    print_table(["kB per token", ""], [[name, f"{x / 1e3:,.0f}"] for name, x in found.bytes_per_token.items()])
     print()
     ways = list(found.memory)
     header = ["GiB per GPU", *(f"states: {way}" for way in ways)]
     rows = [[part, *(f"{found.memory[way][part] / gib:.2f}" for way in ways)] for part in found.memory[ways[0]]]
     rows.append(["largest batch_size", *(f"{found.largest_batch_size[way]}" for way in ways)])
-    _print_table(header, rows)
+    print_table(header, rows)
     print()
     speed = [[name, f"{rate:,.0f}", f"{found.days[name]:.2f}"] for name, rate in found.tokens_per_second.items()]
-    _print_table([f"{found.tokens / 1e9:.3g} billion tokens", "tokens/s", "days"], speed)
+    print_table([f"{found.tokens / 1e9:.3g} billion tokens", "tokens/s", "days"], speed)
     print()
     for line in found.assumptions:
         print(f"assumed: {line}")
@@ -419,7 +407,7 @@ def _evaluate(arguments: Arguments) -> None:
         "tokens": "held-out tokens",
     }
     cells = {key: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for key, value in result.items()}
-    _print_table(["what", arguments.run], [[name, cells[key]] for key, name in names.items()])
+    print_table(["what", arguments.run], [[name, cells[key]] for key, name in names.items()])
 
 
 def _evaluate_tasks(arguments: Arguments) -> None:
@@ -461,7 +449,7 @@ def _evaluate_tasks(arguments: Arguments) -> None:
     if arguments.json:
         _print_json(found.to_json(published))
         return
-    _print_table(*found.table(published))
+    print_table(*found.table(published))
     versions = ", ".join(f"{result.task} {result.version}" for result in found.scores)
     metrics = ", ".join(f"{result.task} {result.metric}" for result in found.scores)
     print(f"\n{arguments.num_fewshot}-shot, percent; ours: {metrics}; the paper does not name its metrics")
@@ -556,7 +544,7 @@ def _compare(arguments: Arguments) -> None:
 
 
 def _print_comparison(comparison: Any) -> None:
-    _print_table(*comparison.table())
+    print_table(*comparison.table())
     for note in comparison.notes:
         print(f"note: {note}")
 
@@ -623,7 +611,7 @@ def _mup_check(arguments: Arguments) -> None:
         [c.parameterisation, c.site, *(f"{c.change[w]:.4g}" for w in widths), f"{c.slope:+.2f}", c.verdict]
         for c in found
     ]
-    _print_table(["parameters", "activation", *map(str, widths), "slope", ""], rows)
+    print_table(["parameters", "activation", *map(str, widths), "slope", ""], rows)
     print(
         f"\nRoot mean square of the change of each activation in {arguments.steps} steps, by width; slope in log-log."
     )

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from residua.data.tokenizer import save_tokenizer
+from residua.durable import partial, publish
 from residua.errors import InputError, RunError, extra
 from residua.experiment import OpenRun, open_run
-from residua.training.durable import partial, publish
 from residua.training.log import read_metrics
 
 with extra("train"):

@@ -11,6 +11,11 @@ from typing import Any
 import torch
 
 
+def available_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def circumstances(device: torch.device) -> dict[str, Any]:
     """Commit, versions, hardware, threads, load and date of this process, as plain values.
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stream_cases import RunningSums
 from torch import Tensor, nn
 
 from residua import EDelta, EDeltaStream, Stream, ops
@@ -191,26 +192,6 @@ def test_the_context_of_the_sequence_is_not_causal(name):
     other = x.clone()
     other[:, -1] += 1.0
     assert (outputs(stream, x) - outputs(stream, other))[:, 0].abs().max() > 1e-3
-
-
-class RunningSums:
-    """The part of `Memory` that a running mean uses. padding: (batch, all tokens), 0 at padding."""
-
-    keeps = True
-
-    def __init__(self, padding: Tensor | None = None):
-        self.padding, self.total, self.seen = padding, None, 0
-
-    def mask(self, x: Tensor) -> Tensor:
-        if self.padding is None:
-            return x
-        return x * self.padding[:, self.seen : self.seen + x.shape[1], None].to(x.dtype)
-
-    def recall(self, like: Tensor) -> Tensor | None:
-        return self.total
-
-    def keep(self, rows: Tensor) -> None:
-        self.total, self.seen = rows[:, -1:], self.seen + rows.shape[1]
 
 
 def streamed(stream: Stream, x: Tensor, split: tuple[int, ...], padding: Tensor | None = None) -> Tensor:

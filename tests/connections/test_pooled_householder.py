@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from stream_cases import RunningSums
 from torch import Tensor, nn
 
 from residua import DeepDelta, PooledHouseholder, Stream
@@ -87,26 +88,6 @@ def test_causality_is_a_matter_of_the_context():
     assert PooledHouseholder().context == "cumulative", "causal unless asked for otherwise"
     moved = build("sequence")
     assert (outputs(moved, x) - outputs(moved, other))[:, 0].abs().max() > 1e-3
-
-
-class RunningSums:
-    """The part of `Memory` that a running mean uses. padding: (batch, all tokens), 0 at padding."""
-
-    keeps = True
-
-    def __init__(self, padding: Tensor | None = None):
-        self.padding, self.total, self.seen = padding, None, 0
-
-    def mask(self, x: Tensor) -> Tensor:
-        if self.padding is None:
-            return x
-        return x * self.padding[:, self.seen : self.seen + x.shape[1], None].to(x.dtype)
-
-    def recall(self, like: Tensor) -> Tensor | None:
-        return self.total
-
-    def keep(self, rows: Tensor) -> None:
-        self.total, self.seen = rows[:, -1:], self.seen + rows.shape[1]
 
 
 def streamed(stream: Stream, x: Tensor, split: tuple[int, ...], padding: Tensor | None = None) -> Tensor:

@@ -6,9 +6,9 @@ import pytest
 import yaml
 from toy_language_model import ToyBatches, ToyModel, toy_config
 
+from residua.durable import write_text
 from residua.errors import InputError
 from residua.training import claim, read_metrics, train
-from residua.training.durable import write_text
 
 
 def test_a_folder_with_a_run_is_not_begun_again(tmp_path, fit):

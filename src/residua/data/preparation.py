@@ -40,7 +40,9 @@ from residua.data.tokenizer import (
     train_bpe,
     vocabulary,
 )
+from residua.durable import sync, write_text
 from residua.errors import InputError, RunError, extra
+from residua.provenance import available_cores
 
 with extra("data"):
     import numpy as np
@@ -108,7 +110,7 @@ def prepare(
     if next(iter(corpus), None) is None:
         raise InputError(f"{source}: no text: expected documents, found nothing or white space")
     if workers is None:
-        workers = _cores() if _is_large(corpus) else 0
+        workers = available_cores() if _is_large(corpus) else 0
 
     plan = {
         "version": VERSION,
@@ -172,10 +174,6 @@ def _check(
         raise InputError(f"workers: expected at least 0, got {workers}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"{out} exists and is not empty; give another folder or remove it")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_large(corpus: Corpus) -> bool:
@@ -443,7 +441,7 @@ class _Writer:
         """What is on the disk, and will still be after a power cut."""
         self._write()
         for path in self._unsynced:
-            _sync(path)
+            sync(path)
         self._unsynced = set()
         return {
             "documents": self.documents,
@@ -515,13 +513,8 @@ class _Staging:
         return sum(split["tokens"] for split in self.saved["splits"].values()) if self.saved else 0
 
     def save(self, state: dict[str, Any]) -> None:
-        path = self.folder / PROGRESS
-        temporary = path.with_suffix(".partial")
         state = state | {"tokenizer_sha256": tokenizer_hash(self.folder / "tokenizer")}
-        temporary.write_text(json.dumps({"plan": self.plan, **state}), encoding="utf-8")
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(self.folder)
+        write_text(self.folder / PROGRESS, json.dumps({"plan": self.plan, **state}))
         self.saved = state
 
     def kept(self) -> str:
@@ -543,11 +536,11 @@ def _appearing(out: Path, plan: dict[str, Any]) -> Iterator[_Staging]:
         yield staging
         for path in staging.folder.rglob("*"):
             if path.is_file():
-                _sync(path)
+                sync(path)
         os.replace(staging.folder, out)
         (out / PROGRESS).unlink(missing_ok=True)
         staging.saved = None
-        _sync(out.parent)
+        sync(out.parent)
     except OSError as error:
         raise RunError(f"{out}: writing failed: {error.strerror}; {staging.kept()}") from error
     except (InputError, RunError) as error:
@@ -629,15 +622,6 @@ def _lock(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _leading(texts: Iterable[str], size: int) -> Iterator[str]:

@@ -17,9 +17,11 @@ from residua.geometry.models import MODELS, match
 from residua.geometry.references import references
 from residua.geometry.reflection import CONTROLS, TOYS, ReflectionSettings, reflection_job
 from residua.geometry.report import table, write_pictures, write_tables
-from residua.geometry.runs import Job, available_cores, claim, run_jobs
+from residua.geometry.runs import Job, claim, run_jobs
 from residua.geometry.study import FULL, QUICK, STUDY_TASKS, Settings, job
 from residua.geometry.tasks import Task, task
+from residua.provenance import available_cores
+from residua.tables import print_table
 
 SEEDS = (42, 123, 456)
 QUICK_MODELS = tuple(name for name in MODELS if name not in ("hc", "edelta-stream", "linear"))
@@ -190,7 +192,7 @@ def _study(
     for one in tasks:
         if one.name in trained:
             print(f"{one.name}:")
-            _print_table(*table(records, one.name))
+            print_table(*table(records, one.name))
             print()
     for path in (folder.records_file, markdown, numbers, *pictures):
         print(f"written: {path}")
@@ -224,7 +226,7 @@ def _sizes(arguments: argparse.Namespace) -> int:
     ]
     header = ["model", "layers", "width", "MLP", "parameters", "ratio"]
     header += ["published, without wrapper"] if counts else []
-    _print_table(header, rows)
+    print_table(header, rows)
     print(
         f"\n{chosen.name}: {chosen.length} inputs of {chosen.dim} features. parameters: ours, all of the model; "
         "ratio: to the plain residual."
@@ -248,15 +250,3 @@ def _device(name: str | None) -> torch.device:
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
-
-
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns side by side: names to the left, numbers to the right."""
-    aligned = []
-    for name, cells in zip(header, zip(*rows)):
-        width = max(map(len, [name, *cells]))
-        number = all(cell[0] in "0123456789-—" for cell in cells if cell)
-        column = [name, "-" * width, *cells]
-        aligned.append([cell.rjust(width) if number else cell.ljust(width) for cell in column])
-    for line in zip(*aligned):
-        print("  ".join(line).rstrip())

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.errors import InputError
-from residua.geometry.runs import Job
+from residua.geometry.runs import Job, finite_or_none
 from residua.geometry.tasks import task
 from residua.ops import (
     cayley_apply,
@@ -254,10 +254,10 @@ def train_toy(
             "beta": None if result.beta is None else result.beta[:100].mean().item(),
             "gamma": None if result.gamma is None else result.gamma[:100].mean().item(),
         }
-        curve.append([step, _finite(scores["loss"])])
+        curve.append([step, finite_or_none(scores["loss"])])
         for key, points in trajectory.items():
             if scores[key] is not None:
-                points.append([step, _finite(scores[key])])
+                points.append([step, finite_or_none(scores[key])])
         return scores
 
     report(0)
@@ -288,7 +288,7 @@ def train_toy(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "causal": None,
         "causality_change": None,
-        **{key: None if value is None else _finite(value) for key, value in scores.items()},
+        **{key: None if value is None else finite_or_none(value) for key, value in scores.items()},
         "best_loss": min(finite, default=None),
         "diverged": diverged,
         "curve": curve,
@@ -299,7 +299,3 @@ def train_toy(
         "seconds": time.monotonic() - started,
         "settings": asdict(settings),
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -9,6 +9,7 @@ A run is a pure function of its arguments, so it does not matter which process i
 
 import fcntl
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from residua.durable import write_text
 from residua.errors import InputError, RunError, extra
 from residua.provenance import circumstances
 
@@ -131,9 +133,9 @@ def claim(folder: str | Path, settings: Mapping[str, Any]) -> Iterator[Folder]:
         records = out.records()
         _refuse_other_settings(path / "settings.json", settings, begun=bool(records))
         try:
-            _write_text(path / "settings.json", json.dumps(settings, indent=1) + "\n")
+            write_text(path / "settings.json", json.dumps(settings, indent=1) + "\n")
             # A line that a kill cut short must not run into the next one.
-            _write_text(out.records_file, "".join(json.dumps(record) + "\n" for record in records))
+            write_text(out.records_file, "".join(json.dumps(record) + "\n" for record in records))
             done = {out.checkpoint(record["key"]) for record in records if "key" in record}
             for stale in (path / "checkpoints").iterdir():
                 if stale in done or stale.name.endswith(".partial"):
@@ -189,9 +191,9 @@ def run_jobs(folder: Folder, jobs: Sequence[Job], *, workers: int, device: torch
     return [finished[job.key] for job in jobs]
 
 
-def available_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def finite_or_none(value: float) -> float | None:
+    """The value, or None for one that JSON cannot hold."""
+    return value if math.isfinite(value) else None
 
 
 Finish = Callable[[Job, Mapping[str, Any]], None]
@@ -331,16 +333,6 @@ class _Display:
         left = (time.monotonic() - self._started) / max(done - self._before, 1e-9) * (self._total - done)
         minutes, seconds = divmod(round(left), 60)
         print(f"{text}, {minutes}:{seconds:02d} left", file=sys.stderr, flush=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Replace the content of a file in one step. Raises OSError; the old content then stays."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _refuse_other_settings(path: Path, settings: Mapping[str, Any], *, begun: bool) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from residua.errors import InputError
 from residua.geometry.measure import causality, full_and_online, norm_deviation, position0, stream_norms
 from residua.geometry.models import Architecture, Sizes, match
-from residua.geometry.runs import Job, load_checkpoint, save_checkpoint
+from residua.geometry.runs import Job, finite_or_none, load_checkpoint, save_checkpoint
 from residua.geometry.tasks import Data, Task, task
 
 STUDY_TASKS = ("gyroscope", "stability", "near-pi", "near-pi-multi", "reflection")
@@ -253,9 +253,9 @@ def _evaluate(model: nn.Module, data: Data, step: int, curve: list, gates: dict[
                 values = [value.mean().item() for value in values if value is not None]
                 if values:
                     found[name] = sum(values) / len(values)
-    curve.append([step, _finite(total / data.val_targets.numel())])
+    curve.append([step, finite_or_none(total / data.val_targets.numel())])
     for name, value in found.items():
-        gates.setdefault(name, []).append([step, _finite(value)])
+        gates.setdefault(name, []).append([step, finite_or_none(value)])
 
 
 _NOTHING: dict[str, Any] = dict.fromkeys(
@@ -305,7 +305,3 @@ def _measure(model: nn.Module, task: Task, data: Data, settings: Settings) -> di
         found |= {"position0_leak": first.leak, "position0_floor": first.floor}
         found |= {"position0_difference": first.difference, "position0_difference_error": first.difference_error}
     return found
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

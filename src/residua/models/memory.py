@@ -52,7 +52,7 @@ class CacheMemory:
     # dropped again together with tokens that were only guessed.
 
     def recall(self, like: Tensor) -> Tensor | None:
-        if hasattr(self.cache, "get_conv_state"):  # transformers 5.20
+        if hasattr(self.cache, "get_conv_state"):  # not in every version of transformers
             rows = self.cache.get_conv_state(*self.place)
             return None if rows is None else rows[..., -1:].transpose(1, 2).unflatten(2, like.shape[2:])
         rows = self._append(like[:, :0], 1)[:, -1:]  # zeros at the very start, or no row at all

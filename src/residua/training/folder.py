@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from residua.durable import write_text
 from residua.errors import InputError, extra
-from residua.training.durable import write_text
 
 with extra("train"):
     import yaml

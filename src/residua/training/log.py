@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from residua.durable import sync, write_text
 from residua.errors import InputError, extra
 from residua.provenance import circumstances
-from residua.training.durable import sync, write_text
 from residua.training.folder import RunFolder
 
 with extra("train"):
