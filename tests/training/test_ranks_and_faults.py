@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -165,3 +166,20 @@ def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, ro
     assert status == 0, text
     assert f"(pid: {victim})" in text, "torchrun tells which process it was"
     assert_same_run(folder, alone(**longer), rows, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"), [({"GLOO_SOCKET_IFNAME": "nosuch0"}, "nosuch0"), ({"MASTER_PORT": "abc"}, "'abc'")]
+)
+def test_ranks_that_cannot_meet_say_where_in_one_line(wrong, reason, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-m", "residua", "train", "--config", "tiny", "--run", str(tmp_path / "run")]
+    done = subprocess.run(command, env={**os.environ, **meeting, **wrong}, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("residua: rank 0 of 1: cannot meet the other ranks at 127.0.0.1:")
+    assert reason in line
+    assert not (tmp_path / "run").exists()

@@ -121,7 +121,7 @@ def join(device: str = "auto") -> Iterator[Ranks]:
 
     Raises:
         InputError: there are more processes than GPUs.
-        RunError: another rank ended while this one waited for it.
+        RunError: the ranks cannot reach each other, or another one ended while this one waited for it.
     """
     if not os.environ.keys() >= STARTED:
         yield ALONE
@@ -136,11 +136,18 @@ def join(device: str = "auto") -> Iterator[Ranks]:
             )
         torch.cuda.set_device(local)
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    store, rank, size = next(dist.rendezvous("env://"))
-    # torchrun may keep its store for the next attempt, with the addresses of processes that are gone.
-    store = dist.PrefixStore(f"attempt {restarts}", store)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
-    control, saving = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
+    try:
+        store, rank, size = next(dist.rendezvous("env://"))
+        # torchrun may keep its store for the next attempt, with the addresses of processes that are gone.
+        store = dist.PrefixStore(f"attempt {restarts}", store)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
+        control, saving = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
+    except (RuntimeError, ValueError, OSError) as error:  # sockets, names and settings, each in words of its own
+        raise RunError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: cannot meet the other ranks at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}; all machines must "
+            "reach that address, and GLOO_SOCKET_IFNAME names the network interface where there are several"
+        ) from error
     ranks = Ranks(rank, size, local, restarts, control, saving)
     try:
         yield ranks
