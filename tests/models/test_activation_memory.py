@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 
 LAYERS, DIM, TOKENS = 8, 64, 512
 
 
-def kept(connection, dtype: torch.dtype = torch.float32, *, autocast: bool = False) -> float:
+def kept(connection, dtype: torch.dtype = torch.float32, *, autocast: bool = False, shard=None) -> float:
     """Vectors of width dim, in the model's dtype, that one token keeps in one layer (parameters not counted)."""
     torch.manual_seed(0)
     model = ResiduaForCausalLM(
@@ -23,6 +24,9 @@ def kept(connection, dtype: torch.dtype = torch.float32, *, autocast: bool = Fal
     )
     model.to(dtype).train()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    if shard is not None:  # then weights are gathered for a layer and freed after it: no bytes are counted for them
+        for module in (*model.model.layers, model):
+            shard(module)
     storages = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -61,3 +65,19 @@ def test_longer_chains_keep_less():
     assert extra[0] == kept({"preset": "ddl-cc", "rebuild": "none"})
     assert extra == sorted(extra, reverse=True)
     assert extra[0] - extra[3] == pytest.approx(7, abs=0.5)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_sharded_layers_do_not_cut_the_chain(alone):
+    """FSDP2 marks the inputs of every layer with a node of its own, between the writes of two layers."""
+    from torch.distributed.fsdp import fully_shard
+
+    extra = kept("ddl-cc") - kept("residual")
+    assert kept("ddl-cc", shard=fully_shard) - kept("residual", shard=fully_shard) == pytest.approx(extra, abs=0.1)

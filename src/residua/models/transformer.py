@@ -15,6 +15,7 @@ from residua.models.configuration import ResiduaConfig
 from residua.models.memory import memories, places
 from residua.models.mlp import MLP
 from residua.ops import at_least_float32
+from residua.ops.rebuild import cut
 
 with extra("models"):
     from transformers import GenerationMixin, PreTrainedModel
@@ -77,6 +78,9 @@ class Layer(nn.Module):
         """
         if checkpoint is None:
             return self._run(x, carry, readers, remembered, context, states)
+        # What a layer starts from is kept for it anyway. To make it again, the layer before would have to be computed
+        # again while this one is at work, and its weights may not be there.
+        carry = carry._replace(residual=cut(carry.residual))
         # The reentrant kind follows only tensors that are arguments themselves, not those inside a carry. What is
         # hooked onto the call of a layer, such as gathering its weights, is not done again.
         return checkpoint(self._run, x, carry, readers, remembered, context, states, use_reentrant=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from residua.ops.precision import widened
-from residua.ops.rebuild import can_rebuild, rebuilt
+from residua.ops.rebuild import rebuilt, writer
 from residua.ops.shapes import expect_shape
 
 
@@ -87,7 +87,7 @@ class _CausalExpand(torch.autograd.Function):
 class _CausalRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, streams: Tensor, taps: Tensor) -> Tensor:
-        ctx.save_for_backward(None if can_rebuild(streams) else streams, taps)
+        ctx.save_for_backward(streams if writer(streams) is None else None, taps)
         wide_streams, wide_taps = widened(streams, taps)
         return _read(wide_streams, wide_taps, ahead=False).to(streams.dtype)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residua.ops.precision import at_least_float32, widened, without_autocast
-from residua.ops.rebuild import can_rebuild, rebuilt
+from residua.ops.rebuild import rebuilt, writer
 from residua.ops.shapes import expect_shape
 
 Guard = Literal["rms", "add", "clamp", "rms_d"]
@@ -79,13 +79,13 @@ class _DeltaWrite(torch.autograd.Function):
     @staticmethod
     def forward(ctx, state, k, v, beta, normalise, eps, rebuild_every):
         written, scale, ratio, wide_beta, error = _written(state, k, v, beta, normalise, eps)
-        inherits = rebuild_every > 1 and can_rebuild(state)
-        ctx.age = state.grad_fn.age + 1 if inherits else 1
+        before = writer(state) if rebuild_every > 1 else None
+        ctx.age = 1 if before is None else before.age + 1
         ctx.replay = _replay if ctx.age < rebuild_every else None
         ctx.rebuilt = ctx.opened = None
         ctx.dtypes = state.dtype, k.dtype, v.dtype, beta.dtype
         # The large tensors are kept in their own dtype: a bfloat16 state costs two bytes a number, not four.
-        ctx.save_for_backward(None if inherits else state, k, scale, ratio, wide_beta, error)
+        ctx.save_for_backward(state if before is None else None, k, scale, ratio, wide_beta, error)
         return written
 
     @staticmethod

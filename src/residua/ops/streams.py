@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residua.ops.precision import widened, without_autocast
-from residua.ops.rebuild import can_rebuild, rebuilt
+from residua.ops.rebuild import rebuilt, writer
 from residua.ops.shapes import expand_leading, expect_shape
 
 
@@ -31,7 +31,7 @@ def _read(streams: Tensor, weights: Tensor) -> Tensor:
 class _StreamRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, streams: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(None if can_rebuild(streams) else streams, weights)
+        ctx.save_for_backward(streams if writer(streams) is None else None, weights)
         return _read(streams, weights)
 
     @staticmethod
