@@ -14,6 +14,9 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def widened(*tensors: Tensor) -> list[Tensor]:
     """All tensors in one dtype: the widest of theirs and float32."""
+    dtype = tensors[0].dtype
+    if dtype in (torch.float32, torch.float64) and all(x.dtype == dtype for x in tensors):
+        return list(tensors)  # asking torch takes as long as some of the operations on one token
     dtype = torch.float32
     for x in tensors:
         dtype = torch.promote_types(dtype, x.dtype)

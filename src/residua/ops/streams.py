@@ -21,10 +21,11 @@ def stream_read(streams: Tensor, weights: Tensor) -> Tensor:
 
 def _read(streams: Tensor, weights: Tensor) -> Tensor:
     wide_streams, wide_weights = widened(streams, weights)
-    x = wide_streams[..., 0, :] * wide_weights[0]
-    for j in range(1, streams.shape[-2]):
+    (stream, *others), (weight, *weights) = wide_streams.unbind(-2), wide_weights.unbind(0)
+    x = stream * weight
+    for stream, weight in zip(others, weights):
         # One stream at a time: a sum over streams would write all its products to memory first.
-        x.addcmul_(wide_streams[..., j, :], wide_weights[j])
+        x.addcmul_(stream, weight)
     return x.to(streams.dtype)
 
 
