@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -549,6 +549,76 @@ def _print_comparison(comparison: Any) -> None:
         print(f"note: {note}")
 
 
+def _analyze_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN|HF_DIR", help="folder of a run, or of an exported model (with --prompt)")
+    checkpoints = parser.add_mutually_exclusive_group()
+    checkpoints.add_argument(
+        "--checkpoint", type=int, metavar="STEP", help="the checkpoint of this step, not the newest"
+    )
+    checkpoints.add_argument("--all-checkpoints", action="store_true", help="every checkpoint, one trace each")
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--prompt", metavar="TEXT", help="the text to read; '' for a new document")
+    text.add_argument("--data", action="store_true", help="read the beginning of the run's validation data (default)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="at most so many (default: the run's train.sequence_length, or the prompt)",
+    )
+    _add_json(parser)
+
+
+def _analyze(arguments: Arguments) -> None:
+    from residua.analysis import figures, warnings
+
+    folder = Path(arguments.run)
+    found = []
+    for trace in _traces(arguments):
+        step = trace.facts["checkpoint"]
+        name = "trace.safetensors" if step is None else f"trace-step-{step}.safetensors"
+        found.append((trace, trace.save(folder / "analysis" / name)))
+    if arguments.json:
+        _print_json(
+            [
+                {"trace": str(path), **trace.facts, "warnings": warnings(trace), "sublayers": figures(trace)}
+                for trace, path in found
+            ]
+        )
+        return
+    for number, (trace, path) in enumerate(found):
+        print("\n" * (number > 0), end="")
+        _print_trace(trace)
+        print(f"trace: {path}")
+
+
+def _traces(arguments: Arguments) -> Iterator[Any]:
+    from residua.experiment import open_model, open_run, saved_steps, trace_prompt, trace_run
+
+    folder = Path(arguments.run)
+    if (folder / "config.json").is_file() and not (folder / "config.yaml").is_file():
+        if arguments.prompt is None:
+            raise InputError(f"{folder}: this model has no validation text of its own; give --prompt TEXT")
+        if arguments.checkpoint is not None or arguments.all_checkpoints:
+            raise InputError(f"--checkpoint: expected a run folder, got {folder}")
+        yield trace_prompt(*open_model(folder), arguments.prompt, tokens=arguments.tokens)
+        return
+    steps = saved_steps(folder) if arguments.all_checkpoints else []
+    for step in steps or [arguments.checkpoint]:
+        yield trace_run(open_run(folder, step), arguments.prompt, tokens=arguments.tokens)
+
+
+def _print_trace(trace: Any) -> None:
+    from residua.analysis import overview, summary, warnings
+
+    first, *others = overview(trace)
+    print(first)
+    print_table(*summary(trace))
+    for line in others:
+        print(line)
+    for warning in warnings(trace):
+        print(f"warning: {warning}")
+
+
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="runs/demo", metavar="DIR", help="folder of the runs (default: runs/demo)")
     parser.add_argument(
@@ -696,6 +766,13 @@ COMMANDS: dict[str, Command] = {
         "residua compare runs/a runs/b --baseline 'residual train.lr=0.002' --out figures/",
         _compare_arguments,
         _compare,
+    ),
+    "analyze": Command(
+        "what the connections of a trained model do: gates, norms, mixing, warnings",
+        "residua analyze runs/ddl\nresidua analyze runs/ddl --prompt 'The function returns'\n"
+        "residua analyze runs/ddl --all-checkpoints --json",
+        _analyze_arguments,
+        _analyze,
     ),
     "demo": Command(
         "train the plain residual, ddl and ddl-cc-ec side by side and compare them",

@@ -1,7 +1,7 @@
 """One experiment, put together from the parts: data, a model, the training loop, and what is measured on the way."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from residua.analysis import Trace, gate_quantiles, has_gates, pieces, trace
 from residua.data import Batches, PreparedData, held_out_batches, prepare
 from residua.errors import InputError, extra
 from residua.evaluation.loss import dealt, held_out_loss
@@ -49,6 +50,12 @@ class OpenRun:
     data: PreparedData
     config: RunConfig
     step: int
+    folder: Path
+
+    def precision(self) -> torch.autocast:
+        """The context in which the model computes as it did in training."""
+        bfloat16 = self.config.train.precision == "bfloat16"
+        return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=bfloat16)
 
 
 def run(config: RunConfig, folder: str | Path, *, resume: bool = False, progress: bool = True) -> dict[str, Any]:
@@ -95,6 +102,7 @@ def run(config: RunConfig, folder: str | Path, *, resume: bool = False, progress
             config.train,
             held,
             evaluate=evaluator,
+            observe=gate_quantiles if has_gates(model.config.scheme) else None,
             facts=data.facts,
             progress=progress,
             ranks=ranks,
@@ -163,7 +171,7 @@ def open_run(folder: str | Path, checkpoint: int | None = None, *, device: str =
     data = PreparedData.open(folder / "data" if config.data.path is None else config.data.path)
     model = build_model(config, data)
     step = load_checkpoint(found, model).step
-    return OpenRun(model.to(pick_device(device)).eval(), data.tokenizer(), data, config, step)
+    return OpenRun(model.to(pick_device(device)).eval(), data.tokenizer(), data, config, step, folder)
 
 
 def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -184,11 +192,48 @@ def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedM
 
 def evaluate(opened: OpenRun) -> dict[str, float]:
     """Validation loss, perplexity and bits per byte of an opened run, measured just as during its training."""
-    precision = torch.autocast(
-        opened.model.device.type, dtype=torch.bfloat16, enabled=opened.config.train.precision == "bfloat16"
-    )
-    with precision:
+    with opened.precision():
         return _evaluator(opened.config, opened.data)(opened.model)
+
+
+def trace_run(opened: OpenRun, prompt: str | None = None, *, tokens: int | None = None) -> Trace:
+    """What the connections of an opened run do, in the precision of its training.
+
+    Args:
+        prompt: the text they do it to; by default the beginning of the validation data.
+        tokens: at most so many of it; None is `train.sequence_length`, or the whole of a prompt.
+
+    Raises:
+        InputError: these are no tokens, or more than the model's context holds.
+    """
+    if tokens is not None and tokens < 1:
+        raise InputError(f"expected at least 1 token, got {tokens}")
+    facts = {"run": opened.folder.resolve().name, "checkpoint": opened.step}
+    if prompt is not None:
+        with opened.precision():
+            return trace_prompt(opened.model, opened.tokenizer, prompt, tokens=tokens, facts=facts)
+    length = opened.config.train.sequence_length if tokens is None else tokens
+    ids = opened.data.validation.window(0, min(length, len(opened.data.validation))).tolist()
+    read = f"the first {len(ids)} tokens of the validation data"
+    with opened.precision():
+        return trace(opened.model, ids, text=pieces(opened.tokenizer, ids), facts={**facts, "read": read})
+
+
+def trace_prompt(
+    model: ResiduaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    tokens: int | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Trace:
+    """What the connections of a model do to a text, or to an end-of-text token where it is empty.
+
+    tokens: at most so many of it. Raises InputError where they do not fit into the model's context.
+    """
+    ids = (tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id])[:tokens]
+    read = f"{len(ids)} tokens of a prompt"
+    return trace(model, ids, text=pieces(tokenizer, ids), facts={**(facts or {}), "read": read})
 
 
 def _evaluator(
@@ -220,6 +265,11 @@ def _data(config: DataConfig, folder: Path, *, fresh: bool, progress: bool) -> P
     )
 
 
+def saved_steps(folder: str | Path) -> list[int]:
+    """The steps of which a run folder has checkpoints, in order."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (Path(folder) / "checkpoints").glob("step-*"))
+
+
 def _checkpoint(folder: Path, step: int | None) -> Any:
     if step is None:
         found = latest_checkpoint(folder)
@@ -228,7 +278,7 @@ def _checkpoint(folder: Path, step: int | None) -> Any:
         return found
     path = folder / "checkpoints" / f"step-{step}"
     if not path.is_dir():
-        there = sorted(int(other.name.removeprefix("step-")) for other in path.parent.glob("step-*"))
+        there = saved_steps(folder)
         have = f"there are {', '.join(map(str, there))}" if there else "there is none"
         raise InputError(f"{folder}: expected a checkpoint of step {step}; {have}")
     return path

@@ -233,14 +233,19 @@ class DeltaConnection(Connection):
         self.k_proj = Projection(dim, dim) if scheme.k_proj else None
         self.window = max(self._compress[0].window, self.pool.window if self.pool else 0)
 
+    @property
+    def compressor(self) -> TokenCompress | ChannelCompress | Squeeze:
+        """What makes x_in of the state, (batch, seq, streams, dim) -> (batch, seq, dim); maybe another connection's."""
+        return self._compress[0]
+
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         scheme = self.scheme
         streams = state if scheme.has_stream_axis else state.unsqueeze(-2)
         if self.pool is None or not self.pool.window:
-            x_in, pooled = self._compress[0](streams, memory), None if self.pool is None else self.pool(streams)
+            x_in, pooled = self.compressor(streams, memory), None if self.pool is None else self.pool(streams)
         else:  # both look back on the same tokens
             seen = remembered(streams, memory, self.window)
-            x_in, pooled = (current(part(seen), streams, seen) for part in (self._compress[0], self.pool))
+            x_in, pooled = (current(part(seen), streams, seen) for part in (self.compressor, self.pool))
         context = self.norm(x_in)
 
         beta = v = k = None
@@ -252,15 +257,20 @@ class DeltaConnection(Connection):
             k = self.direction(x_in, context, streams)
         return context, Carry(state, DeltaCoefficients(beta, v, k))
 
-    def write(self, y: Tensor, carry: Carry) -> State:
-        scheme = self.scheme
-        state, (beta, v, k) = carry
+    def completed(self, y: Tensor, coefficients: DeltaCoefficients) -> DeltaCoefficients:
+        """The coefficients with those that come from the sublayer's output y: (batch, seq, dim)."""
+        beta, v, k = coefficients
         if beta is None:
             beta = self.beta(rms_norm(y, eps=self.norm.eps))
         if v is None:
             v = self.value(y)
         if k is None:
             k = y if self.k_proj is None else self.k_proj(y)
+        return DeltaCoefficients(beta, v, k)
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        scheme, state = self.scheme, carry.residual
+        beta, v, k = self.completed(y, carry.coefficients)
         streams = state if scheme.has_stream_axis else state.unsqueeze(-2)
         if scheme.operator == "unit":
             options = {"normalise": scheme.k_norm, "eps": scheme.k_eps}
@@ -282,7 +292,7 @@ class DeltaConnection(Connection):
         scheme = following.scheme
         state, (beta, v, _) = carry
         k = y if self.k_proj is None else self.k_proj(y)
-        compress, gate, value = following._compress[0], following.beta.out.weight[0], following.value.project.weight
+        compress, gate, value = following.compressor, following.beta.out.weight[0], following.value.project.weight
         inputs = (state, k, v, beta, compress.weights(), following.norm.weight, gate, value)
         if choose(scheme.implementation, *inputs) == "reference":
             return super().write_read(y, carry, following, memory)

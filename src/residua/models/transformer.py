@@ -160,11 +160,12 @@ class ResiduaModel(ResiduaPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        watch: Callable[[list[Connection | Readout]], Sequence[Connection | Readout]] | None = None,
         **kwargs: Any,
     ) -> ResiduaModelOutput:
         """As every decoder of transformers. `hidden_states` are the residual states before the first and after every
         layer, as the scheme keeps them, (batch, seq, hidden_size) or (batch, seq, streams, hidden_size), and then the
-        last normalised one.
+        last normalised one. `watch` is given the connections and the readout, and returns what stands in for each.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
@@ -188,6 +189,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         remembered = memories(self.places, past_key_values, padding, embeddings)
 
         readers = [*self.stream.connections, Readout(self.stream.collapse)]
+        readers = readers if watch is None else watch(readers)
         state_dtype = getattr(torch, config.state_dtype) if config.state_dtype else embeddings.dtype
         state = self.stream.expand(embeddings.to(state_dtype), remembered[0])
         states = [state] if output_hidden_states else None
@@ -268,6 +270,11 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         self.lm_head = Projection(config.hidden_size, config.vocab_size, std=config.embedding_init_std)
         self.post_init()
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(batch, seq, vocab_size) from the trunk's last hidden state (batch, seq, hidden_size)."""
+        logits = self.lm_head(hidden)
+        return logits * (self.config.mup_base_width / self.config.hidden_size) if self.config.mup else logits
+
     @can_return_tuple
     def forward(
         self,
@@ -300,9 +307,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         )
         hidden = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept])
-        if self.config.mup:
-            logits = logits * (self.config.mup_base_width / self.config.hidden_size)
+        logits = self.logits(hidden[:, kept])
         loss = None
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[..., 1:], (0, 1), value=-100)

@@ -93,11 +93,15 @@ class TrainConfig:
     keep_checkpoints: int = _setting(2, "newest checkpoints to keep")
     keep_best: bool = _setting(False, "keep the checkpoint with the lowest validation loss too")
     tensorboard: bool = _setting(True, "write TensorBoard events too")
+    connections_every: int = _setting(
+        0, "steps between two rows of connections.jsonl, the gates of schemes with beta or gamma; 0 for none"
+    )
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "sequence_length", "gradient_accumulation", "log_every", "evaluate_every")
         for name in (*counts, "checkpoint_every", "keep_checkpoints"):
             _require(self, "train", name, getattr(self, name) >= 1, "at least 1")
+        _require(self, "train", "connections_every", self.connections_every >= 0, "at least 0")
         for name in ("lr", "adam_eps"):
             _require(self, "train", name, 0 < getattr(self, name) < math.inf, "a positive number")
         for name in ("weight_decay", "clip"):

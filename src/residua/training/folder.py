@@ -26,6 +26,7 @@ FREE_KEYS = frozenset(
         "train.activation_checkpointing",
         "train.checkpoint_every",
         "train.compile",
+        "train.connections_every",
         "train.device",
         "train.evaluate_every",
         "train.keep_best",
@@ -55,6 +56,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def connections(self) -> Path:
+        return self.path / "connections.jsonl"
 
     @property
     def facts(self) -> Path:

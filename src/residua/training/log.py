@@ -48,19 +48,50 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-class MetricsLog:
-    """Rows of numbers, one per logged step, each in metrics.jsonl before the next step begins. A context manager.
+class Rows:
+    """A file with one JSON object per line and step, each written before the next step begins. A context manager.
 
     Opening it drops the rows after `step`, which a run that goes on from there will write again.
     """
 
+    def __init__(self, path: Path, *, step: int):
+        rows = [row for row in read_metrics(path) if row["step"] <= step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._path = path
+        # Unbuffered: after a failed write nothing is left over that closing would try to write once more.
+        self._file = path.open("ab", buffering=0)
+
+    def __enter__(self) -> "Rows":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row; a number that is not finite, which JSON does not know, becomes null. Raises OSError."""
+        remaining = (json.dumps(_finite(row)) + "\n").encode()
+        while remaining:
+            remaining = remaining[self._file.write(remaining) :]
+
+    def sync(self) -> None:
+        """Wait until the rows are on the disk: a checkpoint must not be there without them. Raises OSError."""
+        sync(self._path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class MetricsLog:
+    """Rows of numbers, one per logged step, in metrics.jsonl (`Rows`) and as TensorBoard events. A context manager."""
+
     def __init__(self, run: RunFolder, *, step: int, tensorboard: bool):
-        rows = [row for row in read_metrics(run.metrics) if row["step"] <= step]
-        write_text(run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-        self._path = run.metrics
         with ExitStack() as stack:
-            # Unbuffered: after a failed write nothing is left over that closing would try to write once more.
-            self._file = stack.enter_context(run.metrics.open("ab", buffering=0))
+            self._rows = stack.enter_context(Rows(run.metrics, step=step))
             self._events = _event_writer(run.tensorboard, step) if tensorboard else None
             if self._events:
                 stack.callback(self._close_events)
@@ -73,11 +104,8 @@ class MetricsLog:
         self._stack.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row; a number that is not finite, which JSON does not know, becomes null. Raises OSError."""
-        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        remaining = (json.dumps(finite) + "\n").encode()
-        while remaining:
-            remaining = remaining[self._file.write(remaining) :]
+        """Append a row. Raises OSError."""
+        self._rows.write(row)
         if self._events:
             for name, value in row.items():
                 if name != "step":
@@ -90,8 +118,8 @@ class MetricsLog:
             say(f"the last TensorBoard events could not be written: {error}")
 
     def sync(self) -> None:
-        """Wait until the rows are on the disk: a checkpoint must not be there without them. Raises OSError."""
-        sync(self._path)
+        """Wait until the rows are on the disk. Raises OSError."""
+        self._rows.sync()
 
 
 class Display:

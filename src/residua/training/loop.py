@@ -17,7 +17,7 @@ from residua.training.checkpoint import Checkpoint, latest_checkpoint, load_chec
 from residua.training.distributed import ALONE, Ranks, Share, spread
 from residua.training.folder import RunFolder, claim, flatten, refuse_changes, settings_hash
 from residua.training.guard import Guard
-from residua.training.log import Display, MetricsLog, read_metrics, say, write_facts
+from residua.training.log import Display, MetricsLog, Rows, read_metrics, say, write_facts
 from residua.training.optimizer import adamw, learning_rate_factor, set_learning_rate
 from residua.training.saving import Saver, writing
 
@@ -39,6 +39,7 @@ def train(
     folder: str | Path | RunFolder,
     *,
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
+    observe: Callable[[nn.Module, Tensor], Mapping[str, Any]] | None = None,
     resume: bool = False,
     facts: Mapping[str, Any] | None = None,
     progress: bool = True,
@@ -62,6 +63,9 @@ def train(
         evaluate: `evaluate(model)` returns numbers for the row of its step, `val_loss` among them. It runs in
             evaluation mode without gradients, in the run's precision, and cannot disturb the random state. Every rank
             runs it, with as many forwards as the others, and gets the same result.
+        observe: `observe(model, inputs)` returns what of a row of connections.jsonl it has seen in the first sequence
+            of a step, inputs (1, sequence_length), every `train.connections_every` steps. It runs as `evaluate` does,
+            and each rank has a sequence of its own; the first one's is the same for any number of ranks.
         facts: about the data, for facts.json; its `fingerprint`, if any, must be the same on resume.
 
     Returns:
@@ -75,7 +79,9 @@ def train(
     """
     if not isinstance(folder, RunFolder):
         with claim(folder, {"train": asdict(config)}, resume=resume) as run:
-            return train(model, batches, config, run, evaluate=evaluate, facts=facts, progress=progress)
+            return train(
+                model, batches, config, run, evaluate=evaluate, observe=observe, facts=facts, progress=progress
+            )
     run = folder
     with ranks.together():
         device = pick_device(config.device)
@@ -100,6 +106,7 @@ def train(
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
     tokens_per_step = config.batch_size * config.gradient_accumulation * config.sequence_length
     clock = _Clock(checkpoint.seconds if checkpoint else 0.0)
+    observe_every = config.connections_every if observe is not None else 0
 
     size = sum(parameter.numel() for parameter in parameters)
     known = {"config_hash": settings_hash(settings), "parameters": size, "data": dict(facts or {})}
@@ -108,6 +115,8 @@ def train(
             with writing(run, start, checkpoint):
                 write_facts(run, known, device=device, step=start, processes=ranks.size, parallel=spread_model.kind)
                 log = stack.enter_context(MetricsLog(run, step=start, tensorboard=config.tensorboard))
+                if observe_every:
+                    observed = stack.enter_context(Rows(run.connections, step=start))
             name = run.path.resolve().name
             display = stack.enter_context(Display(name, done=start, steps=config.steps, enabled=progress))
         stop = stack.enter_context(_stop_signals(twice=not ranks.joined))
@@ -121,6 +130,8 @@ def train(
             indices = share.micro_batches(step)
             for index in indices:
                 inputs, labels = _on(device, *batches.at(index))
+                if index == indices[0]:
+                    first_sequence = inputs[:1]
                 with spread_model.accumulating(index == indices[-1]):
                     with autocast:
                         output = spread_model.forward(input_ids=inputs, labels=labels, shift_labels=labels)
@@ -136,6 +147,12 @@ def train(
                 nn.utils.clip_grads_with_norm_(parameters, config.clip, norm)
             optimizer.step()
             optimizer.zero_grad()
+            if observe_every and step % observe_every == 0:
+                with autocast, _undisturbed(model, device):
+                    seen = observe(model, first_sequence)
+                if ranks.first:
+                    with writing(run, step, saver.newest):
+                        observed.write({"step": step, **seen})
 
             last, stopping = step == config.steps, ranks.any(stop.is_set() or saver.failed)
             evaluating = evaluate is not None and (last or step % config.evaluate_every == 0)
@@ -145,7 +162,7 @@ def train(
                 continue
 
             with ranks.alike():
-                guard.check(saver.finish)  # here, and only here, the host waits for the device
+                guard.check(saver.finish)  # here, and where the gates are observed, the host waits for the device
             seconds = clock.seconds
             speed = (step - measured[0]) * tokens_per_step / (seconds - measured[1])
             measured = step, seconds
@@ -165,6 +182,8 @@ def train(
                             display.update(row)
                         if saving:
                             log.sync()
+                            if observe_every:
+                                observed.sync()
                 if saving:
                     with ranks.alike():
                         saver.save(step, seconds=seconds, val_loss=row.get("val_loss"))

@@ -1,0 +1,90 @@
+"""The file of a trace: safetensors, with what is no tensor as JSON in its metadata.
+
+metadata: residua_trace   the version of this format, "1"
+          facts, tokens   JSON: an object, and the list of the tokens' pieces of text
+tensors:  those of `Trace.values`, by name
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from residua.durable import partial, publish, sync
+from residua.errors import InputError, extra
+
+VERSION = 1
+
+
+def write(path: str | Path, facts: Mapping[str, Any], tokens: Sequence[str], values: Mapping[str, Tensor]) -> Path:
+    """Write a trace in one step; an older file of this name is replaced. Raises OSError."""
+    with extra("models"):
+        from safetensors.torch import save
+
+    path = Path(path)
+    metadata = {
+        "residua_trace": str(VERSION),
+        "facts": json.dumps(dict(facts), allow_nan=False),
+        "tokens": json.dumps(list(tokens)),
+    }
+    content = save({name: value.contiguous() for name, value in values.items()}, metadata)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = partial(path)
+    try:
+        temporary.write_bytes(content)
+        sync(temporary)
+        publish(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]]:
+    """Facts, tokens and values of a trace.
+
+    Raises:
+        InputError: there is no such file, it is no trace, it is damaged, or it is of another version.
+    """
+    with extra("models"):
+        from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: expected a trace, found no file; residua analyze RUN writes one")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            version = metadata.get("residua_trace")
+            if version is None:
+                raise InputError(f"{path}: expected a trace, got other tensors; residua analyze RUN writes one")
+            if version != str(VERSION):
+                raise InputError(
+                    f"{path}: expected a trace of version {VERSION}, got version {version}; make it again with this "
+                    "residua, or read it with the one that wrote it"
+                )
+            facts, tokens = json.loads(metadata["facts"]), json.loads(metadata["tokens"])
+            names = file.keys()
+            values = {name: file.get_tensor(name) for name in names}
+        _check(facts, tokens, values)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: expected a trace, got a damaged file ({reason}); make it again") from error
+    return facts, tokens, values
+
+
+def _check(facts: Any, tokens: Any, values: Mapping[str, Tensor]) -> None:
+    """ValueError where the parts do not belong together: a view would fail on them later, and say less."""
+    if not isinstance(facts, dict) or not isinstance(tokens, list) or not all(isinstance(text, str) for text in tokens):
+        raise ValueError("facts or tokens are of another kind")
+    sublayers, sampled, length = len(facts["sublayers"]), len(facts["sampled"]), len(tokens)
+    depth = {"state_norm": (sublayers + 1, length), "input_norm": (sublayers, length), "token_ids": (length,)}
+    for name, shape in depth.items():
+        if values[name].shape != shape:
+            raise ValueError(f"{name} is {tuple(values[name].shape)}, not {shape}")
+    if "direction" in values and values["direction"].shape[:2] != (sublayers, sampled):
+        raise ValueError("direction does not have a row for every sampled token")

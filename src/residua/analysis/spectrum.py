@@ -1,0 +1,106 @@
+"""Spectra of shortcuts and of their products over depth, alignment and effective rank of directions.
+
+S sublayers in order, P tokens; computed in float64, where the dtype of the arguments is not wider. What is not finite
+makes the results of its token, from its sublayer on, NaN.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from residua.ops import compose
+
+
+class Products(NamedTuple):
+    """Of the products M_l ... M_0 of shortcuts for every l: (S, P); `singular_values` of the last: (P, r).
+
+    determinant; singular_max, singular_min; defect: the spectral norm of M^T M - I, 0 for an isometry.
+    """
+
+    determinant: Tensor
+    singular_max: Tensor
+    singular_min: Tensor
+    defect: Tensor
+    singular_values: Tensor
+
+
+def rank_one_products(k: Tensor, beta: Tensor) -> Products:
+    """The products of the shortcuts I - beta k k^T of S delta writes on R^d. k: (S, P, d), beta: (S, P).
+
+    Beyond the span of the k's every product is the identity, so with K^T = Q R the matrix I - R T R^T, for the WY
+    form I - K^T T K of `ops.compose`, has all singular values but d - min(S, d) ones. det M_l = prod(1 - beta |k|^2).
+    """
+    k, beta = k.double(), beta.double()
+    broken = ~(k.isfinite().all(-1) & beta.isfinite())
+    k, beta = k.masked_fill(broken.unsqueeze(-1), 0.0), beta.masked_fill(broken, 0.0)
+    sublayers, _, dim = k.shape
+    directions = k.transpose(0, 1)
+    triangle = torch.linalg.qr(directions.mT, mode="r").R  # (P, r, S): the first l columns need the first l rows alone
+    steps = compose(directions, beta.T).t  # its leading blocks are the T of the first writes
+    largest, smallest, defect, values = [], [], [], None
+    for count in range(1, sublayers + 1):
+        size = min(count, dim)
+        r = triangle[:, :size, :count]
+        values = torch.linalg.svdvals(
+            torch.eye(size, dtype=r.dtype, device=r.device) - r @ steps[:, :count, :count] @ r.mT
+        )
+        largest.append(values[:, 0].clamp_min(1.0) if dim > size else values[:, 0])
+        smallest.append(values[:, -1].clamp_max(1.0) if dim > size else values[:, -1])
+        defect.append((values.square() - 1).abs().amax(-1))
+    determinant = (1 - beta * k.square().sum(-1)).cumprod(0)
+    return _broken(Products(determinant, *map(torch.stack, (largest, smallest, defect)), values), broken)
+
+
+def matrix_products(m: Tensor) -> Products:
+    """The products of S shortcuts that are n x n matrices: m (S, P, n, n), with the target stream first."""
+    m = m.double()
+    broken = ~m.isfinite().all(-1).all(-1)
+    identity = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+    m = torch.where(broken[..., None, None], identity, m)
+    product, found = identity, []
+    for shortcut in m:
+        product = shortcut @ product
+        values = torch.linalg.svdvals(product)
+        found.append((torch.linalg.det(product), values[:, 0], values[:, -1], (values.square() - 1).abs().amax(-1)))
+    return _broken(Products(*map(torch.stack, zip(*found)), values), broken)
+
+
+def _broken(products: Products, broken: Tensor) -> Products:
+    """NaN from the sublayer on that is `broken`: (S, P)."""
+    since = broken.cumsum(0) > 0
+    *depth, last = products
+    return Products(*(x.masked_fill(since, torch.nan) for x in depth), last.masked_fill(since[-1, :, None], torch.nan))
+
+
+def orthogonality_error(m: Tensor) -> Tensor:
+    """The spectral norm of M^T M - I: (..., n, n) -> (...)."""
+    m = m.double()
+    broken = ~m.isfinite().all(-1).all(-1)
+    m = m.masked_fill(broken[..., None, None], 0.0)
+    defect = m.mT @ m - torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+    return torch.linalg.eigvalsh(defect).abs().amax(-1).masked_fill(broken, torch.nan)
+
+
+def cosines(k: Tensor) -> Tensor:
+    """cos(k_i, k_j) between the directions of S sublayers at each token: (S, P, d) -> (P, S, S); k = 0 gives 0."""
+    k = k.double().transpose(0, 1)
+    k = k / k.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(k.dtype).tiny)
+    return k @ k.mT
+
+
+def alignment(k: Tensor) -> Tensor:
+    """The mean over the tokens of |cos(k_i, k_j)|: (S, P, d) -> (S, S)."""
+    return cosines(k).abs().mean(0)
+
+
+def effective_rank(k: Tensor) -> Tensor:
+    """exp of the entropy of the eigenvalues of the cosines, as shares of their sum: (S, P, d) -> (P).
+
+    1 where all directions are parallel, min(S, d) where they fill the space evenly (Roy and Vetterli 2007).
+    """
+    gram = cosines(k)
+    broken = ~gram.isfinite().all(-1).all(-1)
+    eigenvalues = torch.linalg.eigvalsh(gram.masked_fill(broken[:, None, None], 0.0)).clamp_min(0.0)
+    shares = eigenvalues / eigenvalues.sum(-1, keepdim=True)
+    return torch.special.entr(shares).sum(-1).exp().masked_fill(broken, torch.nan)

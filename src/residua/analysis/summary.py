@@ -1,0 +1,246 @@
+"""A trace for a reader: what is worth a warning, and tables of its sublayers."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from residua.analysis.trace import Trace
+
+STUCK = 1e-3
+"""Mean distance of a gate from its initial value below which it has not moved."""
+SATURATED = 0.005
+"""Distance of a gate from its bounds, as a share of its range, below which its gradient is nearly 0: under 1/50 of the
+largest."""
+MOST = 0.9
+"""Share of the tokens, or of the weights, that counts as all of them."""
+IDENTITY = 0.01
+"""Mean distance of the entries of a mixing matrix from the identity's, the largest of a token, below which it does not
+mix."""
+CONSTRAINT = 0.05
+"""Largest mean error of a constraint that passes for rounding or for the iterations that were saved."""
+
+
+class Table(NamedTuple):
+    """Rows of text under a header."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+
+def warnings(trace: Trace) -> list[str]:
+    """What a reader of the numbers should know first, one sentence each; empty where all is as it should be."""
+    return [*_not_finite(trace), *_causality(trace), *_gates(trace), *_mixing(trace), *_compressors(trace)]
+
+
+def figures(trace: Trace) -> list[dict[str, Any]]:
+    """Every sublayer's numbers, averaged over the tokens, as plain values; None stands for what is not finite.
+
+    Means carry the names of `Trace.values`; beta and gamma also `_q05`, `_q50`, `_q95`. Singular values and
+    determinants are those of the product of all shortcuts so far, as medians over the sampled tokens.
+    """
+    values = trace.values
+    rows: list[dict[str, Any]] = [{"sublayer": name} for name in trace.facts["sublayers"]]
+    depth = len(rows)
+    for name in ("state_norm", "input_norm", "output_norm", "change_norm", "erase_norm", "write_norm", *_MEANS):
+        if name in values:
+            _fill(rows, name, values[name][:depth].mean(1))
+    for name in ("beta", "gamma"):
+        if name in values:
+            levels = torch.tensor([0.05, 0.5, 0.95])
+            for level, column in zip(("q05", "q50", "q95"), values[name].quantile(levels, dim=1)):
+                _fill(rows, f"{name}_{level}", column)
+    if "beta" in values:
+        for name, column in zip(("identity", "projection", "reflection"), trace.regimes().T):
+            _fill(rows, name, column)
+    if "h_res" in values:
+        _fill(rows, "distance_from_identity", _from_identity(values["h_res"]).mean(1))
+    for name in ("determinant", "singular_max", "singular_min", "defect"):
+        if name in values:
+            _fill(rows, name, values[name].median(1).values)
+    for name in ("h_pre", "h_post"):
+        if name in values:
+            for row, means in zip(rows, values[name].mean(1).tolist()):
+                row[name] = [x if math.isfinite(x) else None for x in means]
+    return rows
+
+
+_MEANS = (
+    *("discrepancy_norm", "beta", "gamma", "angle", "cayley_beta"),
+    *("row_error", "column_error", "orthogonality_error"),
+)
+
+
+def summary(trace: Trace) -> Table:
+    """The sublayers' `figures` as a table: one row each, with the columns of the scheme's family."""
+    columns = [column for column in _COLUMNS if any(column.key in row for row in figures(trace)[:1])]
+    if trace.facts["constraint"] != "doubly stochastic":
+        columns = [column for column in columns if column.key not in ("row_error", "column_error")]
+    rows = [[row["sublayer"], *(column.cell(row[column.key]) for column in columns)] for row in figures(trace)]
+    return Table(["sublayer", *(column.title for column in columns)], rows)
+
+
+def overview(trace: Trace) -> list[str]:
+    """One line on what was read, one for each number that belongs to the whole depth, and what the columns mean."""
+    facts, values = trace.facts, trace.values
+    known = [facts["preset"] or facts["scheme"]["scheme"]]
+    known += [f"step {facts['checkpoint']}"] if facts["checkpoint"] is not None else []
+    known += [facts.get("read", f"{trace.num_tokens} tokens")]
+    known += [f"loss {facts['loss']:.4f} nats per token"] if facts["loss"] is not None else []
+    lines = [", ".join(known)]
+    if "alignment" in values and trace.num_sublayers > 1:
+        others = ~torch.eye(trace.num_sublayers, dtype=torch.bool)
+        lines.append(
+            f"directions: mean |cos(k_i, k_j)| {values['alignment'][others].mean():.3f}, effective rank "
+            f"{values['effective_rank'].mean():.2f} of {min(trace.num_sublayers, facts['dim'])}"
+        )
+    if "singular_max" in values:
+        low, high = values["singular_min"][-1].median(), values["singular_max"][-1].median()
+        lines.append(f"product of all shortcuts: singular values {low:.4g} to {high:.4g} (median token)")
+    return [*lines, "columns: " + "; ".join(meaning for key, meaning in _MEANINGS if key in values)]
+
+
+_MEANINGS = [
+    ("state_norm", "means over the tokens, |X| before the sublayer"),
+    ("beta", "identity: beta < 0.5, reflection: beta > 1.5"),
+    ("erase_norm", "erase beta |k^T X|"),
+    ("write_norm", "write beta |v|"),
+    ("h_res", "H the shortcut's matrix, |H - I| by its largest entry"),
+    ("singular_max", "min s, max s: singular values of the product so far"),
+]
+
+
+class _Column(NamedTuple):
+    key: str
+    title: str
+    form: str
+
+    def cell(self, value: Any) -> str:
+        if isinstance(value, list):
+            return " ".join(map(self.cell, value))
+        return "nan" if value is None else format(value, self.form)
+
+
+_COLUMNS = [
+    _Column("beta", "beta", ".3f"),
+    _Column("beta_q05", "5%", ".3f"),
+    _Column("beta_q50", "50%", ".3f"),
+    _Column("beta_q95", "95%", ".3f"),
+    _Column("identity", "identity", ".0%"),
+    _Column("projection", "projection", ".0%"),
+    _Column("reflection", "reflection", ".0%"),
+    _Column("gamma", "gamma", ".3f"),
+    _Column("gamma_q05", "5%", ".3f"),
+    _Column("gamma_q95", "95%", ".3f"),
+    _Column("angle", "angle", ".3f"),
+    _Column("h_pre", "h_pre", ".2f"),
+    _Column("h_post", "h_post", ".2f"),
+    _Column("distance_from_identity", "|H - I|", ".3f"),
+    _Column("row_error", "rows off", ".1e"),
+    _Column("column_error", "columns off", ".1e"),
+    _Column("orthogonality_error", "|H'H - I|", ".1e"),
+    _Column("state_norm", "|X|", ".4g"),
+    _Column("change_norm", "|change|", ".4g"),
+    _Column("erase_norm", "erase", ".3g"),
+    _Column("write_norm", "write", ".3g"),
+    _Column("output_norm", "|y|", ".3g"),
+    _Column("singular_min", "min s", ".3g"),
+    _Column("singular_max", "max s", ".3g"),
+]
+
+
+def _fill(rows: list[dict[str, Any]], name: str, column: Tensor) -> None:
+    for row, value in zip(rows, column.tolist()):
+        row[name] = value if math.isfinite(value) else None
+
+
+def _named(trace: Trace, which: list[int]) -> str:
+    """Sublayers by name: all of them, or the first few."""
+    if len(which) == trace.num_sublayers:
+        return "all sublayers"
+    names = ", ".join(trace.facts["sublayers"][i] for i in which[:4])
+    return names + (f" and {len(which) - 4} more" if len(which) > 4 else "")
+
+
+def _where(condition: Tensor) -> list[int]:
+    return condition.nonzero().flatten().tolist()
+
+
+def _not_finite(trace: Trace) -> Iterator[str]:
+    values = trace.values
+    broken = []
+    for name, value in values.items():
+        known = value[:-1] if name == "token_loss" else value
+        if name == "token_loss" and known.isnan().all():
+            continue  # a model without a head
+        if not known.isfinite().all():
+            broken.append(name)
+    if not broken:
+        return
+    state = ~values["state_norm"].isfinite().all(1)
+    where = _where(state)
+    place = ""
+    if where:
+        before = where[0]
+        place = (
+            "; the state from the start" if before == 0 else f"; the state after {trace.facts['sublayers'][before - 1]}"
+        )
+    yield f"not finite: {', '.join(broken[:5])}{' and more' if len(broken) > 5 else ''}{place}"
+
+
+def _causality(trace: Trace) -> Iterator[str]:
+    if not trace.facts["causal"]:
+        yield "not causal: the coefficients of a token depend on later tokens, so losses of this model mean nothing"
+
+
+def _gates(trace: Trace) -> Iterator[str]:
+    scheme = trace.facts["scheme"]
+    for name, top, start in (("beta", 2.0, scheme.get("beta_init")), ("gamma", 1.0, scheme.get("gamma_init"))):
+        if name not in trace.values:
+            continue
+        gate = trace.values[name]
+        stuck = _where((gate - start).abs().mean(1) < STUCK) if start is not None else []
+        if stuck:
+            yield f"{name} is still at its start, {start:g}: {_named(trace, stuck)}"
+        for bound, near in ((0.0, gate < SATURATED * top), (top, gate > (1 - SATURATED) * top)):
+            closed = _where(near.float().mean(1) > MOST)
+            if closed:
+                yield (
+                    f"{name} is saturated at {bound:g}, where it has nearly no gradient, for most tokens: "
+                    f"{_named(trace, closed)}"
+                )
+
+
+def _mixing(trace: Trace) -> Iterator[str]:
+    values = trace.values
+    if "h_res" not in values or values["h_res"].shape[-1] < 2:
+        return
+    without = set(trace.facts["left_out"].get("h_res", []))
+    same = _where(_from_identity(values["h_res"]).mean(1) < IDENTITY)
+    same = [i for i in same if i not in without]
+    if same:
+        yield f"the mixing matrix is still the identity, within {IDENTITY:g}: {_named(trace, same)}"
+    constraint = trace.facts["constraint"]
+    errors = {"doubly stochastic": ("row_error", "column_error"), "orthogonal": ("orthogonality_error",)}
+    for name in errors.get(constraint, ()):
+        off = _where(values[name].mean(1) > CONSTRAINT)
+        if off:
+            worst = values[name].mean(1).max()
+            yield f"the mixing matrix is not {constraint}: {name} is {worst:.2g} on average: {_named(trace, off)}"
+
+
+def _compressors(trace: Trace) -> Iterator[str]:
+    share = trace.values.get("compress_share")
+    if share is None or share.shape[1] < 2:
+        return
+    for channel in range(share.shape[1]):
+        alone = _where(share[:, channel] > MOST)
+        if alone:
+            yield f"the compressor reads channel {channel} alone: {_named(trace, alone)}"
+
+
+def _from_identity(h_res: Tensor) -> Tensor:
+    """The largest difference of an entry from the identity's: (S, T, n, n) -> (S, T)."""
+    return (h_res - torch.eye(h_res.shape[-1])).abs().amax((-2, -1))

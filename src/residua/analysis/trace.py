@@ -1,0 +1,243 @@
+"""A trace: what every connection of a language model did at every token of one text.
+
+`trace` runs the model once, through the public read and write of its connections, and keeps small arrays alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from residua.analysis import archive
+from residua.analysis.measure import FAMILIES, left_out, measured, norm
+from residua.analysis.spectrum import alignment, effective_rank, matrix_products, rank_one_products
+from residua.analysis.watch import Passage, as_written, watching
+from residua.connections import PRESETS
+from residua.connections.deep_delta import DeltaConnection
+from residua.errors import InputError
+from residua.models import ResiduaForCausalLM, ResiduaModel
+from residua.ops import at_least_float32
+from residua.provenance import circumstances
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Logits of a large vocabulary are the largest tensors of a forward pass; so many tokens have theirs at a time.
+LOGITS_AT_A_TIME = 256
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the connections of a model did at every token of one text.
+
+    Sizes: S sublayers in order, T tokens, n streams, P sampled tokens, d the width. `values` are float32 tensors on the
+    CPU (`token_ids` int64); X is the state, x what the sublayer sees, y what it returns.
+
+    every scheme
+        token_ids (T); token_loss (T): of predicting the next token, in nats, NaN for the last
+        state_norm (S + 1, T): |X| before each sublayer and after the last
+        input_norm (S, T): |x| before its norm; output_norm (S, T): |y|; change_norm (S, T): |X' - X|
+    family "delta"
+        beta (S, T); readout (S, T, n): k^T X; target (S, T, n): v
+        erase_norm, write_norm, discrepancy_norm (S, T): beta |k^T X|, beta |v|, |v - k^T X|
+        compress_share (S, n): of a compressor's weights, the share of each channel
+    families "streams" and "geometric"
+        h_pre, h_post (S, T, n); h_res (S, T, n, n): the shortcut's matrix, target stream first
+        row_error, column_error (S, T): largest |sum - 1|; orthogonality_error (S, T): |H^T H - I|, spectral
+        gamma, angle, cayley_beta (S, T): of the blend of rotation and reflection, angle in radians
+        beta, readout (S, T, 1), erase_norm: of the pooled Householder shortcut
+    directions in R^d, of "delta" and the pooled Householder shortcut
+        direction (S, P, d): the unit vector k; alignment (S, S): mean |cos(k_i, k_j)|; effective_rank (P): of the k's
+    products M_l ... M_0 of the shortcuts of sublayers 0 to l, on R^d for rank-1 shortcuts, otherwise on R^n
+        determinant, singular_max, singular_min, defect (S, P): defect is |M^T M - I|, spectral
+        singular_values (P, r): after the last sublayer; r = min(S, d), the others being 1, or r = n
+
+    `facts`, which JSON can hold: version of the format; residua, commit, date; preset (or None) and scheme; family;
+    causal; constraint on h_res ("doubly stochastic", "orthogonal" or None); left_out: by the name of a mapping, the
+    sublayers that do without it; dim; streams (rows of the state); sublayers (their names); run and checkpoint (or
+    None); sampled (token positions); loss (mean of token_loss, or None).
+    """
+
+    facts: dict[str, Any]
+    tokens: list[str]
+    values: dict[str, Tensor]
+
+    @property
+    def family(self) -> str:
+        return self.facts["family"]
+
+    @property
+    def num_sublayers(self) -> int:
+        return len(self.facts["sublayers"])
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def regimes(self, identity: float = 0.5, reflection: float = 1.5) -> Tensor:
+        """Shares of the tokens, (S, 3): beta < `identity`, between, beta > `reflection`.
+
+        Raises:
+            InputError: the scheme has no beta.
+        """
+        if "beta" not in self.values:
+            raise InputError(f"regimes: expected a trace of a scheme with beta, got family {self.family!r}")
+        beta = self.values["beta"]
+        between = (beta >= identity) & (beta <= reflection)
+        return torch.stack([beta < identity, between, beta > reflection], -1).float().mean(1)
+
+    def save(self, path: str | Path) -> Path:
+        """Write one safetensors file. Raises OSError."""
+        return archive.write(path, self.facts, self.tokens, self.values)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Trace":
+        """Raises InputError for a file that is no trace, is damaged or of another version."""
+        return cls(*archive.read(path))
+
+
+def trace(
+    model: ResiduaForCausalLM | ResiduaModel,
+    tokens: Sequence[int] | Tensor,
+    *,
+    text: Sequence[str] | None = None,
+    sample: int = 64,
+    facts: Mapping[str, Any] | None = None,
+) -> Trace:
+    """Run the model once over `tokens` and keep what its connections did. Nothing in the model changes.
+
+    Args:
+        model: in any mode, dtype and on any device; without a language-model head there are no losses.
+        tokens: T token ids.
+        text: the T pieces of text that the tokens stand for; by default their numbers.
+        sample: at how many tokens, evenly spaced, to keep what is large or takes long.
+        facts: more for `Trace.facts`, such as run and checkpoint.
+
+    Raises:
+        InputError: the model is of another kind, or the tokens do not fit it.
+    """
+    if not isinstance(model, (ResiduaForCausalLM, ResiduaModel)):
+        raise InputError(f"trace: expected a ResiduaForCausalLM or a ResiduaModel, got {type(model).__name__}")
+    ids = _token_ids(tokens, model)
+    shown = [str(i) for i in ids.tolist()] if text is None else list(text)
+    if len(shown) != len(ids):
+        raise InputError(f"trace: expected a piece of text for each of the {len(ids)} tokens, got {len(shown)}")
+    if sample < 1:
+        raise InputError(f"trace: expected a sample of at least 1 token, got {sample}")
+    sampled = torch.linspace(0, len(ids) - 1, min(sample, len(ids)), dtype=torch.float64).round().long()
+    recorder = _Recorder(sampled)
+    trunk = model.model if isinstance(model, ResiduaForCausalLM) else model
+    ids = ids.to(trunk.embed_tokens.weight.device)
+    with torch.no_grad(), as_written(model):
+        hidden = trunk(input_ids=ids.unsqueeze(0), use_cache=False, watch=watching(recorder.see)).last_hidden_state
+        losses = _losses(model, hidden, ids)
+    values = {"token_ids": ids, "token_loss": losses, **recorder.values()}
+    counted = losses[:-1]
+    scheme = trunk.config.scheme
+    here = circumstances(ids.device)
+    found = {
+        "version": archive.VERSION,
+        **{name: here[name] for name in ("residua", "commit", "date")},
+        "preset": next((name for name, preset in PRESETS.items() if preset == scheme), None),
+        "scheme": trunk.config.connection,
+        "family": FAMILIES[type(scheme)],
+        "causal": scheme.causal,
+        "constraint": _constraint(trunk.config.connection["scheme"]),
+        "left_out": recorder.left_out,
+        "dim": trunk.config.hidden_size,
+        "streams": scheme.state_rows,
+        "sublayers": [f"{i + 1} {kind}" for i in range(len(trunk.layers)) for kind in ("attention", "mlp")],
+        "run": None,
+        "checkpoint": None,
+        "sampled": sampled.tolist(),
+        "loss": counted.mean().item() if len(counted) and counted.isfinite().all() else None,
+    }
+    kept = {name: x.cpu() if name == "token_ids" else x.to("cpu", torch.float32) for name, x in values.items()}
+    return Trace(found | dict(facts or {}), shown, kept)
+
+
+def pieces(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[str]:
+    """The text of each token alone; one that holds a part of a character shows a replacement character."""
+    return [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in tokens]
+
+
+class _Recorder:
+    """Collects the values of every sublayer that passes; `sampled`: (P) positions of tokens."""
+
+    def __init__(self, sampled: Tensor):
+        self.sampled = sampled
+        self.left_out: dict[str, list[int]] = {}
+        self._rows: dict[str, list[Tensor]] = {}
+        self._shortcuts: dict[str, list[Tensor]] = {}
+
+    def see(self, passage: Passage) -> None:
+        found = measured(passage) | {"state_norm": norm(passage.after)}
+        if passage.index == 0:
+            self._rows["state_norm"] = [norm(passage.before).to("cpu", torch.float32)]
+        if isinstance(passage.connection, DeltaConnection):
+            share = _compress_share(passage.connection)
+            found |= {} if share is None else {"compress_share": share}
+        for name in left_out(passage.carry.coefficients):
+            self.left_out.setdefault(name, []).append(passage.index)
+        # What becomes a product over the whole depth keeps its digits, at the sampled tokens.
+        shortcut = ("direction", "beta") if "direction" in found else ("h_res",) if "h_res" in found else ()
+        for name in shortcut:
+            self._shortcuts.setdefault(name, []).append(found[name].cpu()[self.sampled].double())
+        found.pop("direction", None)
+        for name, rows in found.items():
+            self._rows.setdefault(name, []).append(rows.to("cpu", torch.float32))
+
+    def values(self) -> dict[str, Tensor]:
+        values = {name: torch.stack(self._rows.pop(name)) for name in list(self._rows)}
+        shortcuts = {name: torch.stack(rows) for name, rows in self._shortcuts.items()}
+        if "direction" in shortcuts:
+            k = shortcuts["direction"]
+            values |= {"direction": k, "alignment": alignment(k), "effective_rank": effective_rank(k)}
+            values |= rank_one_products(k, shortcuts["beta"])._asdict()
+        elif "h_res" in shortcuts:
+            values |= matrix_products(shortcuts["h_res"])._asdict()
+        return values
+
+
+def _token_ids(tokens: Sequence[int] | Tensor, model: ResiduaForCausalLM | ResiduaModel) -> Tensor:
+    ids = torch.as_tensor(tokens)
+    config = model.config
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
+        raise InputError(f"trace: expected a list of at least one token id, got {tuple(ids.shape)} of {ids.dtype}")
+    if len(ids) > config.max_position_embeddings:
+        raise InputError(
+            f"trace: expected at most {config.max_position_embeddings} tokens, the model's context, got {len(ids)}"
+        )
+    if not 0 <= ids.min() <= ids.max() < config.vocab_size:
+        raise InputError(f"trace: expected token ids from 0 to {config.vocab_size - 1}, got {ids.min()} to {ids.max()}")
+    return ids.long()
+
+
+def _losses(model: ResiduaForCausalLM | ResiduaModel, hidden: Tensor, ids: Tensor) -> Tensor:
+    """-log p of the token after each, (T), NaN for the last one and without a head."""
+    losses = hidden.new_full((len(ids),), torch.nan, dtype=torch.float64)
+    if isinstance(model, ResiduaForCausalLM):
+        for start in range(0, len(ids) - 1, LOGITS_AT_A_TIME):
+            labels = ids[start + 1 : start + 1 + LOGITS_AT_A_TIME]
+            logits = at_least_float32(model.logits(hidden[:, start : start + len(labels)])[0])
+            losses[start : start + len(labels)] = F.cross_entropy(logits, labels, reduction="none").double()
+    return losses
+
+
+def _compress_share(connection: DeltaConnection) -> Tensor | None:
+    """The share of each channel in the weights by which x_in is read, (n); None where there is nothing to weigh."""
+    compress = connection.compressor
+    if not hasattr(compress, "weights"):
+        return None
+    sizes = at_least_float32(compress.weights()).abs()
+    sizes = sizes.sum(-1).reshape(-1, sizes.shape[-2]).sum(0)
+    return sizes / sizes.sum()
+
+
+def _constraint(scheme: str) -> str | None:
+    """What the mixing matrices of a scheme are meant to be."""
+    return {"mhc": "doubly stochastic", "jpmhc": "orthogonal"}.get(scheme)

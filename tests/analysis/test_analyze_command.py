@@ -1,0 +1,120 @@
+import json
+import shutil
+
+import pytest
+import torch
+
+from residua.analysis import Trace
+from residua.cli import main
+from residua.data import prepare
+from residua.experiment import open_run
+
+SMALL = [
+    *("--config", "tiny", "--train.steps", "4", "--train.warmup_steps", "1", "--train.batch_size", "2"),
+    *("--train.sequence_length", "16", "--train.evaluate_every", "2", "--train.checkpoint_every", "2"),
+    *("--train.tensorboard", "false", "--train.device", "cpu", "--model.num_hidden_layers", "1"),
+    *("--model.hidden_size", "16", "--model.num_attention_heads", "1", "--model.head_dim", "16"),
+    *("--model.max_position_embeddings", "32"),
+]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
+    return prepare(folder, tmp_path_factory.mktemp("prepared") / "data", tokenizer="byte", progress=False).folder
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "ddl"
+    arguments = ["train", "--run", str(folder), *SMALL, "--data.path", str(prepared), "--model.connection", "ddl-cc"]
+    assert main(arguments) == 0
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "ddl")
+
+
+def output(capsys, *argv):
+    capsys.readouterr()
+    status = main(["analyze", *map(str, argv)])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return captured.out
+
+
+def refused(capsys, *argv):
+    capsys.readouterr()
+    assert main(["analyze", *map(str, argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+def test_the_newest_checkpoint_reads_the_validation_data(capsys, run):
+    text = output(capsys, run)
+    assert text.startswith("ddl-cc, step 4, the first 16 tokens of the validation data, loss ")
+    assert "1 attention" in text
+    assert "beta" in text.splitlines()[1]
+    path = run / "analysis" / "trace-step-4.safetensors"
+    assert f"trace: {path}" in text
+    found = Trace.load(path)
+    assert (found.facts["run"], found.facts["checkpoint"], found.num_tokens) == ("ddl", 4, 16)
+    assert "".join(found.tokens) == open_run(run).tokenizer.decode(found.values["token_ids"].tolist())
+
+
+def test_a_prompt_and_a_checkpoint(capsys, run):
+    text = output(capsys, run, "--prompt", "Text number 3", "--checkpoint", "2")
+    assert text.startswith("ddl-cc, step 2, 13 tokens of a prompt, loss ")
+    assert Trace.load(run / "analysis" / "trace-step-2.safetensors").tokens == list("Text number 3")
+    assert output(capsys, run, "--prompt", "").startswith("ddl-cc, step 4, 1 tokens of a prompt")
+    assert "5 tokens of a prompt" in output(capsys, run, "--prompt", "Text number 3", "--tokens", "5")
+
+
+def test_all_checkpoints_as_json(capsys, run):
+    records = json.loads(output(capsys, run, "--all-checkpoints", "--json"))
+    assert [record["checkpoint"] for record in records] == [2, 4]
+    for record in records:
+        assert record["trace"] == str(run / "analysis" / f"trace-step-{record['checkpoint']}.safetensors")
+        assert [row["sublayer"] for row in record["sublayers"]] == ["1 attention", "1 mlp"]
+        assert record["sublayers"][0]["beta"] == pytest.approx(1, abs=0.5)
+        assert isinstance(record["warnings"], list)
+    assert output(capsys, run, "--all-checkpoints").count("trace: ") == 2
+
+
+def test_the_loss_is_that_of_the_model_in_the_precision_of_its_training(capsys, prepared, tmp_path):
+    arguments = ["--data.path", str(prepared), "--model.connection", "ddl", "--train.precision", "bfloat16"]
+    assert main(["train", "--run", str(tmp_path / "run"), *SMALL, *arguments]) == 0
+    (record,) = json.loads(output(capsys, tmp_path / "run", "--data", "--tokens", "20", "--json"))
+    opened = open_run(tmp_path / "run")
+    ids = torch.as_tensor(opened.data.validation.window(0, 20))[None]
+    with torch.no_grad(), opened.precision():
+        assert record["loss"] == pytest.approx(opened.model(ids, labels=ids).loss.item(), rel=1e-6)
+    assert record["read"] == "the first 20 tokens of the validation data"
+
+
+def test_an_exported_model_needs_a_prompt(capsys, run, tmp_path):
+    exported = tmp_path / "exported"
+    assert main(["export", str(run), str(exported)]) == 0
+    text = output(capsys, exported, "--prompt", "Text number 3")
+    assert text.startswith("ddl-cc, 13 tokens of a prompt, loss ")
+    assert Trace.load(exported / "analysis" / "trace.safetensors").facts["checkpoint"] is None
+    assert "give --prompt TEXT" in refused(capsys, exported)
+    assert "--checkpoint: expected a run folder" in refused(capsys, exported, "--prompt", "a", "--checkpoint", "2")
+
+
+def test_what_cannot_be_used_is_one_line(capsys, run, tmp_path):
+    assert "expected a run folder, found no config.yaml" in refused(capsys, tmp_path / "none")
+    assert "expected a checkpoint of step 3; there are 2, 4" in refused(capsys, run, "--checkpoint", "3")
+    assert "at most 32 tokens" in refused(capsys, run, "--tokens", "33")
+    assert "at least 1 token, got 0" in refused(capsys, run, "--tokens", "0")
+    assert "not allowed with" in refused(capsys, run, "--prompt", "a", "--data")
+    assert "not allowed with" in refused(capsys, run, "--checkpoint", "2", "--all-checkpoints")
+    shutil.rmtree(run / "checkpoints")
+    assert "found none; train it first" in refused(capsys, run)
+    assert "found none; train it first" in refused(capsys, run, "--all-checkpoints")

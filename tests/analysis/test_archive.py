@@ -1,0 +1,87 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from traced_models import small_model, words
+
+from residua.analysis import Trace, archive, trace
+from residua.errors import InputError
+from variants import PRESETS
+
+TEXT = ["</script><img onerror=alert(1)>", "ü", "\n", "", "\u2028", "\ufffd", '"', "end"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    found = trace(small_model("ddl-cc"), words(8), text=TEXT, facts={"run": "mine", "checkpoint": 3})
+    return found.save(tmp_path / "analysis" / "trace-step-3.safetensors")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_trace_survives_its_file(name, tmp_path):
+    found = trace(small_model(name), words(8), text=TEXT)
+    path = found.save(tmp_path / "there" / "trace.safetensors")
+    again = Trace.load(path)
+    assert (again.facts, again.tokens) == (found.facts, TEXT)
+    assert again.values.keys() == found.values.keys()
+    for key, value in found.values.items():
+        assert again.values[key].dtype == value.dtype
+        assert torch.equal(again.values[key].nan_to_num(7), value.nan_to_num(7))
+    assert [file.name for file in path.parent.iterdir()] == ["trace.safetensors"]
+
+
+def test_it_holds_run_and_checkpoint_and_replaces_what_was_there(saved):
+    assert (Trace.load(saved).facts["run"], Trace.load(saved).facts["checkpoint"]) == ("mine", 3)
+    trace(small_model("residual"), [1, 2]).save(saved)
+    assert Trace.load(saved).family == "residual"
+
+
+def rewritten(path, **metadata):
+    """The file with other metadata; None leaves one out."""
+    tensors, old = load_file(path), archive.read(path)
+    whole = {"residua_trace": "1", "facts": json.dumps(old[0]), "tokens": json.dumps(old[1])} | metadata
+    save_file(tensors, path, {key: value for key, value in whole.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"residua_trace": "2"}, "expected a trace of version 1, got version 2; make it again with this residua"),
+        ({"residua_trace": None}, "expected a trace, got other tensors"),
+        ({"facts": "{"}, "got a damaged file"),
+        ({"facts": "[]"}, "got a damaged file (facts or tokens are of another kind)"),
+        ({"tokens": '["too", "few"]'}, "got a damaged file (state_norm is (5, 8), not (5, 2))"),
+        ({"tokens": None}, "got a damaged file ('tokens')"),
+    ],
+)
+def test_another_version_or_other_parts_are_refused_with_a_sentence(saved, metadata, message):
+    rewritten(saved, **metadata)
+    with pytest.raises(InputError) as error:
+        Trace.load(saved)
+    assert str(error.value).startswith(f"{saved}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensors", b"\xff" * 100, None])
+def test_a_damaged_file_is_refused_with_a_sentence(saved, content):
+    whole = saved.read_bytes()
+    saved.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    with pytest.raises(InputError, match="expected a trace, got a damaged file"):
+        Trace.load(saved)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    for path in (tmp_path / "none.safetensors", tmp_path):
+        with pytest.raises(InputError, match="found no file; residua analyze RUN writes one"):
+            Trace.load(path)
+
+
+def test_a_failed_save_leaves_the_old_trace(saved, monkeypatch):
+    before = saved.read_bytes()
+    monkeypatch.setattr(archive, "publish", lambda path: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError, match="no space"):
+        trace(small_model("residual"), [1, 2]).save(saved)
+    assert saved.read_bytes() == before
+    assert len(list(saved.parent.iterdir())) == 1
