@@ -135,6 +135,21 @@ def test_evaluate_as_a_table_and_as_json(capsys, runs):
     assert "there are 4" in error(capsys, ["evaluate", runs / "ddl", "--checkpoint", "3"])
 
 
+def test_evaluate_the_best_checkpoint(capsys, prepared, tmp_path):
+    """The second of three evaluations is made the best, so that it is neither the first nor the newest."""
+    every = ["--train.evaluate_every", "1", "--train.checkpoint_every", "1", "--train.keep_checkpoints", "9"]
+    output(capsys, ["train", "--run", tmp_path / "run", *SMALL, "--data.path", prepared, *every])
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5)):
+        manifest = tmp_path / "run" / "checkpoints" / f"step-{step}" / "manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"val_loss": loss}))
+    argv = ["evaluate", tmp_path / "run", "--json", "--checkpoint"]
+    assert json.loads(output(capsys, [*argv, "best"]))["step"] == 2
+    assert "expected the number of a step or best, got 'worst'" in error(capsys, [*argv, "worst"])
+    for manifest in (tmp_path / "run").glob("checkpoints/*/manifest.json"):
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"val_loss": None}))
+    assert "expected a checkpoint with a validation loss" in error(capsys, [*argv, "best"])
+
+
 def test_generate_prints_the_prompt_and_the_same_text_for_the_same_seed(capsys, runs):
     argv = ["generate", runs / "ddl", "--prompt", "Text", "--max-new-tokens", "20", "--seed"]
     first = output(capsys, [*argv, "1"])

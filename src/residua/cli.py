@@ -151,9 +151,25 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
+def _add_checkpoint(parser: Any) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        type=_step,
+        metavar="STEP",
+        help="the checkpoint of this step, or best: of those that are kept the one with the lowest validation loss "
+        "(default: the newest)",
+    )
+
+
+def _step(text: str) -> int | str:
+    if text == "best" or text.isdecimal():
+        return text if text == "best" else int(text)
+    raise argparse.ArgumentTypeError(f"expected the number of a step or best, got {text!r}")
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a run, made by residua train")
-    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="the checkpoint of this step, not the newest")
+    _add_checkpoint(parser)
 
 
 def _schemes(arguments: Arguments) -> None:
@@ -370,7 +386,7 @@ def _estimate(arguments: Arguments) -> None:
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN|HF_DIR", help="folder of a run, or with --tasks of a transformers model")
-    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="the checkpoint of this step, not the newest")
+    _add_checkpoint(parser)
     group = parser.add_argument_group("tasks, by lm-evaluation-harness")
     group.add_argument(
         "--tasks", metavar="paper|NAME,NAME", help="the paper's eight or any others, in place of the validation loss"
@@ -461,7 +477,7 @@ def _evaluate_tasks(arguments: Arguments) -> None:
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a run, made by residua train")
     parser.add_argument("out", metavar="DIR", help="a new or empty folder")
-    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="the checkpoint of this step, not the newest")
+    _add_checkpoint(parser)
     parser.add_argument(
         "--remote-code", action="store_true", help="add the model's code: it then loads where residua is not installed"
     )
@@ -552,9 +568,7 @@ def _print_comparison(comparison: Any) -> None:
 def _analyze_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN|HF_DIR", help="folder of a run, or of an exported model (with --prompt)")
     checkpoints = parser.add_mutually_exclusive_group()
-    checkpoints.add_argument(
-        "--checkpoint", type=int, metavar="STEP", help="the checkpoint of this step, not the newest"
-    )
+    _add_checkpoint(checkpoints)
     checkpoints.add_argument("--all-checkpoints", action="store_true", help="every checkpoint, one trace each")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", help="the text to read; '' for a new document")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,7 @@ from residua.training import (
     pick_device,
     train,
 )
+from residua.training.checkpoint import best_checkpoint
 from residua.training.distributed import ALONE, Ranks, Share, join
 
 with extra("models"):
@@ -157,8 +158,10 @@ def expected_vocabulary(config: RunConfig) -> int:
     return _rounded_up(known[config.data.tokenizer] if trained else GPT2_VOCABULARY)
 
 
-def open_run(folder: str | Path, checkpoint: int | None = None, *, device: str = "auto") -> OpenRun:
+def open_run(folder: str | Path, checkpoint: int | Literal["best"] | None = None, *, device: str = "auto") -> OpenRun:
     """Open the model of a run, at the checkpoint of step `checkpoint` or else at its newest whole one.
+
+    "best" is, of the checkpoints that are kept, the one with the lowest validation loss.
 
     Raises:
         InputError: the folder is no run, it has no such checkpoint, or its data are gone or changed.
@@ -270,11 +273,19 @@ def saved_steps(folder: str | Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (Path(folder) / "checkpoints").glob("step-*"))
 
 
-def _checkpoint(folder: Path, step: int | None) -> Any:
+def _checkpoint(folder: Path, step: int | Literal["best"] | None) -> Any:
     if step is None:
         found = latest_checkpoint(folder)
         if found is None:
             raise InputError(f"{folder}: expected a checkpoint in this run, found none; train it first")
+        return found
+    if step == "best":
+        found = best_checkpoint(folder / "checkpoints")
+        if found is None:
+            raise InputError(
+                f"{folder}: expected a checkpoint with a validation loss, found none; they have one where "
+                "train.evaluate_every and train.checkpoint_every meet"
+            )
         return found
     path = folder / "checkpoints" / f"step-{step}"
     if not path.is_dir():

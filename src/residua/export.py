@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from residua.data.tokenizer import save_tokenizer
 from residua.durable import partial, publish
@@ -27,7 +27,9 @@ OPTIONAL = {"triton"}
 """Packages that a module of the copy imports but that a machine may lack."""
 
 
-def export(run: str | Path, folder: str | Path, *, checkpoint: int | None = None, remote_code: bool = False) -> Path:
+def export(
+    run: str | Path, folder: str | Path, *, checkpoint: int | Literal["best"] | None = None, remote_code: bool = False
+) -> Path:
     """Write the model of a run into a new or empty folder, all of it or nothing.
 
     The folder holds model.safetensors, config.json, generation_config.json, the tokenizer and README.md, the model
