@@ -4,7 +4,10 @@ import math
 import multiprocessing
 import re
 import resource
+import shutil
 import signal
+import sys
+import types
 
 import pytest
 import torch
@@ -292,3 +295,41 @@ def test_a_bar_on_a_terminal(tmp_path, fit, capsys, monkeypatch):
 def test_silence_on_request(tmp_path, fit, capsys):
     fit(tmp_path / "run", progress=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_rows_go_to_weights_and_biases_too(tmp_path, fit, monkeypatch):
+    """A stand-in for the package, which wants an account: one run there for one folder here, also when it goes on."""
+    begun, logged, finished = [], [], []
+
+    class Run:
+        def log(self, row, step):
+            logged.append((step, row))
+
+        def finish(self):
+            finished.append(True)
+
+    stand_in = types.SimpleNamespace(
+        init=lambda **options: begun.append(options) or Run(), Settings=dict, Error=type("Error", (Exception,), {})
+    )
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    fit(tmp_path / "run", wandb="mine", log_every=5)
+    assert [step for step, _ in logged] == [4, 5, 8, 10, 12]
+    assert logged[0][1].keys() >= {"loss", "val_loss", "lr"}
+    assert finished == [True]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-12")
+    fit(tmp_path / "run", wandb="mine", log_every=5, resume=True)
+    first, second = begun
+    assert first["project"] == "mine"
+    assert first["id"] == second["id"]
+    assert first["config"]["train.steps"] == 12
+    assert [step for step, _ in logged[5:]] == [10, 12]
+
+    def refuse(**options):
+        raise stand_in.Error("no\nkey")
+
+    stand_in.init = refuse
+    with pytest.raises(InputError, match=r"train\.wandb: no key; WANDB_MODE=offline"):
+        fit(tmp_path / "other", wandb="mine")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match=r"pip install 'residua\[wandb\]'"):
+        fit(tmp_path / "third", wandb="mine")

@@ -93,6 +93,7 @@ class TrainConfig:
     keep_checkpoints: int = _setting(2, "newest checkpoints to keep")
     keep_best: bool = _setting(False, "keep the checkpoint with the lowest validation loss too")
     tensorboard: bool = _setting(True, "write TensorBoard events too")
+    wandb: str | None = _setting(None, "project at Weights & Biases that gets the rows too; needs the package wandb")
     connections_every: int = _setting(
         0, "steps between two rows of connections.jsonl, the gates of schemes with beta or gamma; 0 for none"
     )

@@ -34,6 +34,7 @@ FREE_KEYS = frozenset(
         "train.log_every",
         "train.parallel",
         "train.tensorboard",
+        "train.wandb",
     }
 )
 

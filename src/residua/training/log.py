@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from residua.durable import sync, write_text
 from residua.errors import InputError, extra
 from residua.provenance import circumstances
-from residua.training.folder import RunFolder
+from residua.training.folder import RunFolder, flatten
 
 with extra("train"):
     from rich.console import Console
@@ -87,14 +88,19 @@ def _finite(value: Any) -> Any:
 
 
 class MetricsLog:
-    """Rows of numbers, one per logged step, in metrics.jsonl (`Rows`) and as TensorBoard events. A context manager."""
+    """Rows of numbers, one per logged step, in metrics.jsonl (`Rows`), as TensorBoard events and in the project `wandb`
+    of Weights & Biases. A context manager.
+    """
 
-    def __init__(self, run: RunFolder, *, step: int, tensorboard: bool):
+    def __init__(self, run: RunFolder, *, step: int, tensorboard: bool, wandb: str | None = None):
         with ExitStack() as stack:
             self._rows = stack.enter_context(Rows(run.metrics, step=step))
             self._events = _event_writer(run.tensorboard, step) if tensorboard else None
             if self._events:
                 stack.callback(self._close_events)
+            self._wandb = _wandb_run(run, wandb) if wandb else None
+            if self._wandb:
+                stack.callback(self._wandb.finish)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "MetricsLog":
@@ -110,6 +116,8 @@ class MetricsLog:
             for name, value in row.items():
                 if name != "step":
                     self._events.add_scalar(name, value, row["step"])
+        if self._wandb:
+            self._wandb.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
 
     def _close_events(self) -> None:
         try:
@@ -193,6 +201,30 @@ def _event_writer(folder: Path, step: int) -> Any:
         say("no TensorBoard events are written: tensorboard is not installed (pip install 'residua[train]')")
         return None
     return SummaryWriter(str(folder), purge_step=step + 1)
+
+
+def _wandb_run(run: RunFolder, project: str) -> Any:
+    """The run of this folder at Weights & Biases, the same one when it goes on. Raises InputError where it refuses."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise InputError("train.wandb: wandb is not installed; pip install 'residua[wandb]'") from error
+    known = run.path / "wandb-id"
+    if not known.exists():
+        write_text(known, f"{uuid.uuid4().hex}\n")
+    try:
+        return wandb.init(
+            project=project,
+            name=run.path.resolve().name,
+            id=known.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            dir=str(run.path),
+            config=flatten(run.settings),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.Error as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"train.wandb: {reason}; WANDB_MODE=offline keeps the rows on the disk alone") from error
 
 
 def _duration(seconds: float) -> str:

@@ -114,7 +114,9 @@ def train(
         if ranks.first:
             with writing(run, start, checkpoint):
                 write_facts(run, known, device=device, step=start, processes=ranks.size, parallel=spread_model.kind)
-                log = stack.enter_context(MetricsLog(run, step=start, tensorboard=config.tensorboard))
+                log = stack.enter_context(
+                    MetricsLog(run, step=start, tensorboard=config.tensorboard, wandb=config.wandb)
+                )
                 if observe_every:
                     observed = stack.enter_context(Rows(run.connections, step=start))
             name = run.path.resolve().name
