@@ -55,6 +55,12 @@ def test_three_runs_on_the_same_tokens_a_table_pictures_and_texts(small, tmp_pat
     assert all(
         (out / picture).is_file() and str(out / picture) in printed.out for picture in ("loss.png", "difference.png")
     )
+    page = out / "explorer.html"
+    assert f"open in a browser: {page}" in printed.out
+    text = page.read_text(encoding="utf-8")
+    for name in RECIPES:
+        assert (out / name / "analysis" / "trace-step-4.safetensors").is_file()
+        assert f'"name":"{name}"' in text
 
     facts = [json.loads((out / name / "facts.json").read_text())["data"]["fingerprint"] for name in RECIPES]
     assert len(set(facts)) == 1
@@ -71,10 +77,13 @@ def test_again_it_trains_only_what_is_missing_and_gives_the_same(small, tmp_path
     argv = ["demo", "--out", str(out), "--steps", "4"]
     assert main(argv) == 0
     first = capsys.readouterr().out
+    page = (out / "explorer.html").read_bytes()
     metrics = {name: (out / name / "metrics.jsonl").stat().st_mtime_ns for name in RECIPES}
     assert main(argv) == 0
     assert capsys.readouterr().out == first
     assert {name: (out / name / "metrics.jsonl").stat().st_mtime_ns for name in RECIPES} == metrics
+    # The traces of the first time were made from the same checkpoints, so they stay, and the page comes out the same.
+    assert (out / "explorer.html").read_bytes() == page
 
 
 def test_interrupted_it_says_how_to_go_on_and_does(small, tmp_path, capsys, monkeypatch):
@@ -92,8 +101,10 @@ def test_interrupted_it_says_how_to_go_on_and_does(small, tmp_path, capsys, monk
     assert main(argv) == 130
     assert f"residua demo --out {out} --steps 4" in capsys.readouterr().err
     assert trained == ["residual", "ddl"]
+    assert not (out / "explorer.html").exists()
     monkeypatch.setattr(residua.demo, "run", run)
     assert main(argv) == 0
+    assert (out / "explorer.html").is_file()
 
 
 def test_other_settings_in_the_same_folder_are_refused(small, tmp_path, capsys):

@@ -28,10 +28,11 @@ LEVELS = {
     "experiment": 4,
     "estimate": 4,
     "mup_check": 4,
-    "demo": 5,
+    "explorer": 5,
+    "demo": 6,
     "export": 5,
-    "cli": 6,
-    "__main__": 7,
+    "cli": 7,
+    "__main__": 8,
 }
 EXTRAS = {
     "accelerate",
@@ -41,6 +42,8 @@ EXTRAS = {
     "lm_eval",
     "matplotlib",
     "numpy",
+    "playwright",
+    "plotly",
     "pyarrow",
     "rich",
     "safetensors",
@@ -48,6 +51,7 @@ EXTRAS = {
     "tokenizers",
     "transformers",
     "triton",
+    "wandb",
     "yaml",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -652,6 +652,7 @@ def _demo(arguments: Arguments) -> int:
     _print_comparison(result.comparison)
     for path in result.pictures:
         print(f"picture: {path}")
+    print(f"open in a browser: {result.page}")
     for name, text in result.texts.items():
         print(f"\n{name} writes:")
         print("\n".join(f"  {line}" for line in textwrap.wrap(text, 100)[:3]))
@@ -719,6 +720,14 @@ def _geometry(arguments: Arguments) -> int | None:
     return importlib.import_module("residua.geometry.cli").run(arguments)
 
 
+def _explore_arguments(parser: argparse.ArgumentParser) -> None:
+    importlib.import_module("residua.explorer.cli").add_arguments(parser)
+
+
+def _explore(arguments: Arguments) -> int | None:
+    return importlib.import_module("residua.explorer.cli").run(arguments)
+
+
 COMMANDS: dict[str, Command] = {
     "schemes": Command(
         "list the residual schemes: equation, options, state, parameters added, paper",
@@ -780,6 +789,13 @@ COMMANDS: dict[str, Command] = {
         "residua compare runs/a runs/b --baseline 'residual train.lr=0.002' --out figures/",
         _compare_arguments,
         _compare,
+    ),
+    "explore": Command(
+        "write one page to play with connections, inspect trained ones and compare runs",
+        "residua explore\nresidua explore runs/ddl --out ddl.html\n"
+        "residua explore runs/residual runs/ddl runs/ddl-cc-ec",
+        _explore_arguments,
+        _explore,
     ),
     "analyze": Command(
         "what the connections of a trained model do: gates, norms, mixing, warnings",

@@ -1,29 +1,37 @@
 """The demonstration: three residual schemes on the same tokens in the same order, each with its own best settings."""
 
+import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from residua.data import PreparedData, prepare
+from residua.errors import extra
 from residua.evaluation.compare import Comparison, compare
 from residua.evaluation.generate import complete
 from residua.evaluation.plots import draw
 from residua.experiment import open_run, run
+from residua.explorer import write_page
+from residua.explorer.collect import collect
 from residua.training import RunConfig, load_config
 
 RECIPES = {"residual": "tiny", "ddl": "tiny-ddl", "ddl-cc-ec": "tiny-ddl-cc-ec"}
 """The preset of each run, and its recipe: they differ in the preset and in what was tuned for it, in nothing else."""
 PROMPT = "The function returns"
 SAMPLE_TOKENS = 80
+PAGE = "explorer.html"
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What came out: the comparison, the paths of its pictures, and what each model writes after `PROMPT`."""
+    """What came out: the comparison, the paths of its pictures and of the explorer's page about the runs, and what each
+    model writes after `PROMPT`.
+    """
 
     comparison: Comparison
     pictures: list[Path]
+    page: Path
     texts: dict[str, str]
 
 
@@ -40,6 +48,8 @@ def demonstrate(out: str | Path, *, steps: int | None = None, progress: bool = T
         KeyboardInterrupt: a run was interrupted; what it had done is saved.
     """
     out = Path(out)
+    with extra("explore"):  # known to be there before minutes are spent on what it shall show
+        importlib.import_module("plotly")
     configs = {
         name: shortened(load_config(recipe, [f"--model.connection={name}"]), steps) for name, recipe in RECIPES.items()
     }
@@ -52,8 +62,10 @@ def demonstrate(out: str | Path, *, steps: int | None = None, progress: bool = T
         if run(config, out / name, resume=begun, progress=progress)["interrupted"]:
             raise KeyboardInterrupt
 
-    comparison = compare([out / name for name in configs])
-    return Demonstration(comparison, draw(comparison, out), dict(_texts(out)))
+    runs = [out / name for name in configs]
+    comparison = compare(runs)
+    page = write_page(out / PAGE, *collect(runs))
+    return Demonstration(comparison, draw(comparison, out), page, dict(_texts(out)))
 
 
 def shortened(config: RunConfig, steps: int | None) -> RunConfig:

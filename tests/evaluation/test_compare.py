@@ -21,6 +21,15 @@ def test_runs_that_differ_only_in_the_seed_form_a_group(make_run):
     assert comparison.notes == ()
 
 
+def test_what_else_is_written_down_makes_no_difference(make_run):
+    runs = [make_run("a", seed=0), make_run("b", seed=1)]
+    config = json.loads((runs[1] / "config.yaml").read_text())
+    config["train"] |= {"connections_every": 10, "wandb": "mine", "tensorboard": False}
+    (runs[1] / "config.yaml").write_text(json.dumps(config))
+    (group,) = compare(runs).groups
+    assert group.seeds == (0, 1)
+
+
 def test_names_tell_what_differs_and_connections_with_changes_are_groups_of_their_own(make_run):
     comparison = compare(
         [

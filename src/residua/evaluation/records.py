@@ -13,6 +13,10 @@ with extra("train"):
     import yaml
 
 
+TOLD_ELSEWHERE = {"train.connections_every", "train.tensorboard", "train.wandb"}
+"""Settings of what else is written down: runs that differ in them alone are alike."""
+
+
 class Point(NamedTuple):
     """A loss (nats per token) with the place in the run where it was measured."""
 
@@ -26,9 +30,9 @@ class Point(NamedTuple):
 class Run:
     """What one run folder tells.
 
-    `settings` is the resolved configuration with dotted keys, without the seed; the data stand in it as their
-    fingerprint where facts.json has it, so that the place where they lie makes no difference. `tokens_per_second` is
-    the median of the logged speeds.
+    `settings` is the resolved configuration with dotted keys, without the seed and `TOLD_ELSEWHERE`; the data stand in
+    it as their fingerprint where facts.json has it, so that the place where they lie makes no difference.
+    `tokens_per_second` is the median of the logged speeds.
     """
 
     folder: Path
@@ -56,6 +60,7 @@ class Run:
 
         settings = dict(_flatten(config))
         seed = settings.pop("train.seed", 0)
+        settings = {key: value for key, value in settings.items() if key not in TOLD_ELSEWHERE}
         fingerprint = facts.get("data", {}).get("fingerprint")
         if fingerprint is not None:
             settings = {key: value for key, value in settings.items() if not key.startswith("data.")}

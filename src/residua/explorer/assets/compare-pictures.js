@@ -1,0 +1,248 @@
+// Losses, differences to a baseline, and what the loss was bought with.
+
+import {h} from "./dom.js";
+import {canvas, chart, faded, panel} from "./panels.js";
+import {color} from "./theme.js";
+
+const TITLES = {step: "training step", tokens: "training tokens", seconds: "seconds of training"};
+const PLACE = {step: 0, tokens: 1, seconds: 2};
+const LOSS = 3;
+// The first part of a run changes so much that, scaled to it, nothing later can be told apart: it may leave the frame.
+const UNSETTLED = {difference: 0.3, loss: 0.1};
+const FEW_POINTS = 24;
+const LINES = [1, 2, 3, 4, 5, 6, 7, 8].map((i) => `--line-${i}`);
+
+/** The colour of each group, which stays its own whatever the baseline is: that one has the colour of the ink. */
+function colours(comparison, baseline, of = color) {
+  const lines = LINES.map(of);
+  const shade = (name, i) => (name === baseline ? of("--ink") : lines[i % lines.length]);
+  return Object.fromEntries(comparison.groups.map(({name}, i) => [name, shade(name, i)]));
+}
+
+/** Dashed where the colours begin again. */
+const dash = (comparison, name) =>
+  comparison.groups.findIndex((group) => group.name === name) < LINES.length ? "solid" : "dash";
+
+/** The ends of an axis that hold what comes after the unsettled part; points: [[x, low, high], ...]. */
+function settled(points, unsettled) {
+  const end = Math.max(...points.map(([x]) => x).filter(Number.isFinite), 0);
+  const later = points.filter(([x]) => x >= unsettled * end);
+  const numbers = (later.length ? later : points).flatMap(([, low, high]) => [low, high]).filter(Number.isFinite);
+  if (!numbers.length) return undefined;
+  const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
+  const room = 0.06 * (high - low) || 0.01;
+  return [low - room, high + room];
+}
+
+const marks = (points) => (points.length <= FEW_POINTS ? {mode: "lines+markers", marker: {size: 5}} : {mode: "lines"});
+const zoomable = () => ({dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom"});
+
+/** @param {object} comparison */
+export function differencePicture(comparison) {
+  const place = canvas("difference", "tall");
+  const note = h("p", {class: "note"});
+  const element = panel("difference", "Difference in validation loss", null, note, place);
+  element.classList.add("wide");
+  return {
+    element,
+    async update({baseline, axis}) {
+      const {differences} = comparison.against[baseline];
+      const lines = comparison.groups.map(({name}) => [
+        name,
+        differences[name][axis].filter(([, mean]) => mean !== null),
+      ]);
+      const banded = lines.some(([, points]) => points.some(([, , deviation]) => deviation !== null));
+      const apart = lines.filter(([, points]) => !points.length).map(([name]) => name);
+      note.textContent = [
+        `Loss minus that of ${baseline}, nats per token; below 0 is better.`,
+        banded ? "Bands: ± 1 standard deviation over the seeds." : "One seed each: the noise is not measured.",
+        "The scale is fitted to what comes after the first 30 %; drag to look closer, double-click for the whole.",
+        apart.length ? `Without a place that both reached: ${apart.join(", ")}.` : "",
+      ].join(" ");
+      const others = lines
+        .filter(([name]) => name !== baseline)
+        .flatMap(([, points]) =>
+          points.map(([at, mean, deviation]) => [at, mean - (deviation ?? 0), mean + (deviation ?? 0)]),
+        );
+      const reach = settled([...others, [Infinity, 0, 0]], UNSETTLED.difference);
+      await chart(
+        place,
+        () => {
+          const shades = colours(comparison, baseline);
+          return lines.flatMap(([name, points]) => {
+            const x = points.map(([at]) => at);
+            const edge = (sign, more) => ({
+              x,
+              y: points.map(([, mean, deviation]) => mean + sign * (deviation ?? 0)),
+              mode: "lines",
+              line: {width: 0},
+              hoverinfo: "skip",
+              showlegend: false,
+              ...more,
+            });
+            const band = points.some(([, , deviation]) => deviation !== null)
+              ? [edge(-1, {}), edge(1, {fill: "tonexty", fillcolor: faded(shades[name], 0.15)})]
+              : [];
+            return [
+              ...band,
+              {
+                x,
+                y: points.map(([, mean]) => mean),
+                type: "scatter",
+                ...marks(points),
+                line: {color: shades[name], width: 2, dash: dash(comparison, name)},
+                name: name === baseline ? `${name} (baseline)` : name,
+                meta: name,
+                hovertemplate: `%{y:+.4f} %{customdata}<extra>%{fullData.name}</extra>`,
+                customdata: points.map(([, , deviation, count]) =>
+                  deviation === null ? "" : `± ${deviation.toFixed(4)}${count ? `, ${count} seeds` : ""}`,
+                ),
+              },
+            ];
+          });
+        },
+        () => ({
+          ...zoomable(),
+          uirevision: `${baseline} ${axis}`,
+          xaxis: {title: {text: TITLES[axis]}, fixedrange: false, rangemode: "tozero"},
+          yaxis: {title: {text: "difference"}, zeroline: true, range: reach, fixedrange: false, tickformat: ".3~f"},
+        }),
+      );
+    },
+  };
+}
+
+export function lossPicture(comparison) {
+  const place = canvas("loss");
+  const element = panel("loss", "Loss", "Strong: validation, one line for each seed. Pale: training, averaged.", place);
+  element.classList.add("wide");
+  return {
+    element,
+    async update({baseline, axis}) {
+      const column = PLACE[axis];
+      const curves = comparison.groups.flatMap(({name, runs}) => runs.map((run) => ({name, ...run})));
+      const points = curves.flatMap(({validation, training}) =>
+        (validation.length ? validation : training).map((point) => [point[column], point[LOSS], point[LOSS]]),
+      );
+      const first = new Set();
+      await chart(
+        place,
+        () => {
+          first.clear();
+          const shades = colours(comparison, baseline);
+          return curves.flatMap(({name, seed, validation, training}) => {
+            const strong = validation.length ? validation : training;
+            const line = (rows, more) => ({
+              x: rows.map((row) => row[column]),
+              y: rows.map((row) => row[LOSS]),
+              type: "scatter",
+              mode: "lines",
+              legendgroup: name,
+              ...more,
+            });
+            const lead = !first.has(name);
+            first.add(name);
+            return [
+              line(training, {line: {color: faded(shades[name], 0.2), width: 1}, hoverinfo: "skip", showlegend: false}),
+              line(strong, {
+                ...marks(strong),
+                line: {color: shades[name], width: 1.75, dash: dash(comparison, name)},
+                name,
+                showlegend: lead,
+                hovertemplate: `%{y:.4f}, seed ${seed}<extra>%{fullData.name}</extra>`,
+              }),
+            ];
+          });
+        },
+        () => ({
+          ...zoomable(),
+          hovermode: "closest",
+          uirevision: axis,
+          xaxis: {title: {text: TITLES[axis]}, fixedrange: false, rangemode: "tozero"},
+          yaxis: {title: {text: "loss (nats per token)"}, range: settled(points, UNSETTLED.loss), fixedrange: false},
+        }),
+      );
+    },
+  };
+}
+
+/** Loss against throughput, time and size: each is there where the runs have recorded it. */
+export function pricePictures(comparison) {
+  const of = (group, key) => (typeof group[key] === "number" ? group[key] : (group[key]?.mean ?? null));
+  const plots = [
+    ["tokens_per_second", "tokens per second"],
+    ["seconds", "seconds of training"],
+    ["parameters", "parameters"],
+  ].filter(([key]) => comparison.groups.some((group) => of(group, key) !== null && group.val_loss));
+  const places = plots.map(([key]) => canvas(`price-${key}`));
+  const legend = h("p", {class: "keys"});
+  const element = panel(
+    "price",
+    "What it costs",
+    "The last validation loss against speed, time and size; bars: ± 1 standard deviation over the seeds. Lower is better, and faster is to the right in the first picture, to the left in the second.",
+    legend,
+    plots.length
+      ? h("div", {class: "plots"}, places)
+      : h("p", null, "No run has recorded both a validation loss and its speed."),
+    h(
+      "p",
+      {class: "note", "data-note": "memory"},
+      "Memory is not recorded while a model trains; ",
+      h("code", null, "residua bench memory"),
+      " measures it.",
+    ),
+  );
+  element.classList.add("wide");
+  return [
+    {
+      element,
+      async update({baseline}) {
+        const keys = colours(comparison, baseline, (name) => `var(${name})`);
+        legend.replaceChildren(
+          ...comparison.groups.map(({name}) =>
+            h("span", null, h("i", {class: "key", style: `background: ${keys[name]}`}), name),
+          ),
+        );
+        await Promise.all(
+          plots.map(([key, title], i) =>
+            chart(
+              places[i],
+              () => {
+                const shades = colours(comparison, baseline);
+                return comparison.groups
+                  .filter((group) => of(group, key) !== null && group.val_loss?.mean)
+                  .map((group) => ({
+                    x: [of(group, key)],
+                    y: [group.val_loss.mean],
+                    type: "scatter",
+                    mode: "markers",
+                    marker: {size: 11, color: shades[group.name]},
+                    name: group.name,
+                    error_y: {
+                      array: [group.val_loss.deviation ?? 0],
+                      visible: group.val_loss.deviation !== null,
+                      color: shades[group.name],
+                      thickness: 1.5,
+                    },
+                    error_x: {
+                      array: [group[key]?.deviation ?? 0],
+                      visible: Boolean(group[key]?.deviation),
+                      color: shades[group.name],
+                      thickness: 1.5,
+                    },
+                    hovertemplate: `%{y:.4f} at %{x:,.4~g}<extra>%{fullData.name}</extra>`,
+                  }));
+              },
+              () => ({
+                hovermode: "closest",
+                showlegend: false,
+                xaxis: {title: {text: title}, tickformat: "~s"},
+                yaxis: {title: {text: "validation loss"}, tickformat: ".3~f"},
+              }),
+            ),
+          ),
+        );
+      },
+    },
+  ];
+}

@@ -1,0 +1,83 @@
+// The card: where a trace comes from, and what its reader should be warned of.
+
+import {h} from "./dom.js";
+import {number} from "./inspect-trace.js";
+import {panel} from "./panels.js";
+
+const FAMILIES = {
+  residual: "plain residual",
+  delta: "delta writes",
+  streams: "mixed streams",
+  geometric: "rotations and reflections",
+};
+
+/** @param {object} trace */
+export function card(trace) {
+  const {facts, warnings} = trace;
+  const {scheme, ...options} = typeof facts.scheme === "object" && facts.scheme ? facts.scheme : {scheme: facts.scheme};
+  const rows = [
+    ["connection", facts.preset ?? scheme],
+    ["kind", FAMILIES[facts.family] ?? facts.family],
+    ["run", facts.run],
+    ["checkpoint", facts.checkpoint === null ? null : `step ${facts.checkpoint.toLocaleString("en")}`],
+    [
+      "size",
+      `${trace.depth} sublayer${trace.depth === 1 ? "" : "s"} of width ${facts.dim}${facts.streams > 1 ? `, ${facts.streams} rows of state` : ""}`,
+    ],
+    [
+      "text",
+      `${facts.read ?? `${trace.length.toLocaleString("en")} tokens`}${facts.loss === null ? "" : `, loss ${number(facts.loss)} nats per token`}`,
+    ],
+    ["made", [facts.date?.slice(0, 10), facts.residua && `residua ${facts.residua}`].filter(Boolean).join(", ")],
+  ];
+  const list = (name, pairs) =>
+    h(
+      "dl",
+      {class: name},
+      pairs.map(([key, value]) => [h("dt", null, key), h("dd", null, value)]),
+    );
+  const plain = (value) =>
+    typeof value === "object" && value !== null ? JSON.stringify(value) : String(value ?? "none");
+  const element = panel(
+    "card",
+    trace.name,
+    null,
+    h(
+      "div",
+      {class: "halves"},
+      list(
+        "facts",
+        rows.filter(([, value]) => value),
+      ),
+      h(
+        "div",
+        null,
+        warnings.length
+          ? h(
+              "ul",
+              {class: "warnings"},
+              warnings.map((text) => h("li", null, text)),
+            )
+          : h("p", {class: "note"}, "No warnings: gates, mixing and context look as they should."),
+        trace.thinned &&
+          h(
+            "p",
+            {class: "note"},
+            `Some quantities are kept at ${facts.sampled.length} tokens only, to keep this page small; those of other tokens are of the nearest one.`,
+          ),
+        Object.keys(options).length > 0 &&
+          h(
+            "details",
+            null,
+            h("summary", null, "All options of the connection"),
+            list(
+              "facts small",
+              Object.entries(options).map(([key, value]) => [key, plain(value)]),
+            ),
+          ),
+      ),
+    ),
+  );
+  element.classList.add("wide");
+  return {element};
+}

@@ -1,0 +1,201 @@
+// The text, its tokens coloured by what the selected sublayer did, and the map of all sublayers and tokens.
+
+import {h} from "./dom.js";
+import {number, quantiles, regime, visible} from "./inspect-trace.js";
+import {canvas, chart, mark, panel, shades} from "./panels.js";
+import {betaScale, color, onTheme, sizeScale} from "./theme.js";
+
+/** The ends of the colours of a quantity: fixed ones, or those of its numbers. */
+function limits(field, quantity) {
+  if (quantity.limits) return quantity.limits;
+  const [low, high] = quantiles(field.data.filter(Number.isFinite), [0, 1]);
+  if (Number.isNaN(low)) return [0, 1];
+  return [Math.min(0, low), high > 0 ? high : 1];
+}
+
+const scaleOf = ({name}) => (name === "beta" ? betaScale() : sizeScale());
+
+/** What is said of one sublayer at one token. */
+function said(trace, sublayer, token, {shown, thresholds}) {
+  const value = trace.fields[shown.name].at(sublayer, token);
+  const near = trace.fields[shown.name].position(trace.fields[shown.name].column(token));
+  return [
+    `“${visible(trace.tokens[token])}”, token ${token}`,
+    trace.facts.sublayers[sublayer],
+    `${shown.label} = ${number(value)}${near === token ? "" : ` (of token ${near})`}`,
+    ...(shown.name === "beta" && !Number.isNaN(value) ? [regime(value, thresholds)] : []),
+  ];
+}
+
+/** @param {object} trace @param {Tip} tip @param {(sublayer: number|null, token: number|null) => void} select */
+export function tokensAndMap(trace, tip, select) {
+  const words = trace.tokens.map((token, i) => h("span", {"data-token": i}, visible(token)));
+  // A line of the text ends where its line ended.
+  const text = h(
+    "div",
+    {
+      class: "text",
+      tabindex: 0,
+      "data-moves": true,
+      role: "group",
+      "aria-label": "The tokens of the text; arrow keys move the selection",
+    },
+    words.map((word, i) => (trace.tokens[i].includes("\n") ? [word, h("br")] : word)),
+  );
+  const map = canvas("map", trace.depth > 24 ? "tall" : "");
+  const field = h(
+    "div",
+    {
+      tabindex: 0,
+      "data-moves": true,
+      role: "group",
+      "aria-label": "Map of sublayers and tokens; arrow keys move the selection",
+    },
+    map,
+  );
+  const readout = h("p", {class: "readout", "aria-live": "polite"});
+  const legend = h("div", {class: "legend"});
+  const element = panel("map", "Text and map", null, readout, legend, text, field);
+  element.classList.add("wide");
+
+  let selected = null;
+  const tokenOf = (event) => event.target.closest?.("[data-token]")?.dataset.token;
+  text.addEventListener("click", (event) => {
+    const token = tokenOf(event);
+    if (token !== undefined) select(null, Number(token));
+  });
+  text.addEventListener("mousemove", (event) => {
+    const token = tokenOf(event);
+    if (token === undefined || !selected) tip.hide();
+    else tip.show(event, said(trace, selected.sublayer, Number(token), selected));
+  });
+  text.addEventListener("mouseleave", () => tip.hide());
+  map.addEventListener("mouseleave", () => tip.hide());
+
+  function paint() {
+    const {sublayer, shown} = selected;
+    const values = trace.fields[shown.name];
+    const [low, high] = limits(values, shown);
+    const shade = shades(scaleOf(shown));
+    words.forEach((word, i) => {
+      const value = values.at(sublayer, i);
+      const {background, ink} = Number.isFinite(value)
+        ? shade((value - low) / (high - low))
+        : {background: "none", ink: "inherit"};
+      word.style.background = background;
+      word.style.color = ink;
+      word.classList.toggle("missing", !Number.isFinite(value));
+    });
+    const ends = [low, (low + high) / 2, high];
+    const stops = scaleOf(shown)
+      .map(([place, c]) => `${c} ${place * 100}%`)
+      .join(", ");
+    legend.replaceChildren(
+      h("span", null, `${shown.label}: ${shown.note}`),
+      h(
+        "span",
+        {class: "scale"},
+        h("span", null, number(ends[0])),
+        h("span", {class: "bar", style: `background: linear-gradient(90deg, ${stops})`}),
+        h("span", null, number(ends[2])),
+      ),
+    );
+  }
+  onTheme(() => {
+    if (selected && element.isConnected) paint();
+  });
+
+  const outline = () => {
+    const {sublayer, token, shown} = selected;
+    const values = trace.fields[shown.name];
+    const column = values.position(values.column(token));
+    const half = values.tokens ? Math.max(0.5, trace.length / values.columns / 2) : 0.5;
+    const box = (x0, x1, y0, y1, width) => ({type: "rect", x0, x1, y0, y1, line: {color: color("--ink"), width}});
+    return [
+      box(-0.5, trace.length - 0.5, sublayer - 0.5, sublayer + 0.5, 1),
+      box(column - half, column + half, -0.5, trace.depth - 0.5, 1),
+    ];
+  };
+
+  let drawn = null;
+  async function draw() {
+    const {shown} = selected;
+    const values = trace.fields[shown.name];
+    const [zmin, zmax] = limits(values, shown);
+    const names = trace.facts.sublayers;
+    const every = Math.ceil(trace.depth / 24);
+    const ticks = names.map((_, i) => i).filter((i) => i % every === 0);
+    const rows = names.map((_, i) => values.row(i));
+    await chart(
+      map,
+      () => [
+        {
+          type: "heatmap",
+          z: rows,
+          x: values.positions(),
+          y: names.map((_, i) => i),
+          zmin,
+          zmax,
+          colorscale: scaleOf(shown),
+          showscale: false,
+          hoverinfo: "none",
+          hoverongaps: true,
+        },
+      ],
+      () => ({
+        hovermode: "closest",
+        shapes: outline(),
+        showlegend: false,
+        dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+        margin: {l: 88, r: 8, t: 8, b: 40},
+        xaxis: {
+          title: {text: "token"},
+          range: [-0.5, trace.length - 0.5],
+          showgrid: false,
+          zeroline: false,
+          fixedrange: false,
+        },
+        yaxis: {
+          tickvals: ticks,
+          ticktext: ticks.map((i) => names[i]),
+          range: [-0.5, trace.depth - 0.5],
+          showgrid: false,
+          zeroline: false,
+        },
+      }),
+      ({x, y}) => {
+        field.focus({preventScroll: true});
+        select(y, x);
+      },
+    );
+    if (!map.dataset.hovers) {
+      map.dataset.hovers = "1";
+      map.on("plotly_hover", ({points: [{x, y}], event}) => tip.show(event, said(trace, y, x, selected)));
+      map.on("plotly_unhover", () => tip.hide());
+    }
+  }
+
+  return {
+    element,
+    async update(now, all) {
+      const other = !selected || selected.sublayer !== now.sublayer;
+      selected = now;
+      if (all || other) paint();
+      text.querySelector("[aria-current]")?.removeAttribute("aria-current");
+      const word = words[now.token];
+      word.setAttribute("aria-current", "true");
+      const [top, height] = [word.offsetTop - text.offsetTop, text.clientHeight];
+      if (top < text.scrollTop || top > text.scrollTop + height - 24) text.scrollTop = top - height / 2;
+      const loss = trace.lists.token_loss?.[now.token];
+      readout.replaceChildren(
+        said(trace, now.sublayer, now.token, now).join(" · "),
+        loss === undefined || Number.isNaN(loss) ? "" : ` · loss of the next token ${number(loss)} nats`,
+      );
+      if (drawn === now.shown.name) await mark(map, outline());
+      else {
+        drawn = now.shown.name;
+        await draw();
+      }
+    },
+  };
+}

@@ -1,0 +1,142 @@
+// A trace as the page holds it: arrays over sublayers and tokens, and what is said of their values.
+
+import {arrays, payload} from "./data.js";
+
+/**
+ * What can be shown in every sublayer at every token, in this order. `label` is short, `note` says what it is.
+ * `limits` are the ends of its scale where they are fixed.
+ */
+export const QUANTITIES = [
+  {name: "beta", label: "β", note: "the gate: 0 keeps the state, 1 projects, 2 reflects", limits: [0, 2]},
+  {name: "gamma", label: "γ", note: "the gate between reflection (0) and rotation (1)", limits: [0, 1]},
+  {name: "angle", label: "angle", note: "the Cayley rotation's angle in radians"},
+  {name: "mixing", label: "‖H_res − I‖", note: "how far the mixing of the rows is from leaving them alone"},
+  {name: "change", label: "‖ΔX‖ / ‖X‖", note: "how much the sublayer changes the state, relative to its norm"},
+  {name: "erase_norm", label: "erase", note: "β ‖kᵀX‖, what is taken out of the state"},
+  {name: "write_norm", label: "write", note: "β ‖v‖, what is put into the state"},
+  {name: "discrepancy_norm", label: "‖v − kᵀX‖", note: "how far the state is from holding v along k"},
+  {name: "output_norm", label: "‖y‖", note: "the norm of the sublayer's output"},
+  {name: "state_norm", label: "‖X‖", note: "the norm of the state before the sublayer"},
+];
+
+export const REGIMES = ["identity", "projection", "reflection"];
+
+/** Numbers over sublayers (or depth), tokens and perhaps rows and columns; some only at a sample of the tokens. */
+export class Field {
+  /** @param {Float32Array & {shape: number[]}} data @param {number[] | null} tokens the positions, null for all */
+  constructor(data, tokens) {
+    this.data = data;
+    [this.rows, this.columns] = data.shape;
+    this.inner = data.shape.slice(2);
+    this.size = this.inner.reduce((product, n) => product * n, 1);
+    this.tokens = tokens;
+  }
+
+  /** The column of a token, or of the nearest that there is. */
+  column(token) {
+    if (!this.tokens) return Math.min(token, this.columns - 1);
+    let best = 0;
+    this.tokens.forEach((position, i) => {
+      if (Math.abs(position - token) < Math.abs(this.tokens[best] - token)) best = i;
+    });
+    return best;
+  }
+
+  /** The token that a column is about. */
+  position(column) {
+    return this.tokens ? this.tokens[column] : column;
+  }
+
+  positions() {
+    return this.tokens ?? Array.from({length: this.columns}, (_, i) => i);
+  }
+
+  /** The number in a row at a token; for a matrix, its numbers. */
+  at(row, token) {
+    const start = (row * this.columns + this.column(token)) * this.size;
+    return this.inner.length ? this.data.subarray(start, start + this.size) : this.data[start];
+  }
+
+  /** All numbers of a row. */
+  row(row) {
+    const width = this.columns * this.size;
+    return this.data.subarray(row * width, (row + 1) * width);
+  }
+
+  /** The mean over the tokens of each number in a row. */
+  mean(row) {
+    const all = this.row(row);
+    return Float64Array.from({length: this.size}, (_, i) => {
+      let sum = 0;
+      for (let j = i; j < all.length; j += this.size) sum += all[j];
+      return sum / this.columns;
+    });
+  }
+}
+
+/** The trace of this number with all its arrays; `fields` by name, and `lists` of one dimension. */
+export async function loadTrace(number) {
+  const described = payload().traces[number];
+  const entries = Object.entries(described.arrays);
+  const loaded = await Promise.all(entries.map(([, {key}]) => arrays(key)));
+  const fields = {};
+  const lists = {};
+  entries.forEach(([name, {tokens}], i) => {
+    if (loaded[i].shape.length === 1) lists[name] = loaded[i];
+    else fields[name] = new Field(loaded[i], tokens);
+  });
+  for (const name of ["determinant", "singular_max", "singular_min", "defect"]) {
+    if (fields[name]) fields[name].tokens = described.facts.sampled;
+  }
+  return {
+    ...described,
+    fields,
+    lists,
+    thinned: entries.some(([, {tokens}]) => tokens !== null),
+    depth: described.facts.sublayers.length,
+    length: described.tokens.length,
+    quantities: QUANTITIES.filter(({name}) => fields[name]),
+  };
+}
+
+/** Where a gate stands: identity below the first threshold, reflection above the second, projection between. */
+export function regime(beta, {identity, reflection}) {
+  if (Number.isNaN(beta)) return "not a number";
+  if (beta < identity) return "identity";
+  return beta > reflection ? "reflection" : "projection";
+}
+
+/** The shares of the tokens of each regime, and of those without a number, in a row of gates. */
+export function shares(betas, thresholds) {
+  const counts = {identity: 0, projection: 0, reflection: 0, "not a number": 0};
+  for (const beta of betas) counts[regime(beta, thresholds)] += 1;
+  return Object.fromEntries(Object.entries(counts).map(([name, count]) => [name, count / betas.length]));
+}
+
+/** The values below which the given parts of the numbers lie, those that are no numbers left out; NaN for none. */
+export function quantiles(numbers, parts) {
+  const sorted = Float64Array.from(numbers)
+    .filter((x) => !Number.isNaN(x))
+    .sort();
+  if (!sorted.length) return parts.map(() => NaN);
+  return parts.map((part) => {
+    const place = part * (sorted.length - 1);
+    const low = Math.floor(place);
+    const high = Math.ceil(place);
+    return low === high ? sorted[low] : sorted[low] + (sorted[high] - sorted[low]) * (place - low);
+  });
+}
+
+/** A number as it is read: four digits, and no more than are there. */
+export function number(x) {
+  if (x === null || x === undefined || Number.isNaN(x)) return "not a number";
+  if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
+  const size = Math.abs(x);
+  const text = x === 0 ? "0" : size < 1e-3 || size >= 1e5 ? x.toExponential(2) : String(Number(x.toPrecision(4)));
+  return text.replaceAll("-", "−");
+}
+
+/** A token as it is shown: line ends and tabs to be seen. */
+export function visible(token) {
+  return token.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "∅";
+}

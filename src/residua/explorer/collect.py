@@ -1,0 +1,224 @@
+"""From run folders and trace files to what the explorer's page holds: a payload for JSON, and arrays beside it.
+
+The page has to stay small enough to be sent by mail, so the arrays share what is left of `PAGE` bytes: as float32 where
+all fit, else all but beta as float16, and what still does not fit at the sampled tokens only. The page says so.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from residua.analysis.summary import warnings
+from residua.analysis.trace import Trace
+from residua.errors import InputError
+from residua.experiment import open_run, trace_run
+from residua.explorer.comparison import comparison_payload
+from residua.training import latest_checkpoint, read_metrics
+
+MOST_RUNS = 12
+PAGE = 5_700_000
+LIBRARY = 2_150_000
+"""Bytes of the page that are there without any data: plotly, and our modules and styles."""
+BASE64 = 4 / 3
+CHECKPOINTS = 100
+"""Of beta over training: more cannot be told apart on a screen."""
+
+OF_TOKENS = (
+    *("beta", "gamma", "angle", "mixing", "change", "state_norm", "erase_norm", "write_norm", "output_norm"),
+    *("change_norm", "discrepancy_norm", "row_error", "column_error", "orthogonality_error"),
+    *("h_pre", "h_post", "h_res"),
+)
+"""What has an axis of sublayers and one of tokens, the most needed first."""
+SMALL = (
+    *("token_loss", "alignment", "effective_rank"),
+    *("determinant", "singular_max", "singular_min", "defect", "singular_values"),
+)
+QUANTILES = ("mean", "q05", "q50", "q95")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trace with the name it has on the page, and the folder of its run where that is known."""
+
+    name: str
+    trace: Trace
+    run: Path | None = None
+
+
+def collect(paths: Sequence[str | Path]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The payload and the arrays of a page about these run folders and trace files.
+
+    A run without a trace of its newest checkpoint gets one, which is saved in the run. Two and more runs are compared.
+
+    Raises:
+        InputError: a path is neither, a trace is of another version, or there are too many.
+    """
+    paths = list({Path(path).resolve(): Path(path) for path in paths}.values())
+    if len(paths) > MOST_RUNS:
+        raise InputError(f"expected at most {MOST_RUNS} runs and traces on one page, got {len(paths)}")
+    runs = [path for path in paths if not _is_trace(path)]
+    # Everything is read before anything is made: a mistake in the last path shall not come after a minute of work.
+    comparison = comparison_payload(runs) if len(runs) > 1 else None
+    loaded = {path: Trace.load(path) for path in paths if path not in runs}
+    sources = [Source(_name(path, loaded[path]), loaded[path]) if path in loaded else _of_run(path) for path in paths]
+    return page_of(sources, comparison)
+
+
+def page_of(
+    sources: Sequence[Source], comparison: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The payload and the arrays of a page about these traces and this comparison."""
+    names = _distinct([source.name for source in sources])
+    described = [_described(source, name) for source, name in zip(sources, names)]
+    shown = list(dict.fromkeys(source.name for source in sources))
+    title = ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "") or "residua"
+    payload = {"title": title, "traces": described, "comparison": comparison}
+    room = (PAGE - LIBRARY - len(json.dumps(payload))) / BASE64
+    arrays: dict[str, np.ndarray] = {}
+    for number, source in enumerate(sources):
+        share = room / len(sources)
+        over_training = _over_training(source)
+        share -= sum(values.nbytes for values in over_training.values())
+        for name, (values, tokens) in {**_fitted(source.trace, share), **_whole(over_training)}.items():
+            key = f"{number}.{name}"
+            arrays[key] = values
+            described[number]["arrays"][name] = {"key": key, "shape": list(values.shape), "tokens": tokens}
+    return payload, arrays
+
+
+def _is_trace(path: Path) -> bool:
+    if not path.exists():
+        raise InputError(f"{path}: expected a run folder or a trace, but there is nothing of this name")
+    if path.is_dir() and not (path / "config.yaml").is_file():
+        raise InputError(f"{path}: expected a run folder, found no config.yaml; residua train --run makes one")
+    return path.is_file()
+
+
+def _of_run(folder: Path) -> Source:
+    """The trace of a run's newest checkpoint, made and saved in the run where it has none."""
+    there = dict(_traces(folder))
+    newest = latest_checkpoint(folder)
+    step = newest.step if newest else max(there, default=None)
+    loaded = Trace.load(there[step]) if step in there else _made(folder)
+    return Source(folder.resolve().name, loaded, folder)
+
+
+def _made(folder: Path) -> Trace:
+    opened = open_run(folder)
+    print(f"{folder}: no trace of its newest checkpoint yet, making one", file=sys.stderr, flush=True)
+    made = trace_run(opened)
+    made.save(folder / "analysis" / f"trace-step-{made.facts['checkpoint']}.safetensors")
+    return made
+
+
+def _name(path: Path, trace: Trace) -> str:
+    run, step = trace.facts.get("run"), trace.facts.get("checkpoint")
+    return path.name.removesuffix(".safetensors") if run is None else run if step is None else f"{run}, step {step}"
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, with numbers behind those that occur more than once."""
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(f"{name} ({seen[name]})" if names.count(name) > 1 else name)
+    return result
+
+
+def _described(source: Source, name: str) -> dict[str, Any]:
+    trace = source.trace
+    return {
+        "name": name,
+        "facts": trace.facts,
+        "tokens": trace.tokens,
+        "warnings": warnings(trace),
+        "arrays": {},
+    }
+
+
+def _fitted(trace: Trace, room: float) -> dict[str, tuple[np.ndarray, list[int] | None]]:
+    """The arrays of a trace within `room` bytes, each with the tokens it is about, None where it is about all."""
+    values = _derived(trace)
+    small = {name: values[name].float().numpy() for name in SMALL if name in values}
+    large = {name: values[name].float().numpy() for name in OF_TOKENS if name in values}
+    found = _whole(small)
+    room -= sum(array.nbytes for array in small.values())
+    if sum(array.nbytes for array in large.values()) > room:
+        large = {name: array if name == "beta" else _halved(array) for name, array in large.items()}
+    sampled = list(trace.facts["sampled"])
+    for name, array in large.items():
+        whole = array.nbytes <= room
+        found[name] = (array, None) if whole else (array[:, sampled], sampled)
+        room -= found[name][0].nbytes
+    return found
+
+
+def _whole(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, None]]:
+    return {name: (array, None) for name, array in arrays.items()}
+
+
+def _derived(trace: Trace) -> dict[str, torch.Tensor]:
+    """The trace's values, with how far each mixing matrix is from the identity, and each change from no change."""
+    values = dict(trace.values)
+    if "h_res" in values:
+        mix = values["h_res"].float()
+        values["mixing"] = torch.linalg.matrix_norm(mix - torch.eye(mix.shape[-1]))
+    if "change_norm" in values and "state_norm" in values:
+        values["change"] = values["change_norm"] / values["state_norm"][:-1]
+    return values
+
+
+def _halved(array: np.ndarray) -> np.ndarray:
+    """As float16 where that keeps three digits, else as it was."""
+    sizes = np.abs(array[np.isfinite(array) & (array != 0)])
+    fits = sizes.size == 0 or (sizes.max() < 6e4 and sizes.min() > 1e-4)
+    return array.astype(np.float16) if fits else array
+
+
+def _over_training(source: Source) -> dict[str, np.ndarray]:
+    """How the gates moved while the run trained: `steps` (N), and `training.beta.mean` and others (N, sublayers).
+
+    From the telemetry of the training where there is any, else from the traces of several checkpoints.
+    """
+    if source.run is None:
+        return {}
+    names = source.trace.facts["sublayers"]
+    logged = {row["step"]: row for row in read_metrics(source.run / "connections.jsonl")}
+    rows = [logged[step] for step in sorted(logged)] or list(_of_checkpoints(source.run))
+    found: dict[str, np.ndarray] = {}
+    for gate in ("beta", "gamma"):
+        series = [row for row in rows if len(row.get(gate, {}).get("mean", ())) == len(names)]
+        if len(series) < 2:
+            continue
+        series = [series[round(i)] for i in np.linspace(0, len(series) - 1, min(CHECKPOINTS, len(series)))]
+        found[f"training.{gate}.steps"] = np.array([row["step"] for row in series], dtype=np.float32)
+        for quantile in QUANTILES:
+            if all(quantile in row[gate] for row in series):
+                numbers = [[np.nan if x is None else x for x in row[gate][quantile]] for row in series]
+                found[f"training.{gate}.{quantile}"] = np.array(numbers, dtype=np.float32)
+    return found
+
+
+def _of_checkpoints(run: Path) -> Iterator[dict[str, Any]]:
+    """Rows as those of connections.jsonl, from the traces that the run has of its checkpoints."""
+    for step, path in _traces(run):
+        values = Trace.load(path).values
+        row: dict[str, Any] = {"step": step}
+        for gate in values.keys() & {"beta", "gamma"}:
+            points = values[gate].float().quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).tolist()
+            row[gate] = dict(zip(QUANTILES, [values[gate].mean(1).tolist(), *points]))
+        yield row
+
+
+def _traces(run: Path) -> list[tuple[int, Path]]:
+    """The traces in a run folder by step."""
+    found = ((re.fullmatch(r"trace-step-(\d+)\.safetensors", path.name), path) for path in (run / "analysis").glob("*"))
+    return sorted((int(match[1]), path) for match, path in found if match)

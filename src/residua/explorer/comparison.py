@@ -1,0 +1,106 @@
+"""What the page shows of several runs: their losses, the differences to every possible baseline, their settings."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from residua.evaluation.compare import AXES, Comparison, Group, compare
+from residua.evaluation.records import Point
+
+POINTS = 200
+"""Of one loss curve: more cannot be told apart on a screen."""
+DIFFERENCES = 60
+"""Of one curve of differences, of which there is one for every pair of groups and every axis."""
+
+
+def comparison_payload(folders: Sequence[Path]) -> dict[str, Any]:
+    """The comparison of the runs in `folders` as plain values, with every group in turn as the baseline.
+
+    `against[baseline]` holds, for every group by name, the differences along each axis as rows [at, mean, deviation or
+    None, pairs of seeds], those of the baseline itself being zero, and what a reader has to know (`notes`).
+
+    Raises:
+        InputError: a folder is no run.
+    """
+    found = compare(folders)
+    records = {record["name"]: record for record in found.to_json()["groups"]}
+    names = [group.name for group in found.groups]
+    return {
+        "axes": list(AXES),
+        "baseline": found.baseline.name if found.baseline else names[0],
+        "groups": [_group(group, records[group.name]) for group in found.groups],
+        "against": {name: _against(compare(folders, baseline=name)) for name in names},
+        "settings": _settings(found.groups),
+    }
+
+
+def _group(group: Group, record: dict[str, Any]) -> dict[str, Any]:
+    known = ("name", "seeds", "val_loss", "parameters", "tokens", "tokens_per_second", "seconds")
+    curves = [
+        {
+            "run": run.folder.name,
+            "seed": run.seed,
+            "validation": _thinned([_plain(point) for point in run.validation], POINTS),
+            "training": [_plain(point) for point in _averaged(run.training, POINTS)],
+        }
+        for run in group.runs
+    ]
+    return {name: record[name] for name in known} | {"runs": curves}
+
+
+def _against(found: Comparison) -> dict[str, Any]:
+    differences: dict[str, dict[str, list[Any]]] = {}
+    for group in found.groups:
+        if group is found.baseline:
+            own = {axis: sorted({getattr(p, axis) for r in group.runs for p in r.validation}) for axis in AXES}
+            rows = {axis: [[at, 0.0, None, 0] for at in places] for axis, places in own.items()}
+        else:
+            rows = {axis: [_plain(d) for d in found.differences(group, axis)] for axis in AXES}
+        differences[group.name] = {axis: _thinned(points, DIFFERENCES) for axis, points in rows.items()}
+    final = {
+        group.name: [None, 0.0, None, 0] if group is found.baseline else _plain(found.final_difference(group))
+        for group in found.groups
+    }
+    return {"differences": differences, "final": final, "notes": list(found.notes)}
+
+
+def _settings(groups: Sequence[Group]) -> dict[str, Any]:
+    """The settings in which the groups differ, one row for each, as text; "–" where a group does not have one."""
+    settings = [group.runs[0].settings for group in groups]
+    keys = sorted({key for some in settings for key in some})
+    rows = [[key, *(_text(some, key) for some in settings)] for key in keys]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    return {"rows": differing, "equal": len(rows) - len(differing)}
+
+
+def _text(settings: Any, key: str) -> str:
+    if key not in settings:
+        return "–"
+    value = settings[key]
+    return f"{value:.6g}" if isinstance(value, float) else str(value)[:40]
+
+
+def _averaged(points: Sequence[Point], most: int) -> list[Point]:
+    """Not more than `most` points, each the mean of its neighbours: a single training batch says little."""
+    width = -(-len(points) // most) if points else 1
+    chunks = (points[start : start + width] for start in range(0, len(points), width))
+    return [
+        Point(chunk[-1].step, chunk[-1].tokens, chunk[-1].seconds, math.fsum(p.loss for p in chunk) / len(chunk))
+        for chunk in chunks
+    ]
+
+
+def _thinned(rows: list[Any], most: int) -> list[Any]:
+    """Not more than `most` rows, evenly spread, the first and the last among them."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
+
+
+def _plain(values: Sequence[float | None] | None) -> list[float | None] | None:
+    """For JSON, which knows no number that is not finite; seven digits are more than a screen shows."""
+    if values is None:
+        return None
+    finite = [None if value is None or not math.isfinite(value) else value for value in values]
+    return [float(f"{value:.7g}") if isinstance(value, float) else value for value in finite]

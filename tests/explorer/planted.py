@@ -1,0 +1,156 @@
+"""Traces made by hand: what they hold is known, so a page that shows something else is wrong."""
+
+import torch
+from torch import Tensor
+
+from residua.analysis.trace import Trace
+
+WORDS = ("The", " function", " returns", " a", " new", " list", " of", " the", " names", ".")
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+
+
+def delta(beta: Tensor, *, directions: Tensor | None = None, tokens: list[str] | None = None, **facts: object) -> Trace:
+    """A trace of the delta family (d_v = 1). beta: (sublayers, tokens). directions: (sublayers, dim) unit rows,
+    the same at every token; the first axes without it."""
+    sublayers, count = beta.shape
+    if directions is None:
+        directions = torch.eye(max(sublayers, 8))[:sublayers]
+    sampled = sampled_positions(count)
+    readout = torch.linspace(-1, 1, sublayers * count).view(sublayers, count, 1)
+    target = torch.linspace(2, 1, sublayers * count).view(sublayers, count, 1)
+    at_samples = beta[:, sampled]
+    operators = composites(at_samples, directions)
+    gram = (directions @ directions.T).abs()
+    eigenvalues = torch.linalg.eigvalsh(directions @ directions.T).clamp(min=0)
+    shares = eigenvalues / eigenvalues.sum()
+    rank = torch.exp(-(shares * shares.clamp(min=1e-30).log()).sum())
+    values = shared(sublayers, count) | {
+        "beta": beta,
+        "readout": readout,
+        "target": target,
+        "erase_norm": beta * readout.norm(dim=-1),
+        "write_norm": beta * target.norm(dim=-1),
+        "discrepancy_norm": (target - readout).norm(dim=-1),
+        "direction": directions[:, None, :].expand(-1, len(sampled), -1).contiguous(),
+        "alignment": gram,
+        "effective_rank": rank.expand(len(sampled)).contiguous(),
+        **operators,
+    }
+    return Trace(described("delta", sublayers, sampled, preset="ddl", **facts), words(count, tokens), values)
+
+
+def streams(sublayers: int = 4, count: int = 10, n: int = 3, **facts: object) -> Trace:
+    """A trace of the streams family whose mixing matrix of sublayer s is a mixture of the identity and the mean."""
+    sampled = sampled_positions(count)
+    weight = torch.linspace(0, 0.6, sublayers)
+    mix = (1 - weight)[:, None, None] * torch.eye(n) + weight[:, None, None] / n
+    h_res = mix[:, None].expand(-1, count, -1, -1).contiguous()
+    position = torch.arange(count, dtype=torch.float32)
+    h_pre = (torch.arange(n) + 1.0)[None, None] / 10 + position[None, :, None] / 100
+    h_post = 1 + (torch.arange(sublayers)[:, None, None] + torch.arange(n)[None, None]) / 10
+    values = shared(sublayers, count) | {
+        "h_pre": h_pre.expand(sublayers, -1, -1).contiguous(),
+        "h_post": h_post.expand(-1, count, -1).contiguous(),
+        "h_res": h_res,
+        "row_error": torch.full((sublayers, count), 1e-6),
+        "column_error": torch.full((sublayers, count), 2e-4),
+        "orthogonality_error": weight[:, None].expand(-1, count).contiguous(),
+        **products(mix, len(sampled)),
+    }
+    return Trace(described("streams", sublayers, sampled, preset="mhc", streams=n, **facts), words(count), values)
+
+
+def geometric(sublayers: int = 4, count: int = 10, **facts: object) -> Trace:
+    """A trace of the geometric family: gamma rises with the tokens, the angle with the sublayers."""
+    sampled = sampled_positions(count)
+    gamma = torch.linspace(0, 1, count).expand(sublayers, -1).contiguous()
+    angle = torch.linspace(0.1, 1.5, sublayers)[:, None].expand(-1, count).contiguous()
+    values = shared(sublayers, count) | {
+        "gamma": gamma,
+        "angle": angle,
+        "cayley_beta": torch.tan(angle / 2),
+        **products(torch.eye(2).expand(sublayers, -1, -1), len(sampled)),
+    }
+    return Trace(described("geometric", sublayers, sampled, preset="edelta", **facts), words(count), values)
+
+
+def residual(sublayers: int = 4, count: int = 10, **facts: object) -> Trace:
+    """A trace of the plain residual."""
+    return Trace(
+        described("residual", sublayers, sampled_positions(count), preset="residual", **facts),
+        words(count),
+        shared(sublayers, count),
+    )
+
+
+def shared(sublayers: int, count: int) -> dict[str, Tensor]:
+    """What every family has. The state's norm is 1 at the start and grows by one half in every sublayer."""
+    loss = torch.linspace(5, 3, count)
+    loss[-1] = torch.nan
+    ones = torch.ones(sublayers, count)
+    return {
+        "token_ids": torch.arange(count),
+        "token_loss": loss,
+        "state_norm": 1 + 0.5 * torch.arange(sublayers + 1)[:, None] * torch.ones(count),
+        "input_norm": 2 * ones,
+        "output_norm": 3 * ones,
+        "change_norm": 0.5 * ones,
+    }
+
+
+def described(family: str, sublayers: int, sampled: list[int], *, streams: int = 1, **facts: object) -> dict:
+    names = [f"{number // 2 + 1} {('attention', 'mlp')[number % 2]}" for number in range(sublayers)]
+    return {
+        "version": 1,
+        "residua": "0.1.0",
+        "preset": None,
+        "scheme": {"scheme": family},
+        "family": family,
+        "causal": True,
+        "constraint": None,
+        "left_out": {},
+        "dim": 8,
+        "streams": streams,
+        "sublayers": names,
+        "run": None,
+        "checkpoint": None,
+        "sampled": sampled,
+        "loss": 4.0,
+        "date": "2026-01-01T00:00:00+00:00",
+        **facts,
+    }
+
+
+def sampled_positions(count: int, most: int = 64) -> list[int]:
+    return sorted({round(place) for place in torch.linspace(0, count - 1, min(most, count)).tolist()})
+
+
+def words(count: int, tokens: list[str] | None = None) -> list[str]:
+    return tokens if tokens is not None else [WORDS[position % len(WORDS)] for position in range(count)]
+
+
+def composites(beta: Tensor, directions: Tensor) -> dict[str, Tensor]:
+    """Of the products of I - beta k k^T over depth. beta: (sublayers, samples), directions: (sublayers, dim)."""
+    eye = torch.eye(directions.shape[1])
+    shortcuts = eye - beta[..., None, None] * (directions[:, :, None] * directions[:, None, :])[:, None]
+    return products(shortcuts, beta.shape[1], rank=min(directions.shape))
+
+
+def products(shortcuts: Tensor, samples: int, *, rank: int | None = None) -> dict[str, Tensor]:
+    """shortcuts: (sublayers, n, n) or (sublayers, samples, n, n): the composite operator after each of them."""
+    if shortcuts.dim() == 3:
+        shortcuts = shortcuts[:, None].expand(-1, samples, -1, -1)
+    total = torch.eye(shortcuts.shape[-1]).expand(samples, -1, -1)
+    found: dict[str, list[Tensor]] = {"determinant": [], "singular_max": [], "singular_min": [], "defect": []}
+    for shortcut in shortcuts:
+        total = shortcut @ total
+        finite = total.nan_to_num(0.0)
+        singular = torch.linalg.svdvals(finite)
+        found["determinant"].append(torch.linalg.det(finite))
+        found["singular_max"].append(singular[:, 0])
+        found["singular_min"].append(singular[:, -1])
+        found["defect"].append((singular.square() - 1).abs().amax(-1))
+    stacked = {name: torch.stack(rows) for name, rows in found.items()}
+    stacked["singular_values"] = singular[:, -(rank or singular.shape[1]) :].contiguous()
+    missing = shortcuts.isnan().any().item()
+    return {name: torch.full_like(rows, torch.nan) if missing else rows for name, rows in stacked.items()}

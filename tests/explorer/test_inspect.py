@@ -1,0 +1,358 @@
+"""What the view Inspect shows of planted traces, in a real browser."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("plotly")
+
+import planted
+from waiting import until
+
+from residua.explorer.collect import Source, page_of
+from residua.explorer.page import write_page
+
+SUBLAYERS, TOKENS = 4, 10
+
+
+def mixed_beta():
+    return (torch.arange(SUBLAYERS * TOKENS) * 7 % 41 / 20).view(SUBLAYERS, TOKENS)
+
+
+def gates(value):
+    return torch.full((SUBLAYERS, TOKENS), float(value))
+
+
+IDENTICAL = torch.eye(8)[:1].expand(SUBLAYERS, -1).contiguous()
+TRACES = {
+    "mixed": planted.delta(mixed_beta(), tokens=[planted.HOSTILE, "<b>a\n", *planted.words(TOKENS - 2)]),
+    "zeros": planted.delta(gates(0)),
+    "ones": planted.delta(gates(1)),
+    "twos": planted.delta(gates(2)),
+    "identical": planted.delta(gates(2), directions=IDENTICAL),
+    "nan": planted.delta(gates(torch.nan)),
+    "one layer": planted.delta(torch.tensor([[0.0, 1.0, 2.0]])),
+    "streams": planted.streams(),
+    "geometric": planted.geometric(),
+    "residual": planted.residual(),
+}
+NAMES = list(TRACES)
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory) -> Path:
+    sources = [Source(name, trace) for name, trace in TRACES.items()]
+    return write_page(tmp_path_factory.mktemp("inspect") / "page.html", *page_of(sources))
+
+
+@pytest.fixture(scope="module")
+def one_page(open_shared_page, page_file):
+    return open_shared_page(page_file, "view=inspect")
+
+
+@pytest.fixture
+def show(one_page):
+    """`show(name, sublayer, token)` moves the page to this selection and returns it."""
+
+    def shown(name, sublayer=0, token=0, quantity=""):
+        address = state(name, sublayer, token) + (quantity and f"&show={quantity}")
+        one_page.evaluate("address => { location.hash = address }", address)
+        drawn(one_page, NAMES.index(name), sublayer, token, quantity)
+        return one_page
+
+    return shown
+
+
+def state(name, sublayer=0, token=0):
+    return f"view=inspect&trace={NAMES.index(name)}&sublayer={sublayer}&token={token}"
+
+
+def drawn(page, trace, sublayer, token, shown=""):
+    """Wait until every panel shows this selection."""
+    selector = f'[data-drawn^="{trace} {sublayer} {token} {shown}"]'
+    page.wait_for_selector(selector, state="attached", timeout=250_000)
+
+
+def plotted(page, name):
+    """The data of a picture as plotly holds them."""
+    script = """name => JSON.stringify(document.querySelector(`[data-plot="${name}"]`).data, (key, value) =>
+        ArrayBuffer.isView(value) ? Array.from(value, (x) => Number.isNaN(x) ? null : x) : value)"""
+    return json.loads(page.evaluate(script, name))
+
+
+def line(page, plot, name):
+    return next(data["y"] for data in plotted(page, plot) if data.get("name") == name)
+
+
+def marked(page, plot):
+    """The sublayer that a picture over depth marks."""
+    return page.evaluate('name => document.querySelector(`[data-plot="${name}"]`).layout.shapes[0].x0', plot)
+
+
+def cell(page, plot, row, column, rows, columns):
+    """The middle of a cell of a heatmap, on the screen."""
+    place = page.locator(f'[data-plot="{plot}"] .nsewdrag').first
+    place.scroll_into_view_if_needed()
+    box = place.bounding_box()
+    return box["x"] + box["width"] * (column + 0.5) / columns, box["y"] + box["height"] * (rows - row - 0.5) / rows
+
+
+def tip(page):
+    return page.locator("body > .tip").inner_text().splitlines()
+
+
+def tip_says(page, text):
+    until(page, "t => document.querySelector('body > .tip').innerText.includes(t)", text)
+
+
+def close(rows, tensor):
+    torch.testing.assert_close(torch.tensor(rows, dtype=torch.float32), tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_map_and_tooltip_equal_the_trace(show):
+    page, beta = show("mixed"), mixed_beta()
+    close(plotted(page, "map")[0]["z"], beta)
+    for row, column in [(0, 0), (3, 9), (2, 4), (1, 8)]:
+        page.mouse.move(*cell(page, "map", row, column, SUBLAYERS, TOKENS))
+        tip_says(page, f"token {column}")
+        token, sublayer, value, regime = tip(page)
+        assert token.startswith("“" + TRACES["mixed"].tokens[column].replace("\n", "⏎"))
+        assert sublayer == TRACES["mixed"].facts["sublayers"][row]
+        gate = beta[row, column].item()
+        assert float(value.removeprefix("β = ")) == pytest.approx(gate, abs=1e-6)
+        assert regime == ("identity" if gate < 0.5 else "reflection" if gate > 1.5 else "projection")
+
+
+def test_the_text_is_coloured_by_the_selected_sublayer_and_markup_in_it_is_inert(show):
+    page = show("mixed", 1)
+    words = page.locator("[data-token]")
+    assert words.all_inner_texts()[0] == planted.HOSTILE
+    assert words.all_inner_texts()[1] == "<b>a⏎"
+    assert page.evaluate("document.images.length") == 0
+    colours = page.evaluate("[...document.querySelectorAll('[data-token]')].map((w) => w.style.background)")
+    order = mixed_beta()[1].argsort().tolist()
+    assert len(set(colours)) == TOKENS
+    blue = [int(colours[i].split("(")[1].split(",")[0]) for i in order[:5]]
+    assert blue == sorted(blue)  # from blue at 0 to neutral at 1, red grows
+    words.nth(3).hover()
+    assert tip(page)[0].endswith("token 3")
+    page.mouse.move(*cell(page, "map", 0, 0, SUBLAYERS, TOKENS))
+    tip_says(page, "token 0")
+    assert planted.HOSTILE in tip(page)[0]
+
+
+def test_a_click_selects_in_every_panel_and_a_reload_keeps_it(show):
+    page = show("mixed")
+    page.mouse.click(*cell(page, "map", 2, 7, SUBLAYERS, TOKENS))
+    for again in (False, True):
+        if again:
+            page.reload()
+        drawn(page, 0, 2, 7)
+        for plot in ("regimes", "spectrum", "singular", "determinant", "defect", "state-norm", "parts"):
+            assert marked(page, plot) == 2
+        assert page.evaluate("document.querySelector('[data-plot=alignment]').layout.shapes[0].y0") == 1.5
+        assert page.locator("[data-control=sublayer]").input_value() == "2"
+        assert page.locator("[data-control=token]").input_value() == "7"
+        assert page.locator("[data-token][aria-current]").get_attribute("data-token") == "7"
+        assert "token 7 · 2 attention" in page.locator("[data-panel=map] .readout").inner_text()
+        until(page, "location.hash.includes('sublayer=2&token=7')")
+        close(line(page, "spectrum", "token 7"), 1 - mixed_beta()[:, 7])
+    page.locator("[data-token='4']").click()
+    drawn(page, 0, 2, 4)
+    page.mouse.click(*cell(page, "alignment", 1, 3, SUBLAYERS, SUBLAYERS))
+    drawn(page, 0, 1, 4)
+    assert marked(page, "spectrum") == 1
+
+
+def test_arrow_keys_move_the_selection(show):
+    page = show("mixed", 1, 5)
+    page.locator("[data-panel=map] .text").focus()
+    for key, sublayer, token in [("ArrowRight", 1, 6), ("ArrowUp", 2, 6), ("ArrowLeft", 2, 5), ("ArrowDown", 1, 5)]:
+        page.keyboard.press(key)
+        drawn(page, 0, sublayer, token)
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowRight")
+    drawn(page, 0, 1, TOKENS - 1)
+
+
+def test_shares_of_the_regimes_follow_the_thresholds(show):
+    page = show("zeros")
+
+    def shown():
+        cells = page.locator("[data-regime]")
+        return {c.get_attribute("data-regime"): c.inner_text() for c in cells.all()}
+
+    for name, regime in [("zeros", "identity"), ("ones", "projection"), ("twos", "reflection")]:
+        show(name)
+        assert {key for key, share in shown().items() if share == "100.0 %"} == {regime}
+        assert next(data["y"] for data in plotted(page, "regimes") if data["name"] == regime) == [1] * SUBLAYERS
+    show("mixed")
+    for identity, reflection in [(0.5, 1.5), (0.25, 1.5), (0.25, 1.9)]:
+        page.locator("[data-control=identity]").fill(str(identity))
+        page.locator("[data-control=reflection]").fill(str(reflection))
+        expected = TRACES["mixed"].regimes(identity, reflection)
+        first = f"{100 * expected.mean(0)[0].item():.1f} %"
+        last = f"{100 * expected.mean(0)[2].item():.1f} %"
+        until(
+            page,
+            "([a, b]) => { const cells = document.querySelectorAll('[data-regime]');"
+            " return cells[0].innerText === a && cells[2].innerText === b }",
+            [first, last],
+        )
+        until(
+            page,
+            "y => document.querySelector('[data-plot=regimes]').data[0].y[1].toFixed(4) === y",
+            f"{expected[1, 0].item():.4f}",
+        )
+    until(page, "location.hash.includes('reflection=1.9')")
+
+
+def test_spectrum_and_composite_operator(show):
+    page = show("zeros", token=3)
+    for name, beta in [("zeros", 0), ("ones", 1), ("twos", 2), ("mixed", None), ("identical", 2)]:
+        show(name, token=3)
+        trace = TRACES[name]
+        close(line(page, "spectrum", "1 − β, median"), 1 - trace.values["beta"].quantile(0.5, dim=1))
+        close(line(page, "determinant", "token 3"), trace.values["determinant"][:, 3])
+        close(line(page, "singular", "largest, median"), trace.values["singular_max"].quantile(0.5, dim=1))
+        close(line(page, "defect", "token 3"), trace.values["defect"][:, 3])
+        close(plotted(page, "singular-values")[0]["y"], trace.values["singular_values"][3])
+        if beta is not None:
+            expected = [(1.0 - beta) ** (depth + 1) for depth in range(SUBLAYERS)]
+            close(line(page, "determinant", "token 3"), torch.tensor(expected))
+    close(line(page, "defect", "defect, median"), torch.zeros(SUBLAYERS))  # two reflections are none
+
+
+def test_alignment_and_effective_rank(show):
+    page = show("ones")
+    close(plotted(page, "alignment")[0]["z"], torch.eye(SUBLAYERS))
+    assert "4 at most: 4 (" in page.locator("[data-panel=alignment] .readout").inner_text()
+    page.mouse.move(*cell(page, "alignment", 2, 1, SUBLAYERS, SUBLAYERS))
+    tip_says(page, "2 attention and 1 mlp")
+    assert tip(page)[1] == "|cos| = 0"
+    show("identical")
+    close(plotted(page, "alignment")[0]["z"], torch.ones(SUBLAYERS, SUBLAYERS))
+    assert "4 at most: 1 (" in page.locator("[data-panel=alignment] .readout").inner_text()
+
+
+def test_norms_with_erase_and_write(show):
+    page = show("mixed", token=6)
+    values = TRACES["mixed"].values
+    close(line(page, "state-norm", "‖X‖, median"), values["state_norm"][:, 0])
+    close(line(page, "parts", "erase β‖kᵀX‖"), values["erase_norm"].quantile(0.5, dim=1))
+    close(line(page, "parts", "write β‖v‖"), values["write_norm"].quantile(0.5, dim=1))
+    assert "erase = " in show("mixed", 1, 6, "erase_norm").locator("[data-panel=map] .readout").inner_text()
+    close(plotted(page, "map")[0]["z"], values["erase_norm"])
+
+
+def test_what_is_not_a_number_is_said_and_not_drawn(show):
+    page = show("nan")
+    assert page.locator("[data-regime='not a number']").inner_text() == "100.0 %"
+    assert plotted(page, "map")[0]["z"] == [[None] * TOKENS] * SUBLAYERS
+    assert page.locator("[data-token].missing").count() == TOKENS
+    assert "β = not a number" in page.locator("[data-panel=map] .readout").inner_text()
+    assert page.locator(".warnings li").count() > 0
+
+
+def test_one_layer(show):
+    page = show("one layer", token=2)
+    close(plotted(page, "map")[0]["z"], torch.tensor([[0.0, 1.0, 2.0]]))
+    assert page.locator("[data-regime]").all_inner_texts() == ["33.3 %"] * 3
+    assert line(page, "spectrum", "token 2") == [-1]
+    assert "Nearest" not in page.locator("[data-panel=alignment] .readout").inner_text()
+
+
+def test_streams_as_matrices_with_the_errors_of_their_constraints(show):
+    page = show("streams", 2, 4)
+    values = TRACES["streams"].values
+    numbers = {
+        name: [float(cell.replace("−", "-")) for cell in page.locator(f"[data-matrix={name}] td").all_inner_texts()]
+        for name in ("H_pre", "H_res", "H_post")
+    }
+    for name in numbers:
+        expected = values[name.lower()][2, 4].flatten()
+        torch.testing.assert_close(torch.tensor(numbers[name]), expected, rtol=0, atol=5.1e-4)
+    assert [page.locator(f"[data-matrix={n}] tr").count() for n in ("H_pre", "H_res", "H_post")] == [1, 3, 3]
+    assert "rows 1.00e−6, columns 2.00e−4" in page.locator("[data-panel=streams] .readout").inner_text()
+    close(line(page, "constraints", "columns"), torch.full((SUBLAYERS,), 2e-4))
+    mixing = torch.linalg.matrix_norm(values["h_res"] - torch.eye(3))
+    close(plotted(page, "map")[0]["z"], mixing)
+    page.locator("[data-control=of]").select_option("mean")
+    mean = f"{values['h_pre'][2].mean(0)[0].item():.3f}"
+    until(page, "m => document.querySelector('[data-matrix=H_pre] td').innerText === m", mean)
+    close(line(page, "determinant", "token 4"), values["determinant"][:, 4])
+
+
+def test_rotation_and_reflection_of_a_geometric_scheme(show):
+    page = show("geometric", 1, 3)
+    values = TRACES["geometric"].values
+    close(line(page, "gamma", "token 3"), values["gamma"][:, 3])
+    close(line(page, "angle", "angle, median"), values["angle"][:, 0])
+    close(plotted(page, "map")[0]["z"], values["gamma"])
+    show("geometric", 1, 3, "angle")
+    close(plotted(page, "map")[0]["z"], values["angle"])
+
+
+def test_every_family_has_the_panels_that_apply_to_it_and_no_others(show):
+    page = show("residual")
+
+    def panels():
+        return set(page.evaluate("[...document.querySelectorAll('[data-panel]')].map((p) => p.dataset.panel)"))
+
+    assert panels() == {"card", "map", "norms"}
+    show("mixed")
+    assert panels() == {"card", "map", "norms", "regimes", "spectrum", "alignment", "composite"}
+    show("streams")
+    assert panels() == {"card", "map", "norms", "streams", "constraints", "composite"}
+    show("geometric")
+    assert panels() == {"card", "map", "norms", "gates", "composite"}
+
+
+def test_nothing_is_wider_than_a_phone_and_dark_is_dark(open_page, page_file):
+    page = open_page(page_file, state("mixed"), viewport=(390, 844), dark=True, touch=True)
+    drawn(page, NAMES.index("mixed"), 0, 0)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.locator("[data-theme=light]").click()
+    until(page, "before => getComputedStyle(document.body).backgroundColor !== before", light)
+    page.locator("[data-token='2']").tap()
+    drawn(page, 0, 0, 2)
+
+
+def test_a_large_trace_stays_under_six_megabytes_and_can_be_used(open_page, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.nn.functional.normalize(torch.randn(96, 8, generator=generator), dim=1)
+    trace = planted.delta(2 * torch.rand(96, 2048, generator=generator), directions=directions)
+    for name in ("erase_norm", "write_norm", "output_norm", "change_norm", "state_norm"):
+        trace.values[name] = torch.rand(trace.values[name].shape, generator=generator)
+    file = write_page(tmp_path / "large.html", *page_of([Source("large", trace)]))
+    assert file.stat().st_size < 6e6
+    page = open_page(file, "view=inspect&sublayer=40&token=1000")
+    drawn(page, 0, 40, 1000)
+    readout = page.locator("[data-panel=map] .readout").inner_text()
+    shown = readout.partition("β = ")[2].split()[0]
+    assert float(shown) == pytest.approx(trace.values["beta"][40, 1000].item(), rel=1e-3)
+    page.locator("[data-panel=map] .text").focus()
+    page.keyboard.press("ArrowUp")
+    drawn(page, 0, 41, 1000)
+
+
+def test_gates_over_training_come_from_the_telemetry(open_page, tmp_path):
+    rows = [
+        {
+            "step": step,
+            "beta": {
+                q: [0.1 * s + step / 100 for s in range(SUBLAYERS)] for q in ("mean", "q05", "q25", "q50", "q75", "q95")
+            },
+        }
+        for step in (10, 20, 30)
+    ]
+    (tmp_path / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = Source("logged", planted.delta(mixed_beta()), tmp_path)
+    page = open_page(write_page(tmp_path / "page.html", *page_of([source])), "view=inspect&sublayer=3")
+    drawn(page, 0, 3, 0)
+    close(line(page, "training-beta", "2 mlp"), torch.tensor([0.4, 0.5, 0.6]))
+    strong = plotted(page, "training-beta")[-1]
+    assert (strong["name"], strong["x"]) == ("2 mlp", [10, 20, 30])
