@@ -1,7 +1,8 @@
-"""What the training loop costs beyond its model, and how long a run takes to start, whatever the size of the corpus.
+"""What the training loop costs beyond its model, what the gates cost that it logs, and how long a run takes to start.
 
 Steps: `residua.training.train` and a bare loop (forward, backward, clip, step) with the same model, batches and
-optimizer take turns; CPU time of the process from one batch to the next, medians, ratio of the rounds. Start: from the
+optimizer take turns; CPU time of the process from one batch to the next, medians, ratio of the rounds. Observing: the
+same for `tiny-ddl-cc-ec` with the gates of all sublayers logged at every step, and without. Start: from the
 end of `import torch`, and from that of `import transformers`, to the first batch of `residua train --config tiny`, in
 processes of their own, with corpora whose shards are holes in sparse files. One JSON line each goes into the record.
 
@@ -78,6 +79,33 @@ def steps(rounds: int, length: int, warmup: int) -> dict:
     return {"measured": "step", "ratio": statistics.median(ratios), "ratios": ratios, "seconds": ours, "bare": bare}
 
 
+def observing(rounds: int, length: int, warmup: int) -> dict:
+    """What one row of connections.jsonl costs, as a share of a step: every step with one, and every step without."""
+    import torch
+
+    from residua.analysis import gate_quantiles
+    from residua.data import Batches, PreparedData, prepare
+    from residua.experiment import build_model
+    from residua.training import load_config, train
+
+    torch.set_num_threads(1)
+    seconds = {0: [], 1: []}
+    with tempfile.TemporaryDirectory() as home:
+        prepare("stdlib", Path(home) / "data", vocab_size=2048, progress=False)
+        data = PreparedData.open(Path(home) / "data")
+        overrides = [f"--train.steps={length}", "--train.device=cpu", "--train.warmup_steps=1"]
+        for number in range(rounds):
+            for every, found in seconds.items():
+                config = load_config("tiny-ddl-cc-ec", [*overrides, f"--train.connections_every={every}"])
+                batches = Timed(Batches(data.train, config.train.batch_size, config.train.sequence_length, 0))
+                folder = Path(home) / f"run-{number}-{every}"
+                train(build_model(config, data), batches, config.train, folder, observe=gate_quantiles, progress=False)
+                found.append(batches.seconds(warmup))
+    shares = [observed / plain - 1 for plain, observed in zip(*seconds.values())]
+    return {"measured": "observing", "share_of_a_step": statistics.median(shares), "shares": shares,
+            "seconds": seconds[0], "seconds_observed": seconds[1]}  # fmt: skip
+
+
 # A process of its own: prints what passed until the first batch, on the clock and on the CPU.
 START = """
 import sys, time
@@ -144,16 +172,27 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=Path(__file__).with_name("loop-overhead.jsonl"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=30)
+    names = ("step", "observing", "start")
+    parser.add_argument("--measure", nargs="+", choices=names, default=names)
     arguments = parser.parse_args()
     from torch import device
 
     from residua.provenance import circumstances
 
-    found = [steps(arguments.rounds, arguments.steps, warmup=5), *start(arguments.rounds)]
+    measures = {
+        "step": lambda: [steps(arguments.rounds, arguments.steps, warmup=5)],
+        "observing": lambda: [observing(arguments.rounds, arguments.steps, warmup=5)],
+        "start": lambda: start(arguments.rounds),
+    }
+    found = [row for name in arguments.measure for row in measures[name]()]
     with arguments.record.open("a", encoding="utf-8") as record:
         for row in found:
             record.write(json.dumps({**row, **circumstances(device("cpu"))}) + "\n")
-    print(f"a step takes {found[0]['ratio']:.3f} of a bare one")
+    for row in found:
+        if row["measured"] == "step":
+            print(f"a step takes {row['ratio']:.3f} of a bare one")
+        if row["measured"] == "observing":
+            print(f"a row of connections.jsonl takes {row['share_of_a_step']:.3f} of a step")
 
 
 if __name__ == "__main__":
