@@ -1,4 +1,4 @@
-"""The tables of the README and of docs/geometry.md, made from the records in this folder.
+"""The tables of the README, docs/results.md and docs/geometry.md, made from the records in this folder.
 
 python experiments/tables.py            exit status 1 if a page says anything else
 python experiments/tables.py --write    write them into the pages
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import reproduction
 
 HERE = Path(__file__).parent
 
@@ -209,15 +211,51 @@ def online_table() -> str:
     return markdown(header, sorted(rows))
 
 
+def memory_small_table() -> str:
+    """Peaks as ratios to the plain residual with a state of the same dtype."""
+    totals = {
+        (row["config"].removeprefix("small-"), row["state_dtype"], kind): part["total"]
+        for row in records("memory-small.jsonl")
+        for kind, part in row["memory"].items()
+    }
+    rows = []
+    for preset in ("ddl", "ddl-cc", "ddl-tc"):
+        for kind in [kind for name, dtype, kind in totals if (name, dtype) == (preset, "float32")]:
+            ratios = [totals[preset, d, kind] / totals["residual", d, "all"] for d in ("bfloat16", "float32")]
+            name = f"`{preset}:rebuild=none`" if kind == "none" else f"`{preset}`"
+            rows.append([name, *(f"{ratio:.3f}" for ratio in ratios)])
+    return markdown(["preset", "bfloat16 state", "float32 state"], rows)
+
+
+def results_table() -> str:
+    rows = []
+    for row in reproduction.results():
+        cells = [
+            f"{mean:+.3f} ± {half:.3f}" for mean, half in map(reproduction.interval, (row.at_tokens, row.at_seconds))
+        ]
+        if row.variant == "residual":
+            cells = ["baseline", "baseline"]
+        losses = f"{statistics.mean(row.losses):.3f} ± {statistics.stdev(row.losses):.3f}"
+        rows.append([f"`{row.variant}`", f"{row.lr:g}", losses, cells[0], f"{row.step_ratio:.2f}", cells[1],
+                     f"{row.parameters:,}"])  # fmt: skip
+    return markdown(
+        ["scheme", "learning rate", "validation loss", "difference, same tokens", "time of a step",
+         "difference, same seconds", "parameters"],
+        rows,
+    )  # fmt: skip
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "sweep": sweep_table,
         "demo": demo_table,
         "speed": speed_table,
         "memory": memory_table,
+        "memory-small": memory_small_table,
         "generation": generation_table,
         "state-dtype": state_dtype_table,
     },
+    "docs/results.md": {"results": results_table},
     "docs/geometry.md": {
         "ours": partial(sequences_table, "ours"),
         "references": partial(sequences_table, "reference"),

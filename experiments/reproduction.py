@@ -1,0 +1,231 @@
+"""A scaled-down reproduction of the paper's comparison: every scheme at its own learning rate, same tokens, real text.
+
+Tuning uses seed 0 alone and the results use other seeds, so that a lucky run cannot choose its own report. The plain
+residual is tuned over its initial embedding scale as well. It is also trained for more steps, which says what a scheme
+whose steps take longer has to beat at equal seconds. One JSON line for each run goes into the record; runs that stand
+in it are not repeated, so the script can be stopped and started again.
+
+    python experiments/docstring_corpus.py corpus.jsonl
+    residua prepare --source corpus.jsonl --out data/docstrings --vocab-size 2048 --validation-fraction 0.01
+    python experiments/reproduction.py --data data/docstrings
+    residua bench models --device cpu --layers 4 --dim 96 --heads 3 --head-dim 32 --vocab-size 2048 \\
+        --sequence-length 128 --batch-size 8 --presets ... --out experiments/reproduction-speed.jsonl
+    python experiments/reproduction.py --draw docs/results-difference.png
+"""
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+RECORD = Path(__file__).with_name("reproduction.jsonl")
+SPEED = Path(__file__).with_name("reproduction-speed.jsonl")
+VARIANTS: dict[str, str | dict] = {
+    "residual": "residual",
+    "ddl": "ddl",
+    "ddl-v": "ddl-v",
+    "ddl-tc": "ddl-tc",
+    "ddl-tc-v": "ddl-tc-v",
+    "ddl-cc": "ddl-cc",
+    "ddl-ec": "ddl-ec",
+    "ddl-cc-ec": "ddl-cc-ec",
+    "ddl:beta_init=0.5": {"preset": "ddl", "beta_init": 0.5},
+    "ddl:v_activation=linear": {"preset": "ddl", "v_activation": "linear"},
+    "ddl-tc:beta_init=0.5": {"preset": "ddl-tc", "beta_init": 0.5},
+    "ddl-tc:v_activation=linear": {"preset": "ddl-tc", "v_activation": "linear"},
+    # What of the lead of the -ec rows is the embedding convolution: d_v = 1 with it, a control.
+    "ddl:expand=conv": {"preset": "ddl", "expand": "conv"},
+}
+RATES = (0.008, 0.016, 0.032)
+EMBEDDING_STDS = (0.06, 0.12, 0.24)  # of the plain residual; the others start at the middle one
+TUNING_SEED, SEEDS = 0, (1, 2, 3, 4, 5)
+STEPS = 500
+LONGER = (1.25, 1.5)  # times as many steps, for the plain residual
+SHAPE = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 3, "head_dim": 32}
+BATCH_SIZE, SEQUENCE_LENGTH = 8, 128
+KEY = ("variant", "lr", "embedding_init_std", "seed", "steps")
+
+
+def train_one(variant: str, lr: float, embedding_init_std: float, seed: int, steps: int, data: str) -> dict:
+    """One run in a folder that is thrown away; returns its line for the record."""
+    from residua.experiment import run
+    from residua.training import load_config
+    from residua.training.log import read_metrics
+
+    connection = VARIANTS[variant]
+    overrides = [f"--model.{name}={value}" for name, value in SHAPE.items()] + [
+        f"--data.path={data}", f"--train.lr={lr}", f"--train.seed={seed}", f"--train.steps={steps}",
+        f"--model.connection={connection if isinstance(connection, str) else json.dumps(connection)}",
+        f"--model.embedding_init_std={embedding_init_std}", f"--train.warmup_steps={steps // 10}",
+        f"--train.batch_size={BATCH_SIZE}", f"--train.sequence_length={SEQUENCE_LENGTH}", "--train.log_every=25",
+        f"--train.evaluate_every={steps // 2}", f"--train.checkpoint_every={steps}", "--train.tensorboard=false",
+        "--train.device=cpu",
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(load_config("tiny", overrides), Path(folder) / "run", progress=False)
+        facts = json.loads((Path(folder) / "run" / "facts.json").read_text())
+        rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+    return {
+        **dict(zip(KEY, (variant, lr, embedding_init_std, seed, steps))),
+        "tokens": result["tokens"],
+        "val_loss": result["val_loss"],
+        "curve": [[row["step"], round(row["loss"], 4)] for row in rows],
+        "seconds": round(result["seconds"], 1),
+        "parameters": facts["parameters"],
+        "facts": facts,
+    }
+
+
+def read(record: Path) -> dict[tuple, dict]:
+    lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
+    return {tuple(row[key] for key in KEY): row for row in map(json.loads, lines)}
+
+
+def loss(row: dict | None) -> float:
+    return row["val_loss"] if row is not None and math.isfinite(row["val_loss"]) else math.inf
+
+
+def best_point(done: dict[tuple, dict], variant: str) -> tuple[float, float]:
+    """Learning rate and embedding scale with the lowest loss of the tuning seed."""
+    tuned = {key: loss(row) for key, row in done.items() if key[0] == variant and key[3:] == (TUNING_SEED, STEPS)}
+    return min(tuned, key=tuned.get)[1:3]
+
+
+def wanted(done: dict[tuple, dict], seeds: Iterable[int]) -> Iterator[tuple]:
+    """The runs that are still to do, in their order; what follows depends on what came out."""
+    for variant in VARIANTS:
+        stds = EMBEDDING_STDS if variant == "residual" else EMBEDDING_STDS[1:2]
+        for std in stds:
+            for lr in RATES:
+                yield variant, lr, std, TUNING_SEED, STEPS
+        while True:  # a best rate at the edge of what was tried says that the next may be better
+            lr, std = best_point(done, variant)
+            neighbours = [(variant, round(lr * factor, 6), std, TUNING_SEED, STEPS) for factor in (0.5, 2.0)]
+            if all(key in done for key in neighbours):
+                break
+            yield from neighbours
+    for seed in seeds:
+        for variant in VARIANTS:
+            yield variant, *best_point(done, variant), seed, STEPS
+        for factor in LONGER:
+            yield "residual", *best_point(done, "residual"), seed, longer(factor)
+
+
+class Result(NamedTuple):
+    """What a variant came to over the seeds of the results; differences to the plain residual are paired by seed."""
+
+    variant: str
+    lr: float
+    parameters: int
+    losses: list[float]
+    step_ratio: float
+    at_tokens: list[float]
+    at_seconds: list[float]
+
+
+def results(record: Path = RECORD, speed: Path = SPEED) -> list[Result]:
+    """Every variant whose runs are all there, the plain residual first."""
+    done = read(record)
+    ratios = {row["preset"]: row["ratio"]["median"] for row in map(json.loads, speed.read_text().splitlines())}
+    point = best_point(done, "residual")
+    residual = {
+        seed: {steps: loss(done.get(("residual", *point, seed, steps))) for steps in (STEPS, *map(longer, LONGER))}
+        for seed in SEEDS
+    }
+    found = []
+    for variant in VARIANTS:
+        lr, std = best_point(done, variant)
+        rows = [done.get((variant, lr, std, seed, STEPS)) for seed in SEEDS]
+        if None in rows:
+            continue
+        losses = [loss(row) for row in rows]
+        steps = STEPS * ratios[variant]
+        found.append(
+            Result(
+                variant,
+                lr,
+                rows[0]["parameters"],
+                losses,
+                ratios[variant],
+                [mine - residual[seed][STEPS] for mine, seed in zip(losses, SEEDS)],
+                [mine - between(residual[seed], steps) for mine, seed in zip(losses, SEEDS)],
+            )
+        )
+    return found
+
+
+def longer(factor: float) -> int:
+    return round(STEPS * factor)
+
+
+def between(losses: dict[int, float], steps: float) -> float:
+    """The loss of a run of `steps` steps, linear in their logarithm between (or beyond) the nearest runs there are."""
+    known = sorted(losses)
+    upper = next((i for i in range(1, len(known)) if known[i] >= steps), len(known) - 1)
+    low, high = known[upper - 1], known[upper]
+    share = math.log(steps / low) / math.log(high / low)
+    return losses[low] + share * (losses[high] - losses[low])
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean, and half the width of its 95 % confidence interval (Student's t)."""
+    quantile = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}[len(values)]
+    return statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def draw(found: list[Result], path: Path) -> None:
+    """The differences with their confidence intervals, best at equal tokens on top."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = sorted((row for row in found if row.variant != "residual"), key=lambda row: -statistics.mean(row.at_tokens))
+    figure = Figure(figsize=(9, 0.42 * len(rows) + 1.5), dpi=130, layout="constrained")
+    axes = figure.add_subplot()
+    axes.axvline(0, color="#222222", linewidth=1.2)
+    for offset, name, label, style in (
+        (0.14, "at_tokens", "same tokens", {"color": "#0072B2", "fmt": "o"}),
+        (-0.14, "at_seconds", "same seconds", {"color": "#D55E00", "fmt": "s", "markerfacecolor": "white"}),
+    ):
+        points = [interval(getattr(row, name)) for row in rows]
+        places = [i + offset for i in range(len(rows))]
+        axes.errorbar(*zip(*((mean, y) for (mean, _), y in zip(points, places))), xerr=[half for _, half in points],
+                      capsize=2.5, linewidth=1.3, markersize=5.5, label=label, **style)  # fmt: skip
+    axes.set_yticks(range(len(rows)), [row.variant for row in rows], family="monospace", fontsize=8.5)
+    axes.set_xlabel("Validation loss minus that of the plain residual (nats per token): left of the line is better")
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper right", ncols=2, frameon=False)
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="a folder of prepared data")
+    parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the results, beside that of the tuning")
+    parser.add_argument("--draw", type=Path, metavar="FILE.png", help="draw what the record says, and run nothing")
+    arguments = parser.parse_args()
+    if arguments.draw:
+        draw(results(arguments.record), arguments.draw)
+        return
+
+    import torch
+
+    torch.set_num_threads(1)
+    done = read(arguments.record)
+    for key in wanted(done, arguments.seeds):
+        if key in done:
+            continue
+        row = train_one(*key, arguments.data)
+        with arguments.record.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        done[key] = row
+        print(f"{len(done):3d}  {dict(zip(KEY, key))}  {row['val_loss']:.4f}  {row['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
