@@ -194,7 +194,7 @@ def equal(a: Trace, b: Trace) -> bool:
 def test_the_mode_and_recomputed_layers_do_not_matter():
     model, ids = small_model("edelta-stream"), words(9)
     expected = trace(model, ids)
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     assert equal(trace(model.train(), ids), expected)
 
 
