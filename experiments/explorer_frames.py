@@ -57,6 +57,7 @@ def first_view(browser, address: str) -> float:
 
 def frames(page, address: str, topic: str, mark: str | None) -> list[float]:
     """Milliseconds between frames while something is dragged."""
+    page.goto("about:blank")  # only a new load shows the topic at once
     page.goto(f"{address}#topic={topic}")
     page.wait_for_selector(".stage svg")
     target = page.locator(f"[data-mark={mark}]" if mark else "[data-slider=beta]")
