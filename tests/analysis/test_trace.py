@@ -194,7 +194,8 @@ def equal(a: Trace, b: Trace) -> bool:
 def test_the_mode_and_recomputed_layers_do_not_matter():
     model, ids = small_model("edelta-stream"), words(9)
     expected = trace(model, ids)
-    model.gradient_checkpointing_enable()
+    newest = getattr(model, "activation_checkpointing_enable", None)  # the older name warns where both are there
+    (newest or model.gradient_checkpointing_enable)()
     assert equal(trace(model.train(), ids), expected)
 
 
