@@ -59,7 +59,7 @@ VARIANTS: dict[str, Scheme] = {
     "v-context": DeepDelta(v_input="context", v_scale=1.0, beta_init=0.01),
     # The v-Map with every phi_k.
     "phi-linear": DeepDelta(value_channels=2, compress="channel", map="v", phi_k="linear"),
-    "phi-mlp-stream": DeepDelta(map="v", phi_k="mlp", phi_k_input="stream", phi_k_rank=3, v_activation="linear"),
+    "phi-mlp-stream": DeepDelta(map="v", phi_k="mlp", phi_k_input="x_in", phi_k_rank=3, v_activation="linear"),
     "phi-pool-mlp": DeepDelta(value_channels=2, compress="channel", map="v", phi_k="pool_mlp"),
     "phi-flatten-mlp": DeepDelta(value_channels=3, compress_kernel=2, map="v", phi_k="flatten_mlp", phi_k_rank=4),
     # Behind the embedding convolution, because channels that are all equal leave nothing to attend to.

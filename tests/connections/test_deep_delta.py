@@ -73,7 +73,7 @@ def value(scheme: DeepDelta, p: dict[str, Tensor], inputs: Tensor) -> Tensor:
 
 
 def phi_k(scheme: DeepDelta, p: dict[str, Tensor], x_in: Tensor, c: Tensor, X: Tensor) -> Tensor:
-    source = x_in if scheme.phi_k_input == "stream" else c
+    source = x_in if scheme.phi_k_input == "x_in" else c
     if scheme.phi_k == "linear":
         return source @ p["direction.map.weight"].T
     if scheme.phi_k == "attention":
@@ -114,7 +114,7 @@ def reference_update(scheme: DeepDelta, p: dict[str, Tensor], X: Tensor, sublaye
     h = sublayer(c)
     if scheme.map == "k":
         raw = h @ p["k_proj.weight"].T if scheme.k_proj else h
-        v = value(scheme, p, x_in if scheme.v_input == "stream" else c)
+        v = value(scheme, p, x_in if scheme.v_input == "x_in" else c)
     else:
         raw, v = phi_k(scheme, p, x_in, c, X), value(scheme, p, h)
     if scheme.beta_input == "context":

@@ -11,7 +11,7 @@ from residua.ops.precision import linear_at_least_float32
 from residua.ops.shapes import expect_shape
 from residua.ops.streams import stream_read
 
-ValueInput = Literal["stream", "context"]
+ValueInput = Literal["x_in", "context"]
 
 
 class Boundary(NamedTuple):
@@ -38,7 +38,7 @@ def channel_boundary(
     normalise: Guard | None = "rms",
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
-    value_input: ValueInput = "stream",
+    value_input: ValueInput = "x_in",
     rebuild_every: int = 1,
 ) -> Boundary:
     """X' = X + beta k (v^T - k^T X); x_in = sum_j weights[j] X'[j]; c = gain x_in / rms(x_in); the gate's product
@@ -68,7 +68,7 @@ def token_boundary(
     normalise: Guard | None = "rms",
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
-    value_input: ValueInput = "stream",
+    value_input: ValueInput = "x_in",
     rebuild_every: int = 1,
 ) -> Boundary:
     """As `channel_boundary`, but x_in[t] = sum_{s, j} taps[s, j] X'[t - s, j] as in `causal_read`.
@@ -88,7 +88,7 @@ def expect_following(state: Tensor, gain: Tensor, gate_weight: Tensor, value_wei
     expect_shape("gain", gain, (dim,), "(dim,)")
     expect_shape("gate_weight", gate_weight, (dim,), "(dim,)")
     expect_shape("value_weight", value_weight, (channels, dim), "(value_channels, dim)")
-    if value_input not in ("stream", "context"):
+    if value_input not in ("x_in", "context"):
         raise ValueError(f"value_input: expected 'stream' or 'context', got {value_input!r}")
 
 
@@ -103,5 +103,5 @@ def _following(
 ) -> Boundary:
     context = rms_norm(x, gain, norm_eps)
     gate = linear_at_least_float32(context, gate_weight.unsqueeze(0)).squeeze(-1)
-    value = linear_at_least_float32(x if value_input == "stream" else context, value_weight)
+    value = linear_at_least_float32(x if value_input == "x_in" else context, value_weight)
     return Boundary(written, context, gate, value)

@@ -429,7 +429,7 @@ def channel_boundary(
     normalise: Guard | None = "rms",
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
-    value_input: ValueInput = "stream",
+    value_input: ValueInput = "x_in",
     rebuild_every: int = 1,
 ) -> Boundary:
     """The write and the read as `residua.ops.boundary.channel_boundary` computes them, with up to 16 value channels.
