@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from authors_reference import authors_logits
 from torch import Tensor
 
 from residua.models import load_authors_checkpoint
 from residua.models.authors import _authors_names
+from support.authors_reference import authors_logits
 
 FOLDER = Path(os.environ.get("RESIDUA_CONFORMANCE") or Path(__file__).parents[3] / "shared" / "conformance")
 CASES = {}
