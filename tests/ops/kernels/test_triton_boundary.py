@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
 from residua.ops.boundary import channel_boundary
 from residua.ops.implementation import implementation_of
+from support.kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
 triton = pytest.importorskip("triton")
 

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_cases import DEVICE, assert_as_good, normal, results
 
 from residua.ops import sinkhorn
+from support.kernel_cases import DEVICE, assert_as_good, normal, results
 
 triton = pytest.importorskip("triton")
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, assert_as_good, normal, results
 
 from residua.benchmarks import ops as benchmark
 from residua.benchmarks.cases import WITH_KERNELS
 from residua.ops import hyper_mix, hyper_read, hyper_write
+from support.kernel_cases import DEVICE, assert_as_good, normal, results
 
 triton = pytest.importorskip("triton")
 
