@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
-from residua.ops.boundary import token_boundary
+from residua.ops.write_read import token_boundary
 
 triton = pytest.importorskip("triton")
 
