@@ -5,7 +5,7 @@ import torch
 
 from residua import ops
 from residua.connections import DeepDelta
-from residua.ops.boundary import channel_boundary, token_boundary
+from residua.ops.write_read import channel_boundary, token_boundary
 from support.delta_cases import direction, generator, normal
 
 G = generator(0)

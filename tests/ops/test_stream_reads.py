@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import channel_taps, linear_at_least_float32, rms_norm, stream_read
-from residua.ops.boundary import channel_boundary
+from residua.ops.write_read import channel_boundary
 from support.delta_cases import generator, normal
 from support.tolerances import assert_close
 
