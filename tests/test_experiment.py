@@ -10,7 +10,7 @@ from torch import Tensor
 
 from residua import PRESETS, SCHEMES, Carry, Connection, Scheme, Stream
 from residua.connections import RMSNorm
-from residua.connections.boundary import Same
+from residua.connections.ends import Same
 from residua.data import PreparedData, prepare
 from residua.errors import InputError
 from residua.experiment import build_model, evaluate, open_run, run, trace_run

@@ -4,6 +4,7 @@ from residua import ops
 from residua.connections import (
     PRESETS,
     SCHEMES,
+    AttentionResiduals,
     Carry,
     Connection,
     DeepDelta,
@@ -17,6 +18,8 @@ from residua.connections import (
     Residual,
     Scheme,
     Stream,
+    StreamMemory,
+    register,
 )
 
 __version__ = "0.1.0"
@@ -24,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PRESETS",
     "SCHEMES",
+    "AttentionResiduals",
     "Carry",
     "Connection",
     "DeepDelta",
@@ -37,5 +41,7 @@ __all__ = [
     "Residual",
     "Scheme",
     "Stream",
+    "StreamMemory",
     "ops",
+    "register",
 ]

@@ -3,11 +3,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from traced_models import small_model, words
 
 from residua.analysis import Trace, archive, trace
 from residua.errors import InputError
-from variants import PRESETS
+from support.traced_models import small_model, words
+from support.variants import PRESETS
 
 TEXT = ["</script><img onerror=alert(1)>", "ü", "\n", "", "\u2028", "\ufffd", '"', "end"]
 

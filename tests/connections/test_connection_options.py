@@ -7,7 +7,7 @@ import pytest
 
 from residua import PRESETS, SCHEMES, DeepDelta, Residual
 from residua.connections import describe, resolve
-from variants import ALL
+from support.variants import ALL
 
 # What each variant adds to the plain residual, at width d, L blocks and d_v = m, for kernels k and k_e.
 CLOSED_FORMS = {
@@ -194,5 +194,5 @@ def test_a_scheme_without_a_name_is_one_clear_line():
     class Mine(Residual):
         pass
 
-    with pytest.raises(ValueError, match=r"Mine has no name: add it to residua\.SCHEMES"):
+    with pytest.raises(ValueError, match=r"Mine has no name: call residua\.register\(name, Mine\) first"):
         describe(Mine())

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from residua import DeepDelta, DeltaResidual
-from residua.connections.boundary import ChannelCompress, ConvExpand, TokenCompress
 from residua.connections.branches import Direction, Gate
-from tolerances import assert_close
-from variants import ALL, bare_sublayers, normal, perturbed
+from residua.connections.ends import ChannelCompress, ConvExpand, TokenCompress
+from support.tolerances import assert_close
+from support.variants import ALL, bare_sublayers, normal, perturbed
 
 DIM, EPS = 8, 1e-5
 DEEP_DELTA = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta)}
@@ -211,7 +211,7 @@ def test_one_compressor_for_the_two_sublayers_of_a_block():
 
 
 WITHOUT_SEQUENCE = {
-    name: scheme for name, scheme in DEEP_DELTA.items() if not scheme.num_memories(2) and scheme.beta_input != "conv"
+    name: scheme for name, scheme in DEEP_DELTA.items() if not scheme.num_memories(8, 2) and scheme.beta_input != "conv"
 }
 
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import planted
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,6 +19,7 @@ from residua.errors import InputError
 from residua.experiment import run
 from residua.explorer.collect import PAGE, Source, collect, page_of
 from residua.training import DataConfig, ModelConfig, RunConfig, TrainConfig
+from support import planted
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from tiny_models import prompt, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from residua import DeepDelta
 from residua.models import ResiduaForCausalLM
-from tolerances import assert_close
-from variants import ALL
+from support.tiny_models import prompt, tiny_config
+from support.tolerances import assert_close
+from support.variants import ALL
 
 DEEP_DELTA = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta)}
 
@@ -71,7 +71,7 @@ def test_beta_through_every_door(asked, got, tmp_path):
     "name", ["ddl-tc", "ddl-ec", "ddl-cc", "ddl-cc-ec", "channel-dv3-direct", "channel-dv5-k3-causal"]
 )
 def test_compressors_average_and_expansion_repeats_through_every_door(name, tmp_path):
-    streams = DEEP_DELTA[name].state_rows
+    streams = DEEP_DELTA[name].value_channels
     state = torch.randn(2, 5, streams, 16, generator=torch.Generator().manual_seed(0))
     for door, model in doors(tiny_config(name), tmp_path).items():
         stream = model.model.stream

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from delta_cases import cases, direction, generator, normal, outer, product_form
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +16,8 @@ from residua.ops import (
     singular_values,
     unit,
 )
-from tolerances import assert_close
+from support.delta_cases import cases, direction, generator, normal, outer, product_form
+from support.tolerances import assert_close
 
 
 def leaves(*tensors):

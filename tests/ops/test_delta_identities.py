@@ -4,18 +4,6 @@ import math
 
 import pytest
 import torch
-from delta_cases import (
-    betas,
-    cases,
-    dims,
-    direction,
-    generator,
-    invertible_betas,
-    length_one,
-    normal,
-    outer,
-    product_form,
-)
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -30,7 +18,19 @@ from residua.ops import (
     singular_values,
     unit,
 )
-from tolerances import assert_close
+from support.delta_cases import (
+    betas,
+    cases,
+    dims,
+    direction,
+    generator,
+    invertible_betas,
+    length_one,
+    normal,
+    outer,
+    product_form,
+)
+from support.tolerances import assert_close
 
 seeds = st.integers(0, 2**31)
 norms = st.one_of(st.sampled_from([0.0, 1e-5, 1.0]), st.floats(0.0, 1.5))

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from delta_cases import generator, normal
 
 from residua.ops import (
     GUARDS,
@@ -34,7 +33,8 @@ from residua.ops import (
     stream_read,
     unit,
 )
-from tolerances import assert_close
+from support.delta_cases import generator, normal
+from support.tolerances import assert_close
 
 WRITE = [(2, 3, 2, 4), (2, 3, 4), (2, 3, 2), (2, 3)]
 STREAMS = (2, 3, 4, 5)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import generator, normal, product_form
 
 from residua.ops import (
     GUARDS,
@@ -23,7 +22,8 @@ from residua.ops import (
     stream_read,
     unit,
 )
-from tolerances import assert_close
+from support.delta_cases import generator, normal, product_form
+from support.tolerances import assert_close
 
 LOW = [torch.bfloat16, torch.float16]
 

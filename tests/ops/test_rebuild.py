@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from residua.ops import causal_read, delta_write, stream_read
-from residua.ops.boundary import channel_boundary, token_boundary
-from variants import normal
+from residua.ops.write_read import channel_boundary, token_boundary
+from support.variants import normal
 
 BATCH, SEQ, STREAMS, DIM, WRITES = 2, 5, 3, 8, 9
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from delta_cases import direction, generator, normal
 
 from residua import ops
 from residua.connections import DeepDelta
-from residua.ops.boundary import channel_boundary, token_boundary
+from residua.ops.write_read import channel_boundary, token_boundary
+from support.delta_cases import direction, generator, normal
 
 G = generator(0)
 STATE, WIDE = normal(G, 2, 3, 2, 4), normal(G, 2, 3, 4)

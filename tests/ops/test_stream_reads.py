@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import generator, normal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import channel_taps, linear_at_least_float32, rms_norm, stream_read
-from residua.ops.boundary import channel_boundary
-from tolerances import assert_close
+from residua.ops.write_read import channel_boundary
+from support.delta_cases import generator, normal
+from support.tolerances import assert_close
 
 CONVOLUTIONS = [(kernel, streams) for streams in range(1, 6) for kernel in range(1, streams + 1)]
 

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import dims, direction, generator, normal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import GUARDS, unit
-from tolerances import assert_close
+from support.delta_cases import dims, direction, generator, normal
+from support.tolerances import assert_close
 
 EPS = 1e-5
 # Lengths of the raw direction in units of eps, from nothing through the guard's own scale to an ordinary vector.

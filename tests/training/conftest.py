@@ -3,12 +3,12 @@ import multiprocessing
 
 import pytest
 import torch
-from ranks import config, options
-from toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
 
 from residua.data import prepare
 from residua.experiment import run
 from residua.training import train
+from support.ranks import config, options
+from support.toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
 
 
 @pytest.fixture(autouse=True)

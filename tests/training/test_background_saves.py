@@ -8,10 +8,10 @@ import threading
 
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
-from toy_language_model import ToyBatches, ToyModel, toy_config
 
 from residua.errors import RunError
 from residua.training import saving, train
+from support.toy_language_model import ToyBatches, ToyModel, toy_config
 
 
 def steps(folder):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from toy_language_model import ToyBatches, ToyModel
 
 from residua.errors import InputError
 from residua.training import checkpoint as checkpoint_module
 from residua.training import latest_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
+from support.toy_language_model import ToyBatches, ToyModel
 
 
 def cut(path):

@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
 
 from residua.training import checkpoint as checkpoint_module
 from residua.training import read_metrics, train
+from support.toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
 
 STEPS = 40
 

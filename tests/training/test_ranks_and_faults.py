@@ -11,7 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import (
+
+from residua.errors import InputError
+from residua.experiment import open_run, run
+from residua.training import latest_checkpoint, load_checkpoint, read_metrics, train
+from support.ranks import (
     assert_same_run,
     break_loss,
     config,
@@ -26,11 +30,7 @@ from ranks import (
     trained_windows,
     windows_alone,
 )
-from toy_language_model import ToyBatches, ToyModel, toy_config
-
-from residua.errors import InputError
-from residua.experiment import open_run, run
-from residua.training import latest_checkpoint, load_checkpoint, read_metrics, train
+from support.toy_language_model import ToyBatches, ToyModel, toy_config
 
 SIX = {"gradient_accumulation": 6, "batch_size": 1, "steps": 9, "checkpoint_every": 100}
 

@@ -4,11 +4,11 @@ import time
 
 import pytest
 import yaml
-from toy_language_model import ToyBatches, ToyModel, toy_config
 
 from residua.durable import write_bytes, write_text
 from residua.errors import InputError
 from residua.training import claim, read_metrics, train
+from support.toy_language_model import ToyBatches, ToyModel, toy_config
 
 
 def test_a_folder_with_a_run_is_not_begun_again(tmp_path, fit):

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from toy_language_model import BATCH, LENGTH, ToyBatches, ToyModel, evaluate, toy_config
 
 from residua.errors import InputError, RunError
 from residua.training import checkpoint as checkpoint_module
 from residua.training import loop, read_metrics, train
 from residua.training.log import MetricsLog
+from support.toy_language_model import BATCH, LENGTH, ToyBatches, ToyModel, evaluate, toy_config
 
 
 def weights(folder, step):

@@ -30,8 +30,9 @@ from residua.connections.memory import Memory, current, remembered
 from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import check_types, expect_used, require
 from residua.connections.projection import Projection
-from residua.ops import Guard, at_least_float32, delta_write_v1, rms_norm, unit
-from residua.ops.implementation import Implementation, choose, run
+from residua.ops import Guard, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
+from residua.ops.dispatch import Implementation, choose
+from residua.ops.write_read import channel_boundary, token_boundary
 
 
 class DeltaCoefficients(NamedTuple):
@@ -76,7 +77,7 @@ class DeepDelta(Scheme):
     phi_k_input      v-Map: "linear" and "mlp" see the "context" or "x_in" as it is
     phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
     implementation   of the delta write, and of the whole stretch between two sublayers where it can be one kernel:
-                     "reference" (PyTorch), "triton" (CUDA; see `ops.implementation`), or "auto", which takes triton
+                     "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto", which takes triton
                      where it runs. No kernel has been timed on a GPU yet, so the default is "reference"
     rebuild          what the backward pass does for states of several channels: "replay" keeps one of `rebuild_every`
                      in a row and makes the others again, equal to the last bit, in either implementation; "none" keeps
@@ -319,7 +320,7 @@ class DeltaConnection(Connection):
         beta, v, k = self.completed(y, carry.coefficients)
         streams = state if scheme.has_stream_axis else state.unsqueeze(-2)
         if scheme.operator == "unit":
-            streams = run("delta_write", scheme.implementation, streams, k, v, beta, **scheme.write_options)
+            streams = delta_write(streams, k, v, beta, **scheme.write_options, implementation=scheme.implementation)
         else:
             streams = delta_write_v1(streams, k, v, beta, eps=scheme.k_eps)
         return streams if scheme.has_stream_axis else streams.squeeze(-2)
@@ -338,7 +339,8 @@ class DeltaConnection(Connection):
         if choose(scheme.implementation, *inputs) == "reference":
             return super().write_read(y, carry, following, memory)
         options = {**scheme.write_options, "norm_eps": following.norm.eps, "value_input": scheme.v_input}
-        boundary = run(f"{scheme.compress}_boundary", "triton", *inputs, **options)
+        write_read = token_boundary if scheme.compress == "token" else channel_boundary
+        boundary = write_read(*inputs, **options, implementation="triton")
         coefficients = DeltaCoefficients(
             following.beta.opened(boundary.gate), following.value.activated(boundary.value), None
         )

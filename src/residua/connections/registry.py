@@ -168,8 +168,9 @@ def _find(name: str) -> bool:
         scheme = point.load()
         register(name, scheme)
     except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"connection: the scheme {name!r} of the package {package!r} cannot be used: {type(error).__name__}: {error}"
+            f"connection: the scheme {name!r} of the package {package!r} cannot be used: {reason}"
         ) from error
     kind = scheme if isinstance(scheme, type) else type(scheme)
     if kind in _PACKAGES:

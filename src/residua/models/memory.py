@@ -20,14 +20,13 @@ class Place(NamedTuple):
 
 def places(stream: Stream, num_layers: int) -> list[Place | None]:
     """For expand, every connection and collapse, in this order: its place if it looks back, spread over the layers."""
-    parts = [stream.expand, *stream.connections, stream.collapse]
-    numbers = iter(range(len(parts)))
-    looking = [next(numbers) if part.window else None for part in parts]
+    numbers = iter(range(len(stream.parts)))
+    looking = [next(numbers) if part.window else None for part in stream.parts]
     return [None if i is None else Place(i % num_layers, i // num_layers) for i in looking]
 
 
 class CacheMemory:
-    """The memory of one part of the stream during one forward pass (`connections.base.Memory`).
+    """The memory of one part of the stream during one forward pass (`connections.Memory`).
 
     padding: (batch, seq), 0 at padding and 1 at tokens, or None. Without a cache nothing earlier exists.
     """
@@ -37,11 +36,6 @@ class CacheMemory:
         self.place = place
         self.padding = padding
         self.keeps = cache is not None
-
-    def mask(self, x: Tensor) -> Tensor:
-        if self.padding is None:
-            return x
-        return x * self.padding.to(x.dtype).view(*self.padding.shape, *(1,) * (x.dim() - 2))
 
     def extend(self, x: Tensor, window: int) -> Tensor:
         if not self.keeps:

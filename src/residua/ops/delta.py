@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import at_least_float32, fresh, widened, without_autocast
 from residua.ops.rebuild import expect_first_derivative, joined, opened, rebuilt
 from residua.ops.shapes import expect_shape
@@ -181,6 +182,7 @@ def delta_write(
     normalise: Guard | None = None,
     eps: float = 1e-5,
     rebuild_every: int = 1,
+    implementation: Implementation = "reference",
 ) -> Tensor:
     """X' = X + beta k (v^T - k^T X): erase what X holds along k, write v there (arXiv 2601.00417, additive form).
 
@@ -192,7 +194,13 @@ def delta_write(
     The backward pass needs X. With `rebuild_every` = m > 1, of the states along a chain of writes only every m-th is
     kept, and the others are made again by replaying the writes, with gradients equal to the last bit (`ops.rebuild`).
     Its gradient can be differentiated itself with m = 1 alone: else `create_graph=True` raises RuntimeError.
+
+    `implementation`: the plain definition or the Triton kernel, see `ops.dispatch.choose`.
     """
+    if choose(implementation, state, k, v, beta) == "triton":
+        from residua.ops.kernels.delta import delta_write as kernel
+
+        return kernel(state, k, v, beta, normalise=normalise, eps=eps, rebuild_every=rebuild_every)
     expect_write(state, k, v, beta, normalise)
     if not torch.is_grad_enabled():
         return _written(state, k, v, beta, normalise, eps)[0]  # generating text: nothing to remember for a gradient

@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from kernel_cases import DEVICE, normal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from residua import ops
 from residua.ops.rebuild import writer
+from support.kernel_cases import DEVICE, normal
 
 pytest.importorskip("triton")
 

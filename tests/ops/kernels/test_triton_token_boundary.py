@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
-from residua.ops.boundary import token_boundary
+from residua.ops.write_read import token_boundary
+from support.kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
 triton = pytest.importorskip("triton")
 

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops.boundary import Boundary, ValueInput, expect_following
 from residua.ops.delta import Guard
 from residua.ops.kernels.delta import (
     guard_ratio,
@@ -43,6 +42,7 @@ from residua.ops.kernels.tiling import (
 )
 from residua.ops.precision import fresh
 from residua.ops.shapes import expect_shape
+from residua.ops.write_read import Boundary, ValueInput, expect_following
 
 
 @triton.jit
@@ -432,7 +432,7 @@ def channel_boundary(
     value_input: ValueInput = "x_in",
     rebuild_every: int = 1,
 ) -> Boundary:
-    """The write and the read as `residua.ops.boundary.channel_boundary` computes them, with up to 16 value channels.
+    """The write and the read as `residua.ops.write_read.channel_boundary` computes them, with up to 16 value channels.
 
     Arguments as there, each in float32, bfloat16 or float16. What is read is the state before it is rounded to its
     dtype. Gradients have the dtypes of the inputs, and can be taken once. Kept for the backward pass: the inputs, of

@@ -10,7 +10,9 @@ import triton
 from torch import Tensor
 
 from residua.ops.delta import expect_write
-from residua.ops.implementation import DTYPES, MAX_CHANNELS
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_CHANNELS = 16
 
 
 @triton.jit

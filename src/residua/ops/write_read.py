@@ -6,6 +6,7 @@ from torch import Tensor
 
 from residua.ops.conv import causal_read
 from residua.ops.delta import Guard, delta_write
+from residua.ops.dispatch import Implementation, choose
 from residua.ops.norm import rms_norm
 from residua.ops.precision import linear_at_least_float32
 from residua.ops.shapes import expect_shape
@@ -40,15 +41,29 @@ def channel_boundary(
     norm_eps: float = 1e-5,
     value_input: ValueInput = "x_in",
     rebuild_every: int = 1,
+    implementation: Implementation = "reference",
 ) -> Boundary:
     """X' = X + beta k (v^T - k^T X); x_in = sum_j weights[j] X'[j]; c = gain x_in / rms(x_in); the gate's product
     gate_weight . c and the value's products value_weight x_in, or value_weight c with `value_input="context"`.
 
-    state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,) and `rebuild_every` as in
-    `delta_write`; weights: (value_channels, dim) as in `stream_read`, gain and gate_weight: (dim,), value_weight:
-    (value_channels, dim) belong to the sublayer that follows. Results in the dtype of `state`, products in float32 at
-    least. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel compression.
+    state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), `rebuild_every` and
+    `implementation` as in `delta_write`; weights: (value_channels, dim) as in `stream_read`, gain and gate_weight:
+    (dim,), value_weight: (value_channels, dim) belong to the sublayer that follows. Results in the dtype of `state`,
+    products in float32 at least. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel
+    compression.
     """
+    tensors = (state, k, v, beta, weights, gain, gate_weight, value_weight)
+    if choose(implementation, *tensors) == "triton":
+        from residua.ops.kernels.boundary import channel_boundary as kernel
+
+        return kernel(
+            *tensors,
+            normalise=normalise,
+            eps=eps,
+            norm_eps=norm_eps,
+            value_input=value_input,
+            rebuild_every=rebuild_every,
+        )
     expect_following(state, gain, gate_weight, value_weight, value_input)
     written = delta_write(state, k, v, beta, normalise=normalise, eps=eps, rebuild_every=rebuild_every)
     x = stream_read(written, weights)
@@ -70,12 +85,25 @@ def token_boundary(
     norm_eps: float = 1e-5,
     value_input: ValueInput = "x_in",
     rebuild_every: int = 1,
+    implementation: Implementation = "reference",
 ) -> Boundary:
     """As `channel_boundary`, but x_in[t] = sum_{s, j} taps[s, j] X'[t - s, j] as in `causal_read`.
 
     state: (..., seq, value_channels, dim) with the other arguments to match; taps: (kernel, value_channels, dim).
     arXiv 2601.00417v2 section 4.2, token compression.
     """
+    tensors = (state, k, v, beta, taps, gain, gate_weight, value_weight)
+    if choose(implementation, *tensors) == "triton":
+        from residua.ops.kernels.token_boundary import token_boundary as kernel
+
+        return kernel(
+            *tensors,
+            normalise=normalise,
+            eps=eps,
+            norm_eps=norm_eps,
+            value_input=value_input,
+            rebuild_every=rebuild_every,
+        )
     expect_following(state, gain, gate_weight, value_weight, value_input)
     written = delta_write(state, k, v, beta, normalise=normalise, eps=eps, rebuild_every=rebuild_every)
     x = causal_read(written, taps)
@@ -89,7 +117,7 @@ def expect_following(state: Tensor, gain: Tensor, gate_weight: Tensor, value_wei
     expect_shape("gate_weight", gate_weight, (dim,), "(dim,)")
     expect_shape("value_weight", value_weight, (channels, dim), "(value_channels, dim)")
     if value_input not in ("x_in", "context"):
-        raise ValueError(f"value_input: expected 'stream' or 'context', got {value_input!r}")
+        raise ValueError(f"value_input: expected 'x_in' or 'context', got {value_input!r}")
 
 
 def _following(

@@ -7,6 +7,7 @@ from torch import nn
 
 from residua import (
     PRESETS,
+    AttentionResiduals,
     DeepDelta,
     EDelta,
     EDeltaStream,
@@ -85,6 +86,9 @@ VARIANTS: dict[str, Scheme] = {
     "edelta-bare": EDelta(projections=False, gamma_init=0.5, penalty=0.3),
     "edelta-stream-n2": EDeltaStream(num_streams=2, hidden=5, gamma_init=0.3, penalty=0.0),
     "edelta-stream-cumulative": EDeltaStream(num_streams=3, context="cumulative", beta_init=0.7),
+    # Attention over depth: blocks that end inside a stack and at its end.
+    "attnres-block-s2": AttentionResiduals(block_size=2),
+    "attnres-block-s3": AttentionResiduals(block_size=3),
     # The pooled shortcut without a delta write.
     "pooled-householder-token": PooledHouseholder(context="token", beta_init=0.4),
 }
@@ -123,7 +127,7 @@ KERNELS: dict[str, Scheme] = {
 ALL: dict[str, Scheme] = PRESETS | VARIANTS
 
 # Schemes whose stream looks back on earlier tokens: what generation could get wrong.
-LOOKING_BACK: dict[str, Scheme] = {name: scheme for name, scheme in ALL.items() if scheme.num_memories(2)}
+LOOKING_BACK: dict[str, Scheme] = {name: scheme for name, scheme in ALL.items() if scheme.num_memories(8, 2)}
 
 
 def perturbed(module: nn.Module, *, scale: float = 0.3, seed: int = 1) -> nn.Module:
