@@ -103,7 +103,7 @@ def run(config: RunConfig, folder: str | Path, *, resume: bool = False, progress
             config.train,
             held,
             evaluate=evaluator,
-            observe=gate_quantiles if has_gates(model.config.scheme) else None,
+            observe=gate_quantiles if has_gates(model.model.stream, model.config.hidden_size) else None,
             facts=data.facts,
             progress=progress,
             ranks=ranks,

@@ -69,6 +69,7 @@ def eager_attention(
 class Attention(nn.Module):
     """(batch, seq, hidden_size) -> (batch, seq, hidden_size), without biases.
 
+    Queries, keys and values come from one input, or from one each where the connection reads three.
     `qk_norm="post_rope"` rotates first and normalises then, as the authors do; with gains that differ within a rotated
     pair the scores then depend on absolute positions. "pre_rope" normalises first.
     """
@@ -94,10 +95,16 @@ class Attention(nn.Module):
             self.g_proj = Projection(config.hidden_size, width, std=std)
             self.o_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+    def forward(
+        self, x: Tensor, for_keys: Tensor | None = None, for_values: Tensor | None = None, *, context: AttentionContext
+    ) -> Tensor:
         config = self.config
         heads = (*x.shape[:-1], config.num_attention_heads, config.head_dim)
-        q, k, v = (proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        inputs = (x, x if for_keys is None else for_keys, x if for_values is None else for_values)
+        q, k, v = (
+            project(part).view(heads).transpose(1, 2)
+            for project, part in zip((self.q_proj, self.k_proj, self.v_proj), inputs)
+        )
         if config.qk_norm == "pre_rope":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = context.rotary.rotate(q), context.rotary.rotate(k)
