@@ -5,7 +5,7 @@ in the entry-point group `residua.schemes`; it never imports a module that a con
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, fields, replace
 from importlib import metadata
 from typing import Any
 
@@ -65,14 +65,12 @@ def register(name: str, scheme: type[Scheme] | Scheme) -> None:
     `my-scheme = "my_package.module:MyScheme"`.
 
     Raises:
-        TypeError: this is no Scheme, no frozen dataclass, or a class whose options lack defaults.
+        TypeError: this is not a Scheme, or a class whose options lack defaults.
         ValueError: the name belongs to another scheme or cannot be written as a preset; an option has a reserved name.
     """
     kind = scheme if isinstance(scheme, type) else type(scheme)
     if not issubclass(kind, Scheme):
         raise TypeError(f"register {name!r}: expected a Scheme, its class or an instance, got {scheme!r}")
-    if not is_dataclass(kind) or kind.__hash__ is None:
-        raise TypeError(f"register {name!r}: expected {kind.__name__} to be a dataclass(frozen=True)")
     if not isinstance(name, str) or not name or any(mark in name for mark in ":,= "):
         raise ValueError(f"register: expected a name without spaces or the marks : , =, got {name!r}")
     if taken := [field.name for field in fields(kind) if field.name in RESERVED]:
