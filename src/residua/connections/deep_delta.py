@@ -27,7 +27,7 @@ from residua.connections.branches import Direction, Gate, Pool, Value
 from residua.connections.norm import RMSNorm
 from residua.connections.options import check_types, expect_used, require
 from residua.connections.projection import Projection
-from residua.ops import GUARDS, Guard, delta_write, delta_write_v1, rms_norm
+from residua.ops import K_NORMS, KNorm, delta_write, delta_write_v1, rms_norm
 from residua.ops.dispatch import Implementation, choose
 from residua.ops.write_read import channel_boundary, token_boundary
 
@@ -60,7 +60,7 @@ class DeepDelta(Scheme):
     compress_causal  the channel convolution sees only channels up to its own (form "read")
     compress_sharing one compressor for the two sublayers of a "block", or "separate" ones
     expand           "repeat" the embedding over the channels, or "conv": a causal convolution that starts as repetition
-    k_norm, k_eps    the guard of `ops.unit`
+    k_norm, k_eps    how the direction is divided by its norm, see `ops.unit`
     k_proj           the direction is a linear map of the sublayer's output
     operator         "unit": I - beta k k^T with unit k; "v1_eps": the first version's, with raw k
     beta_init        beta of every token at the start, in [0, 2]; 0 and 2 are moved inside by 2e-6
@@ -95,7 +95,7 @@ class DeepDelta(Scheme):
     compress_sharing: Literal["block", "separate"] = "block"
     expand: Literal["repeat", "conv"] = "repeat"
     expand_kernel: int = 4
-    k_norm: Guard = "rms"
+    k_norm: KNorm = "rms"
     k_eps: float = 1e-5
     k_proj: bool = False
     operator: Literal["unit", "v1_eps"] = "unit"
@@ -187,7 +187,7 @@ class DeepDelta(Scheme):
     def write_options(self) -> dict[str, Any]:
         """What every implementation of a write with a unit direction takes beside tensors."""
         every = self.rebuild_every if self.rebuild == "replay" else 1
-        return {"normalise": self.k_norm, "eps": self.k_eps, "rebuild_every": every}
+        return {"k_norm": self.k_norm, "eps": self.k_eps, "rebuild_every": every}
 
     def num_memories(self, num_sublayers: int) -> int:
         compress = self.compress == "token" and self.compress_kernel > 1
@@ -369,7 +369,7 @@ class DeltaResidual(nn.Module):
         *,
         pool: Literal["mean", "flatten", "conv"] = "mean",
         beta_init: float = 1.0,
-        k_norm: Guard = "rms",
+        k_norm: KNorm = "rms",
         k_eps: float = 1e-5,
     ):
         super().__init__()
@@ -377,8 +377,8 @@ class DeltaResidual(nn.Module):
             raise ValueError(f"pool: expected 'mean', 'flatten' or 'conv', got {pool!r}")
         if not 0 <= beta_init <= 2:
             raise ValueError(f"beta_init: expected a number in [0, 2], got {beta_init!r}")
-        if k_norm not in GUARDS:
-            raise ValueError(f"k_norm: expected one of {', '.join(GUARDS)}, got {k_norm!r}")
+        if k_norm not in K_NORMS:
+            raise ValueError(f"k_norm: expected one of {', '.join(K_NORMS)}, got {k_norm!r}")
         self.phi_k = phi_k
         self.phi_v = (
             phi_v
@@ -393,4 +393,4 @@ class DeltaResidual(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         k, v, beta = self.phi_k(state), self.phi_v(state), self.beta(self.pool(state))
-        return delta_write(state, k, v, beta, normalise=self.k_norm, eps=self.k_eps)
+        return delta_write(state, k, v, beta, k_norm=self.k_norm, eps=self.k_eps)
