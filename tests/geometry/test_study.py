@@ -169,7 +169,7 @@ def endless(*, checkpoint, report):
         time.sleep(0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see which processes run")
 def test_workers_end_when_their_parent_is_killed(tmp_path):
     process = start(WORKERS, tmp_path / "out")
