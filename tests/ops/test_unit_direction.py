@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residua.ops import GUARDS, K_NORMS, unit
+from residua.ops import K_NORMS, unit
 from support.delta_cases import dims, direction, generator, normal
 from support.tolerances import assert_close
 

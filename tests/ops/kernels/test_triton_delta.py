@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from residua.ops import GUARDS, K_NORMS, delta_write
+from residua.ops import K_NORMS, delta_write
 from support.kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
 triton = pytest.importorskip("triton")
