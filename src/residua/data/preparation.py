@@ -40,9 +40,9 @@ from residua.data.tokenizer import (
     train_bpe,
     vocabulary,
 )
-from residua.durable import sync, write_text
 from residua.errors import InputError, RunError, extra
 from residua.provenance import available_cores
+from residua.runs.durable import sync, write_text
 
 with extra("data"):
     import numpy as np

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from residua.durable import write_text
 from residua.errors import InputError, RunError, extra
 from residua.provenance import circumstances
+from residua.runs.durable import write_text
 
 with extra("train"):
     from rich.console import Console
