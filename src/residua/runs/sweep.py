@@ -180,12 +180,12 @@ class _Work:
     def _ask(self) -> None:
         known = self.records.finished.keys() | self._started.keys()
         todo = {job.key: job for job in self._plan(self.records.finished) if job.key not in known}
-        self.waiting = sorted(todo.values(), key=lambda job: job.cost * job.steps)  # the longest last, begun first
+        self.waiting = sorted(todo.values(), key=lambda job: job.cost * job.steps, reverse=True)
 
     def next(self) -> Job | None:
         if not self.waiting:
             return None
-        job = self.waiting.pop()
+        job = self.waiting.pop(0)
         self._started[job.key] = job
         return job
 
