@@ -31,8 +31,10 @@ LEVELS = {
     "explorer": 5,
     "demo": 6,
     "export": 5,
-    "cli": 7,
-    "__main__": 8,
+    "sweep": 5,
+    "commands": 7,
+    "cli": 8,
+    "__main__": 9,
 }
 EXTRAS = {
     "accelerate",

@@ -13,6 +13,7 @@ A folder of runs holds
 import hashlib
 import json
 import multiprocessing
+import os
 import re
 import signal
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from residua.errors import InputError, RunError
@@ -273,9 +275,11 @@ def _run_in_processes(work: _Work, count: int) -> None:
 
 
 def _work(connection: Connection) -> None:
-    """Do what comes through the pipe until its other end is gone, which also happens when the parent is killed."""
+    """Do what comes through the pipe until its other end is gone."""
     import torch
 
+    # A run that outlived its parent would still hold its state when the same command goes on.
+    Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     torch.set_num_threads(1)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
