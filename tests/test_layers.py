@@ -10,10 +10,10 @@ import residua
 
 PACKAGE = Path(residua.__file__).parent
 LEVELS = {
-    "durable": 0,
-    "errors": 0,
+    "errors": -1,
     "ops": 0,
     "provenance": 0,
+    "runs": 0,
     "tables": 0,
     "connections": 1,
     "models": 2,
@@ -29,12 +29,15 @@ LEVELS = {
     "explorer": 5,
     "demo": 6,
     "export": 5,
-    "cli": 7,
-    "__main__": 8,
+    "sweep": 5,
+    "commands": 7,
+    "cli": 8,
+    "__main__": 9,
 }
 EXTRAS = {
     "accelerate",
     "datasets",
+    "filelock",
     "huggingface_hub",
     "jsonargparse",
     "lm_eval",

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from residua.durable import partial, publish, sync
 from residua.errors import InputError, extra
+from residua.runs.durable import partial, publish, sync
 from residua.training.distributed import ALONE, Ranks
 from residua.training.folder import settings_hash
 from residua.training.shards import METADATA, read_shards, refuse_other_weights

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from residua.errors import RunError, extra
+from residua.runs.folder import RunFolder
 from residua.training.checkpoint import (
     Checkpoint,
     digest,
@@ -22,7 +23,6 @@ from residua.training.checkpoint import (
     unfinished,
 )
 from residua.training.distributed import Ranks, Together, gather
-from residua.training.folder import RunFolder
 from residua.training.shards import snapshot, write_shards
 
 with extra("train"):
