@@ -13,9 +13,10 @@ import residua
 PACKAGE = Path(residua.__file__).parent
 LEVELS = {
     "durable": 0,
-    "errors": 0,
+    "errors": -1,
     "ops": 0,
     "provenance": 0,
+    "runs": 0,
     "tables": 0,
     "connections": 1,
     "models": 2,
