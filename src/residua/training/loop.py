@@ -254,8 +254,7 @@ def _restore(
     checkpoint = ranks.gather(found)[0]
     if checkpoint is None:
         return None
-    with ranks.alike():
-        return load_checkpoint(checkpoint, model, optimizer, device=device, ranks=ranks)
+    return load_checkpoint(checkpoint, model, optimizer, device=device, ranks=ranks)
 
 
 @contextmanager
