@@ -13,12 +13,14 @@ import residua.training
 
 PACKAGE = Path(residua.__file__).parent
 LEVELS = {
-    "durable": 0,
-    "errors": 0,
-    "lazy": 0,
+    "errors": -2,
+    "checks": -1,
+    "durable": -1,
+    "lazy": -1,
+    "provenance": -1,
+    "tables": -1,
+    "yaml": -1,
     "ops": 0,
-    "provenance": 0,
-    "tables": 0,
     "connections": 1,
     "models": 2,
     "data": 3,
