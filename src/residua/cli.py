@@ -798,8 +798,8 @@ COMMANDS: dict[str, Command] = {
     "sweep": Command(sweep.HELP, sweep.EXAMPLES, sweep.add_arguments, sweep.run),
     "estimate": Command(
         "what a run will cost: parameters, memory per GPU, tokens/s, days",
-        "residua estimate --config small-ddl-tc --gpus 4 --gpu h200\n"
-        "residua estimate --config medium-ddl-cc --gpus 8 --train.parallel fsdp --json",
+        "residua estimate --config small --model.connection ddl-tc --gpus 4 --gpu h200\n"
+        "residua estimate --config medium --gpus 8 --train.parallel fsdp --json",
         _estimate_arguments,
         _estimate,
     ),

@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have written: plain data comes out, or one InputError that names the file.
+"""JSON and YAML files that somebody else may have written: plain data comes out, or one InputError names the file.
 
 Nothing in a file is executed, and a small file cannot fill the memory: YAML with tags or aliases is refused, and so are
 values nested deeper than `MAX_DEPTH` and integers of more than 64 bits.
@@ -75,13 +75,21 @@ def parse_yaml(text: str, source: object) -> Any:
         InputError: it is not YAML, holds a tag or an alias, is nested too deeply, or holds an integer of more than 64
             bits. `source` names it in the message.
     """
-    with extra("train"):
+    with extra("lab"):
         import yaml
 
     try:
         return yaml.load(text, _loader())
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise InputError(f"{source}: expected YAML, got: {_reason(error)}") from error
+
+
+def write_yaml(value: Any) -> str:
+    """Return plain values as a YAML document, mappings in their own order."""
+    with extra("lab"):
+        import yaml
+
+    return yaml.safe_dump(value, sort_keys=False)
 
 
 def file_inside(folder: str | os.PathLike[str], name: object) -> Path:
