@@ -1,26 +1,34 @@
-"""Residual connections for PyTorch: Deep Delta Learning and the schemes it is compared with, behind one interface."""
+"""Residual connections for PyTorch: Deep Delta Learning and the schemes it is compared with, behind one interface.
 
-from residua import ops
-from residua.connections import (
-    PRESETS,
-    SCHEMES,
-    AttentionResiduals,
-    Carry,
-    Connection,
-    DeepDelta,
-    DeltaResidual,
-    EDelta,
-    EDeltaStream,
-    HyperConnections,
-    JacobianHyperConnections,
-    ManifoldHyperConnections,
-    PooledHouseholder,
-    Residual,
-    Scheme,
-    Stream,
-    StreamMemory,
-    register,
-)
+Importing this package loads nothing; torch is imported with the first name that is asked of it.
+"""
+
+from typing import TYPE_CHECKING
+
+from residua import lazy
+
+if TYPE_CHECKING:
+    from residua import ops
+    from residua.connections import (
+        PRESETS,
+        SCHEMES,
+        AttentionResiduals,
+        Carry,
+        Connection,
+        DeepDelta,
+        DeltaResidual,
+        EDelta,
+        EDeltaStream,
+        HyperConnections,
+        JacobianHyperConnections,
+        ManifoldHyperConnections,
+        PooledHouseholder,
+        Residual,
+        Scheme,
+        Stream,
+        StreamMemory,
+        register,
+    )
 
 __version__ = "0.1.0"
 
@@ -45,3 +53,5 @@ __all__ = [
     "ops",
     "register",
 ]
+
+__getattr__, __dir__ = lazy.attributes(__name__, __all__, ["connections", "ops"])

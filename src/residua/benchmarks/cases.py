@@ -83,7 +83,7 @@ class Case:
 
 
 def _delta_write(sizes: Sizes, draw: Draw) -> Case:
-    return Case(partial(ops.delta_write, normalise="rms"), _write_inputs(sizes, draw))
+    return Case(partial(ops.delta_write, k_norm="rms"), _write_inputs(sizes, draw))
 
 
 def _write_inputs(sizes: Sizes, draw: Draw) -> dict[str, Tensor]:

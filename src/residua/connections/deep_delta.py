@@ -30,7 +30,7 @@ from residua.connections.memory import Memory, current, remembered
 from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import check_types, expect_used, require
 from residua.connections.projection import Projection
-from residua.ops import Guard, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
+from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
 from residua.ops.dispatch import Implementation, choose
 from residua.ops.write_read import channel_boundary, token_boundary
 
@@ -63,7 +63,7 @@ class DeepDelta(Scheme):
     compress_causal  the channel convolution sees only channels up to its own (form "read")
     compress_sharing one compressor for the two sublayers of a "block", or "separate" ones
     expand           "repeat" the embedding over the channels, or "conv": a causal convolution that starts as repetition
-    k_norm, k_eps    the guard of `ops.unit`
+    k_norm, k_eps    how the direction is divided by its norm, see `ops.unit`
     k_proj           the direction is a linear map of the sublayer's output
     operator         "unit": I - beta k k^T with unit k; "v1_eps": the first version's, with raw k
     beta_init        beta of every token at the start, in [0, 2]; 0 and 2 are moved inside by 2e-6
@@ -97,7 +97,7 @@ class DeepDelta(Scheme):
     compress_sharing: Literal["block", "separate"] = "block"
     expand: Literal["repeat", "conv"] = "repeat"
     expand_kernel: int = 4
-    k_norm: Guard = "rms"
+    k_norm: KNorm = "rms"
     k_eps: float = 1e-5
     k_proj: bool = False
     operator: Literal["unit", "v1_eps"] = "unit"
@@ -200,7 +200,7 @@ class DeepDelta(Scheme):
     def write_options(self) -> dict[str, Any]:
         """What every implementation of a write with a unit direction takes beside tensors."""
         every = self.rebuild_every if self.rebuild == "replay" else 1
-        return {"normalise": self.k_norm, "eps": self.k_eps, "rebuild_every": every}
+        return {"k_norm": self.k_norm, "eps": self.k_eps, "rebuild_every": every}
 
     def build_compress(self, dim: int) -> TokenCompress | ChannelCompress | OnlyStream:
         """One compressor, (batch, seq, streams, dim) -> (batch, seq, dim)."""
@@ -368,7 +368,7 @@ class DeltaConnection(Connection):
         scheme = self.scheme
         beta, v, k = (at_least_float32(x) for x in self.completed(y, carry.coefficients))
         if scheme.operator == "unit":
-            k = unit(k, guard=scheme.k_norm, eps=scheme.k_eps)
+            k = unit(k, k_norm=scheme.k_norm, eps=scheme.k_eps)
         else:
             length = (k.square().sum(-1, keepdim=True) + scheme.k_eps).sqrt()
             k, v = k / length, length * v

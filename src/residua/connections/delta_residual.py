@@ -5,7 +5,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from residua.connections.branches import Gate, Pool, Value
-from residua.ops import GUARDS, Guard, delta_write
+from residua.ops import K_NORMS, KNorm, delta_write
 
 
 class DeltaResidual(nn.Module):
@@ -26,7 +26,7 @@ class DeltaResidual(nn.Module):
         *,
         pool: Literal["mean", "flatten", "conv"] = "mean",
         beta_init: float = 1.0,
-        k_norm: Guard = "rms",
+        k_norm: KNorm = "rms",
         k_eps: float = 1e-5,
     ):
         super().__init__()
@@ -34,8 +34,8 @@ class DeltaResidual(nn.Module):
             raise ValueError(f"pool: expected 'mean', 'flatten' or 'conv', got {pool!r}")
         if not 0 <= beta_init <= 2:
             raise ValueError(f"beta_init: expected a number in [0, 2], got {beta_init!r}")
-        if k_norm not in GUARDS:
-            raise ValueError(f"k_norm: expected one of {', '.join(GUARDS)}, got {k_norm!r}")
+        if k_norm not in K_NORMS:
+            raise ValueError(f"k_norm: expected one of {', '.join(K_NORMS)}, got {k_norm!r}")
         self.phi_k = phi_k
         self.phi_v = (
             phi_v
@@ -50,4 +50,4 @@ class DeltaResidual(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         k, v, beta = self.phi_k(state), self.phi_v(state), self.beta(self.pool(state))
-        return delta_write(state, k, v, beta, normalise=self.k_norm, eps=self.k_eps)
+        return delta_write(state, k, v, beta, k_norm=self.k_norm, eps=self.k_eps)

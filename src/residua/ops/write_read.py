@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from residua.ops.conv import causal_read
-from residua.ops.delta import Guard, delta_write
+from residua.ops.delta import KNorm, delta_write
 from residua.ops.dispatch import Implementation, choose
 from residua.ops.norm import rms_norm
 from residua.ops.precision import linear_at_least_float32
@@ -36,7 +36,7 @@ def channel_boundary(
     gate_weight: Tensor,
     value_weight: Tensor,
     *,
-    normalise: Guard | None = "rms",
+    k_norm: KNorm | None = "rms",
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
     value_input: ValueInput = "x_in",
@@ -58,14 +58,14 @@ def channel_boundary(
 
         return kernel(
             *tensors,
-            normalise=normalise,
+            k_norm=k_norm,
             eps=eps,
             norm_eps=norm_eps,
             value_input=value_input,
             rebuild_every=rebuild_every,
         )
     expect_following(state, gain, gate_weight, value_weight, value_input)
-    written = delta_write(state, k, v, beta, normalise=normalise, eps=eps, rebuild_every=rebuild_every)
+    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
     x = stream_read(written, weights)
     return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
 
@@ -80,7 +80,7 @@ def token_boundary(
     gate_weight: Tensor,
     value_weight: Tensor,
     *,
-    normalise: Guard | None = "rms",
+    k_norm: KNorm | None = "rms",
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
     value_input: ValueInput = "x_in",
@@ -98,14 +98,14 @@ def token_boundary(
 
         return kernel(
             *tensors,
-            normalise=normalise,
+            k_norm=k_norm,
             eps=eps,
             norm_eps=norm_eps,
             value_input=value_input,
             rebuild_every=rebuild_every,
         )
     expect_following(state, gain, gate_weight, value_weight, value_input)
-    written = delta_write(state, k, v, beta, normalise=normalise, eps=eps, rebuild_every=rebuild_every)
+    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
     x = causal_read(written, taps)
     return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
 

@@ -45,11 +45,11 @@ def test_as_good_as_the_plain_definition(case, dtype):
     )
 
 
-@pytest.mark.parametrize("guard", [None, "add", "clamp", "rms_d"])
-def test_every_guard(guard):
+@pytest.mark.parametrize("k_norm", [None, "add", "clamp", "rms_d"])
+def test_every_k_norm(k_norm):
     inputs = arguments(2, 4, 2, 48, torch.float32)
     inputs[1] = inputs[1] * torch.linspace(0, 0.2, 8, device=DEVICE).reshape(2, 4, 1)
-    options = {"normalise": guard, "eps": 0.5}
+    options = {"k_norm": k_norm, "eps": 0.5}
     assert_as_good(partial(boundary.channel_boundary, **options), partial(channel_boundary, **options), inputs)
 
 
