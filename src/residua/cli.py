@@ -190,7 +190,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _schemes(arguments: Arguments) -> None:
     import torch
 
-    from residua.connections import PRESETS, Scheme
+    from residua.connections import Scheme, presets
 
     try:
         from residua.models import SIZES
@@ -204,9 +204,18 @@ def _schemes(arguments: Arguments) -> None:
             stream = scheme.build(sizes[size]["hidden_size"], 2 * sizes[size]["num_hidden_layers"])
         return sum(parameter.numel() for parameter in stream.parameters())
 
-    plain = {size: parameters(PRESETS["residual"], size) for size in sizes}
+    def state(scheme: Scheme) -> str:
+        """Numbers per token at the start and the end of the size `small`, in units of its width."""
+        rows = dict.fromkeys(scheme.state_size(boundary, 768) / 768 for boundary in (0, 24))
+        return "d" if rows == {1: None} else " to ".join(f"{count:g}d" for count in rows)
+
+    try:
+        known = presets()
+    except ValueError as error:  # an installed package declares something that cannot be used
+        raise InputError(str(error)) from error
+    plain = {size: parameters(known["residual"], size) for size in sizes}
     records = []
-    for name, scheme in PRESETS.items():
+    for name, scheme in known.items():
         standard = type(scheme)()
         records.append(
             {
@@ -218,7 +227,7 @@ def _schemes(arguments: Arguments) -> None:
                     if getattr(scheme, field.name) != getattr(standard, field.name)
                 },
                 "paper": scheme.paper,
-                "state_per_token": f"{scheme.state_rows if scheme.state_rows > 1 else ''}d",
+                "state_per_token": state(scheme),
                 "parameters_added": {size: parameters(scheme, size) - plain[size] for size in plain} or None,
             }
         )
@@ -238,7 +247,7 @@ def _schemes(arguments: Arguments) -> None:
     ]
     print_table(["name", "equation", "state", *plain, "paper", "options"], rows)
     columns = f"; {' and '.join(plain)}: parameters beyond those of the plain residual" if plain else ""
-    print(f"\nstate: values per token, d the width{columns}.")
+    print(f"\nstate: numbers per token, d the width, from the first to the last of 24 sublayers{columns}.")
     if missing:
         print(f"note: the parameters that a scheme adds are left out: {missing}")
 

@@ -35,6 +35,13 @@ def test_rebuilt_states_are_not_kept():
     assert replayed <= 4.5 + numbers
 
 
+def test_a_state_of_several_tensors_is_kept_once():
+    """Beside the plain residual: a source for each sublayer, and two numbers for each source of each read."""
+    result = benchmark(settings("attnres", layers=4))
+    read = sum(1 + boundary for boundary in range(1, 9))
+    assert result.above_baseline("attnres") == pytest.approx((8 + 2 * read / TINY["dim"]) / 4, abs=0.05)
+
+
 @pytest.mark.parametrize("changes", [{}, {"precision": "bfloat16"}, {"state_dtype": "bfloat16"}])
 def test_counting_gives_the_same_number_again_and_leaves_no_gradient(changes):
     step = TrainingStep("ddl-tc", settings("ddl-tc", **changes))

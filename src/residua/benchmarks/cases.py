@@ -10,16 +10,19 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from residua import ops
 from residua.benchmarks.settings import perturb
 from residua.connections import Connection, named, resolve
+from residua.connections.base import as_inputs
 from residua.errors import InputError
 from residua.ops.write_read import channel_boundary, token_boundary
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 KERNEL = 4  # taps over the tokens
 CONNECTION = "connection:"
+SUBLAYERS, MEASURED = 4, 2  # of a connection that is measured: neither the first nor the last, which may differ
 
 
 class Sizes(NamedTuple):
@@ -162,29 +165,37 @@ def _boundary(function: Callable[..., Any], taps: str, sizes: Sizes, draw: Draw)
 
 
 class Around(nn.Module):
-    """A connection around a sublayer that is somewhere else: its input comes out, its output y goes in."""
+    """A connection around a sublayer that is somewhere else: its input comes out, its output y goes in.
 
-    def __init__(self, connection: Connection):
+    The tensors of the state are arguments and results of their own; `spec` is what the scheme says of the state.
+    """
+
+    def __init__(self, connection: Connection, spec: Any):
         super().__init__()
         self.connection = connection
+        self.spec = spec
 
-    def forward(self, state: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        x, carry = self.connection.read(state)
-        return x, self.connection.write(y, carry)
+    def forward(self, y: Tensor, **state: Tensor) -> tuple[Tensor, ...]:
+        x, carry = self.connection.read(tree_unflatten(state.values(), tree_structure(self.spec)))
+        return *as_inputs(x), *tree_leaves(self.connection.write(y, carry))
 
 
 def _connection(preset: str, sizes: Sizes, draw: Draw) -> Case:
     name, options = named(preset)
     scheme = resolve(name)
     for rows in ("value_channels", "num_streams"):
-        if scheme.state_rows > 1 and rows in scheme.__dataclass_fields__:
+        if scheme.state_size(0, 1) > 1 and rows in scheme.__dataclass_fields__:
             options.setdefault(rows, sizes.channels)
-    stream = resolve({"preset": name, **options}).build(sizes.dim, 4)
+    scheme = resolve({"preset": name, **options})
+    stream = scheme.build(sizes.dim, SUBLAYERS)
     perturb(stream)
-    module = Around(stream.connections[2]).to(draw.device)  # neither the first nor the last, which may differ
-    own = stream.expand(torch.zeros(1, 1, sizes.dim)).shape[2:]
-    inputs = {"state": draw.large(*sizes.leading, *own), "y": draw.large(*sizes.leading, sizes.dim)}
-    return Case(module, inputs, module=module)
+    state = scheme.state_spec(MEASURED, sizes.dim)
+    module = Around(stream.connections[MEASURED], state).to(draw.device)
+    inputs = {
+        f"state{i}": draw.coefficients(*sizes.leading, *spec.shape).to(spec.dtype or draw.dtype)
+        for i, spec in enumerate(tree_leaves(state))
+    }
+    return Case(module, {**inputs, "y": draw.large(*sizes.leading, sizes.dim)}, module=module)
 
 
 CASES: dict[str, Callable[[Sizes, Draw], Case]] = {
@@ -199,7 +210,7 @@ CASES: dict[str, Callable[[Sizes, Draw], Case]] = {
     "hybrid": _hybrid,
     "rms_norm": _rms_norm,
 }
-CONNECTIONS = tuple(CONNECTION + preset for preset in ("residual", "ddl-cc", "ddl-tc", "hc", "mhc"))
+CONNECTIONS = tuple(CONNECTION + preset for preset in ("residual", "ddl-cc", "ddl-tc", "hc", "mhc", "attnres"))
 
 
 def make(operation: str, sizes: Sizes, draw: Draw) -> Case:

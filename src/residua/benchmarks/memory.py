@@ -26,7 +26,7 @@ def with_and_without_rebuilding() -> tuple[str, ...]:
     names = []
     for preset, scheme in PRESETS.items():
         names.append(preset)
-        if scheme.state_rows > 1 and getattr(scheme, "rebuild", "none") != "none":
+        if scheme.state_size(0, 1) > 1 and getattr(scheme, "rebuild", "none") != "none":
             names.append(f"{preset}:rebuild=none")
     return tuple(names)
 

@@ -10,12 +10,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from residua.benchmarks.cases import CASES, CONNECTION, CONNECTIONS, Case, Draw, Dtype, Sizes, make
+from residua.benchmarks.cases import CASES, CONNECTION, CONNECTIONS, MEASURED, Case, Draw, Dtype, Sizes, make
 from residua.benchmarks.peers import peers
 from residua.benchmarks.roofline import TRAFFIC
 from residua.benchmarks.settings import Device, expect_device, threads
 from residua.benchmarks.timing import Clock, Quartiles, Timing, cold, compare, process_clock, wall_clock
-from residua.connections import resolve
+from residua.connections import TensorSpec, resolve
 from residua.errors import InputError, RunError
 from residua.ops.dispatch import choose
 from residua.provenance import circumstances, version
@@ -30,16 +30,23 @@ TOLERANCES: Mapping[Dtype, float] = {"float32": 2e-5, "bfloat16": 2e-2, "float16
 
 
 def model_bytes(operation: str, sizes: Sizes, kind: Pass) -> int:
-    """Bytes that one call has to move, see `roofline`. A connection has those of what lies between two sublayers."""
-    if operation.startswith(CONNECTION):
-        rows = resolve(operation.removeprefix(CONNECTION)).state_rows
-        operation = "residual" if rows == 1 else "channel_boundary"
+    """Return the bytes that one call has to move, see `roofline`: for a connection, of all between two sublayers."""
+    forward, backward = _bytes_per_token(operation, sizes)
+    return sizes.tokens * (forward if kind == "forward" else forward + backward)
+
+
+def _bytes_per_token(operation: str, sizes: Sizes) -> tuple[int, ...]:
     width = getattr(torch, sizes.dtype).itemsize
-    forward, backward = (
+    if operation.startswith(CONNECTION):
+        scheme = resolve(operation.removeprefix(CONNECTION))
+        if not isinstance(scheme.state_spec(MEASURED, 1), TensorSpec):  # of several tensors the scheme knows which move
+            # With a state of two bytes a number, as `traffic` counts everything else, bytes are proportional to width.
+            return tuple(int(moved * sizes.dim * width / 2) for moved in scheme.traffic(MEASURED, state_bytes=2))
+        operation = "residual" if scheme.state_size(MEASURED, 1) == 1 else "channel_boundary"
+    return tuple(
         passes.bytes(dim=sizes.dim, channels=sizes.channels, state_bytes=width, vector_bytes=width)
         for passes in TRAFFIC[operation](sizes.channels)
     )
-    return sizes.tokens * (forward if kind == "forward" else forward + backward)
 
 
 @dataclass(frozen=True)

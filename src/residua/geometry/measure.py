@@ -9,10 +9,11 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from residua.geometry.references import causal_floor, expected_first_point
 from residua.geometry.tasks import Data
@@ -187,15 +188,16 @@ def norm_deviation(
     return (norms - 1).abs().mean().item()
 
 
-def stream_norms(states: Sequence[Tensor]) -> list[float]:
+def stream_norms(states: Sequence[Any]) -> list[float]:
     """The norm of the residual state by depth: for each state, the mean over tokens of ||state_l|| / ||state_0||.
 
-    states: (batch, seq, ...), the first after the expansion, then one after each sublayer. The norm is that of all that
-    a token has, streams and width together.
+    states: pytrees of tensors (batch, seq, ...), the first after the expansion, then one after each sublayer. The norm
+    is over everything that a token has: all tensors, streams and features.
     """
     if not states:
         raise ValueError("expected at least one state, got none")
-    norms = [state.detach().flatten(2).double().norm(dim=-1) for state in states]
+    rows = ([leaf.detach().flatten(2).double() for leaf in tree_leaves(state)] for state in states)
+    norms = [torch.cat(row, -1).norm(dim=-1) for row in rows]
     if not norms[0].all():
         raise ValueError("the first state is zero at some token, so that no norm is relative to it")
     return [(norm / norms[0]).mean().item() for norm in norms]

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections import PRESETS, Projection, Scheme, named, resolve
+from residua.connections import PRESETS, Projection, Scheme, TensorSpec, named, presets, resolve
+from residua.connections.base import as_inputs
 from residua.errors import InputError
 
 STD = 0.02
@@ -55,9 +56,9 @@ class MLP(nn.Module):
 class RegressionModel(nn.Module):
     """A sequence of vectors to one prediction for every position, through the residual stream of a scheme.
 
-    `wide`: the wrapper writes and reads every row of the state (`state_rows * dim` features) by its own linear maps,
-    as published for JPmHC and EDelta-Stream; otherwise it opens and closes the state by the scheme's expand and
-    collapse. Without layers it is the zero-layer network: linear, positions, norm, linear.
+    `wide`: the wrapper writes and reads every row of the state (`rows * dim` features) by its own linear maps, as
+    published for JPmHC and EDelta-Stream; otherwise the scheme's expand and collapse open and close the state. Without
+    layers it is the zero-layer network: linear, positions, norm, linear.
 
     Three differences to the published wrapper: the norms before the sublayers belong to the connections and are
     RMSNorm, where the published ones are LayerNorm without bias (the last norm is that); tables that the published
@@ -80,11 +81,12 @@ class RegressionModel(nn.Module):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"dim: expected a multiple of the {num_heads} attention heads, got {dim}")
-        if wide and scheme.state_rows == 1:
-            raise ValueError("wide: expected a scheme whose state has several rows, got one with a single row")
+        spec = scheme.state_spec(0, dim)
+        if wide and (not isinstance(spec, TensorSpec) or len(spec.shape) == 1):
+            raise ValueError("wide: expected a scheme whose state is one tensor of several rows, got another state")
         stream = scheme.build(dim, 2 * num_layers)
         self.dim = dim
-        self.width = scheme.state_rows * dim if wide else dim
+        self.width = math.prod(spec.shape) if wide else dim
         self.input = Projection(features, self.width, std=STD, bias=0.0)
         self.positions = nn.Parameter(torch.empty(length, self.width))
         self.expand = None if wide else stream.expand
@@ -103,21 +105,19 @@ class RegressionModel(nn.Module):
         """Draws the positions; every other parameter is drawn by its own module."""
         nn.init.normal_(self.positions, std=STD)
 
-    def forward(
-        self, x: Tensor, *, states: list[Tensor] | None = None, coefficients: list[Any] | None = None
-    ) -> Tensor:
-        """x: (batch, seq, features) with at most `length` positions; returns predictions of the same shape.
+    def forward(self, x: Tensor, *, states: list[Any] | None = None, coefficients: list[Any] | None = None) -> Tensor:
+        """Return predictions of the shape of x: (batch, seq, features) with at most `length` positions.
 
-        Lists that are given collect the residual state before the first and after every sublayer, and the coefficients
-        of every connection.
+        `states` collects the residual state before the first and after every sublayer, `coefficients` what every
+        connection read from it. A sequence of one token is whole, so no connection needs a memory.
         """
         h = self.input(x) + self.positions[: x.shape[1]]
         state = h.unflatten(-1, (-1, self.dim)) if self.expand is None else self.expand(h)
         if states is not None:
             states.append(state)
         for connection, sublayer in zip(self.connections, self.sublayers, strict=True):
-            y, carry = connection.read(state)
-            state = connection.write(sublayer(y), carry)
+            inputs, carry = connection.read(state)
+            state = connection.write(sublayer(*as_inputs(inputs)), carry)
             if states is not None:
                 states.append(state)
             if coefficients is not None:
@@ -138,9 +138,7 @@ class LinearModel(nn.Module):
         super().__init__()
         self.output = nn.Linear(features, features)
 
-    def forward(
-        self, x: Tensor, *, states: list[Tensor] | None = None, coefficients: list[Any] | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, *, states: list[Any] | None = None, coefficients: list[Any] | None = None) -> Tensor:
         return self.output(x)
 
     def penalty(self, coefficients: list[Any]) -> Tensor | None:
@@ -228,7 +226,7 @@ class Architecture:
     @property
     def width(self) -> int:
         """Features of the residual state at one position, as the wrapper writes them."""
-        return self.dim * (resolve(self.row.connection).state_rows if self.row.wide else 1)
+        return resolve(self.row.connection).state_size(0, self.dim) if self.row.wide else self.dim
 
     def describe(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -239,17 +237,19 @@ class Architecture:
 
 
 def row(name: str) -> Row:
-    """The row called `name`: one of `MODELS`, a preset, or `name:option=value,option=value` with options of the scheme.
+    """Return the row called `name`: one of `MODELS`, a preset, or either with options, `name:option=value`.
 
-    Raises InputError for a name (with the nearest one), an option or a value that there is not.
+    Raises:
+        InputError: an unknown name (with the nearest one), option or value, or a package whose scheme cannot be used.
     """
     try:
         base, options = named(name)
+        known_preset = base not in MODELS and (base in PRESETS or base in presets())
     except ValueError as error:
         raise InputError(f"model {error}") from error
     if base in MODELS:
         found = MODELS[base]
-    elif base in PRESETS:
+    elif known_preset:
         found = Row({"preset": base})
     else:
         known = list(dict.fromkeys([*MODELS, *PRESETS]))
