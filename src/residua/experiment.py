@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from residua.analysis import Trace, gate_quantiles, has_gates, pieces, trace
-from residua.data import Batches, PreparedData, held_out_batches, prepare
+from residua.data import Batches, HeldOutBatches, PreparedData, prepare
 from residua.errors import InputError, extra
 from residua.evaluation.loss import dealt, held_out_loss
 from residua.models import ResiduaConfig, ResiduaForCausalLM
@@ -242,7 +242,7 @@ def trace_prompt(
 def _evaluator(
     config: RunConfig, data: PreparedData, ranks: Ranks = ALONE
 ) -> Callable[[torch.nn.Module], dict[str, float]]:
-    batches = held_out_batches(data.validation, config.train.batch_size, config.train.sequence_length)
+    batches = HeldOutBatches(data.validation, config.train.batch_size, config.train.sequence_length)
     return lambda model: held_out_loss(
         model, dealt(batches, ranks.rank, ranks.world_size), bytes=data.validation_bytes, gather=ranks.gather
     )

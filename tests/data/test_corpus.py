@@ -15,7 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import residua
-from residua.data.corpus import PIECE, Document, open_corpus, split_documents
+from residua.data.corpus import Document
+from residua.data.files import PIECE
+from residua.data.sources import open_corpus
+from residua.data.split import split_documents
 from residua.errors import InputError
 
 
@@ -63,7 +66,7 @@ def test_stdlib_does_not_depend_on_the_process(stdlib, tmp_path):
         "for name, folder in (('residua', sys.argv[1]), ('residua.data', sys.argv[1] + '/data')):\n"
         "    sys.modules[name] = types.ModuleType(name)\n"
         "    sys.modules[name].__path__ = [folder]\n"
-        "from residua.data.corpus import open_corpus\n"
+        "from residua.data.sources import open_corpus\n"
         "print(hashlib.sha256(repr([d.text for d in open_corpus('stdlib')]).encode()).hexdigest())"
     )
     environment = {"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONHASHSEED": "7", "PYTHONUTF8": "0"}

@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from residua.data import Batches, PreparedData, Tokens, preparation, prepare
+from residua.data import Batches, PreparedData, Tokens, preparation, prepare, staging, writer
 from residua.data import shards as shards_module
-from residua.data.corpus import Document, open_corpus, split_documents
+from residua.data.corpus import Document
 from residua.data.shards import Shard
+from residua.data.sources import open_corpus
+from residua.data.split import split_documents
 from residua.errors import InputError, RunError
 
 TEXTS = [f"Document {n}: the quick brown fox jumps over {n * n} lazy dogs. <|endoftext|> é\n" for n in range(200)]
@@ -134,7 +136,7 @@ def test_other_kinds_of_files(tmp_path, suffix):
 
 
 def test_documents_are_tokenized_in_groups_without_a_trace(source, prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "ENCODE_TEXT", 100)
+    monkeypatch.setattr(writer, "ENCODE_TEXT", 100)
     assert prepare(source, tmp_path / "a", vocab_size=400, shard_tokens=1000).fingerprint == prepared.fingerprint
 
 
@@ -192,11 +194,11 @@ def test_windows_across_shards(tmp_path_factory, lengths, data):
         tokens.window(-1, 1)
 
 
-def test_few_shards_are_mapped_at_a_time(prepared, monkeypatch):
+def test_few_shards_are_open_at_a_time(prepared, monkeypatch):
     monkeypatch.setattr(shards_module, "OPEN_SHARDS", 2)
     tokens = PreparedData.open(prepared.folder).train
     assert np.array_equal(tokens.window(0, len(tokens)), prepared.train.window(0, len(prepared.train)))
-    assert len(tokens._maps) == 2
+    assert len(tokens._files) == 2
 
 
 def test_tokens_travel_to_other_processes_without_their_content(prepared):
@@ -374,7 +376,7 @@ def test_a_killed_preparation_is_cleared_away_by_the_next(source, tmp_path):
 def test_a_preparation_beside_this_one_is_left_alone(source, tmp_path):
     other = tmp_path / ".out.preparing-0123"
     other.mkdir()
-    lock = preparation._lock(other)
+    lock = staging._lock(other)
     try:
         prepare(source, tmp_path / "out", tokenizer="byte")
         assert other.exists()

@@ -3,6 +3,7 @@
 import builtins
 import importlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -217,7 +218,7 @@ def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(tmp_p
 def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     out = tmp_path / "page.html"
     out.write_text("old")
-    monkeypatch.setattr("residua.durable.sync", lambda path: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError("no space left")))
     assert main(["explore", "--out", str(out)]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     assert out.read_text() == "old"

@@ -99,7 +99,7 @@ def test_projected_dynamics(case, seed):
 
 
 @given(cases(), st.floats(1e-7, 10.0), st.floats(1e-5, 1.0))
-def test_projected_dynamics_of_a_guarded_direction(case, length, eps):
+def test_projected_dynamics_of_a_direction_shorter_than_one(case, length, eps):
     state, direction_, v, beta = case
     k = unit(length * direction_, eps=eps)
     square = length**2 / (length**2 + eps**2)
@@ -183,7 +183,7 @@ def test_inverse_is_a_delta_write(case):
 
 
 @given(cases(), st.floats(1e-3, 10.0), st.floats(1e-3, 1.0))
-def test_inverse_of_a_guarded_direction(case, length, eps):
+def test_inverse_of_a_direction_shorter_than_one(case, length, eps):
     assume(((1 - case.beta * length**2 / (length**2 + eps**2)).abs() > 0.05).all())
     k = unit(length * case.k, eps=eps)
     written = delta_write(case.state, k, case.v, case.beta)
