@@ -197,11 +197,11 @@ def delta_write(
 
     `implementation`: the plain definition or the Triton kernel, see `ops.dispatch.choose`.
     """
+    expect_write(state, k, v, beta, k_norm)
     if choose(implementation, state, k, v, beta) == "triton":
         from residua.ops.kernels.delta import delta_write as kernel
 
-        return kernel(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
-    expect_write(state, k, v, beta, k_norm)
+        return kernel(state, k, v, beta, k_norm, eps, rebuild_every)
     if not torch.is_grad_enabled():
         return _written(state, k, v, beta, k_norm, eps)[0]  # generating text: nothing to remember for a gradient
     return _DeltaWrite.apply(state, k, v, beta, k_norm, fresh(eps), rebuild_every)

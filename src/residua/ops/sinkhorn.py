@@ -21,13 +21,13 @@ def sinkhorn(logits: Tensor, iterations: int = 20, *, implementation: Implementa
     the same shape and dtype, computed in float32 at least. `implementation`: the plain definition or the Triton kernel,
     see `ops.dispatch.choose`. arXiv 2512.24880 (20 iterations).
     """
+    expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
+    if iterations < 1:
+        raise ValueError(f"iterations: expected 1 or more, got {iterations}")
     if choose(implementation, logits) == "triton":
         from residua.ops.kernels.sinkhorn import sinkhorn as kernel
 
         return kernel(logits, iterations)
-    expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
-    if iterations < 1:
-        raise ValueError(f"iterations: expected 1 or more, got {iterations}")
     # With the tokens last in memory, each sum over rows or columns is a few additions of long vectors.
     log = at_least_float32(logits).movedim((-2, -1), (0, 1)).contiguous()
     return _Sinkhorn.apply(log, iterations).movedim((0, 1), (-2, -1)).to(logits.dtype)

@@ -84,13 +84,13 @@ def hyper_read(streams: Tensor, h_pre: Tensor, *, implementation: Implementation
     streams: (..., n, d), h_pre: (..., n), whose leading axes broadcast against those of the streams. Returns (..., d)
     in the dtype of `streams`; computed in float32 at least. `implementation`: see `ops.dispatch.choose`.
     """
+    *leading, n, _ = streams.shape
+    weights = expand_leading("h_pre", h_pre, leading, (n,), "(..., n)")
     if choose(implementation, streams, h_pre) == "triton":
         from residua.ops.kernels.streams import hyper_read as kernel
 
         return kernel(streams, h_pre)
-    *leading, n, _ = streams.shape
-    h_pre = expand_leading("h_pre", h_pre, leading, (n,), "(..., n)")
-    return _Mix.apply(streams, h_pre.unsqueeze(-2)).squeeze(-2)
+    return _Mix.apply(streams, weights.unsqueeze(-2)).squeeze(-2)
 
 
 def hyper_mix(streams: Tensor, h_res: Tensor, *, implementation: Implementation = "reference") -> Tensor:
@@ -99,12 +99,13 @@ def hyper_mix(streams: Tensor, h_res: Tensor, *, implementation: Implementation 
     streams: (..., n, d), h_res: (..., n, n), whose leading axes broadcast against those of the streams. Returns
     (..., n, d) in the dtype of `streams`; computed in float32 at least. `implementation`: see `ops.dispatch.choose`.
     """
+    *leading, n, _ = streams.shape
+    matrix = expand_leading("h_res", h_res, leading, (n, n), "(..., n, n)")
     if choose(implementation, streams, h_res) == "triton":
         from residua.ops.kernels.streams import hyper_mix as kernel
 
         return kernel(streams, h_res)
-    *leading, n, _ = streams.shape
-    return _Mix.apply(streams, expand_leading("h_res", h_res, leading, (n, n), "(..., n, n)"))
+    return _Mix.apply(streams, matrix)
 
 
 def hyper_write(
@@ -116,16 +117,15 @@ def hyper_write(
     coefficients broadcast against those of the streams. Returns (..., n, d) in the dtype of `streams`; computed in
     float32 at least. `implementation`: see `ops.dispatch.choose`. arXiv 2409.19606, 2512.24880.
     """
+    *leading, n, d = streams.shape
+    expect_shape("y", y, (*leading, d), "(..., d)")
+    weights = expand_leading("h_post", h_post, leading, (n,), "(..., n)")
+    matrix = None if h_res is None else expand_leading("h_res", h_res, leading, (n, n), "(..., n, n)")
     if choose(implementation, streams, y, h_res, h_post) == "triton":
         from residua.ops.kernels.streams import hyper_write as kernel
 
         return kernel(streams, y, h_res, h_post)
-    *leading, n, d = streams.shape
-    expect_shape("y", y, (*leading, d), "(..., d)")
-    h_post = expand_leading("h_post", h_post, leading, (n,), "(..., n)")
-    if h_res is not None:
-        h_res = expand_leading("h_res", h_res, leading, (n, n), "(..., n, n)")
-    return _HyperWrite.apply(streams, y, h_res, h_post)
+    return _HyperWrite.apply(streams, y, matrix, weights)
 
 
 # The gradients are written out so that the large tensors are saved in their own dtype: widened copies of bfloat16

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from residua.ops.conv import causal_read
-from residua.ops.delta import KNorm, delta_write
+from residua.ops.delta import KNorm, delta_write, expect_write
 from residua.ops.dispatch import Implementation, choose
 from residua.ops.norm import rms_norm
 from residua.ops.precision import linear_at_least_float32
@@ -52,19 +52,14 @@ def channel_boundary(
     products in float32 at least. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel
     compression.
     """
+    expect_following(state, gain, gate_weight, value_weight, value_input)
     tensors = (state, k, v, beta, weights, gain, gate_weight, value_weight)
     if choose(implementation, *tensors) == "triton":
-        from residua.ops.kernels.boundary import channel_boundary as kernel
+        from residua.ops.kernels.channel_boundary import channel_boundary as kernel
 
-        return kernel(
-            *tensors,
-            k_norm=k_norm,
-            eps=eps,
-            norm_eps=norm_eps,
-            value_input=value_input,
-            rebuild_every=rebuild_every,
-        )
-    expect_following(state, gain, gate_weight, value_weight, value_input)
+        expect_write(state, k, v, beta, k_norm)
+        expect_shape("weights", weights, state.shape[-2:], "(value_channels, dim)")
+        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, rebuild_every))
     written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
     x = stream_read(written, weights)
     return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
@@ -92,19 +87,16 @@ def token_boundary(
     state: (..., seq, value_channels, dim) with the other arguments to match; taps: (kernel, value_channels, dim).
     arXiv 2601.00417v2 section 4.2, token compression.
     """
+    expect_following(state, gain, gate_weight, value_weight, value_input)
     tensors = (state, k, v, beta, taps, gain, gate_weight, value_weight)
     if choose(implementation, *tensors) == "triton":
         from residua.ops.kernels.token_boundary import token_boundary as kernel
 
-        return kernel(
-            *tensors,
-            k_norm=k_norm,
-            eps=eps,
-            norm_eps=norm_eps,
-            value_input=value_input,
-            rebuild_every=rebuild_every,
-        )
-    expect_following(state, gain, gate_weight, value_weight, value_input)
+        if state.dim() < 3:
+            raise ValueError(f"state: expected (..., seq, value_channels, dim), got {tuple(state.shape)}")
+        expect_write(state, k, v, beta, k_norm)
+        expect_shape("taps", taps, (taps.shape[0], *state.shape[-2:]), "(kernel, value_channels, dim)")
+        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, rebuild_every))
     written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
     x = causal_read(written, taps)
     return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)

@@ -1,15 +1,16 @@
-"""Sinkhorn's iteration in Triton: forward it moves 2 n^2 numbers for each token, backward 3 n^2.
+"""Sinkhorn's iteration in Triton: forward it moves 2 n^2 numbers per token, backward 3 n^2.
 
-Backward there also are 2 n numbers for each iteration, written and read again by the same program.
+Backward, a program also writes 2 n numbers per iteration and reads them again.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops.kernels.tiling import MAX_CHANNELS, expect_dtypes, on_device_of
-from residua.ops.shapes import expect_shape
+from residua.ops.kernels.launch import empty, expect_taken, launch, operator, packed, runs
 
 # One program, of one warp, has the matrices of some tokens in registers for all iterations.
 #
@@ -109,84 +110,54 @@ def _backward(
 
 
 def cut(n: int, tokens: int) -> tuple[int, int, int]:
-    """Programs, the power of two that n is filled up to, and the tokens of a program."""
+    """Return the number of programs, the power of two that n is padded to, and the tokens of a program."""
     rows = triton.next_power_of_2(n)
     each = max(1, NUMBERS // (rows * rows))
     return triton.cdiv(tokens, each), rows, each
 
 
-@torch.library.custom_op("residua::sinkhorn", mutates_args=())
+@operator("sinkhorn")
 def sinkhorn_op(logits: Tensor, iterations: int) -> Tensor:
-    matrices = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    if logits.numel():
+    matrices = empty(logits)
+    if runs(logits):
         n = logits.shape[-1]
         tokens = logits.numel() // (n * n)
         programs, rows, each = cut(n, tokens)
-        with on_device_of(logits):
-            _forward[(programs,)](logits.contiguous(), matrices, tokens, iterations, n, rows, each, num_warps=1)
+        arguments = (*packed(logits), matrices, tokens, iterations, n, rows, each)
+        launch(_forward, (programs,), *arguments, num_warps=1)
     return matrices
 
 
-@sinkhorn_op.register_fake
-def _(logits, iterations):
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
-@torch.library.custom_op("residua::sinkhorn_backward", mutates_args=())
+@operator("sinkhorn_backward")
 def sinkhorn_backward_op(grad: Tensor, logits: Tensor, iterations: int) -> Tensor:
-    grad_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    if logits.numel():
+    grad_logits = empty(logits)
+    if runs(logits):
         n = logits.shape[-1]
         tokens = logits.numel() // (n * n)
         programs, rows, each = cut(n, tokens)
-        divisors = torch.empty(tokens, iterations, 2, n, dtype=torch.float32, device=logits.device)
-        with on_device_of(logits):
-            _backward[(programs,)](
-                grad.contiguous(),
-                logits.contiguous(),
-                divisors,
-                grad_logits,
-                tokens,
-                iterations,
-                n,
-                rows,
-                each,
-                num_warps=1,
-            )
+        divisors = empty(logits, (tokens, iterations, 2, n), torch.float32)
+        arguments = (*packed(grad, logits), divisors, grad_logits, tokens, iterations, n, rows, each)
+        launch(_backward, (programs,), *arguments, num_warps=1)
     return grad_logits
 
 
-@sinkhorn_backward_op.register_fake
-def _(grad, logits, iterations):
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs, output):
     logits, ctx.iterations = inputs
     ctx.save_for_backward(logits)
 
 
-def _gradients(ctx, grad):
+def _gradients(ctx: Any, grad):
     return sinkhorn_backward_op(grad, *ctx.saved_tensors, ctx.iterations), None
 
 
 sinkhorn_op.register_autograd(_gradients, setup_context=_setup_context)
 
 
-def sinkhorn(logits: Tensor, iterations: int = 20) -> Tensor:
-    """exp(L) scaled to row and column sums of 1 as `residua.ops.sinkhorn` computes it, for matrices of up to 16 rows.
+def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+    """Compute `ops.sinkhorn`, with one derivative, for matrices of up to 16 rows in float32, bfloat16 or float16.
 
-    logits: (..., n, n) in float32, bfloat16 or float16. Returns the same shape and dtype. The gradient is that of the
-    iterations that were done, not of their limit, and can be taken once. Kept for the backward pass: the logits.
-
-    Other shapes and less than one iteration raise ValueError, other dtypes TypeError.
+    The gradient differentiates the iterations, not their limit. Kept for the backward pass: the logits. Raises
+    ValueError for more rows, TypeError for other dtypes.
     """
-    expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
-    if iterations < 1:
-        raise ValueError(f"iterations: expected 1 or more, got {iterations}")
-    if logits.shape[-1] > MAX_CHANNELS:
-        raise ValueError(
-            f"logits: the Triton kernels take at most {MAX_CHANNELS} rows, got {logits.shape[-1]}: use 'reference'"
-        )
-    expect_dtypes(logits=logits)
+    expect_taken("rows", logits.shape[-1] or 1, logits=logits)  # without rows there is nothing to compute
     return sinkhorn_op(logits, iterations)
