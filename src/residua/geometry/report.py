@@ -195,16 +195,6 @@ def write_tables(records: Sequence[Record], folder: str | Path) -> list[Path]:
     return [markdown, numbers]
 
 
-def write_pictures(records: Sequence[Record], folder: str | Path) -> list[Path]:
-    """Draw what the records hold (losses, gates, norms through depth, errors by position) as PNG files; their paths.
-
-    Needs matplotlib: pip install 'residua[plots]'.
-    """
-    from residua.geometry.pictures import draw
-
-    return draw(records, folder)
-
-
 def _identity(record: Record) -> tuple[str, ...]:
     settings = {key: value for key, value in record.get("settings", {}).items() if key != "seed"}
     parts = (record.get("num_train"), record.get("controls") or {}, settings)
