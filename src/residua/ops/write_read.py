@@ -1,4 +1,4 @@
-"""What lies between two sublayers as one operation: the write of the first, the read of the second."""
+"""One operation for everything between two sublayers: the write of the first and the read of the second."""
 
 from typing import Literal, NamedTuple
 
@@ -16,8 +16,8 @@ ValueInput = Literal["stream", "context"]
 
 
 class Boundary(NamedTuple):
-    """The written state: (..., value_channels, dim), the context c = RMSNorm(x_in): (..., dim), and in float32 at least
-    the products gate: (...,) and value: (..., value_channels), which lack their biases and activations.
+    """The written state: (..., value_channels, dim), the context c = RMSNorm(x_in): (..., dim), and in at least float32
+    the products gate: (...,) and value: (..., value_channels), still without biases and activations.
     """
 
     state: Tensor
@@ -49,7 +49,7 @@ def channel_boundary(
     state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), `rebuild_every` and
     `implementation` as in `delta_write`; weights: (value_channels, dim) as in `stream_read`, gain and gate_weight:
     (dim,), value_weight: (value_channels, dim) belong to the sublayer that follows. Results in the dtype of `state`,
-    products in float32 at least. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel
+    products in at least float32. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel
     compression.
     """
     expect_following(state, gain, gate_weight, value_weight, value_input)
@@ -103,7 +103,7 @@ def token_boundary(
 
 
 def expect_following(state: Tensor, gain: Tensor, gate_weight: Tensor, value_weight: Tensor, value_input: str) -> None:
-    """Raise ValueError for what cannot be the norm, gate and value of the sublayer that follows."""
+    """Check the norm, gate and value weights of the sublayer that follows; raise ValueError if they do not fit."""
     channels, dim = state.shape[-2:]
     expect_shape("gain", gain, (dim,), "(dim,)")
     expect_shape("gate_weight", gate_weight, (dim,), "(dim,)")

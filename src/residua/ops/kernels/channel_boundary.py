@@ -181,7 +181,7 @@ def _backward(
         g = load_tile(grad_written + token * grad_stride, channel, column, grad_channel_stride, CHANNELS, DIM)
         direction = inverse * load_row(k + token * k_stride, column, DIM)
 
-        # The read once more, and back through the products and the norm: n = x_in / rms, c = gain n.
+        # Recompute the read, then go back through the products and the norm: n = x_in / rms, c = gain n.
         mixing = load_tile(weights, channel, column, DIM, CHANNELS, DIM)
         after = stepped(x, step, direction)
         read = tl.sum(mixing * after, 0)
@@ -202,7 +202,7 @@ def _backward(
         grad_gain += on_context * normed
         grad_gate_weight += on_gate * (gains * normed)
 
-        # Back through the write, as in the delta write alone.
+        # Back through the write, as in the delta write.
         g += mixing * on_read[None, :]
         out, back, erased, on_beta = through_write(g, x, direction, gate, rest, wanted, inverse, eps, K_NORM)
         store_row(grad_k + token * DIM, back, column, DIM)
@@ -219,7 +219,7 @@ def _backward(
 
 
 # The operators of a boundary take the tensors in groups: write is (k, v, beta); reader is (weights or taps, gain,
-# gate_weight, value_weight); what is saved for the backward pass is (r, 1 / m, 1 / rms).
+# gate_weight, value_weight); saved for the backward pass are (r, 1 / m, 1 / rms).
 
 
 @operator("channel_boundary")

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from residua.ops.kernels.launch import empty, expect_taken, launch, operator, packed, runs
 
-# One program, of one warp, has the matrices of some tokens in registers for all iterations.
+# One program, of one warp, holds the matrices of some tokens in registers for all iterations.
 #
-# Autograd would keep every step for the backward pass, 2 n^2 numbers for an iteration, when the streams themselves are
-# only n d. Kept here are the logits alone. Backward the iterations run once more, and what each step divided by goes
-# into memory that is free again when the kernel ends: multiplied with it, the matrix after a step is the one before.
+# Autograd would keep every step for the backward pass, 2 n^2 numbers per iteration, although the streams themselves are
+# only n d. Here only the logits are kept. The backward kernel runs the iterations again and stores the divisors of each
+# step in scratch memory: multiplied by them, the matrix after a step is the matrix before it.
 NUMBERS = 256  # in the matrices of a program
 
 
 @triton.jit
 def load_matrices(start, token, tokens, row, column, N: tl.constexpr):
-    """(tokens, rows, columns) in float32, with zeros outside of the tokens and of (N, N)."""
+    """Load (tokens, rows, columns) in float32, with zeros outside the tokens and outside (N, N)."""
     inside = (token < tokens) & (row < N) & (column < N)
     return tl.load(start + (token * N + row) * N + column, mask=inside, other=0.0).to(tl.float32)
 
@@ -35,15 +35,15 @@ def store_matrices(start, matrices, token, tokens, row, column, N: tl.constexpr)
 
 @triton.jit
 def without_padding(log, row, column, N: tl.constexpr):
-    """Logarithms of matrices that are zero outside of (N, N)."""
+    """Set the logarithms outside (N, N) to -inf, so that the matrices are zero there."""
     return tl.where((row < N) & (column < N), log, float("-inf"))
 
 
 @triton.jit
 def divided(log, line, AXIS: tl.constexpr, N: tl.constexpr):
-    """log - logsumexp(log) along an axis, as log - largest - log(total), where `total` is 1 at least.
+    """Return log - logsumexp(log) along an axis, as log - largest - log(total) with `total` at least 1.
 
-    `line` numbers the rows or columns that are summed; from N on they are padding, and have no largest number.
+    `line` numbers the rows or columns that are summed; from N on they are padding without a largest number.
     """
     largest = tl.maximum(tl.max(log, AXIS, keep_dims=True), -3e38)
     log = log - largest
@@ -92,7 +92,7 @@ def _backward(
     log = without_padding(load_matrices(logits, token, tokens, row, column, N), row, column, N)
     for i in range(iterations):
         log, largest, total = divided(log, row, 2, N)
-        # From the second step on nothing is above 1; the first divisor, which may be of any size, is not used.
+        # From the second step on nothing exceeds 1; the first divisor, which may have any size, is not used.
         tl.store(own + 2 * i * N + row, tl.exp(tl.minimum(largest, 1.0)) * total, mask=of_rows)
         log, largest, total = divided(log, column, 1, N)
         tl.store(own + (2 * i + 1) * N + column, tl.exp(largest) * total, mask=of_columns)

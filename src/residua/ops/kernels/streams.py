@@ -30,13 +30,13 @@ def load_number(start, index):
 
 @triton.jit
 def row_of(numbers, every, count, SIZE: tl.constexpr):
-    """Where the SIZE coefficients of this program's token begin, see `_Shared`."""
+    """Return where the SIZE coefficients of this program's token begin, see `_Shared`."""
     return numbers + ((tl.program_id(0) // every) % count).to(tl.int64) * SIZE
 
 
 @triton.jit
 def partial_sums(row, GROUP: tl.constexpr):
-    """Sums of neighbours, GROUP of them: as many as one thread loads at once, so that no thread needs another."""
+    """Sum GROUP neighbours, as many as one thread loads at once, so that no thread needs another."""
     return tl.sum(tl.reshape(row, [row.shape[0] // GROUP, GROUP]), 1)
 
 
@@ -203,7 +203,7 @@ def _write_backward(
             weight_sums = later
             store_row(grad_y + token * DIM, back, column, DIM)
         if MIXES:
-            later = ()  # a column of the matrix after the other
+            later = ()  # one column of the matrix after another
             for i in tl.static_range(STREAMS):
                 x = load_row(streams + token * token_stride + i * stream_stride, column, DIM)
                 back = tl.zeros([BLOCK], tl.float32)
@@ -230,9 +230,9 @@ class _Shared(NamedTuple):
 
 
 def _shared(x: Tensor | None, leading: Sequence[int], axes: int) -> _Shared:
-    """The rows of coefficients (*some leading, *own), with `axes` axes of their own, for tokens of shape `leading`.
+    """Arrange coefficients (*some leading, *own), with `axes` own axes, as rows for tokens of shape `leading`.
 
-    The leading axes along which they differ lie side by side; those between two such axes are copied out.
+    Only axes between two leading axes along which the coefficients differ are copied out.
     """
     if x is None:
         return _Shared(None, 1, 1)
@@ -266,14 +266,14 @@ def _rows(x: Tensor | None, width: int) -> tuple[Tensor | None, Sequence[int]]:
 
 
 class Columns(NamedTuple):
-    """Columns that a warp takes at a time, and those of them that one of its threads takes."""
+    """How many columns a warp takes at a time, and how many of them each of its threads takes."""
 
     block: int
     group: int
 
 
 def columns(x: Tensor) -> Columns:
-    """16 bytes in every thread, in rows like those of x."""
+    """Give every thread 16 bytes of rows in the dtype of x."""
     group = 16 // x.element_size()
     return Columns(min(max(triton.next_power_of_2(x.shape[-1]), 32), 32 * group), group)
 

@@ -1,4 +1,4 @@
-"""Load, store and compute on the tiles of one token: what several kernels share. All arithmetic is in float32."""
+"""Load, store and compute tiles of one token, for several kernels. All arithmetic is in float32."""
 
 import triton
 import triton.language as tl
@@ -60,7 +60,7 @@ def norm_ratio(scale, eps, K_NORM: tl.constexpr):
         norm = 1.0 / scale - eps
         ratio = tl.where(norm > 0.0, 1.0 / (scale * tl.where(norm > 0.0, norm, 1.0)), 0.0)
     elif K_NORM == "clamp":
-        # A little below 1 / eps, so that rounding cannot take a norm held at eps for a longer one.
+        # A little below 1 / eps, so that rounding cannot mistake a norm clamped to eps for a longer one.
         ratio = tl.where(scale < 0.999999 / eps, 1.0, 0.0)
     elif K_NORM == "none":
         ratio = scale * 0.0

@@ -100,7 +100,7 @@ def _forward(
             later = later + (part,)
         ahead = later
 
-        # Tokens before the chunk belong to the program before.
+        # Tokens before the chunk belong to the previous program, which stores their results.
         width = tl.where(index >= start, DIM, 0)
         count = tl.where(index >= start, CHANNELS, 0)
         inverse_root = 1.0 / tl.sqrt(tl.sum(read * read, 0) / DIM + norm_eps)
@@ -176,7 +176,7 @@ def _backward(
     grad_gate_weight = tl.zeros([BLOCK], tl.float32)
 
     for step_index in range(tl.maximum(start - (KERNEL - 1), 0), end + (KERNEL - 1)):
-        # The read of this token once more, and its gradient. Behind the sequence all is zero.
+        # Recompute the read of this token, then its gradient. After the end of the sequence everything is zero.
         index = tl.cast(step_index, tl.int64)
         token = sequence + index
         within = index < seq
@@ -186,7 +186,7 @@ def _backward(
         rest = load_channels(error + token * CHANNELS, channel, count)
         x = load_state(state, since, token, state_stride, channel_stride, channel, column, CHANNELS, width, count)
         if REPLAYED:
-            # For the second time: until the gradient of this state is known, there is room in its place.
+            # Store the state for its second use, where its gradient will be written later.
             own_width = tl.where((index >= start) & (index < end), DIM, 0)
             store_tile(grad_state + token * CHANNELS * DIM, x, channel, column, DIM, CHANNELS, own_width)
         step = tl.load(beta + token, mask=within, other=0.0).to(tl.float32) * rest
@@ -215,14 +215,14 @@ def _backward(
         on_read = through_norm(on_context, normed, gains, inverse_root, DIM)
         if not FROM_CONTEXT:
             on_read += on_seen
-        # The tokens around the chunk are summed by the programs that they belong to.
+        # Tokens outside the chunk are summed by the programs they belong to.
         own = tl.where(index >= start, 1.0, 0.0) * tl.where(index < end, 1.0, 0.0)
         seen = gains * normed if FROM_CONTEXT else read
         grad_value_weight += (own * on_value)[:, None] * seen[None, :]
         grad_gain += own * (on_context * normed)
         grad_gate_weight += (own * on_gate) * (gains * normed)
 
-        # All reads of the token KERNEL - 1 steps back have their gradients now.
+        # Now every read of the token KERNEL - 1 steps back has its gradient.
         index -= KERNEL - 1
         token -= KERNEL - 1
         done = index >= start
@@ -233,8 +233,8 @@ def _backward(
         direction = inverse * load_row(k + token * k_stride, column, width)
         rest = load_channels(error + token * CHANNELS, channel, count)
         wanted = load_channels(v + token * CHANNELS, channel, count)
-        # All threads have written what is read here. It also keeps a compiler from loading the tiles below early, for
-        # which there are no registers: without it, about a hundred of them go to memory and back for every token.
+        # Wait until all threads have written what is read here. The barrier also keeps the compiler from loading the
+        # tiles below early: without it, about a hundred registers spill to memory for every token.
         tl.debug_barrier()
         if REPLAYED:
             x = load_tile(grad_state + token * CHANNELS * DIM, channel, column, DIM, CHANNELS, width)
