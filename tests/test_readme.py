@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from residua.cli import main
-from variants import ALL
+from support.variants import ALL
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

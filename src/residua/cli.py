@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from residua import __version__
+from residua.commands import sweep
 from residua.errors import InputError, ReportedElsewhere, RunError, extra
 from residua.tables import print_table
 
@@ -794,6 +795,7 @@ COMMANDS: dict[str, Command] = {
         _train_arguments,
         _train,
     ),
+    "sweep": Command(sweep.HELP, sweep.EXAMPLES, sweep.add_arguments, sweep.run),
     "estimate": Command(
         "what a run will cost: parameters, memory per GPU, tokens/s, days",
         "residua estimate --config small-ddl-tc --gpus 4 --gpu h200\n"

@@ -12,6 +12,10 @@ class RunError(RuntimeError):
     """Something failed while running on good input: says what, and what was kept. Exit status 1."""
 
 
+class Diverged(RunError):
+    """A loss or a gradient is not finite."""
+
+
 class ReportedElsewhere(Exception):
     """Another process of the same job says what is wrong. This one ends silently, with the same exit `status`."""
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from residua.data.tokenizer import save_tokenizer
-from residua.durable import partial, publish
 from residua.errors import InputError, RunError, extra
 from residua.experiment import OpenRun, open_run
-from residua.training.log import read_metrics
+from residua.runs.durable import partial, publish
+from residua.runs.jsonlines import read_metrics
 
 with extra("train"):
     import yaml

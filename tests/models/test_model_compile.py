@@ -5,12 +5,12 @@ import shutil
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from tiny_models import left_padded, prompt, tiny_model
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
-from tolerances import assert_close
-from variants import ALL, PRESETS, bare_sublayers, normal, perturbed
+from support.tiny_models import left_padded, prompt, tiny_model
+from support.tolerances import assert_close
+from support.variants import ALL, PRESETS, bare_sublayers, normal, perturbed
 
 # The compiler itself uses what PyTorch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import generator, normal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import causal_expand, causal_read, causal_read_on, stream_read
-from tolerances import assert_close
+from support.delta_cases import generator, normal
+from support.tolerances import assert_close
 
 seeds = st.integers(0, 2**31)
 lengths = st.integers(1, 6)  # from one token, through less than the kernel, to more

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.durable import write_bytes
 from residua.errors import InputError, extra
+from residua.runs.durable import write_bytes
 
 VERSION = 1
 

@@ -3,20 +3,19 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import fields
+from itertools import count
 from typing import Any, get_args
 
 from residua.benchmarks import generate, memory, models, ops
 from residua.benchmarks.cases import CASES, CONNECTIONS, Dtype
-from residua.benchmarks.record import append_records, open_records
 from residua.benchmarks.settings import BASELINE, Device, Precision
-from residua.errors import extra
-
-with extra("train"):
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from residua.runs.folder import writable
+from residua.runs.jsonlines import JsonLines
+from residua.runs.progress import Progress
+from residua.tables import print_table
 
 Advance = Callable[[], None]
 
@@ -169,17 +168,28 @@ def _ops(arguments: argparse.Namespace) -> int:
 
 def _measured(arguments: argparse.Namespace, steps: int, benchmark: Callable[[Advance], Any]) -> int:
     """Run the benchmark with a bar of so many steps; write and print what it found, and its notes on stderr."""
-    if arguments.out is not None:
-        open_records(arguments.out)
-    with _progress(steps) as advance:
+    with ExitStack() as stack:
+        lines = None
+        if arguments.out is not None:
+            with writable(arguments.out, "a file to append to"):  # before hours are spent on the records
+                lines = stack.enter_context(JsonLines(arguments.out))
+        bar = stack.enter_context(Progress("checking, then measuring", steps, lines=False, threaded=False))
+        done = count()
+
+        def advance() -> None:
+            bar.update(number := next(done), f"{number}/{steps}")
+
+        advance()
         result = benchmark(advance)
-    records = result.records()
-    if arguments.out is not None:
-        append_records(arguments.out, records)
+        records = result.records()
+        if lines is not None:
+            for record in records:
+                lines.write(record)
+            lines.sync()
     if arguments.json:
         print(json.dumps(records, indent=2))
     else:
-        _print_table(*result.table())
+        print_table(*result.table())
     for note in getattr(result, "notes", []):
         print(note, file=sys.stderr)
     return 0
@@ -216,30 +226,3 @@ COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable
         "and measure the peak of a training step. All models are first checked against float64.",
     ),
 }
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Advance]:
-    """A bar on an interactive terminal, else nothing. Yields how to advance it."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # It draws only between two measurements: drawing in a thread of its own would count as CPU time of the models.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
-        task = bar.add_task("checking, then measuring", total=total)
-        bar.refresh()
-
-        def advance() -> None:
-            bar.advance(task)
-            bar.refresh()
-
-        yield advance
-
-
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    for first, *others in (header, ["-" * width for width in widths], *rows):
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-        print("  ".join([first.ljust(widths[0]), *cells]))

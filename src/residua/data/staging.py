@@ -14,8 +14,8 @@ from typing import Any
 
 from residua.data.progress import say
 from residua.data.tokenizer import tokenizer_hash
-from residua.durable import sync, write_text
 from residua.errors import InputError, RunError
+from residua.runs.durable import sync, write_text
 
 PROGRESS = "progress.json"
 

@@ -12,8 +12,8 @@ from residua.data.progress import bar
 from residua.data.shards import Shard, file_sha256
 from residua.data.split import HashSplit, LeadingSplit, Split
 from residua.data.staging import PROGRESS, Staging, changed
-from residua.durable import sync
 from residua.errors import InputError, RunError, extra
+from residua.runs.durable import sync
 
 with extra("data"):
     import numpy as np

@@ -17,10 +17,10 @@ from residua.geometry.models import MODELS, match
 from residua.geometry.references import references
 from residua.geometry.reflection import CONTROLS, TOYS, ReflectionSettings, reflection_job
 from residua.geometry.report import table, write_pictures, write_tables
-from residua.geometry.runs import Job, claim, run_jobs
 from residua.geometry.study import FULL, QUICK, STUDY_TASKS, Settings, job
 from residua.geometry.tasks import Task, task
-from residua.provenance import available_cores
+from residua.provenance import available_cores, circumstances
+from residua.runs.sweep import Job, open_runs, run_jobs
 from residua.tables import print_table
 
 SEEDS = (42, 123, 456)
@@ -170,16 +170,19 @@ def _study(
         workers = min(4, available_cores()) if device.type == "cuda" else available_cores()
     with extra("plots"):  # known to be there before hours are spent on what it shall draw
         importlib.import_module("matplotlib")
-    with claim(out, settings) as folder:
+    here = {"circumstances": circumstances(device) | {"threads": 1}}
+    with open_runs(out, settings) as made:
         try:
-            asked = run_jobs(folder, jobs, workers=workers, device=device)
+            asked = run_jobs(
+                jobs, made, processes=workers, finish=lambda job, record: {"key": job.key, **record, **here}
+            )
         except KeyboardInterrupt:
             print(
                 f"residua: interrupted; what is done is in {out}, the same command goes on from there", file=sys.stderr
             )
             return INTERRUPTED
         keys = {record["key"] for record in asked}
-        records = [*asked, *(record for record in folder.records() if record["key"] not in keys)]
+        records = [*asked, *(record for key, record in made.finished.items() if key not in keys)]
         trained = {record["task"] for record in records}
         for one in tasks:
             if one.name in trained:
@@ -194,7 +197,7 @@ def _study(
             print(f"{one.name}:")
             print_table(*table(records, one.name))
             print()
-    for path in (folder.records_file, markdown, numbers, *pictures):
+    for path in (made.path, markdown, numbers, *pictures):
         print(f"written: {path}")
     return 0
 

@@ -9,39 +9,40 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import at_least_float32, fresh, widened, without_autocast
 from residua.ops.rebuild import expect_first_derivative, joined, opened, rebuilt
 from residua.ops.shapes import expect_shape
 
-Guard = Literal["rms", "add", "clamp", "rms_d"]
-GUARDS: tuple[str, ...] = get_args(Guard)
+KNorm = Literal["rms", "add", "clamp", "rms_d"]
+K_NORMS: tuple[str, ...] = get_args(KNorm)
 
 
-def unit(k: Tensor, *, guard: Guard = "rms", eps: float = 1e-5) -> Tensor:
-    """The direction k of a raw direction k~ with norm n = |k~|; the guard keeps n = 0 harmless.
+def unit(k: Tensor, *, k_norm: KNorm = "rms", eps: float = 1e-5) -> Tensor:
+    """The direction k of a raw direction k~ with length n = |k~|; each form of the norm keeps n = 0 harmless.
 
     `rms`    k = k~ / sqrt(n^2 + eps^2)       arXiv 2601.00417v2 section 4.1; |k| < 1, and k~ = 0 gives k = 0
     `add`    k = k~ / (n + eps)               arXiv 2601.00417v1 appendix A.1
     `clamp`  k = k~ / max(n, eps)             the wording of v2 appendix B.1
     `rms_d`  k = k~ / sqrt(n^2 + dim eps^2)   the authors' accelerated kernels
 
-    k: (..., dim). Returns (..., dim) in the same dtype; the norm is computed in float32 at least. At k~ = 0 every guard
+    k: (..., dim). Returns (..., dim) in the same dtype; the norm is computed in float32 at least. At k~ = 0 every form
     has the finite derivative I / eps (I / (eps sqrt(dim)) for `rms_d`).
     """
-    if guard not in GUARDS:
-        raise ValueError(f"guard: expected one of {', '.join(GUARDS)}, got {guard!r}")
-    return _Unit.apply(k, guard, fresh(eps))
+    if k_norm not in K_NORMS:
+        raise ValueError(f"k_norm: expected one of {', '.join(K_NORMS)}, got {k_norm!r}")
+    return _Unit.apply(k, k_norm, fresh(eps))
 
 
-def _guarded(raw: Tensor, guard: Guard, eps: float) -> tuple[Tensor, Tensor | None]:
-    """1 / m for the guarded norm m of k~, and (m / n) dm/dn for its derivative, None for 1. (..., 1) each."""
+def _inverse_norm(raw: Tensor, k_norm: KNorm, eps: float) -> tuple[Tensor, Tensor | None]:
+    """1 / m for the norm m that divides k~, and (m / n) dm/dn for its derivative, None for 1. (..., 1) each."""
     square = raw.square().sum(-1, keepdim=True)
-    if guard == "rms":
+    if k_norm == "rms":
         return torch.rsqrt(square + eps**2), None
-    if guard == "rms_d":
+    if k_norm == "rms_d":
         return torch.rsqrt(square + raw.shape[-1] * eps**2), None
     norm = square.sqrt()
-    if guard == "clamp":
+    if k_norm == "clamp":
         return 1 / norm.clamp_min(eps), (norm >= eps).to(norm.dtype)
     return 1 / (norm + eps), torch.where(norm > 0, (norm + eps) / norm, 0.0)
 
@@ -54,18 +55,18 @@ def _through_unit(grad: Tensor, k: Tensor, scale: Tensor, ratio: Tensor | None) 
 
 class _Unit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, k: Tensor, guard: Guard, eps: float) -> Tensor:
+    def forward(ctx, k: Tensor, k_norm: KNorm, eps: float) -> Tensor:
         raw = at_least_float32(k)
-        scale, ratio = _guarded(raw, guard, eps)
+        scale, ratio = _inverse_norm(raw, k_norm, eps)
         ctx.save_for_backward(k, scale, ratio)
-        ctx.options = guard, eps
+        ctx.options = k_norm, eps
         return (raw * scale).to(k.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         k, scale, ratio = ctx.saved_tensors
         if torch.is_grad_enabled():  # of a gradient that is differentiated itself, these are functions of k
-            scale, ratio = _guarded(at_least_float32(k), *ctx.options)
+            scale, ratio = _inverse_norm(at_least_float32(k), *ctx.options)
         return _through_unit(grad.to(scale.dtype), k * scale, scale, ratio).to(k.dtype), None, None
 
 
@@ -80,11 +81,11 @@ class _DeltaWrite(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, state, k, v, beta, normalise, eps, rebuild_every):
-        written, scale, ratio, wide_beta, error = _written(state, k, v, beta, normalise, eps)
+    def forward(ctx, state, k, v, beta, k_norm, eps, rebuild_every):
+        written, scale, ratio, wide_beta, error = _written(state, k, v, beta, k_norm, eps)
         kept = joined(ctx, state, rebuild_every, _replay)
         ctx.dtypes = state.dtype, k.dtype, v.dtype, beta.dtype
-        ctx.guard = normalise, eps
+        ctx.k_norm = k_norm, eps
         # The large tensors are kept in their own dtype: a bfloat16 state costs two bytes a number, not four.
         again = (v, beta) if rebuild_every == 1 else ()  # what a gradient needs that is differentiated itself
         ctx.save_for_backward(kept, k, scale, ratio, wide_beta, error, *again)
@@ -101,7 +102,7 @@ class _DeltaWrite(torch.autograd.Function):
             # As views, because one may have been computed from another, through which no gradient is to go here.
             inputs = [x.view_as(x) for x in (state, raw, *again)]
             wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad) if needed]
-            found = iter(torch.autograd.grad(_plain(*inputs, *ctx.guard), wanted, grad, create_graph=True))
+            found = iter(torch.autograd.grad(_plain(*inputs, *ctx.k_norm), wanted, grad, create_graph=True))
             return *(next(found) if needed else None for needed in ctx.needs_input_grad[:4]), None, None, None
         # State and gradient are widened where they are read: a compiler would keep widened copies, of twice the bytes.
         state = rebuilt(ctx) if state is None else state
@@ -128,20 +129,20 @@ class _DeltaWrite(torch.autograd.Function):
 
 
 def _written(
-    state: Tensor, k: Tensor, v: Tensor, beta: Tensor, normalise: Guard | None, eps: float
+    state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: KNorm | None, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """X', and what its gradient needs beside the inputs: 1 / m and the ratio of the guard, beta and r, all wide."""
+    """X', and for its gradient, beside the inputs, both results of `_inverse_norm`, beta and r, all wide."""
     wide_state, wide_k, wide_v, wide_beta = widened(state, k, v, beta)
-    scale, ratio = (None, None) if normalise is None else _guarded(wide_k, normalise, eps)
+    scale, ratio = (None, None) if k_norm is None else _inverse_norm(wide_k, k_norm, eps)
     wide_k = wide_k if scale is None else wide_k * scale
     error = wide_v - (wide_state * wide_k.unsqueeze(-2)).sum(-1)
     return _step(state, wide_state, wide_k, wide_beta, error), scale, ratio, wide_beta, error
 
 
-def _plain(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, normalise: Guard | None, eps: float) -> Tensor:
+def _plain(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: KNorm | None, eps: float) -> Tensor:
     """X' from operations that autograd can differentiate as often as it likes."""
-    if normalise is not None:
-        k = unit(widened(state, k, v, beta)[1], guard=normalise, eps=eps)
+    if k_norm is not None:
+        k = unit(widened(state, k, v, beta)[1], k_norm=k_norm, eps=eps)
     return _written(state, k, v, beta, None, eps)[0]
 
 
@@ -162,14 +163,14 @@ def _replay(node) -> Tensor:
     return _step(state, state.to(error.dtype), _direction(k, scale, error.dtype), beta, error)
 
 
-def expect_write(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, normalise: str | None = None) -> None:
+def expect_write(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: str | None = None) -> None:
     """Raise ValueError for what is no delta write."""
     *leading, value_channels, dim = state.shape
     expect_shape("k", k, (*leading, dim), "(..., dim)")
     expect_shape("v", v, (*leading, value_channels), "(..., value_channels)")
     expect_shape("beta", beta, leading, "(...,)")
-    if normalise is not None and normalise not in GUARDS:
-        raise ValueError(f"normalise: expected None or one of {', '.join(GUARDS)}, got {normalise!r}")
+    if k_norm is not None and k_norm not in K_NORMS:
+        raise ValueError(f"k_norm: expected None or one of {', '.join(K_NORMS)}, got {k_norm!r}")
 
 
 def delta_write(
@@ -178,25 +179,32 @@ def delta_write(
     v: Tensor,
     beta: Tensor,
     *,
-    normalise: Guard | None = None,
+    k_norm: KNorm | None = None,
     eps: float = 1e-5,
     rebuild_every: int = 1,
+    implementation: Implementation = "reference",
 ) -> Tensor:
     """X' = X + beta k (v^T - k^T X): erase what X holds along k, write v there (arXiv 2601.00417, additive form).
 
     state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), equal leading sizes; other
-    shapes raise ValueError. k is used as it is: `unit(k)` gives the paper's operator, and so does `normalise`, which
-    names the guard of `unit`, without rounding in between. Computed in float32 at least; returns the dtype of `state`.
+    shapes raise ValueError. k is used as it is: `unit(k)` gives the paper's operator, and so does `k_norm`, the
+    norm of `unit`, without rounding in between. Computed in float32 at least; returns the dtype of `state`.
     The same map as `delta_operator(k, beta) @ X + beta k v^T`, without ever forming the operator.
 
     The backward pass needs X. With `rebuild_every` = m > 1, of the states along a chain of writes only every m-th is
     kept, and the others are made again by replaying the writes, with gradients equal to the last bit (`ops.rebuild`).
     Its gradient can be differentiated itself with m = 1 alone: else `create_graph=True` raises RuntimeError.
+
+    `implementation`: the plain definition or the Triton kernel, see `ops.dispatch.choose`.
     """
-    expect_write(state, k, v, beta, normalise)
+    if choose(implementation, state, k, v, beta) == "triton":
+        from residua.ops.kernels.delta import delta_write as kernel
+
+        return kernel(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
+    expect_write(state, k, v, beta, k_norm)
     if not torch.is_grad_enabled():
-        return _written(state, k, v, beta, normalise, eps)[0]  # generating text: nothing to remember for a gradient
-    return _DeltaWrite.apply(state, k, v, beta, normalise, fresh(eps), rebuild_every)
+        return _written(state, k, v, beta, k_norm, eps)[0]  # generating text: nothing to remember for a gradient
+    return _DeltaWrite.apply(state, k, v, beta, k_norm, fresh(eps), rebuild_every)
 
 
 def delta_write_v1(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, eps: float = 1e-5) -> Tensor:

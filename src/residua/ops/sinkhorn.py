@@ -8,17 +8,23 @@ import itertools
 import torch
 from torch import Tensor
 
+from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import at_least_float32, without_autocast
 from residua.ops.shapes import expect_shape
 
 
-def sinkhorn(logits: Tensor, iterations: int = 20) -> Tensor:
+def sinkhorn(logits: Tensor, iterations: int = 20, *, implementation: Implementation = "reference") -> Tensor:
     """exp(L) scaled to row and column sums of 1: each iteration divides by the row sums, then by the column sums.
 
     In the log domain, L <- L - logsumexp(L, rows), L <- L - logsumexp(L, columns), so logits of any size stay finite.
     The columns sum to 1 in the end, the rows as nearly as the iterations brought them. logits: (..., n, n); returns
-    the same shape and dtype, computed in float32 at least. arXiv 2512.24880 (20 iterations).
+    the same shape and dtype, computed in float32 at least. `implementation`: the plain definition or the Triton kernel,
+    see `ops.dispatch.choose`. arXiv 2512.24880 (20 iterations).
     """
+    if choose(implementation, logits) == "triton":
+        from residua.ops.kernels.sinkhorn import sinkhorn as kernel
+
+        return kernel(logits, iterations)
     expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
     if iterations < 1:
         raise ValueError(f"iterations: expected 1 or more, got {iterations}")

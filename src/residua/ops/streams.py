@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import widened, without_autocast
 from residua.ops.rebuild import rebuilt, writer
 from residua.ops.shapes import expand_leading, expect_shape
@@ -77,34 +78,48 @@ def channel_taps(conv: Tensor, read: Tensor, *, causal: bool = False) -> Tensor:
     return _product(windows, conv.flip(0))
 
 
-def hyper_read(streams: Tensor, h_pre: Tensor) -> Tensor:
+def hyper_read(streams: Tensor, h_pre: Tensor, *, implementation: Implementation = "reference") -> Tensor:
     """x = sum_i h_pre[i] X[i]: the sublayer's input as one mixture of the streams (arXiv 2409.19606, 2512.24880).
 
     streams: (..., n, d), h_pre: (..., n), whose leading axes broadcast against those of the streams. Returns (..., d)
-    in the dtype of `streams`; computed in float32 at least.
+    in the dtype of `streams`; computed in float32 at least. `implementation`: see `ops.dispatch.choose`.
     """
+    if choose(implementation, streams, h_pre) == "triton":
+        from residua.ops.kernels.streams import hyper_read as kernel
+
+        return kernel(streams, h_pre)
     *leading, n, _ = streams.shape
     h_pre = expand_leading("h_pre", h_pre, leading, (n,), "(..., n)")
     return _Mix.apply(streams, h_pre.unsqueeze(-2)).squeeze(-2)
 
 
-def hyper_mix(streams: Tensor, h_res: Tensor) -> Tensor:
+def hyper_mix(streams: Tensor, h_res: Tensor, *, implementation: Implementation = "reference") -> Tensor:
     """X'[o] = sum_i h_res[o, i] X[i]: the streams mixed among themselves.
 
     streams: (..., n, d), h_res: (..., n, n), whose leading axes broadcast against those of the streams. Returns
-    (..., n, d) in the dtype of `streams`; computed in float32 at least.
+    (..., n, d) in the dtype of `streams`; computed in float32 at least. `implementation`: see `ops.dispatch.choose`.
     """
+    if choose(implementation, streams, h_res) == "triton":
+        from residua.ops.kernels.streams import hyper_mix as kernel
+
+        return kernel(streams, h_res)
     *leading, n, _ = streams.shape
     return _Mix.apply(streams, expand_leading("h_res", h_res, leading, (n, n), "(..., n, n)"))
 
 
-def hyper_write(streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor) -> Tensor:
+def hyper_write(
+    streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor, *, implementation: Implementation = "reference"
+) -> Tensor:
     """X'[o] = sum_i h_res[o, i] X[i] + h_post[o] y, where None for h_res means the identity.
 
     streams: (..., n, d), y: (..., d), h_res: (..., n, n) or None, h_post: (..., n); the leading axes of both
     coefficients broadcast against those of the streams. Returns (..., n, d) in the dtype of `streams`; computed in
-    float32 at least. arXiv 2409.19606, 2512.24880.
+    float32 at least. `implementation`: see `ops.dispatch.choose`. arXiv 2409.19606, 2512.24880.
     """
+    if choose(implementation, streams, y, h_res, h_post) == "triton":
+        from residua.ops.kernels.streams import hyper_write as kernel
+
+        return kernel(streams, y, h_res, h_post)
     *leading, n, d = streams.shape
     expect_shape("y", y, (*leading, d), "(..., d)")
     h_post = expand_leading("h_post", h_post, leading, (n,), "(..., n)")

@@ -1,5 +1,7 @@
 """Training: configuration, optimizer, loop, checkpoints and the log of a run."""
 
+from residua.runs.folder import RunFolder
+from residua.runs.jsonlines import read_metrics
 from residua.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
 from residua.training.config import (
     DataConfig,
@@ -10,8 +12,7 @@ from residua.training.config import (
     load_config,
     recipe_names,
 )
-from residua.training.folder import RunFolder, claim
-from residua.training.log import read_metrics
+from residua.training.folder import claim
 from residua.training.loop import pick_device, train
 from residua.training.optimizer import adamw, learning_rate_factor, parameter_groups, set_learning_rate
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from residua.errors import InputError, extra
 from residua.models.configuration import MODEL_FIELDS, ResiduaConfig
-from residua.training.folder import read_yaml
+from residua.runs.folder import read_yaml
 
 with extra("train"):
     import jsonargparse

@@ -16,13 +16,13 @@ SIZES = {"DIM": DIM, "CHANNELS": CHANNELS, "ROWS": TILE.rows}
 BLOCKS = {**SIZES, "BLOCK": TILE.block, "BLOCKS": TILE.blocks}
 BLOCK = {**SIZES, "BLOCK": WHOLE.block}
 TAPS = {**BLOCK, "KERNEL": 4}
-FIRST = {"NORMALISE": "rms", "FROM_CONTEXT": False}
-SECOND = {"NORMALISE": "add", "FROM_CONTEXT": True}
+FIRST = {"K_NORM": "rms", "FROM_CONTEXT": False}
+SECOND = {"K_NORM": "add", "FROM_CONTEXT": True}
 KERNELS = [
-    (delta._forward, {**BLOCKS, "NORMALISE": "rms"}, num_warps(TILE, 120)),
-    (delta._forward, {**BLOCKS, "NORMALISE": "none"}, num_warps(TILE, 120)),
-    (delta._backward, {**BLOCKS, "NORMALISE": "rms"}, num_warps(TILE, 120)),
-    (delta._backward, {**BLOCKS, "NORMALISE": "clamp"}, num_warps(TILE, 120)),
+    (delta._forward, {**BLOCKS, "K_NORM": "rms"}, num_warps(TILE, 120)),
+    (delta._forward, {**BLOCKS, "K_NORM": "none"}, num_warps(TILE, 120)),
+    (delta._backward, {**BLOCKS, "K_NORM": "rms"}, num_warps(TILE, 120)),
+    (delta._backward, {**BLOCKS, "K_NORM": "clamp"}, num_warps(TILE, 120)),
     (delta._replay, BLOCKS, num_warps(TILE, 120)),
 ]
 for options in (FIRST, SECOND):

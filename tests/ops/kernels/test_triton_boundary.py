@@ -4,14 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
-from residua.ops.boundary import channel_boundary
-from residua.ops.implementation import implementation_of
+from residua.ops import delta_write
+from residua.ops.write_read import channel_boundary
+from support.kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
 triton = pytest.importorskip("triton")
 
-from residua.ops.kernels import boundary, delta  # noqa: E402
+from residua.ops.kernels import boundary  # noqa: E402
 
 CASES = [  # batch, seq, value channels, dim
     (2, 3, 1, 48),
@@ -45,11 +45,11 @@ def test_as_good_as_the_plain_definition(case, dtype):
     )
 
 
-@pytest.mark.parametrize("guard", [None, "add", "clamp", "rms_d"])
-def test_every_guard(guard):
+@pytest.mark.parametrize("k_norm", [None, "add", "clamp", "rms_d"])
+def test_every_k_norm(k_norm):
     inputs = arguments(2, 4, 2, 48, torch.float32)
     inputs[1] = inputs[1] * torch.linspace(0, 0.2, 8, device=DEVICE).reshape(2, 4, 1)
-    options = {"normalise": guard, "eps": 0.5}
+    options = {"k_norm": k_norm, "eps": 0.5}
     assert_as_good(partial(boundary.channel_boundary, **options), partial(channel_boundary, **options), inputs)
 
 
@@ -132,16 +132,12 @@ def test_what_the_kernel_does_not_take_is_an_error():
         boundary.channel_boundary(*inputs, value_input="x_in")
 
 
-def test_chosen_by_name_also_while_compiling():
+def test_the_public_op_runs_the_kernel_also_while_compiling():
     inputs = arguments(1, 3, 2, 48, torch.float32)
-
-    def chosen(*inputs):
-        return implementation_of("channel_boundary", "triton", *inputs[:4])(*inputs)
-
+    chosen = partial(channel_boundary, implementation="triton")
     torch.compiler.reset()
     for compute in (chosen, torch.compile(chosen, fullgraph=True, backend="aot_eager")):
         for actual, expected in zip(compute(*inputs), boundary.channel_boundary(*inputs)):
             assert torch.equal(actual, expected)
-    assert implementation_of("delta_write", "triton", *inputs[:4]) is delta.delta_write
     with pytest.raises(TypeError, match="float64"):
-        implementation_of("delta_write", "triton", *inputs[:4])(*(x.double() for x in inputs[:4]))
+        delta_write(*(x.double() for x in inputs[:4]), implementation="triton")

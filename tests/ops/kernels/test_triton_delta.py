@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
-from residua.ops import GUARDS, delta_write
+from residua.ops import K_NORMS, delta_write
+from support.kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
 triton = pytest.importorskip("triton")
 
@@ -28,17 +28,17 @@ CASES = [  # batch, seq, value channels, dim
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_good_as_the_plain_definition(case, dtype):
     inputs = write_arguments(*case, dtype)
-    assert_as_good(partial(delta.delta_write, normalise="rms"), partial(delta_write, normalise="rms"), inputs)
+    assert_as_good(partial(delta.delta_write, k_norm="rms"), partial(delta_write, k_norm="rms"), inputs)
 
 
-@pytest.mark.parametrize("guard", [None, *GUARDS])
-def test_every_guard_also_where_it_holds_the_norm(guard):
+@pytest.mark.parametrize("k_norm", [None, *K_NORMS])
+def test_every_k_norm_also_where_it_holds_the_norm(k_norm):
     """eps = 0.5 lies among the norms of the directions, so that `clamp` takes both of its branches."""
     state, k, v, beta = write_arguments(2, 5, 2, 48, torch.float32)
     k = k * torch.linspace(0, 0.2, 10, device=DEVICE).reshape(2, 5, 1)
     assert (k.norm(dim=-1) > 0.5).any()
     assert (k.norm(dim=-1) < 0.5).any()
-    options = {"normalise": guard, "eps": 0.5}
+    options = {"k_norm": k_norm, "eps": 0.5}
     assert_as_good(partial(delta.delta_write, **options), partial(delta_write, **options), [state, k, v, beta])
 
 
@@ -51,13 +51,13 @@ def test_float16_and_mixed_dtypes():
     ]:
         state, k, v, beta = write_arguments(1, 5, 2, 48, torch.float32)
         inputs = [state.to(state_dtype), k.to(k_dtype), v.to(k_dtype), beta]
-        assert_as_good(partial(delta.delta_write, normalise="rms"), partial(delta_write, normalise="rms"), inputs)
+        assert_as_good(partial(delta.delta_write, k_norm="rms"), partial(delta_write, k_norm="rms"), inputs)
 
 
 def test_every_number_of_the_results_is_written(monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(delta.torch, "empty", lambda *args, **options: empty(*args, **options).fill_(float("nan")))
-    for made in results(partial(delta.delta_write, normalise="rms"), write_arguments(1, 3, 3, 300, torch.float32)):
+    for made in results(partial(delta.delta_write, k_norm="rms"), write_arguments(1, 3, 3, 300, torch.float32)):
         assert made.isfinite().all()
 
 
@@ -65,31 +65,31 @@ def test_repeated_and_strided_states_need_no_copy():
     x = normal(2, 3, 48)
     _, k, v, beta = write_arguments(2, 3, 4, 48, torch.float32)
     repeated = x.unsqueeze(-2).expand(2, 3, 4, 48)
-    expected = delta.delta_write(repeated.contiguous(), k, v, beta, normalise="rms")
-    assert torch.equal(delta.delta_write(repeated, k, v, beta, normalise="rms"), expected)
+    expected = delta.delta_write(repeated.contiguous(), k, v, beta, k_norm="rms")
+    assert torch.equal(delta.delta_write(repeated, k, v, beta, k_norm="rms"), expected)
     stored = torch.empty(4, 2, 3, 48, device=DEVICE).permute(1, 2, 0, 3).copy_(repeated)
     wide_k = torch.cat([k, k], -1)[..., :48]
-    assert torch.equal(delta.delta_write(stored, wide_k, v, beta, normalise="rms"), expected)
+    assert torch.equal(delta.delta_write(stored, wide_k, v, beta, k_norm="rms"), expected)
 
     state = normal(2, 3, 4, 48).requires_grad_()
-    delta.delta_write(state, k, v, beta, normalise="rms").sum().backward()  # a gradient of stride 0 everywhere
-    (plain,) = torch.autograd.grad(delta_write(state, k, v, beta, normalise="rms").sum(), state)
+    delta.delta_write(state, k, v, beta, k_norm="rms").sum().backward()  # a gradient of stride 0 everywhere
+    (plain,) = torch.autograd.grad(delta_write(state, k, v, beta, k_norm="rms").sum(), state)
     torch.testing.assert_close(state.grad, plain)
 
 
 def test_leading_axes_of_any_number_and_no_tokens():
     state, k, v, beta = write_arguments(1, 1, 2, 48, torch.float32)
-    single = delta.delta_write(state[0, 0], k[0, 0] + 1, v[0, 0], beta[0, 0], normalise="rms")
-    assert torch.equal(single, delta.delta_write(state, k + 1, v, beta, normalise="rms")[0, 0])
+    single = delta.delta_write(state[0, 0], k[0, 0] + 1, v[0, 0], beta[0, 0], k_norm="rms")
+    assert torch.equal(single, delta.delta_write(state, k + 1, v, beta, k_norm="rms")[0, 0])
     none = [x[:, :0] for x in (state, k, v, beta)]
-    assert delta.delta_write(*none, normalise="rms").shape == (1, 0, 2, 48)
+    assert delta.delta_write(*none, k_norm="rms").shape == (1, 0, 2, 48)
 
 
 def test_what_is_kept_for_the_backward_pass():
     kept = []
     inputs = [x.requires_grad_() for x in write_arguments(1, 5, 4, 48, torch.bfloat16)]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        delta.delta_write(*inputs, normalise="rms")
+        delta.delta_write(*inputs, k_norm="rms")
     numbers = sum(x.numel() * x.itemsize for x in kept)
     tokens, channels, dim = 5, 4, 48
     assert numbers == tokens * (2 * (channels + 1) * dim + 4 * (2 * channels + 2))
@@ -98,7 +98,7 @@ def test_what_is_kept_for_the_backward_pass():
 def test_compiles_into_one_graph():
     torch.compiler.reset()
     inputs = write_arguments(1, 3, 2, 48, torch.float32)
-    op = partial(delta.delta_write, normalise="rms")
+    op = partial(delta.delta_write, k_norm="rms")
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
     for actual, expected in zip(results(compiled, inputs), results(op, inputs)):
         assert torch.equal(actual, expected)
@@ -127,7 +127,7 @@ def test_a_replay_makes_the_same_bits(case, dtype):
 
 def test_a_second_derivative_is_an_error():
     inputs = [x.requires_grad_() for x in write_arguments(1, 2, 2, 48, torch.float32)]
-    written = delta.delta_write(*inputs, normalise="rms")
+    written = delta.delta_write(*inputs, k_norm="rms")
     with pytest.raises(RuntimeError, match="implementation='reference' to differentiate twice"):
         torch.autograd.grad(written.sum(), inputs[0], create_graph=True)
 
@@ -140,8 +140,8 @@ def test_what_the_kernel_does_not_take_is_an_error():
         delta.delta_write(normal(1, 2, 17, 48), k, normal(1, 2, 17), beta)
     with pytest.raises(ValueError, match=r"v: expected .*\(1, 2, 2\)"):
         delta.delta_write(state, k, v[..., :1], beta)
-    with pytest.raises(ValueError, match="normalise: expected None or one of rms"):
-        delta.delta_write(state, k, v, beta, normalise="rsm")
+    with pytest.raises(ValueError, match="k_norm: expected None or one of rms"):
+        delta.delta_write(state, k, v, beta, k_norm="rsm")
 
 
 @pytest.mark.parametrize(

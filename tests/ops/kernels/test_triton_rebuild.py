@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from kernel_cases import DEVICE, normal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from residua import ops
 from residua.ops.rebuild import writer
+from support.kernel_cases import DEVICE, normal
 
 pytest.importorskip("triton")
 
@@ -61,7 +61,7 @@ class Chain:
         """X_{i+1}, and what was made beside it, for the write that follows."""
         k, v, beta = self.writes[i]
         if self.kernel == "delta":
-            return delta.delta_write(state, k, v, beta, normalise="rms", rebuild_every=every), ()
+            return delta.delta_write(state, k, v, beta, k_norm="rms", rebuild_every=every), ()
         if others:
             context, gate, value = others
             k, v, beta = k + context, v + value, beta + 0.1 * torch.tanh(gate)
@@ -157,7 +157,7 @@ def test_kernels_and_plain_operations_in_one_chain(dtype):
             inputs = state, torch.tanh(read @ mixes[i]), read[..., :CHANNELS], 2 * torch.sigmoid(read[..., 0])
             if kind in "kp":
                 write = delta.delta_write if kind == "k" else ops.delta_write
-                state = write(*inputs, normalise="rms", rebuild_every=every)
+                state = write(*inputs, k_norm="rms", rebuild_every=every)
             elif kind == "t":
                 state, *made = tokens.token_boundary(*inputs, taps, *others, rebuild_every=every)
                 total = total + sum(x.float().square().mean() for x in made)

@@ -4,13 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_cases import DEVICE, assert_as_good, normal, results
 
 from residua.ops import sinkhorn
+from support.kernel_cases import DEVICE, assert_as_good, normal, results
 
 triton = pytest.importorskip("triton")
 
-from residua.ops.implementation import implementation_of, run  # noqa: E402
 from residua.ops.kernels import sinkhorn as kernels  # noqa: E402
 
 
@@ -97,7 +96,9 @@ def test_the_logits_alone_are_kept_for_the_backward_pass():
 
 def test_compiles_into_one_graph():
     torch.compiler.reset()
-    compiled = torch.compile(partial(run, "sinkhorn", "triton", iterations=2), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        partial(sinkhorn, iterations=2, implementation="triton"), fullgraph=True, backend="aot_eager"
+    )
     logits = normal(2, 3, 3)
     for actual, expected in zip(
         results(compiled, [logits]), results(partial(kernels.sinkhorn, iterations=2), [logits])
@@ -118,9 +119,3 @@ def test_what_the_kernel_does_not_take_is_an_error():
         kernels.sinkhorn(normal(17, 17))
     with pytest.raises(TypeError, match=r"logits: .*float64.*'reference'"):
         kernels.sinkhorn(normal(3, 3).double())
-
-
-def test_the_kernel_is_chosen_by_name():
-    logits = normal(2, 3, 3)
-    assert implementation_of("sinkhorn", "triton", logits) is kernels.sinkhorn
-    assert implementation_of("sinkhorn", "reference", logits) is sinkhorn

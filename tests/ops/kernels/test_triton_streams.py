@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, assert_as_good, normal, results
 
 from residua.benchmarks import ops as benchmark
-from residua.benchmarks.cases import WITH_KERNELS
 from residua.ops import hyper_mix, hyper_read, hyper_write
+from support.kernel_cases import DEVICE, assert_as_good, normal, results
 
 triton = pytest.importorskip("triton")
 
-from residua.ops.implementation import implementation_of, run  # noqa: E402
 from residua.ops.kernels import streams as kernels  # noqa: E402
 
 
@@ -227,20 +225,13 @@ def test_what_the_kernels_do_not_take_is_an_error():
         kernels.hyper_write(x, y, None, h_post[:, :, :2])
 
 
-def test_the_kernels_are_chosen_by_name():
-    x, y, _, h_post = arguments((1, 2), 3, 5)
-    assert implementation_of("hyper_read", "triton", x, h_post) is kernels.hyper_read
-    assert implementation_of("hyper_mix", "triton", x, h_post) is kernels.hyper_mix
-    assert implementation_of("hyper_write", "triton", x, y, None, h_post) is kernels.hyper_write
-    assert implementation_of("hyper_write", "reference", x, y, None, h_post) is hyper_write
-    assert implementation_of("hyper_write", "auto", x.cpu(), y, None, h_post) is hyper_write
-    torch.testing.assert_close(run("hyper_write", "triton", x, y, None, h_post), added(x, y, h_post))
+WITH_KERNELS = ("delta_write", "channel_boundary", "token_boundary", "hyper_read", "hyper_write", "sinkhorn")
 
 
 def test_kernels_are_measured_beside_the_plain_definitions(monkeypatch):
     monkeypatch.setattr(benchmark, "cold", lambda clock, device: clock)
     settings = benchmark.OpSettings(
-        operations=tuple(WITH_KERNELS),
+        operations=WITH_KERNELS,
         implementations=("reference", "triton"),
         tokens=(2,),
         dims=(16,),

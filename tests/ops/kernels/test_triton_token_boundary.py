@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
-from residua.ops.boundary import token_boundary
+from residua.ops.write_read import token_boundary
+from support.kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
 triton = pytest.importorskip("triton")
 
@@ -45,11 +45,11 @@ def test_as_good_as_the_plain_definition(case, dtype):
     )
 
 
-@pytest.mark.parametrize("guard", [None, "add", "clamp", "rms_d"])
-def test_every_guard(guard):
+@pytest.mark.parametrize("k_norm", [None, "add", "clamp", "rms_d"])
+def test_every_k_norm(k_norm):
     inputs = arguments(2, 5, 2, 48, 3, torch.float32)
     inputs[1] = inputs[1] * torch.linspace(0, 0.2, 10, device=DEVICE).reshape(2, 5, 1)
-    options = {"normalise": guard, "eps": 0.5}
+    options = {"k_norm": k_norm, "eps": 0.5}
     assert_as_good(partial(tokens.token_boundary, **options), partial(token_boundary, **options), inputs)
 
 

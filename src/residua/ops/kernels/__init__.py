@@ -1,4 +1,4 @@
-"""Triton kernels with the names and signatures of plain definitions in `residua.ops`, chosen by `ops.implementation`.
+"""Triton kernels with the names and signatures of the plain definitions in `residua.ops`, chosen by `ops.dispatch`.
 
 Importing this package needs triton; importing residua does not. All arithmetic is in float32, whatever the tensors are
 in, and every kernel is a custom operator of torch.library, so that torch.compile meets no graph break.

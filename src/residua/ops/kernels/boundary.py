@@ -14,17 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops.boundary import Boundary, ValueInput, expect_following
-from residua.ops.delta import Guard
+from residua.ops.delta import KNorm
 from residua.ops.kernels.delta import (
-    guard_ratio,
-    guarded_scale,
+    inverse_norm,
     keep,
     kept,
     load_channels,
     load_row,
     load_state,
     load_tile,
+    norm_ratio,
     since_kept,
     stepped,
     store_channels,
@@ -43,6 +42,7 @@ from residua.ops.kernels.tiling import (
 )
 from residua.ops.precision import fresh
 from residua.ops.shapes import expect_shape
+from residua.ops.write_read import Boundary, ValueInput, expect_following
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    K_NORM: tl.constexpr,
     FROM_CONTEXT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -89,7 +89,7 @@ def _forward(
         products += x * raw[None, :]
         xs = xs + (x,)
         ks = ks + (raw,)
-    inverse = guarded_scale(tl.sum(square, 0), eps, DIM, NORMALISE)
+    inverse = inverse_norm(tl.sum(square, 0), eps, DIM, K_NORM)
     rest = load_channels(v + token * CHANNELS, channel, CHANNELS) - inverse * tl.sum(products, 1)
     step = tl.load(beta + token).to(tl.float32) * rest
 
@@ -131,7 +131,7 @@ def through_norm(on_context, normed, gains, inverse_root, DIM: tl.constexpr):
 
 
 @triton.jit
-def through_write(g, x, direction, gate, rest, wanted, inverse, eps, NORMALISE: tl.constexpr):
+def through_write(g, x, direction, gate, rest, wanted, inverse, eps, K_NORM: tl.constexpr):
     """The gradients of X, k~, v and beta from that of X', for one token in one block."""
     readout = tl.sum(g * direction[None, :], 1)
     erased = gate * readout
@@ -139,7 +139,7 @@ def through_write(g, x, direction, gate, rest, wanted, inverse, eps, NORMALISE: 
     # k . dk, without the vector dk: k^T X is v - r.
     along = tl.sum(readout * step - erased * (wanted - rest), 0)
     back = tl.sum(g * step[:, None] - x * erased[:, None], 0)
-    back = inverse * (back - guard_ratio(inverse, eps, NORMALISE) * along * direction)
+    back = inverse * (back - norm_ratio(inverse, eps, K_NORM) * along * direction)
     return g - erased[:, None] * direction[None, :], back, erased, tl.sum(readout * rest, 0)
 
 
@@ -178,7 +178,7 @@ def _backward(
     CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    K_NORM: tl.constexpr,
     FROM_CONTEXT: tl.constexpr,
 ):
     channel = tl.arange(0, ROWS)
@@ -225,7 +225,7 @@ def _backward(
 
         # Back through the write, as in the delta write alone.
         g += mixing * on_read[None, :]
-        out, back, erased, on_beta = through_write(g, x, direction, gate, rest, wanted, inverse, eps, NORMALISE)
+        out, back, erased, on_beta = through_write(g, x, direction, gate, rest, wanted, inverse, eps, K_NORM)
         store_row(grad_k + token * DIM, back, column, DIM)
         store_tile(grad_state + token * CHANNELS * DIM, out, channel, column, DIM, CHANNELS, DIM)
         store_channels(grad_v + token * CHANNELS, erased, channel, CHANNELS)
@@ -249,7 +249,7 @@ def channel_op(
     gain: Tensor,
     gate_weight: Tensor,
     value_weight: Tensor,
-    normalise: str,
+    k_norm: str,
     eps: float,
     norm_eps: float,
     from_context: bool,
@@ -271,7 +271,7 @@ def channel_op(
                 state.shape[-1],
                 state.shape[-2],
                 *tile,
-                normalise,
+                k_norm,
                 from_context,
                 num_warps=num_warps(tile, 120),
             )
@@ -294,7 +294,7 @@ def made(state: Tensor) -> tuple[Tensor, ...]:
 
 
 @channel_op.register_fake
-def _(state, k, v, beta, weights, gain, gate_weight, value_weight, normalise, eps, norm_eps, from_context):
+def _(state, k, v, beta, weights, gain, gate_weight, value_weight, k_norm, eps, norm_eps, from_context):
     return made(state)
 
 
@@ -316,7 +316,7 @@ def channel_backward_op(
     error: Tensor,
     scale: Tensor,
     root: Tensor,
-    normalise: str,
+    k_norm: str,
     eps: float,
     from_context: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -351,7 +351,7 @@ def channel_backward_op(
                 channels,
                 tile.rows,
                 tile.block,
-                normalise,
+                k_norm,
                 from_context,
                 num_warps=warps,
             )
@@ -379,7 +379,7 @@ def _(
     error,
     scale,
     root,
-    normalise,
+    k_norm,
     eps,
     from_context,
 ):
@@ -393,10 +393,10 @@ def differentiable(op: Callable, backward_op: Callable) -> Callable[..., Boundar
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *inputs):
-            state, k, v, beta, *parameters, normalise, eps, _, from_context, rebuild_every = inputs
+            state, k, v, beta, *parameters, k_norm, eps, _, from_context, rebuild_every = inputs
             *results, error, scale, root = op(*inputs[:-1])
             keep(ctx, state, rebuild_every, k, scale, beta, error, v, root, *parameters)
-            ctx.options = normalise, eps, from_context
+            ctx.options = k_norm, eps, from_context
             return tuple(results)
 
         @staticmethod
@@ -426,13 +426,13 @@ def channel_boundary(
     gate_weight: Tensor,
     value_weight: Tensor,
     *,
-    normalise: Guard | None = "rms",
+    k_norm: KNorm | None = "rms",
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
     value_input: ValueInput = "stream",
     rebuild_every: int = 1,
 ) -> Boundary:
-    """The write and the read as `residua.ops.boundary.channel_boundary` computes them, with up to 16 value channels.
+    """The write and the read as `residua.ops.write_read.channel_boundary` computes them, with up to 16 value channels.
 
     Arguments as there, each in float32, bfloat16 or float16. What is read is the state before it is rounded to its
     dtype. Gradients have the dtypes of the inputs, and can be taken once. Kept for the backward pass: the inputs, of
@@ -441,7 +441,7 @@ def channel_boundary(
 
     Other shapes and other options raise ValueError, other dtypes TypeError.
     """
-    expect_kernel_write(state, k, v, beta, normalise)
+    expect_kernel_write(state, k, v, beta, k_norm)
     expect_shape("weights", weights, state.shape[-2:], "(value_channels, dim)")
     expect_following(state, gain, gate_weight, value_weight, value_input)
     expect_dtypes(weights=weights, gain=gain, gate_weight=gate_weight, value_weight=value_weight)
@@ -454,7 +454,7 @@ def channel_boundary(
         gain,
         gate_weight,
         value_weight,
-        normalise or "none",
+        k_norm or "none",
         fresh(eps),
         fresh(norm_eps),
         value_input == "context",

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops.delta import Guard
+from residua.ops.delta import KNorm
 from residua.ops.kernels.tiling import expect_kernel_write, num_warps, on_device_of, tiling, token_rows
 from residua.ops.precision import fresh
 from residua.ops.rebuild import joined, nearest, opened
@@ -21,15 +21,15 @@ from residua.ops.rebuild import joined, nearest, opened
 
 
 @triton.jit
-def guarded_scale(square, eps, DIM: tl.constexpr, NORMALISE: tl.constexpr):
-    """1 / m for the guarded norm m of a raw direction with |k~|^2 = square."""
-    if NORMALISE == "rms":
+def inverse_norm(square, eps, DIM: tl.constexpr, K_NORM: tl.constexpr):
+    """1 / m for the norm m that divides a raw direction with |k~|^2 = square."""
+    if K_NORM == "rms":
         scale = 1.0 / tl.sqrt(square + eps * eps)
-    elif NORMALISE == "rms_d":
+    elif K_NORM == "rms_d":
         scale = 1.0 / tl.sqrt(square + DIM * eps * eps)
-    elif NORMALISE == "add":
+    elif K_NORM == "add":
         scale = 1.0 / (tl.sqrt(square) + eps)
-    elif NORMALISE == "clamp":
+    elif K_NORM == "clamp":
         scale = 1.0 / tl.maximum(tl.sqrt(square), eps)
     else:
         scale = square * 0.0 + 1.0
@@ -37,15 +37,15 @@ def guarded_scale(square, eps, DIM: tl.constexpr, NORMALISE: tl.constexpr):
 
 
 @triton.jit
-def guard_ratio(scale, eps, NORMALISE: tl.constexpr):
-    """(m / n) dm/dn, from 1 / m: what the derivative of k~ / m needs of the guard."""
-    if NORMALISE == "add":
+def norm_ratio(scale, eps, K_NORM: tl.constexpr):
+    """(m / n) dm/dn, from 1 / m, for the derivative of k~ / m."""
+    if K_NORM == "add":
         norm = 1.0 / scale - eps
         ratio = tl.where(norm > 0.0, 1.0 / (scale * tl.where(norm > 0.0, norm, 1.0)), 0.0)
-    elif NORMALISE == "clamp":
+    elif K_NORM == "clamp":
         # A little below 1 / eps, so that rounding cannot take a norm held at eps for a longer one.
         ratio = tl.where(scale < 0.999999 / eps, 1.0, 0.0)
-    elif NORMALISE == "none":
+    elif K_NORM == "none":
         ratio = scale * 0.0
     else:
         ratio = scale * 0.0 + 1.0
@@ -128,7 +128,7 @@ def _forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    K_NORM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, ROWS)
@@ -144,7 +144,7 @@ def _forward(
         products += x * raw[None, :]
         xs = xs + (x,)
         ks = ks + (raw,)
-    inverse = guarded_scale(tl.sum(square, 0), eps, DIM, NORMALISE)
+    inverse = inverse_norm(tl.sum(square, 0), eps, DIM, K_NORM)
     wanted = load_channels(v + token * CHANNELS, channel, CHANNELS)
     rest = wanted - inverse * tl.sum(products, 1)
     step = tl.load(beta + token).to(tl.float32) * rest
@@ -181,7 +181,7 @@ def _backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    K_NORM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, ROWS)
@@ -207,7 +207,7 @@ def _backward(
     step = gate * rest
     # k . dk, without the vector dk: k^T X is v - r.
     along = tl.sum(readout * step - erased * (wanted - rest), 0)
-    ratio = guard_ratio(inverse, eps, NORMALISE)
+    ratio = norm_ratio(inverse, eps, K_NORM)
     for i in tl.static_range(BLOCKS):
         column = i * BLOCK + tl.arange(0, BLOCK)
         back = tl.sum(gs[i] * step[:, None] - xs[i] * erased[:, None], 0)
@@ -248,7 +248,7 @@ def since_kept(since: Sequence[Tensor]) -> tuple:
 
 @torch.library.custom_op("residua::delta_write", mutates_args=())
 def write_op(
-    state: Tensor, k: Tensor, v: Tensor, beta: Tensor, normalise: str, eps: float
+    state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: str, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The written state, the error v - k^T X: (..., value_channels) and the scale 1 / m of k: (...,), in float32."""
     *leading, channels, dim = state.shape
@@ -274,14 +274,14 @@ def write_op(
                 dim,
                 channels,
                 *tile,
-                normalise,
+                k_norm,
                 num_warps=num_warps(tile, 120),
             )
     return written, error, scale
 
 
 @write_op.register_fake
-def _(state, k, v, beta, normalise, eps):
+def _(state, k, v, beta, k_norm, eps):
     *leading, channels, _ = state.shape
     return (
         torch.empty(state.shape, dtype=state.dtype, device=state.device),
@@ -300,7 +300,7 @@ def write_backward_op(
     beta: Tensor,
     error: Tensor,
     scale: Tensor,
-    normalise: str,
+    k_norm: str,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, channels, dim = state.shape
@@ -328,14 +328,14 @@ def write_backward_op(
                 dim,
                 channels,
                 *tile,
-                normalise,
+                k_norm,
                 num_warps=num_warps(tile, 120),
             )
     return outputs
 
 
 @write_backward_op.register_fake
-def _(grad, state, since, k, v, beta, error, scale, normalise, eps):
+def _(grad, state, since, k, v, beta, error, scale, k_norm, eps):
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (state, k, v, beta))
 
 
@@ -403,16 +403,16 @@ def _again(node: Any) -> Tensor:
 
 class _DeltaWrite(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, state, k, v, beta, normalise, eps, rebuild_every):
-        written, error, scale = write_op(state, k, v, beta, normalise, eps)
+    def forward(ctx, state, k, v, beta, k_norm, eps, rebuild_every):
+        written, error, scale = write_op(state, k, v, beta, k_norm, eps)
         keep(ctx, state, rebuild_every, k, scale, beta, error, v)
-        ctx.normalise, ctx.eps = normalise, eps
+        ctx.k_norm, ctx.eps = k_norm, eps
         return written
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         state, since, (k, scale, beta, error, v) = kept(ctx)
-        grads = write_backward_op(grad, state, since, k, v, beta, error, scale, ctx.normalise, ctx.eps)
+        grads = write_backward_op(grad, state, since, k, v, beta, error, scale, ctx.k_norm, ctx.eps)
         return *grads, None, None, None
 
 
@@ -422,21 +422,21 @@ def delta_write(
     v: Tensor,
     beta: Tensor,
     *,
-    normalise: Guard | None = None,
+    k_norm: KNorm | None = None,
     eps: float = 1e-5,
     rebuild_every: int = 1,
 ) -> Tensor:
     """X' = X + beta k (v^T - k^T X) as `residua.ops.delta_write` computes it, with up to 16 value channels.
 
     state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), each in float32, bfloat16
-    or float16. `normalise` names the guard with which the raw direction k is made a unit vector inside, None takes it
-    as it is. Returns the dtype of `state`; gradients have the dtypes of the inputs, and can be taken once. Kept for
-    the backward pass: the inputs, of the states one of `rebuild_every` along a chain of writes, and value_channels + 1
-    float32 numbers for every token.
+    or float16. `k_norm` is the norm of `unit` that divides the raw direction k, None takes k as it is. Returns the
+    dtype of `state`; gradients have the dtypes of the inputs, and can be taken once. Kept for the backward pass: the
+    inputs, of the states one of `rebuild_every` along a chain of writes, and value_channels + 1 float32 numbers for
+    every token.
 
-    Other shapes and other guards raise ValueError, other dtypes TypeError.
+    Other shapes and other norms raise ValueError, other dtypes TypeError.
     """
-    expect_kernel_write(state, k, v, beta, normalise)
+    expect_kernel_write(state, k, v, beta, k_norm)
     if not torch.is_grad_enabled():
-        return write_op(state, k, v, beta, normalise or "none", eps)[0]
-    return _DeltaWrite.apply(state, k, v, beta, normalise or "none", fresh(eps), rebuild_every)
+        return write_op(state, k, v, beta, k_norm or "none", eps)[0]
+    return _DeltaWrite.apply(state, k, v, beta, k_norm or "none", fresh(eps), rebuild_every)

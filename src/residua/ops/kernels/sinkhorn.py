@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops.implementation import MAX_CHANNELS
-from residua.ops.kernels.tiling import expect_dtypes, on_device_of
+from residua.ops.kernels.tiling import MAX_CHANNELS, expect_dtypes, on_device_of
 from residua.ops.shapes import expect_shape
 
 # One program, of one warp, has the matrices of some tokens in registers for all iterations.

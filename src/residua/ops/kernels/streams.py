@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops.implementation import MAX_CHANNELS
 from residua.ops.kernels.delta import load_row, store_row
-from residua.ops.kernels.tiling import expect_dtypes, on_device_of, token_rows
+from residua.ops.kernels.tiling import MAX_CHANNELS, expect_dtypes, on_device_of, token_rows
 from residua.ops.shapes import expand_leading, expect_shape
 
 # One program is one token and one warp. It goes along the columns with the rows of all streams in registers: a product

@@ -10,7 +10,9 @@ import triton
 from torch import Tensor
 
 from residua.ops.delta import expect_write
-from residua.ops.implementation import DTYPES, MAX_CHANNELS
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_CHANNELS = 16
 
 
 @triton.jit
@@ -91,9 +93,9 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-def expect_kernel_write(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, normalise: str | None) -> None:
+def expect_kernel_write(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: str | None) -> None:
     """Raise ValueError or TypeError for arguments of a delta write that no kernel takes."""
-    expect_write(state, k, v, beta, normalise)
+    expect_write(state, k, v, beta, k_norm)
     channels = state.shape[-2]
     if channels > MAX_CHANNELS:
         raise ValueError(

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops.boundary import Boundary, ValueInput, expect_following
-from residua.ops.delta import Guard
+from residua.ops.delta import KNorm
 from residua.ops.kernels.boundary import (
     channel_boundary,
     differentiable,
@@ -24,7 +23,7 @@ from residua.ops.kernels.boundary import (
     through_write,
 )
 from residua.ops.kernels.delta import (
-    guarded_scale,
+    inverse_norm,
     load_channels,
     load_row,
     load_state,
@@ -46,6 +45,7 @@ from residua.ops.kernels.tiling import (
 )
 from residua.ops.precision import fresh
 from residua.ops.shapes import expect_shape
+from residua.ops.write_read import Boundary, ValueInput, expect_following
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     KERNEL: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    K_NORM: tl.constexpr,
     FROM_CONTEXT: tl.constexpr,
 ):
     channel = tl.arange(0, ROWS)
@@ -92,7 +92,7 @@ def _forward(
         token = sequence + index
         x = load_tile(state + token * state_stride, channel, column, channel_stride, CHANNELS, DIM)
         raw = load_row(k + token * k_stride, column, DIM)
-        inverse = guarded_scale(tl.sum(raw * raw, 0), eps, DIM, NORMALISE)
+        inverse = inverse_norm(tl.sum(raw * raw, 0), eps, DIM, K_NORM)
         rest = load_channels(v + token * CHANNELS, channel, CHANNELS) - inverse * tl.sum(x * raw[None, :], 1)
         after = stepped(x, tl.load(beta + token).to(tl.float32) * rest, inverse * raw)
 
@@ -160,7 +160,7 @@ def _backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     KERNEL: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    K_NORM: tl.constexpr,
     FROM_CONTEXT: tl.constexpr,
 ):
     channel = tl.arange(0, ROWS)
@@ -258,7 +258,7 @@ def _backward(
                 remaining = remaining + (on_later,)
         on_reads = remaining
         grad_taps = next_grad_taps
-        out, back, erased, on_beta = through_write(g, x, direction, gate, rest, wanted, inverse, eps, NORMALISE)
+        out, back, erased, on_beta = through_write(g, x, direction, gate, rest, wanted, inverse, eps, K_NORM)
         store_row(grad_k + token * DIM, back, column, width)
         store_tile(grad_state + token * CHANNELS * DIM, out, channel, column, DIM, CHANNELS, width)
         store_channels(grad_v + token * CHANNELS, erased, channel, count)
@@ -284,7 +284,7 @@ def token_op(
     gain: Tensor,
     gate_weight: Tensor,
     value_weight: Tensor,
-    normalise: str,
+    k_norm: str,
     eps: float,
     norm_eps: float,
     from_context: bool,
@@ -312,7 +312,7 @@ def token_op(
                 tile.rows,
                 tile.block,
                 taps.shape[0],
-                normalise,
+                k_norm,
                 from_context,
                 num_warps=num_warps(tile, 40),
             )
@@ -320,7 +320,7 @@ def token_op(
 
 
 @token_op.register_fake
-def _(state, k, v, beta, taps, gain, gate_weight, value_weight, normalise, eps, norm_eps, from_context):
+def _(state, k, v, beta, taps, gain, gate_weight, value_weight, k_norm, eps, norm_eps, from_context):
     return made(state)
 
 
@@ -342,7 +342,7 @@ def token_backward_op(
     error: Tensor,
     scale: Tensor,
     root: Tensor,
-    normalise: str,
+    k_norm: str,
     eps: float,
     from_context: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -379,7 +379,7 @@ def token_backward_op(
                 tile.rows,
                 tile.block,
                 kernel,
-                normalise,
+                k_norm,
                 from_context,
                 num_warps=num_warps(tile, 20),
             )
@@ -407,7 +407,7 @@ def _(
     error,
     scale,
     root,
-    normalise,
+    k_norm,
     eps,
     from_context,
 ):
@@ -428,13 +428,13 @@ def token_boundary(
     gate_weight: Tensor,
     value_weight: Tensor,
     *,
-    normalise: Guard | None = "rms",
+    k_norm: KNorm | None = "rms",
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
     value_input: ValueInput = "stream",
     rebuild_every: int = 1,
 ) -> Boundary:
-    """The write and the read as `residua.ops.boundary.token_boundary` computes them, with up to 16 value channels.
+    """The write and the read as `residua.ops.write_read.token_boundary` computes them, with up to 16 value channels.
 
     Arguments as there, each in float32, bfloat16 or float16. What is read is the state before it is rounded to its
     dtype. Gradients have the dtypes of the inputs, and can be taken once. Kept for the backward pass: the inputs, of
@@ -445,7 +445,7 @@ def token_boundary(
     """
     if state.dim() < 3:
         raise ValueError(f"state: expected (..., seq, value_channels, dim), got {tuple(state.shape)}")
-    expect_kernel_write(state, k, v, beta, normalise)
+    expect_kernel_write(state, k, v, beta, k_norm)
     expect_shape("taps", taps, (taps.shape[0], *state.shape[-2:]), "(kernel, value_channels, dim)")
     expect_following(state, gain, gate_weight, value_weight, value_input)
     expect_dtypes(taps=taps, gain=gain, gate_weight=gate_weight, value_weight=value_weight)
@@ -459,7 +459,7 @@ def token_boundary(
             gain,
             gate_weight,
             value_weight,
-            normalise=normalise,
+            k_norm=k_norm,
             eps=eps,
             norm_eps=norm_eps,
             value_input=value_input,
@@ -474,7 +474,7 @@ def token_boundary(
         gain,
         gate_weight,
         value_weight,
-        normalise or "none",
+        k_norm or "none",
         fresh(eps),
         fresh(norm_eps),
         value_input == "context",

@@ -15,7 +15,7 @@ import torch
 
 from residua import cli, experiment
 from residua.data import Batches, PreparedData
-from residua.training import RunConfig, load_config, saving
+from residua.training import RunConfig, checkpoint, load_config, saving
 
 FAST = {
     "connection": "ddl-tc",
@@ -83,15 +83,20 @@ def stop_before(index):
     LoggedBatches.before = {index: lambda: os.kill(os.getpid(), signal.SIGTERM)}
 
 
+def _fate_in_save(name, number, fatal):
+    module = saving if hasattr(saving, name) else checkpoint
+    setattr(module, name, _at_call(number, fatal, getattr(module, name)))
+
+
 def kill_in_save(name, number):
-    setattr(saving, name, _at_call(number, _die, getattr(saving, name)))
+    _fate_in_save(name, number, _die)
 
 
 def fail_in_save(name, number, error):
     def fail(*_, **__):
         raise error
 
-    setattr(saving, name, _at_call(number, fail, getattr(saving, name)))
+    _fate_in_save(name, number, fail)
 
 
 def fail_to_build(error):

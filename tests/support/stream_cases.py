@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from residua import Connection, Residual, Scheme, Stream
-from variants import bare_sublayers, normal, perturbed
+from support.variants import bare_sublayers, normal, perturbed
 
 DIM, SUBLAYERS = 8, 6
 

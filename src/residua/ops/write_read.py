@@ -5,7 +5,8 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from residua.ops.conv import causal_read
-from residua.ops.delta import Guard, delta_write
+from residua.ops.delta import KNorm, delta_write
+from residua.ops.dispatch import Implementation, choose
 from residua.ops.norm import rms_norm
 from residua.ops.precision import linear_at_least_float32
 from residua.ops.shapes import expect_shape
@@ -35,22 +36,36 @@ def channel_boundary(
     gate_weight: Tensor,
     value_weight: Tensor,
     *,
-    normalise: Guard | None = "rms",
+    k_norm: KNorm | None = "rms",
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
     value_input: ValueInput = "stream",
     rebuild_every: int = 1,
+    implementation: Implementation = "reference",
 ) -> Boundary:
     """X' = X + beta k (v^T - k^T X); x_in = sum_j weights[j] X'[j]; c = gain x_in / rms(x_in); the gate's product
     gate_weight . c and the value's products value_weight x_in, or value_weight c with `value_input="context"`.
 
-    state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,) and `rebuild_every` as in
-    `delta_write`; weights: (value_channels, dim) as in `stream_read`, gain and gate_weight: (dim,), value_weight:
-    (value_channels, dim) belong to the sublayer that follows. Results in the dtype of `state`, products in float32 at
-    least. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel compression.
+    state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), `rebuild_every` and
+    `implementation` as in `delta_write`; weights: (value_channels, dim) as in `stream_read`, gain and gate_weight:
+    (dim,), value_weight: (value_channels, dim) belong to the sublayer that follows. Results in the dtype of `state`,
+    products in float32 at least. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel
+    compression.
     """
+    tensors = (state, k, v, beta, weights, gain, gate_weight, value_weight)
+    if choose(implementation, *tensors) == "triton":
+        from residua.ops.kernels.boundary import channel_boundary as kernel
+
+        return kernel(
+            *tensors,
+            k_norm=k_norm,
+            eps=eps,
+            norm_eps=norm_eps,
+            value_input=value_input,
+            rebuild_every=rebuild_every,
+        )
     expect_following(state, gain, gate_weight, value_weight, value_input)
-    written = delta_write(state, k, v, beta, normalise=normalise, eps=eps, rebuild_every=rebuild_every)
+    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
     x = stream_read(written, weights)
     return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
 
@@ -65,19 +80,32 @@ def token_boundary(
     gate_weight: Tensor,
     value_weight: Tensor,
     *,
-    normalise: Guard | None = "rms",
+    k_norm: KNorm | None = "rms",
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
     value_input: ValueInput = "stream",
     rebuild_every: int = 1,
+    implementation: Implementation = "reference",
 ) -> Boundary:
     """As `channel_boundary`, but x_in[t] = sum_{s, j} taps[s, j] X'[t - s, j] as in `causal_read`.
 
     state: (..., seq, value_channels, dim) with the other arguments to match; taps: (kernel, value_channels, dim).
     arXiv 2601.00417v2 section 4.2, token compression.
     """
+    tensors = (state, k, v, beta, taps, gain, gate_weight, value_weight)
+    if choose(implementation, *tensors) == "triton":
+        from residua.ops.kernels.token_boundary import token_boundary as kernel
+
+        return kernel(
+            *tensors,
+            k_norm=k_norm,
+            eps=eps,
+            norm_eps=norm_eps,
+            value_input=value_input,
+            rebuild_every=rebuild_every,
+        )
     expect_following(state, gain, gate_weight, value_weight, value_input)
-    written = delta_write(state, k, v, beta, normalise=normalise, eps=eps, rebuild_every=rebuild_every)
+    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
     x = causal_read(written, taps)
     return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from variants import ALL, perturbed
+from support.variants import ALL, perturbed
 
 VOCAB = 48
 # The token that ends a text, and the one that fills a batch. Prompts below never contain either.

@@ -1,5 +1,5 @@
 """A plain second implementation of the authors' models, in their layout (batch, seq, dim, d_v), from their parameters
-and configuration keys. It is itself checked against the conformance vectors."""
+and configuration keys. test_conformance.py checks it against the same numbers."""
 
 from collections.abc import Mapping
 from typing import Any

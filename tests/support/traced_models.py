@@ -7,7 +7,7 @@ from torch import Tensor
 
 from residua.analysis.watch import Passage, watching
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from variants import ALL, perturbed
+from support.variants import ALL, perturbed
 
 VOCAB = 48
 

@@ -1,0 +1,1 @@
+"""The commands of `residua`, one file for each."""
