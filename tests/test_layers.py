@@ -18,6 +18,7 @@ LEVELS = {
     "provenance": 0,
     "runs": 0,
     "tables": 0,
+    "terminal": 0,
     "connections": 1,
     "models": 2,
     "data": 3,

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_args
 from residua.data.corpus import Split
 from residua.data.tokenizer import load_tokenizer, tokenizer_hash
 from residua.errors import InputError, RunError, extra
+from residua.runs.reading import file_inside, read_json
 
 with extra("data"):
     import numpy as np
@@ -127,13 +128,16 @@ class PreparedData:
             vocab_size, eos_token_id = int(index["vocab_size"]), int(index["eos_token_id"])
             shards = {
                 split: [
-                    Shard(str(s["file"]), int(s["tokens"]), str(s["sha256"])) for s in index["splits"][split]["shards"]
+                    Shard(file_inside(folder, s["file"]).name, int(s["tokens"]), str(s["sha256"]))
+                    for s in index["splits"][split]["shards"]
                 ]
                 for split in get_args(Split)
             }
             validation_bytes = int(index["splits"]["validation"]["bytes"])
             expected_tokenizer = index["tokenizer_sha256"]
             facts = dict(index["facts"])
+        except InputError:
+            raise
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(f"{folder / 'index.json'}: damaged ({error!r}); prepare the data again") from None
 
@@ -191,12 +195,13 @@ class PreparedData:
 
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / "index.json"
+    if not path.exists():
+        raise InputError(f"{folder}: no prepared data here (no index.json); make it with `residua prepare`")
     try:
-        index = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{folder}: no prepared data here (no index.json); make it with `residua prepare`") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not a readable index ({error}); prepare the data again") from None
+        index = read_json(path)
+    except InputError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise InputError(f"{path}: not a readable index ({reason}); prepare the data again") from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise InputError(f"{path}: not an index of prepared data; make one with `residua prepare`")
     if index.get("version") != VERSION:

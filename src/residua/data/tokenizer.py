@@ -13,6 +13,7 @@ from pathlib import Path
 from residua.data.encode import text_backend
 from residua.data.hub import download_tokenizer
 from residua.errors import InputError, extra
+from residua.runs.reading import read_json_files
 
 with extra("data"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -62,10 +63,11 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         folder = download_tokenizer(folder)
     folder = Path(folder)
     try:
-        json.loads((folder / "tokenizer.json").read_bytes())
+        if "tokenizer.json" not in read_json_files(folder):
+            raise InputError(f"found no {folder / 'tokenizer.json'}")
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
             f"tokenizer: expected bpe, byte or a folder with tokenizer.json, got {folder}: {reason} "
             "(those of the hub are gpt2 and hf:OWNER/NAME)"

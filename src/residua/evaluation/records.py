@@ -1,17 +1,13 @@
 """What a run folder tells: its settings, its losses, its speed."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from residua.errors import InputError, extra
-
-with extra("train"):
-    import yaml
-
+from residua.errors import InputError
+from residua.runs.reading import parse_json, read_json, read_yaml
 
 TOLD_ELSEWHERE = {"train.connections_every", "train.tensorboard", "train.wandb"}
 """Settings of what else is written down: runs that differ in them alone are alike."""
@@ -83,10 +79,7 @@ class Run:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"expected YAML in {path}, got something else: {str(error).splitlines()[0]}") from error
+    config = read_yaml(path)
     if not isinstance(config, dict):
         raise InputError(f"expected the settings of a run in {path}, got {type(config).__name__}")
     return config
@@ -95,10 +88,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _read_facts(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"expected JSON in {path}, got something else: {error}") from error
+    facts = read_json(path)
     if not isinstance(facts, dict):
         raise InputError(f"expected a JSON object in {path}, got {type(facts).__name__}")
     return facts
@@ -117,7 +107,7 @@ def _read_metrics(path: Path) -> tuple[tuple[Point, ...], tuple[Point, ...], lis
     tokens, seconds = 0, 0.0
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line, path)
             step = row["step"]
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines):

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from residua.errors import InputError, extra
 from residua.models.configuration import MODEL_FIELDS, ResiduaConfig
-from residua.training.folder import read_yaml
+from residua.runs.reading import parse_yaml, read_text
 
 with extra("train"):
     import jsonargparse
@@ -263,21 +263,14 @@ def _read(name_or_file: str) -> Any:
     if name_or_file in recipe_names():
         text = (resources.files("residua") / "recipes" / f"{name_or_file}.yaml").read_text(encoding="utf-8")
     elif Path(name_or_file).is_file():
-        try:
-            text = Path(name_or_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{name_or_file}: expected a YAML file, got: {error}") from error
+        text = read_text(name_or_file, "YAML")
     else:
         close = difflib.get_close_matches(name_or_file, recipe_names(), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise InputError(
             f"--config: expected a recipe ({', '.join(recipe_names())}) or a YAML file, got {name_or_file!r}{hint}"
         )
-    try:
-        return read_yaml(text)
-    except yaml.YAMLError as error:
-        line = " ".join(str(error).split())
-        raise InputError(f"{name_or_file}: expected YAML, got: {line}") from error
+    return parse_yaml(text, name_or_file)
 
 
 def _flat(document: Any) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import json
-import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 from residua.durable import write_text
 from residua.errors import InputError, extra
+from residua.runs.reading import read_yaml
 
 with extra("train"):
     import yaml
@@ -129,11 +129,6 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
         yield run
 
 
-def read_yaml(text: str) -> Any:
-    """A YAML document as plain Python values. Raises yaml.YAMLError."""
-    return yaml.load(text, _Loader)
-
-
 def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by section as one mapping with dotted keys: `{"train": {"lr": 1}}` gives `{"train.lr": 1}`."""
     return {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
@@ -169,19 +164,7 @@ def _has_run(run: RunFolder) -> bool:
 
 
 def _read_settings(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        settings = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: expected YAML, got: {str(error).splitlines()[0]}") from error
+    settings = read_yaml(path)
     if not isinstance(settings, dict) or not all(isinstance(keys, dict) for keys in settings.values()):
         raise InputError(f"{path}: expected the settings of a run by section, got something else")
     return settings
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 3e-4 for text; here it is the number that everybody means."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)

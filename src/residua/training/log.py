@@ -15,6 +15,8 @@ import torch
 from residua.durable import sync, write_text
 from residua.errors import InputError, extra
 from residua.provenance import circumstances
+from residua.runs.reading import parse_json, read_json
+from residua.terminal import printable
 from residua.training.folder import RunFolder, flatten
 
 with extra("train"):
@@ -26,7 +28,7 @@ PLAIN_LINE_SECONDS = 10.0
 
 def say(message: str) -> None:
     """One line for the person at the screen, on standard error; a progress bar makes room for it."""
-    print(message, file=sys.stderr, flush=True)
+    print(printable(message), file=sys.stderr, flush=True)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -39,7 +41,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines() if Path(path).exists() else []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line, path)
             rows.append(row | {"step": int(row["step"])})
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
@@ -187,9 +189,10 @@ def write_facts(run: RunFolder, facts: Mapping[str, Any], *, device: torch.devic
     whole = {**facts, **here}
     if step and run.facts.exists():
         try:
-            before = dict(json.loads(run.facts.read_text(encoding="utf-8")))
+            before = dict(read_json(run.facts))
         except (ValueError, TypeError) as error:
-            raise InputError(f"{run.facts}: expected a JSON object, got: {error}; remove it to go on") from error
+            reason = str(error).removeprefix(f"{run.facts}: ")
+            raise InputError(f"{run.facts}: expected a JSON object, got: {reason}; remove it to go on") from error
         whole = {**before, "resumed": [*before.get("resumed", []), {"step": step, **here}]}
     write_text(run.facts, json.dumps(whole, indent=1) + "\n")
 
