@@ -35,8 +35,9 @@ LEVELS = {
     "explorer": 5,
     "demo": 6,
     "export": 5,
-    "cli": 7,
-    "__main__": 8,
+    "commands": 7,
+    "cli": 8,
+    "__main__": 9,
 }
 EXTRAS = {
     "accelerate",

@@ -15,7 +15,7 @@ from residua.errors import InputError, RunError, extra
 from residua.experiment import OpenRun, open_run
 from residua.training.log import read_metrics
 
-with extra("train"):
+with extra("lab"):
     import yaml
 
 PACKAGE = Path(__file__).parent

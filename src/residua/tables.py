@@ -1,11 +1,11 @@
-"""Tables on a terminal."""
+"""Tables and foreign text on a terminal."""
 
 from collections.abc import Sequence
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns side by side, those of numbers to the right. Nothing is cut or wrapped, so that it can go into a pipe."""
-    columns = [[name, "-" * len(name), *cells] for name, cells in zip(header, zip(*rows))]
+    """Print aligned columns, numbers right-aligned. Nothing is cut or wrapped, so a pipe gets all of it."""
+    columns = [[name, "-" * len(name), *map(plain, cells)] for name, cells in zip(map(plain, header), zip(*rows))]
     aligned = []
     for column in columns:
         width = max(map(len, column))
@@ -14,3 +14,10 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         aligned.append([cell.rjust(width) if number else cell.ljust(width) for cell in column])
     for line in zip(*aligned):
         print("  ".join(line).rstrip())
+
+
+def plain(text: str, keep: str = "") -> str:
+    """Return text in one line that cannot steer a terminal: control characters other than `keep` are written out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else " " if c.isspace() else ascii(c)[1:-1] for c in text)

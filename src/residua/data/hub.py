@@ -57,7 +57,7 @@ class Rows:
     """One pass over the texts of a data set, which goes on where `state` was taken."""
 
     def __init__(self, text: HubText, state: dict[str, Any] | None):
-        with extra("data"):
+        with extra("lab"):
             import datasets
             from huggingface_hub.errors import HTTPError
             from pyarrow import ArrowException
@@ -105,7 +105,7 @@ class Rows:
 
 def download_tokenizer(name: str) -> str:
     """The folder of a tokenizer of the hub, "gpt2" or "hf:OWNER/NAME[@REVISION]"; from the cache if it is there."""
-    with extra("data"):
+    with extra("lab"):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HTTPError
 
@@ -118,7 +118,7 @@ def download_tokenizer(name: str) -> str:
 
 
 def _commit(repository: str, revision: str | None) -> str:
-    with extra("data"):
+    with extra("lab"):
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HTTPError
     try:

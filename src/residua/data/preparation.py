@@ -44,7 +44,7 @@ from residua.durable import sync, write_text
 from residua.errors import InputError, RunError, extra
 from residua.provenance import available_cores
 
-with extra("data"):
+with extra("lab"):
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 

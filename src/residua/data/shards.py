@@ -21,7 +21,7 @@ from residua.data.corpus import Split
 from residua.data.tokenizer import load_tokenizer, tokenizer_hash
 from residua.errors import InputError, RunError, extra
 
-with extra("data"):
+with extra("lab"):
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 

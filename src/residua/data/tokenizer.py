@@ -14,7 +14,7 @@ from residua.data.encode import text_backend
 from residua.data.hub import download_tokenizer
 from residua.errors import InputError, extra
 
-with extra("data"):
+with extra("lab"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

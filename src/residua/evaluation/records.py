@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from residua.errors import InputError, extra
 
-with extra("train"):
+with extra("lab"):
     import yaml
 
 

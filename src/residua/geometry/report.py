@@ -198,7 +198,7 @@ def write_tables(records: Sequence[Record], folder: str | Path) -> list[Path]:
 def write_pictures(records: Sequence[Record], folder: str | Path) -> list[Path]:
     """Draw what the records hold (losses, gates, norms through depth, errors by position) as PNG files; their paths.
 
-    Needs matplotlib: pip install 'residua[plots]'.
+    Needs matplotlib: pip install 'residua[lab]'.
     """
     from residua.geometry.pictures import draw
 

@@ -28,7 +28,7 @@ from residua.durable import write_text
 from residua.errors import InputError, RunError, extra
 from residua.provenance import circumstances
 
-with extra("train"):
+with extra("lab"):
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 

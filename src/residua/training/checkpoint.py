@@ -24,7 +24,7 @@ from residua.training.distributed import ALONE, Ranks
 from residua.training.folder import settings_hash
 from residua.training.shards import METADATA, read_shards, refuse_other_weights
 
-with extra("train"):
+with extra("lab"):
     from safetensors.torch import load_file, save_file
 
 WEIGHTS = "model.safetensors"

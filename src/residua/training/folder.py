@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from residua.durable import write_text
-from residua.errors import InputError
-from residua.yaml import read_yaml, write_yaml
+from residua.errors import InputError, extra
+
+with extra("lab"):
+    import yaml
 
 # What may change when a run goes on: nothing here changes the numbers of a step that is done. The place of the data
 # is free because their fingerprint is compared instead.
@@ -118,12 +121,17 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
         try:
             for stale in (*path.glob(".*.partial"), *run.checkpoints.glob(".*.partial")):
                 shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-            write_text(run.config, write_yaml(dict(settings)))
+            write_text(run.config, yaml.safe_dump(dict(settings), sort_keys=False))
         except OSError as error:
             raise InputError(
                 f"{path}: expected a folder to write the run in, got: {error.strerror or error}"
             ) from error
         yield run
+
+
+def read_yaml(text: str) -> Any:
+    """A YAML document as plain Python values. Raises yaml.YAMLError."""
+    return yaml.load(text, _Loader)
 
 
 def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,9 +170,18 @@ def _has_run(run: RunFolder) -> bool:
 
 def _read_settings(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        settings = read_yaml(path.read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError) as error:
+        settings = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{path}: expected YAML, got: {str(error).splitlines()[0]}") from error
     if not isinstance(settings, dict) or not all(isinstance(keys, dict) for keys in settings.values()):
         raise InputError(f"{path}: expected the settings of a run by section, got something else")
     return settings
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 3e-4 for text; here it is the number that everybody means."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)

@@ -17,7 +17,7 @@ from residua.errors import InputError, extra
 from residua.provenance import circumstances
 from residua.training.folder import RunFolder, flatten
 
-with extra("train"):
+with extra("lab"):
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -198,7 +198,7 @@ def _event_writer(folder: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        say("no TensorBoard events are written: tensorboard is not installed (pip install 'residua[train]')")
+        say("no TensorBoard events are written: tensorboard is not installed (pip install 'residua[lab]')")
         return None
     return SummaryWriter(str(folder), purge_step=step + 1)
 

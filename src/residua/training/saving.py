@@ -25,7 +25,7 @@ from residua.training.distributed import Ranks, Together, gather
 from residua.training.folder import RunFolder
 from residua.training.shards import snapshot, write_shards
 
-with extra("train"):
+with extra("lab"):
     from safetensors import SafetensorError
 
 if TYPE_CHECKING:
