@@ -173,7 +173,7 @@ def test_a_missing_numpy_is_told_with_what_installs_it(monkeypatch):
 
     monkeypatch.delitem(sys.modules, "residua.explorer.collect")
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModuleNotFoundError, match=r"residua\[explore\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"residua\[lab\]"):
         importlib.import_module("residua.explorer.collect")
 
 

@@ -4,6 +4,7 @@ A configuration holds names and plain options. A name finds what is registered h
 in the entry-point group `residua.schemes`; it never imports a module that a configuration names.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from importlib import metadata
@@ -85,9 +86,15 @@ def register(name: str, scheme: type[Scheme] | Scheme) -> None:
 
 
 def presets() -> dict[str, Scheme]:
-    """Every preset that can be had: the library's, registered ones and those of installed packages."""
+    """Every preset that can be had: the library's, registered ones and those of installed packages.
+
+    Warns of a package that declares something that cannot be used, and leaves it out.
+    """
     for name in _installed():
-        _find(name)
+        try:
+            _find(name)
+        except ValueError as error:
+            warnings.warn(str(error), stacklevel=2)
     return PRESETS
 
 

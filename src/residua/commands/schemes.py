@@ -1,0 +1,84 @@
+"""The command `residua schemes`."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from residua.commands.base import Arguments, Parser, add_json, print_json
+from residua.tables import print_table
+
+if TYPE_CHECKING:
+    from residua.connections import Scheme
+
+HELP = "list the residual schemes: equation, options, state, parameters added, paper"
+EXAMPLES = "residua schemes\nresidua schemes --json"
+
+
+def add_arguments(parser: Parser) -> None:
+    add_json(parser)
+
+
+def run(arguments: Arguments) -> None:
+    from residua.connections import presets
+
+    try:
+        from residua.models import SIZES
+    except ModuleNotFoundError as error:
+        sizes, missing = {}, str(error)
+    else:
+        sizes, missing = {name: SIZES[name] for name in ("small", "medium")}, ""
+
+    known = presets()
+    plain = {name: _parameters(known["residual"], size) for name, size in sizes.items()}
+    records = []
+    for name, scheme in known.items():
+        added = {size: _parameters(scheme, sizes[size]) - count for size, count in plain.items()}
+        records.append(
+            {
+                "name": name,
+                "equation": scheme.equation,
+                "options": _options(scheme),
+                "paper": scheme.paper,
+                "state_per_token": _state(scheme),
+                "parameters_added": added or None,
+            }
+        )
+    if arguments.json:
+        print_json(records)
+        return
+    rows = [
+        [
+            record["name"],
+            record["equation"],
+            record["state_per_token"],
+            *(f"{count:+,}" for count in (record["parameters_added"] or {}).values()),
+            record["paper"],
+            " ".join(f"{key}={value}" for key, value in record["options"].items()),
+        ]
+        for record in records
+    ]
+    print_table(["name", "equation", "state", *plain, "paper", "options"], rows)
+    columns = f"; {' and '.join(plain)}: parameters added to the plain residual" if plain else ""
+    print(f"\nstate: numbers per token, d the width, from the first to the last of 24 sublayers{columns}.")
+    if missing:
+        print(f"note: the parameters that a scheme adds are left out: {missing}")
+
+
+def _options(scheme: "Scheme") -> dict[str, Any]:
+    """Return the options that differ from the defaults of the scheme's class."""
+    standard = type(scheme)()
+    values = {field.name: getattr(scheme, field.name) for field in fields(scheme)}
+    return {name: value for name, value in values.items() if value != getattr(standard, name)}
+
+
+def _state(scheme: "Scheme") -> str:
+    """Return the numbers per token at both ends of 24 sublayers, in units of the width: "4d", or "d to 25d"."""
+    rows = dict.fromkeys(scheme.state_size(boundary, 768) // 768 for boundary in (0, 24))
+    return " to ".join(f"{count}d" if count > 1 else "d" for count in rows)
+
+
+def _parameters(scheme: "Scheme", size: dict[str, int]) -> int:
+    import torch
+
+    with torch.device("meta"):
+        stream = scheme.build(size["hidden_size"], 2 * size["num_hidden_layers"])
+    return sum(parameter.numel() for parameter in stream.parameters())
