@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from residua.analysis import Trace, gate_quantiles, has_gates, pieces, trace
+from residua.connections import describe, resolve
 from residua.data import Batches, HeldOutBatches, PreparedData, prepare
 from residua.errors import InputError, extra
 from residua.evaluation.loss import dealt, held_out_loss
@@ -81,6 +82,9 @@ def run(config: RunConfig, folder: str | Path, *, resume: bool = False, progress
     if config.data.path is not None:
         # The run shall find its data again from wherever it is opened.
         config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
+    described = describe(resolve(config.model.connection))
+    if "package" in described:  # its name says what to install where the run is opened without it
+        config = replace(config, model=replace(config.model, connection=described))
     with join(config.train.device) as ranks, _held(config, folder, resume, ranks) as held:
         with ranks.together():
             share = Share.of(config.train, ranks)

@@ -114,7 +114,7 @@ def test_a_scheme_of_an_installed_package_works_wherever_a_preset_does(site, tmp
     )
     residua_command("generate", path, "--prompt", "The", "--max-new-tokens", 2, site=site)
     residua_command("analyze", path, site=site)
-    residua_command("export", path, "--out", tmp_path / "export", site=site)
+    residua_command("export", path, tmp_path / "export", site=site)
     saved = json.loads((tmp_path / "export/config.json").read_text(encoding="utf-8"))["connection"]
     assert saved == {"scheme": "scaled", "package": "scaled-residuals", "start": 0.1}
 
@@ -124,11 +124,13 @@ def test_a_scheme_of_an_installed_package_works_wherever_a_preset_does(site, tmp
     told = run(sys.executable, "-c", f"{load}; print(m.config.scheme)", tmp_path / "export", site=site).stdout
     assert told.strip() == "Scaled(start=0.1)"
 
-    for command in (["generate", path, "--prompt", "The"], ["evaluate", tmp_path / "export", "--text", text]):
+    for command in (["generate", path, "--prompt", "The"], ["evaluate", path], ["analyze", path]):
         missing = residua_command(*command, check=False)
         assert missing.returncode == 2, missing.stderr
         assert missing.stderr.count("\n") == 1
         assert "scheme 'scaled' comes with the package 'scaled-residuals', which is not here" in missing.stderr
+    failed = run(sys.executable, "-c", load, tmp_path / "export", check=False).stderr
+    assert "scheme 'scaled' comes with the package 'scaled-residuals', which is not here" in failed
 
 
 @pytest.mark.parametrize(

@@ -160,24 +160,41 @@ def _installed() -> dict[str, metadata.EntryPoint]:
 
 
 def _find(name: str) -> bool:
-    """Register the scheme `name` of an installed package; whether there is one.
+    """Register the schemes of the installed package that declares `name`; whether there is one.
+
+    All of them, classes first, so that the description of a scheme does not depend on which one was asked for first.
 
     Raises:
-        ValueError: the package declares something that cannot be imported or is no scheme.
+        ValueError: the package declares under this name something that cannot be imported or is not a scheme.
     """
-    point = _installed().get(name)
-    if point is None:
+    installed = _installed()
+    if name not in installed:
         return False
-    package = point.dist.name if point.dist else point.value
-    try:
-        scheme = point.load()
-        register(name, scheme)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"connection: the scheme {name!r} of the package {package!r} cannot be used: {reason}"
-        ) from error
-    kind = scheme if isinstance(scheme, type) else type(scheme)
-    if kind in _PACKAGES:
-        _PACKAGES[kind] = package
+    package = _package(installed[name])
+    loaded = []
+    for point in installed.values():
+        if _package(point) == package:
+            try:
+                loaded.append((point.name, point.load()))
+            except Exception as error:
+                if point.name == name:
+                    raise _unusable(name, package, error) from error
+    for other, scheme in sorted(loaded, key=lambda found: (not isinstance(found[1], type), found[0])):
+        try:
+            register(other, scheme)
+        except (TypeError, ValueError) as error:
+            if other == name:
+                raise _unusable(name, package, error) from error
+        else:
+            kind = scheme if isinstance(scheme, type) else type(scheme)
+            _PACKAGES.update({kind: package} if kind in _PACKAGES else {})
     return True
+
+
+def _package(point: metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist else point.value.partition(":")[0]
+
+
+def _unusable(name: str, package: str, error: Exception) -> ValueError:
+    reason = f"{type(error).__name__}: {error}"
+    return ValueError(f"connection: the scheme {name!r} of the package {package!r} cannot be used: {reason}")
