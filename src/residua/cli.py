@@ -206,7 +206,7 @@ def _schemes(arguments: Arguments) -> None:
     def state(scheme: Scheme) -> str:
         """Numbers per token at the start and the end of the size `small`, in units of its width."""
         rows = dict.fromkeys(scheme.state_size(boundary, 768) / 768 for boundary in (0, 24))
-        return "d" if rows == {1: None} else " to ".join(f"{count:g}d" for count in rows)
+        return " to ".join("d" if count == 1 else f"{count:g}d" for count in rows)
 
     try:
         known = presets()
