@@ -119,8 +119,8 @@ def test_schemes_lists_every_preset_with_the_parameters_of_the_paper(capsys):
     assert records["ddl"]["parameters_added"] == {"small": 36_912, "medium": 98_400}
     assert records["ddl-cc-ec"]["parameters_added"] == {"small": 144_556, "medium": 364_884}
     assert (records["ddl"]["state_per_token"], records["ddl-cc-ec"]["state_per_token"]) == ("d", "4d")
-    assert records["attnres"]["state_per_token"] == "1d to 25d"
-    assert records["attnres-block"]["state_per_token"] == "1d to 3d"
+    assert records["attnres"]["state_per_token"] == "d to 25d"
+    assert records["attnres-block"]["state_per_token"] == "d to 3d"
     table = output(capsys, ["schemes"])
     assert all(any(line.startswith(f"{name} ") for line in table.splitlines()) for name in PRESETS)
     assert "+144,556" in table

@@ -1,4 +1,4 @@
-"""Operations with random inputs, in the dtype that is measured and again, part by part, in float64."""
+"""Operations with random inputs: in the dtype to measure, and again, part by part, in float64."""
 
 import copy
 import inspect
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
 
 class Draw:
-    """Random inputs: large ones in the dtype that is measured, coefficients in float32."""
+    """Draw random inputs: large ones in the dtype to measure, coefficients in float32."""
 
     def __init__(self, sizes: Sizes, device: torch.device, seed: int):
         self.dtype = getattr(torch, sizes.dtype)
@@ -56,7 +56,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Case:
-    """An operation and its inputs. `shared`: those that all tokens share, as they do the parameters of a module."""
+    """An operation and its inputs. `shared`: inputs that all tokens share, as they share a module's parameters."""
 
     function: Callable[..., Any]
     inputs: Mapping[str, Tensor]
@@ -68,7 +68,7 @@ class Case:
         return self.module is None and "implementation" in inspect.signature(self.function).parameters
 
     def leaves(self) -> list[Tensor]:
-        """What has a gradient: the inputs in their order, then the parameters of the module."""
+        """Return the tensors with a gradient: the inputs in their order, then the parameters of the module."""
         return [*self.inputs.values(), *(self.module.parameters() if self.module is not None else ())]
 
     def __call__(self) -> tuple[Tensor, ...]:
@@ -76,7 +76,7 @@ class Case:
         return results if isinstance(results, tuple) else (results,)
 
     def part(self, low: int, high: int) -> "Case":
-        """The sequences from `low` to below `high`, in float64."""
+        """Return the sequences from `low` to below `high`, in float64."""
         module = None if self.module is None else copy.deepcopy(self.module).double()
         inputs = {
             name: (x if name in self.shared else x[low:high]).detach().double().requires_grad_()
@@ -165,9 +165,9 @@ def _boundary(function: Callable[..., Any], taps: str, sizes: Sizes, draw: Draw)
 
 
 class Around(nn.Module):
-    """A connection around a sublayer that is somewhere else: its input comes out, its output y goes in.
+    """A connection without its sublayer: the sublayer's input comes out, its output y goes in.
 
-    The tensors of the state are arguments and results of their own; `spec` is what the scheme says of the state.
+    The tensors of the state are arguments and results of their own; `spec` is the scheme's `state_spec`.
     """
 
     def __init__(self, connection: Connection, spec: Any):
@@ -214,9 +214,9 @@ CONNECTIONS = tuple(CONNECTION + preset for preset in ("residual", "ddl-cc", "dd
 
 
 def make(operation: str, sizes: Sizes, draw: Draw) -> Case:
-    """The operation, one of `CASES` or "connection:PRESET", with random inputs.
+    """Return the operation, one of `CASES` or "connection:PRESET", with random inputs.
 
-    Raises InputError for an operation that there is not, or sizes that it cannot have.
+    Raises InputError for an unknown operation, or sizes that it cannot have.
     """
     try:
         if operation.startswith(CONNECTION):

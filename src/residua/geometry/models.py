@@ -1,8 +1,8 @@
 """The regression models of the geometry laboratory: any residual scheme in the wrapper of arXiv 2605.06729.
 
 The wrapper maps features to the width, adds learned positions, runs blocks of causal attention and GELU MLP, normalises
-and maps back. A name stands for a row of a table: one of `MODELS`, any preset, or either with options of its own,
-`edelta-token:gate_bias=0`. `match` gives every row the parameters of the plain residual, those of the wrapper included.
+and maps back. A name stands for a row of a table: one of `MODELS`, any preset, or either with options,
+`edelta-token:gate_bias=0`. `match` gives every row the parameter count of the plain residual, wrapper included.
 """
 
 import math
@@ -21,7 +21,7 @@ from residua.connections.base import as_inputs
 from residua.errors import InputError
 
 STD = 0.02
-TOLERANCE = 0.03  # of the parameters of the plain residual
+TOLERANCE = 0.03  # of the plain residual's parameter count
 
 
 class Attention(nn.Module):
@@ -60,10 +60,10 @@ class RegressionModel(nn.Module):
     published for JPmHC and EDelta-Stream; otherwise the scheme's expand and collapse open and close the state. Without
     layers it is the zero-layer network: linear, positions, norm, linear.
 
-    Three differences to the published wrapper: the norms before the sublayers belong to the connections and are
-    RMSNorm, where the published ones are LayerNorm without bias (the last norm is that); tables that the published
-    core carries and never uses (a token embedding and second positions) are not there; and there are as many positions
-    as the task has inputs.
+    Three differences from the published wrapper: the norms before the sublayers belong to the connections and are
+    RMSNorm, where the published ones are LayerNorm without bias (the last norm is); tables that the published core
+    carries and never uses (a token embedding and second positions) are left out; and there are as many positions as the
+    task has inputs.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RegressionModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the positions; every other parameter is drawn by its own module."""
+        """Draw the positions; every other module draws its own parameters."""
         nn.init.normal_(self.positions, std=STD)
 
     def forward(self, x: Tensor, *, states: list[Any] | None = None, coefficients: list[Any] | None = None) -> Tensor:
@@ -125,14 +125,14 @@ class RegressionModel(nn.Module):
         return self.output(self.norm(state.flatten(-2) if self.collapse is None else self.collapse(state)))
 
     def penalty(self, coefficients: list[Any]) -> Tensor | None:
-        """The sum of the connections' auxiliary losses for the `coefficients` that `forward` collected, or None."""
+        """Return the sum of the auxiliary losses for the `coefficients` that `forward` collected, or None."""
         found = [connection.penalty(one) for connection, one in zip(self.connections, coefficients, strict=True)]
         found = [one for one in found if one is not None]
         return torch.stack(found).sum() if found else None
 
 
 class LinearModel(nn.Module):
-    """One linear map for every position alike, (batch, seq, features) -> the same shape: a baseline."""
+    """One linear map, the same for every position, (batch, seq, features) -> the same shape: a baseline."""
 
     def __init__(self, features: int):
         super().__init__()
@@ -149,10 +149,10 @@ class LinearModel(nn.Module):
 class Row:
     """One row of a table of models.
 
-    connection  what `connections.resolve` takes; None for the one linear map
-    layers      of the published model at width 128, 0 for the zero-layer network; None: those that come closest
+    connection  argument of `connections.resolve`; None for the one linear map
+    layers      layers of the published model at width 128, 0 for the zero-layer network; None: the closest fit
     wide        see `RegressionModel`
-    cost        of a training step in units of the plain residual's, roughly; only for planning
+    cost        rough cost of a training step relative to the plain residual; only for planning
     """
 
     connection: Mapping[str, Any] | None
@@ -192,7 +192,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model with all its sizes. `ratio`: its parameters to those of the plain residual, each with the wrapper's."""
+    """A model with all its sizes. `ratio`: its parameter count over the plain residual's, wrappers included."""
 
     name: str
     row: Row = field(repr=False)
@@ -206,7 +206,7 @@ class Architecture:
     ratio: float = 0.0
 
     def build(self) -> nn.Module:
-        """The model, initialised from PyTorch's global generator. Raises InputError where its sizes do not fit."""
+        """Build the model, initialised from PyTorch's global generator. Raises InputError if its sizes do not fit."""
         if self.row.connection is None:
             return LinearModel(self.features)
         try:
@@ -229,7 +229,7 @@ class Architecture:
         return resolve(self.row.connection).state_size(0, self.dim) if self.row.wide else self.dim
 
     def describe(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Return everything as plain values."""
         return {key: value for key, value in asdict(self).items() if key != "row"} | {
             "width": self.width,
             "connection": dict(self.row.connection) if self.row.connection else None,
@@ -276,14 +276,14 @@ def row(name: str) -> Row:
 
 @lru_cache
 def match(name: str, *, features: int, length: int, sizes: Sizes) -> Architecture:
-    """The sizes at which the model `name` has the parameters of the plain residual, counting everything.
+    """Return the sizes at which the model `name` has as many parameters as the plain residual, wrapper included.
 
     Published models keep their number of layers if they can (in proportion, where the plain residual has fewer than 9),
     others take the number that leaves the MLP closest to 4 times the width; the MLP's hidden width takes up the rest.
     The zero-layer network and the linear map are as small as they are.
 
     Raises:
-        InputError: unknown name, sizes that do not fit the scheme, or no sizes within 3 % of the plain residual's.
+        InputError: unknown name, sizes that do not fit the scheme, or no sizes within 3 % of the plain residual.
     """
     chosen = row(name)
 
