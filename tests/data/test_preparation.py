@@ -83,6 +83,7 @@ def staging(out):
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_number_of_workers_does_not_matter(folder, undisturbed, small, tmp_path, workers, settings):
@@ -117,6 +118,7 @@ def test_all_documents_are_there_in_order(folder, undisturbed, tmp_path):
     assert data.facts["copies_left_out"] == len(expected) - len(held_out) - len(training) > 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("settings", "workers"), [("fraction", 0), ("tokens", 2), ("bpe", 1)])
 def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed, tmp_path, settings, workers):
     out = tmp_path / "out"
@@ -430,6 +432,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.processes
 def test_workers_end_with_the_process_that_started_them(tmp_path):
     program = textwrap.dedent("""
         import os, signal

@@ -1,6 +1,7 @@
 """docs/equations.md names only functions, files and tests that exist, and every operation is in it."""
 
 import ast
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ FILES = re.compile(r"`(src/[\w/]+\.py)`")
 TESTS = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
+@functools.cache
 def definitions(path: Path) -> set[str]:
     """The classes, functions and names defined at the top of a file."""
     found = set()

@@ -197,6 +197,7 @@ def children(pid):
     return found
 
 
+@pytest.mark.processes
 def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, rows):
     """From outside, at a random step, without --resume: the second attempt goes on by itself."""
     longer = {"steps": 30, "checkpoint_every": 5, "evaluate_every": 15}
@@ -224,6 +225,7 @@ def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, ro
     assert_same_run(folder, alone(**longer), rows, exact=True)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("wrong", "reason"), [({"GLOO_SOCKET_IFNAME": "nosuch0"}, "nosuch0"), ({"MASTER_PORT": "abc"}, "'abc'")]
 )
