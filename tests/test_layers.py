@@ -20,6 +20,7 @@ LEVELS = {
     "tables": -1,
     "ops": 0,
     "runs": 0,
+    "terminal": -1,
     "connections": 1,
     "models": 2,
     "data": 3,

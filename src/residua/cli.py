@@ -22,6 +22,7 @@ from residua import __version__
 from residua.commands import sweep
 from residua.errors import InputError, ReportedElsewhere, RunError, extra
 from residua.tables import print_table
+from residua.terminal import printable, printable_output
 
 Arguments = argparse.Namespace
 INTERRUPTED = 130
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
-        status = _dispatch(argv) or 0
+        with printable_output():
+            status = _dispatch(argv) or 0
         sys.stdout.flush()
         return status
     except InputError as error:
@@ -126,7 +128,7 @@ def _nearest(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _fail(error: object, status: int) -> int:
-    print(f"residua: {error}", file=sys.stderr)
+    print(printable(f"residua: {error}"), file=sys.stderr)
     return status
 
 

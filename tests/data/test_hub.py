@@ -146,6 +146,13 @@ def test_what_cannot_be_read_from_the_hub_is_refused(hub, tmp_path, source, sett
     assert list(tmp_path.iterdir()) == []
 
 
+def test_text_of_the_hub_that_is_not_unicode_is_refused(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", [*TEXTS[:7], "half a pair: \ud800"])
+    with pytest.raises(InputError, match=r"hf:a/b: column text: expected UTF-8 text: surrogates not allowed"):
+        prepare("hf:a/b", tmp_path / "out", tokenizer="byte", workers=0)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_hub_that_does_not_answer_is_one_line_and_status_1(hub, tmp_path, monkeypatch, capsys):
     def offline(self, name, revision=None):
         raise OfflineModeIsEnabled("Cannot reach the hub: offline mode is enabled.\nMore.")

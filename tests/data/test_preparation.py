@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -89,6 +90,53 @@ def staging(out):
 def test_the_number_of_workers_does_not_matter(folder, undisturbed, small, tmp_path, workers, settings):
     prepare(folder, tmp_path / "out", workers=workers, **SETTINGS[settings])
     assert contents(tmp_path / "out") == undisturbed[settings]
+
+
+def test_a_script_may_prepare_without_guarding_its_main_module(folder, undisturbed, tmp_path):
+    """Spawned processes usually import the script that started them, and would prepare again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\n"
+        "from residua.data import prepare, writer\n"
+        "source, out, small, settings = sys.argv[1:]\n"
+        "for name, value in json.loads(small).items():\n"
+        "    setattr(writer, name, value)\n"
+        "prepare(source, out, workers=2, progress=False, **json.loads(settings))\n"
+        "print(sys.modules['__main__'].out)\n"
+    )
+    out = tmp_path / "out"
+    arguments = [str(folder), str(out), json.dumps(SMALL), json.dumps(SETTINGS["fraction"])]
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"{out}\n", "")
+    assert contents(out) == undisturbed["fraction"]
+
+
+def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path):
+    """A terminal sends it to all processes at once."""
+    program = textwrap.dedent("""
+        import json, os, signal, sys
+        from residua import cli
+        from residua.data import writer
+        from residua.data.staging import Staging
+        for name, value in json.loads(sys.argv[1]).items():
+            setattr(writer, name, value)
+        save = Staging.save
+        def interrupted(staged, state):
+            save(staged, state)
+            os.killpg(0, signal.SIGINT)
+        Staging.save = interrupted
+        sys.exit(cli.main(sys.argv[2:]))
+    """)
+    out = tmp_path / "out"
+    command = ["prepare", "--source", str(folder), "--out", str(out), "--tokenizer", "byte", "--shard-tokens", "9000"]
+    argv = [sys.executable, "-c", program, json.dumps(SMALL), *command, "--workers", "2"]
+    done = subprocess.run(argv, capture_output=True, text=True, start_new_session=True)
+    assert done.returncode == 130
+    lines = [line for line in done.stderr.splitlines() if not re.search(r" on the disk, |/s, .* left", line)]
+    assert "tokens are kept in" in lines[0]
+    assert lines[1:] in ([], ["residua: interrupted"])
+    prepare(folder, out, workers=0, **SETTINGS["fraction"])
+    assert contents(out) == undisturbed["fraction"]
 
 
 def test_the_size_of_groups_does_not_change_the_tokens(folder, undisturbed, tmp_path):
@@ -262,6 +310,11 @@ def unfinished_shard(folder):
     return folder / f"train-{tokens // 9_000:05d}.bin"
 
 
+def edit_progress(folder, **changes):
+    path = folder / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def flip(path):
     content = bytearray(path.read_bytes())
     content[0] ^= 1
@@ -273,6 +326,11 @@ def flip(path):
     [
         (lambda folder: (folder / "progress.json").write_text('{"plan": {'), "progress.json"),
         (lambda folder: (folder / "progress.json").write_text("[]"), "progress.json"),
+        (lambda folder: edit_progress(folder, splits={"train": {}}), "progress.json"),
+        (lambda folder: edit_progress(folder, splits=[]), "progress.json"),
+        (lambda folder: edit_progress(folder, plan=[]), "progress.json"),
+        (lambda folder: edit_progress(folder, reader={"row": 1}), "progress.json"),
+        (lambda folder: edit_progress(folder, text_sha256=None), "progress.json"),
         (lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("{}"), "tokenizer"),
         (lambda folder: shutil.rmtree(folder / "tokenizer"), "tokenizer"),
         (lambda folder: (folder / "train-00000.bin").unlink(), "train-00000.bin"),
@@ -384,6 +442,15 @@ def test_settings_that_do_not_fit_are_refused(folder, tmp_path, settings, expect
     with pytest.raises(InputError, match=expected):
         prepare(folder, tmp_path / "out", **{"tokenizer": "byte"} | settings)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_worker_may_be_asked_for(folder, undisturbed, small, tmp_path, capsys):
+    argv = ["prepare", "--source", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
+    assert main([*argv, "--shard-tokens", "9000", "--workers", "0", "--json"]) == 0
+    assert contents(tmp_path / "out") == undisturbed["fraction"]
+    assert main([*argv, "--workers", "2000"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert "expected 0 to 1024" in line
 
 
 def test_the_state_of_a_leading_split_is_all_there_is():

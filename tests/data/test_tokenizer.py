@@ -99,6 +99,13 @@ def test_bpe_below_the_bytes_is_refused():
         train_bpe(TEXTS, 256)
 
 
+@pytest.mark.parametrize("size", [10**9, 10**30])
+def test_an_absurd_vocabulary_is_refused(size):
+    """The trainer would end the process: it reserves memory for all entries."""
+    with pytest.raises(InputError, match=r"vocab_size: expected at most 1,000,000, got 10+; give a smaller one"):
+        train_bpe(TEXTS, size)
+
+
 def test_an_error_while_reading_the_training_text_is_that_error():
     def failing():
         yield from TEXTS
@@ -131,6 +138,8 @@ def test_unusable_own_tokenizers_are_refused(tmp_path):
     with pytest.raises(InputError, match="no eos_token"):
         load_tokenizer(tmp_path / "no_eos")
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match="expected bpe, byte or a folder"):
-        load_tokenizer(tmp_path / "broken")
+    for content in ("{", "{}", "[]", '{"model": {"type": "Unknown"}}', "null"):
+        (tmp_path / "broken" / "tokenizer.json").write_text(content)
+        with pytest.raises(InputError, match="expected bpe, byte or a folder") as error:
+            load_tokenizer(tmp_path / "broken")
+        assert "\n" not in str(error.value)

@@ -120,9 +120,9 @@ def _read_progress(folder: Path) -> dict[str, Any] | None:
         saved = json.loads(path.read_bytes())
         for key in ("reader", "text_sha256", "size", "split", "tokenizer_sha256"):
             saved[key]
-        if not all(isinstance(part["tokens"], int) for part in saved["splits"].values()):
-            raise TypeError("tokens")
-        dict(saved["plan"])
+        tokens = [part["tokens"] for part in saved["splits"].values()]
+        if not (isinstance(saved["plan"], dict) and all(isinstance(count, int) for count in tokens)):
+            raise TypeError("plan or tokens")
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -39,6 +39,30 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
+ATTENTION = ("eager", "sdpa", "flex_attention")
+"""Implementations of attention that transformers and torch bring themselves."""
+
+
+def refuse_fetched_attention(config: Any, source: object) -> None:
+    """Check the implementations of attention that a configuration file names, in it and in what it contains.
+
+    For others than `ATTENTION` transformers may download a kernel and run it. Give such a one to `from_pretrained`.
+
+    Raises:
+        ValueError: the file names another one.
+    """
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if key.lstrip("_").startswith("attn_implementation"):
+            for name in value.values() if isinstance(value, dict) else [value]:
+                if name is not None and name not in ATTENTION:
+                    raise ValueError(
+                        f"{source}: expected {key} {', '.join(ATTENTION)} or none, got {name!r}, for which code may be "
+                        "downloaded; remove it from the file, and give attn_implementation= to from_pretrained instead"
+                    )
+        else:
+            refuse_fetched_attention(value, source)
+
+
 class ResiduaConfig(PreTrainedConfig):
     """Configuration of `ResiduaModel` and `ResiduaForCausalLM`.
 
@@ -135,6 +159,12 @@ class ResiduaConfig(PreTrainedConfig):
             kwargs.pop(derived, None)
         self._spell_out()
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As the base class does. Raises ValueError as `refuse_fetched_attention` does."""
+        refuse_fetched_attention(config_dict, "config.json")
+        return super().from_dict(config_dict, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

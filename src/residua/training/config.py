@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from residua.checks import did_you_mean, fits, require, shown, words
 from residua.errors import InputError, extra
-from residua.runs.reading import parse_yaml, write_yaml
+from residua.runs.reading import parse_yaml, read_text, write_yaml
 
 LARGEST_VOCABULARY = 2**24
 
@@ -282,11 +282,8 @@ def _text(source: str) -> str:
     known = recipe_names()
     if source in known:
         return (resources.files("residua") / "recipes" / f"{source}.yaml").read_text(encoding="utf-8")
-    try:
-        if Path(source).is_file():
-            return Path(source).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: other bytes than UTF-8, or a NUL in the path
-        raise InputError(f"{source}: expected a YAML file, got: {error}") from error
+    if "\0" not in source and Path(source).exists():
+        return read_text(source, "YAML")
     expected = f"a recipe ({', '.join(known)}) or a YAML file"
     raise InputError(f"--config: expected {expected}, got {shown(source)}{did_you_mean(source, known)}")
 
