@@ -17,7 +17,7 @@ LEVELS = {
     "checks": -1,
     "lazy": -1,
     "provenance": -1,
-    "tables": -1,
+    "tables": 0,
     "ops": 0,
     "runs": 0,
     "terminal": -1,

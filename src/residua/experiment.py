@@ -30,7 +30,7 @@ from residua.training import (
 from residua.training.checkpoint import best_checkpoint, saved_steps
 from residua.training.distributed import ALONE, Ranks, Share, join
 
-with extra("models"):
+with extra("lab"):
     from transformers import (
         AutoModelForCausalLM,
         AutoTokenizer,

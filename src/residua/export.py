@@ -18,7 +18,7 @@ from residua.runs.jsonlines import read_metrics
 from residua.runs.reading import read_json
 from residua.terminal import printable
 
-with extra("train"):
+with extra("lab"):
     import yaml
 
 PACKAGE = Path(__file__).parent

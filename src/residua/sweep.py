@@ -213,7 +213,7 @@ class Outcome:
 
     def draw(self, path: Path) -> None:
         """Draw the loss against each swept key: a dot for every run, and a line along the best points of each group."""
-        with extra("plots"):
+        with extra("lab"):
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
 

@@ -18,6 +18,11 @@ def printable(text: object) -> str:
     return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", str(text))
 
 
+def one_line(text: object) -> str:
+    """Return a `printable` text in one line: newlines and tabs become spaces."""
+    return printable(text).replace("\n", " ").replace("\t", " ")
+
+
 @contextmanager
 def printable_output() -> Iterator[None]:
     """Let standard output show only what is `printable`."""

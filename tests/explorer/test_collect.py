@@ -173,7 +173,7 @@ def test_a_missing_numpy_is_named_with_its_install_command(monkeypatch):
 
     monkeypatch.delitem(sys.modules, "residua.explorer.collect")
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModuleNotFoundError, match=r"residua\[explore\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"residua\[lab\]"):
         importlib.import_module("residua.explorer.collect")
 
 

@@ -21,7 +21,7 @@ VERSION = 1
 
 def write(path: str | Path, facts: Mapping[str, Any], tokens: Sequence[str], values: Mapping[str, Tensor]) -> Path:
     """Write a trace in one step; an older file of this name is replaced. Raises OSError."""
-    with extra("models"):
+    with extra("lab"):
         from safetensors.torch import save
 
     path = Path(path)
@@ -42,7 +42,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
     Raises:
         InputError: there is no such file, it is no trace, it is damaged, or it is of another version.
     """
-    with extra("models"):
+    with extra("lab"):
         from safetensors import SafetensorError, safe_open
 
     path = Path(path)

@@ -1,29 +1,26 @@
 """The command `residua sweep`."""
 
-import argparse
 import importlib
-import json
-import sys
 from pathlib import Path
 
+from residua.commands.base import INTERRUPTED, Arguments, Parser, add_json, fail, print_json, whole
 from residua.errors import InputError, extra
 from residua.tables import print_table
 
-INTERRUPTED = 130
 HELP = "tune keys of a training configuration over grids, seeds and neighbours"
-EXAMPLES = (
-    "residua sweep --config tiny --over train.lr=1e-3,2e-3,4e-3 --seeds 3 --processes 2 --out sweeps/residual\n"
-    "residua sweep --config tiny --over model.connection=residual,ddl --over train.lr=2e-3,4e-3 "
-    "--over model.embedding_init_std=0.06,0.12 --neighbours --seeds 3 --finalists 2 --out sweeps/both"
-)
+EXAMPLES = """\
+residua sweep --config tiny --over train.lr=1e-3,2e-3,4e-3 --seeds 3 --processes 2 --out sweeps/residual
+residua sweep --config tiny --over model.connection=residual,ddl --over train.lr=2e-3,4e-3 --out sweeps/two
+residua sweep --config tiny --model.connection ddl --over train.lr=2e-3,4e-3 --neighbours --out sweeps/ddl
+"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the arguments to the parser of `residua sweep`."""
     from residua.training import add_config_arguments
 
     parser.usage = (
-        "residua sweep --out DIR --over KEY=VALUE,VALUE,... [--over ...] [--config NAME|FILE.yaml] [--seeds N] "
+        "residua sweep --out DIR --over KEY=VALUE,VALUE,... [--over ...] [--config NAME|FILE.yaml ...] [--seeds N] "
         "[--neighbours] [--finalists N] [--processes N] [--keep-runs] [--json] [--KEY VALUE ...]"
     )
     parser.add_argument("--out", metavar="DIR", help="a new folder, or the folder of a sweep to go on with")
@@ -35,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a key and the values to try; may be given several times. Keys whose values are not positive numbers, "
         "such as model.connection, make groups that are tuned by themselves",
     )
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each point (default: 1)")
+    parser.add_argument("--seeds", type=whole(1), default=1, metavar="N", help="runs of each point (default: 1)")
     parser.add_argument(
         "--neighbours",
         action="store_true",
@@ -44,17 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--finalists",
-        type=int,
+        type=whole(1),
         metavar="N",
         help="points of each group that get more than one seed, the best ones (default: all, or 3 with --neighbours)",
     )
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at the same time (default: 1)")
+    parser.add_argument("--processes", type=whole(1), default=1, metavar="N", help="runs at the same time (default: 1)")
     parser.add_argument("--keep-runs", action="store_true", help="keep the run folders and their last checkpoints")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser)
     add_config_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> int | None:
+def run(arguments: Arguments) -> int | None:
     """Train what is missing and show the results. Raises InputError and RunError."""
     from residua.training import load_config
 
@@ -63,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int | None:
         return None
     if arguments.out is None:
         raise InputError("expected --out DIR, the folder of the sweep")
-    with extra("plots"):  # known to be there before hours are spent on the picture's numbers
+    with extra("lab"):  # known to be there before hours are spent on the picture's numbers
         importlib.import_module("matplotlib")
     from residua.sweep import Sweep, parse_over, train_sweep
 
@@ -79,13 +76,9 @@ def run(arguments: argparse.Namespace) -> int | None:
     try:
         outcome = train_sweep(sweep, arguments.out, processes=arguments.processes, keep=arguments.keep_runs)
     except KeyboardInterrupt:
-        print(
-            f"residua: interrupted; what is done is in {arguments.out}, the same command goes on from there",
-            file=sys.stderr,
-        )
-        return INTERRUPTED
+        return fail(f"interrupted; what is done is in {arguments.out}, the same command resumes there", INTERRUPTED)
     if arguments.json:
-        print(json.dumps(outcome.to_json(), indent=2, ensure_ascii=False))
+        print_json(outcome.to_json())
         return None
     print_table(*outcome.table())
     for note in outcome.notes:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from residua.errors import InputError, extra
 
-with extra("data"):
+with extra("lab"):
     import numpy as np
 
 import torch

@@ -163,7 +163,7 @@ def _parquet_documents(file: Path, column: str, first: int) -> Iterator[Document
 
 @contextmanager
 def _parquet(file: Path, column: str) -> Iterator[Any]:
-    with extra("data"):
+    with extra("lab"):
         import pyarrow
         from pyarrow.parquet import ParquetFile
     try:

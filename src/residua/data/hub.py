@@ -47,7 +47,7 @@ class Rows:
     """
 
     def __init__(self, name: str, identity: dict[str, Any], state: dict[str, Any] | None):
-        with extra("data"):
+        with extra("lab"):
             import datasets
             from huggingface_hub.errors import HTTPError
             from pyarrow import ArrowException
@@ -95,7 +95,7 @@ class Rows:
 
 def download_tokenizer(name: str) -> str:
     """Return the folder of a tokenizer of the hub, "gpt2" or "hf:OWNER/NAME[@REVISION]", from the cache if possible."""
-    with extra("data"):
+    with extra("lab"):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HTTPError
 
@@ -108,7 +108,7 @@ def download_tokenizer(name: str) -> str:
 
 
 def _commit(repository: str, revision: str | None) -> str:
-    with extra("data"):
+    with extra("lab"):
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HTTPError
     try:

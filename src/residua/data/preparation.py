@@ -36,7 +36,7 @@ from residua.data.tokenizer import (
 from residua.errors import InputError, extra
 from residua.provenance import available_cores
 
-with extra("data"):
+with extra("lab"):
     from transformers import PreTrainedTokenizerFast
 
 BPE_TEXT = 100_000_000

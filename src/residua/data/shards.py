@@ -23,7 +23,7 @@ from residua.data.tokenizer import load_tokenizer, saved_vocabulary, tokenizer_h
 from residua.errors import InputError, RunError, extra
 from residua.runs.reading import file_inside, read_json
 
-with extra("data"):
+with extra("lab"):
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 

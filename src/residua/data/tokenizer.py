@@ -14,7 +14,7 @@ from residua.data.hub import download_tokenizer
 from residua.errors import InputError, extra
 from residua.runs.reading import read_json_files
 
-with extra("data"):
+with extra("lab"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

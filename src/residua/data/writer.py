@@ -15,7 +15,7 @@ from residua.data.staging import PROGRESS, Staging, changed
 from residua.errors import InputError, RunError, extra
 from residua.runs.durable import sync
 
-with extra("data"):
+with extra("lab"):
     import numpy as np
 
 ENCODE_TEXT = 1_000_000

@@ -144,6 +144,6 @@ def _packed(attributes: str, data: bytes) -> str:
 
 
 def _plotly() -> bytes:
-    with extra("explore"):
+    with extra("lab"):
         folder = resources.files("plotly")
     return (folder / "package_data" / "plotly.min.js").read_bytes()

@@ -8,7 +8,7 @@ from residua.checks import fits, require
 from residua.connections import Scheme, describe, resolve
 from residua.errors import extra
 
-with extra("models"):
+with extra("lab"):
     from transformers import PreTrainedConfig
 
 # Far beyond what any machine holds, and small enough that sizes multiply without overflow.

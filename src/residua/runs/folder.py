@@ -82,7 +82,7 @@ def hold(path: Path, *, own: Collection[str] = (), hint: str = "choose another f
     Raises:
         InputError: another process holds the folder, it holds other files, or it cannot be written.
     """
-    with extra("train"):
+    with extra("lab"):
         import filelock
 
     with writable(path):

@@ -48,7 +48,7 @@ class Progress:
         drawn = enabled and sys.stderr.isatty()
         self._lines = enabled and lines and not drawn
         if drawn:
-            with extra("train"):
+            with extra("lab"):
                 from rich.console import Console
                 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
                 from rich.progress import Progress as Bar

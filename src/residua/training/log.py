@@ -108,7 +108,7 @@ def _event_writer(folder: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        say("no TensorBoard events are written: tensorboard is not installed (pip install 'residua[train]')")
+        say("no TensorBoard events are written: tensorboard is not installed (pip install 'residua[lab]')")
         return None
     return SummaryWriter(str(folder), purge_step=step + 1)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from residua.errors import InputError, extra
 from residua.runs.reading import parse_json
 
-with extra("train"):
+with extra("lab"):
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 

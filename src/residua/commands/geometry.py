@@ -1,93 +1,81 @@
 """The command `residua geometry`: the benchmarks of arXiv 2605.06729 with what their comparison lacks."""
 
-import argparse
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from residua.commands.base import INTERRUPTED, Arguments, Parser, SubCommand, add_json, fail, print_json, whole
 from residua.errors import InputError, extra
-from residua.geometry import published
-from residua.geometry.models import MODELS, match
-from residua.geometry.references import references
-from residua.geometry.reflection import CONTROLS, TOYS, ReflectionSettings, reflection_job
-from residua.geometry.report import table, write_tables
-from residua.geometry.study import FULL, QUICK, STUDY_TASKS, Settings, job
-from residua.geometry.tasks import Task, task
-from residua.provenance import available_cores, circumstances
-from residua.runs.sweep import Job, open_runs, run_jobs
 from residua.tables import print_table
 
+if TYPE_CHECKING:
+    import torch
+
+    from residua.geometry.study import Settings
+    from residua.geometry.tasks import Task
+    from residua.runs.sweep import Job
+
+HELP = "the geometric benchmarks of arXiv 2605.06729, with controls and references"
+EXAMPLES = """\
+residua geometry reflection
+residua geometry quick --tasks gyroscope --models residual ddl edelta-token:num_streams=8
+residua geometry quick --full --device cuda --out runs/full
+residua geometry sizes --full"""
 SEEDS = (42, 123, 456)
-QUICK_MODELS = tuple(name for name in MODELS if name not in ("hc", "edelta-stream", "linear"))
-INTERRUPTED = 130
+NOT_QUICK = ("hc", "edelta-stream", "linear")
+"""Models that `quick` trains only when asked: they are not in the publication."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sub-commands to the parser of `residua geometry`."""
-    commands = parser.add_subparsers(dest="experiment", required=True, metavar="reflection|quick|sizes")
+def add_arguments(parser: Parser) -> None:
+    parser.add_subcommands(SUBCOMMANDS)
 
-    toys = commands.add_parser(
-        "reflection",
-        help="learn y = -x with one operator, with gate controls and baselines; about 2 minutes",
-        description="Learn y = -x on R^64 with one operator: the published ones, exact ones, a linear map, and the "
-        "hybrid from other gates and penalties. Prints ours beside the published numbers.",
-        allow_abbrev=False,
-    )
-    toys.set_defaults(experiment=_reflection)
-    _add_runs(toys, models=[*TOYS, *CONTROLS], seeds=SEEDS, out="runs/geometry/reflection")
-    toys.add_argument(
+
+def run(arguments: Arguments) -> int | None:
+    return arguments.chosen(arguments)
+
+
+def _reflection_arguments(parser: Parser) -> None:
+    from residua.geometry.reflection import CONTROLS, TOYS, ReflectionSettings
+
+    _add_runs(parser, models=[*TOYS, *CONTROLS], seeds=SEEDS, out="runs/geometry/reflection")
+    parser.add_argument(
         "--samples",
         nargs="+",
-        type=int,
+        type=whole(),
         default=[ReflectionSettings.num_train],
         metavar="N",
         help="sizes of the training set (default: %(default)s)",
     )
 
-    sequences = commands.add_parser(
-        "quick",
-        help="train residual schemes on all tasks at reduced sizes; 20 minutes",
-        description="Train every scheme in the published wrapper at matched parameters, and measure causality, the "
-        "loss online, norms inside the residual stream and more. --full is the published size, which wants a GPU.",
-        allow_abbrev=False,
-    )
-    sequences.set_defaults(experiment=_quick)
-    _add_runs(sequences, models=QUICK_MODELS, seeds=SEEDS[:2], out="runs/geometry/quick, or full with --full")
-    sequences.add_argument(
+
+def _quick_arguments(parser: Parser) -> None:
+    from residua.geometry.models import MODELS
+    from residua.geometry.study import STUDY_TASKS
+
+    models = [name for name in MODELS if name not in NOT_QUICK]
+    _add_runs(parser, models=models, seeds=SEEDS[:2], out="runs/geometry/quick, or full with --full")
+    parser.add_argument(
         "--tasks",
         nargs="+",
         default=list(STUDY_TASKS),
         metavar="NAME",
         help=f"(default: {' '.join(STUDY_TASKS)})",
     )
-    sequences.add_argument("--full", action="store_true", help="the published sizes and steps")
-    sequences.add_argument("--device", metavar="cpu|cuda", help="(default: cuda where there is one)")
-
-    sizes = commands.add_parser(
-        "sizes",
-        help="parameters of every model, the wrapper's included",
-        description="The layers, MLP width and parameters at which every model matches the plain residual, counting "
-        "the wrapper, beside the published counts, which leave it out.",
-        allow_abbrev=False,
-    )
-    sizes.set_defaults(experiment=_sizes)
-    sizes.add_argument("--task", default="gyroscope", metavar="NAME", help="(default: %(default)s)")
-    sizes.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME", help="(default: all)")
-    sizes.add_argument("--full", action="store_true", help="the published sizes, not the quick ones")
-    _add_json(sizes)
+    parser.add_argument("--full", action="store_true", help="the published sizes and steps")
+    parser.add_argument("--device", metavar="cpu|cuda", help="(default: cuda where there is one)")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the sub-command that was chosen. Raises InputError and RunError."""
-    return arguments.experiment(arguments)
+def _sizes_arguments(parser: Parser) -> None:
+    from residua.geometry.models import MODELS
+
+    parser.add_argument("--task", default="gyroscope", metavar="NAME", help="(default: %(default)s)")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME", help="(default: all)")
+    parser.add_argument("--full", action="store_true", help="the published sizes, not the quick ones")
+    add_json(parser)
 
 
-def _add_runs(parser: argparse.ArgumentParser, *, models: Sequence[str], seeds: Sequence[int], out: str) -> None:
+def _add_runs(parser: Parser, *, models: Sequence[str], seeds: Sequence[int], out: str) -> None:
     parser.add_argument(
         "--models",
         nargs="+",
@@ -98,32 +86,25 @@ def _add_runs(parser: argparse.ArgumentParser, *, models: Sequence[str], seeds: 
     parser.add_argument(
         "--seeds",
         nargs="+",
-        type=int,
+        type=whole(0, 2**32 - 1),
         default=list(seeds),
         metavar="N",
         help=f"of weights and batches (default: {' '.join(map(str, seeds))})",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="of each run (default: as the recipe has it)")
-    parser.add_argument("--out", metavar="DIR", help=f"a new folder, or one to go on with (default: {out})")
-    parser.add_argument("--workers", type=int, metavar="N", help="runs at the same time (default: one for each core)")
-    _add_json(parser)
+    parser.add_argument("--steps", type=whole(), metavar="N", help="of each run (default: as the recipe has it)")
+    parser.add_argument("--out", metavar="DIR", help=f"a new folder, or one to resume (default: {out})")
+    parser.add_argument(
+        "--workers", type=whole(1, 1024), metavar="N", help="runs at the same time (default: one for each core)"
+    )
+    add_json(parser)
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+def _reflection(arguments: Arguments) -> int:
+    import torch
 
+    from residua.geometry.reflection import ReflectionSettings, reflection_job
+    from residua.geometry.tasks import task
 
-def _check(arguments: argparse.Namespace) -> None:
-    """InputError for what no experiment can do."""
-    if arguments.workers is not None and arguments.workers < 1:
-        raise InputError(f"--workers: expected at least 1, got {arguments.workers}")
-    for seed in arguments.seeds:
-        if not 0 <= seed < 2**32:
-            raise InputError(f"--seeds: expected whole numbers from 0 to {2**32 - 1}, got {seed}")
-
-
-def _reflection(arguments: argparse.Namespace) -> int:
-    _check(arguments)
     steps = ReflectionSettings.steps if arguments.steps is None else arguments.steps
     recipe = ReflectionSettings(steps=steps)
     jobs = [
@@ -137,8 +118,9 @@ def _reflection(arguments: argparse.Namespace) -> int:
     return _study(arguments, out, settings, jobs, [task("reflection")], torch.device("cpu"))
 
 
-def _quick(arguments: argparse.Namespace) -> int:
-    _check(arguments)
+def _quick(arguments: Arguments) -> int:
+    from residua.geometry.study import STUDY_TASKS, job
+
     settings = _settings(arguments)
     if arguments.steps is not None:
         settings = replace(settings, steps=arguments.steps)
@@ -156,18 +138,23 @@ def _quick(arguments: argparse.Namespace) -> int:
 
 
 def _study(
-    arguments: argparse.Namespace,
+    arguments: Arguments,
     out: Path,
     settings: dict[str, Any],
-    jobs: Sequence[Job],
-    tasks: Sequence[Task],
-    device: torch.device,
+    jobs: "Sequence[Job]",
+    tasks: "Sequence[Task]",
+    device: "torch.device",
 ) -> int:
     """Make the runs, then the tables and pictures of all runs in the folder."""
+    from residua.geometry.references import references
+    from residua.geometry.report import table, write_tables
+    from residua.provenance import available_cores, circumstances
+    from residua.runs.sweep import open_runs, run_jobs
+
     workers = arguments.workers
     if workers is None:
         workers = min(4, available_cores()) if device.type == "cuda" else available_cores()
-    with extra("plots"):  # before hours are spent on what it will draw
+    with extra("lab"):  # before hours are spent on what it will draw
         from residua.geometry.pictures import draw
     here = {"circumstances": circumstances(device) | {"threads": 1}}
     with open_runs(out, settings) as made:
@@ -176,10 +163,7 @@ def _study(
                 jobs, made, processes=workers, finish=lambda job, record: {"key": job.key, **record, **here}
             )
         except KeyboardInterrupt:
-            print(
-                f"residua: interrupted; what is done is in {out}, the same command goes on from there", file=sys.stderr
-            )
-            return INTERRUPTED
+            return fail(f"interrupted; what is done is in {out}, the same command goes on from there", INTERRUPTED)
         keys = {record["key"] for record in asked}
         records = [*asked, *(record for key, record in made.finished.items() if key not in keys)]
         trained = {record["task"] for record in records}
@@ -201,7 +185,11 @@ def _study(
     return 0
 
 
-def _sizes(arguments: argparse.Namespace) -> int:
+def _sizes(arguments: Arguments) -> None:
+    from residua.geometry import published
+    from residua.geometry.models import match
+    from residua.geometry.tasks import task
+
     settings = _settings(arguments)
     chosen = task(arguments.task) if arguments.task == "reflection" else settings.task(arguments.task)
     found = [
@@ -212,8 +200,8 @@ def _sizes(arguments: argparse.Namespace) -> int:
     counts = {name: model.parameters for name, model in published.MODELS.items()} if arguments.full else {}
     if arguments.json:
         records = [one.describe() | {"published_without_wrapper": counts.get(one.name)} for one in found]
-        print(json.dumps(records, indent=2, allow_nan=False))
-        return 0
+        print_json(records)
+        return
     rows = [
         [
             one.name,
@@ -233,14 +221,17 @@ def _sizes(arguments: argparse.Namespace) -> int:
         f"\n{chosen.name}: {chosen.length} inputs of {chosen.dim} features. parameters: ours, all of the model; "
         "ratio: to the plain residual."
     )
-    return 0
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
+def _settings(arguments: Arguments) -> "Settings":
+    from residua.geometry.study import FULL, QUICK
+
     return FULL if arguments.full else QUICK
 
 
-def _device(name: str | None) -> torch.device:
+def _device(name: str | None) -> "torch.device":
+    import torch
+
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name not in ("cpu", "cuda"):
@@ -252,3 +243,28 @@ def _device(name: str | None) -> torch.device:
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
+
+
+SUBCOMMANDS = {
+    "reflection": SubCommand(
+        "learn y = -x with one operator, with gate controls and baselines; about 2 minutes",
+        "Learn y = -x on R^64 with one operator: the published ones, exact ones, a linear map, and the hybrid from "
+        "other gates and penalties. Print ours beside the published numbers.",
+        _reflection_arguments,
+        _reflection,
+    ),
+    "quick": SubCommand(
+        "train residual schemes on all tasks at reduced sizes; 20 minutes",
+        "Train every scheme in the published wrapper at matched parameters, and measure causality, the loss online, "
+        "norms inside the residual stream and more. --full is the published size, which wants a GPU.",
+        _quick_arguments,
+        _quick,
+    ),
+    "sizes": SubCommand(
+        "parameters of every model, the wrapper's included",
+        "Print the layers, MLP width and parameters at which every model matches the plain residual, counting the "
+        "wrapper, beside the published counts, which leave it out.",
+        _sizes_arguments,
+        _sizes,
+    ),
+}

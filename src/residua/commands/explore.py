@@ -1,29 +1,33 @@
 """The command `residua explore`."""
 
-import argparse
 from pathlib import Path
 
+from residua.commands.base import Arguments, Parser
 from residua.errors import InputError
-from residua.explorer.collect import MOST_RUNS, collect
-from residua.explorer.page import write_page
+
+HELP = "write one page to play with connections, inspect trained ones and compare runs"
+EXAMPLES = """\
+residua explore
+residua explore runs/ddl --out ddl.html
+residua explore runs/residual runs/ddl runs/ddl-cc-ec"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments to the parser of `residua explore`."""
+def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "paths",
         nargs="*",
         metavar="RUN|TRACE",
-        help=f"run folders and files written by residua analyze, at most {MOST_RUNS}; without any, what can be played "
-        "with is on the page alone",
+        help="run folders and files written by residua analyze; without any, the page has its simulations alone",
     )
     parser.add_argument(
         "--out", default="explorer.html", metavar="FILE.html", help="the page to write (default: %(default)s)"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Write the page and say where it is. Raises InputError."""
+def run(arguments: Arguments) -> None:
+    from residua.explorer.collect import collect
+    from residua.explorer.page import write_page
+
     out = Path(arguments.out)
     if out.is_dir():
         raise InputError(f"--out: expected a file, got the folder {out}; write {out / 'explorer.html'}")
@@ -31,4 +35,3 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--out: expected a file in a folder that is there, got {out}; make {out.parent} first")
     payload, arrays = collect(arguments.paths)
     print(f"open in a browser: {write_page(out, payload, arrays)}")
-    return 0

@@ -1,7 +1,5 @@
 """The command `residua bench` and what it can measure."""
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -9,17 +7,19 @@ from dataclasses import fields
 from itertools import count
 from typing import Any, get_args
 
-from residua.benchmarks import generate, memory, models, ops
-from residua.benchmarks.cases import CASES, CONNECTIONS, Dtype
-from residua.benchmarks.settings import BASELINE, Device, Precision
-from residua.runs.folder import writable
-from residua.runs.jsonlines import JsonLines
-from residua.runs.progress import Progress
+from residua.commands.base import Arguments, Parser, SubCommand, add_json, print_json, whole
 from residua.tables import print_table
+from residua.terminal import one_line
 
+HELP = "measure speed and memory of the schemes, and of single operations"
+EXAMPLES = """\
+residua bench models --device cpu --presets ddl-cc ddl-tc
+residua bench memory --presets ddl-cc ddl-cc:rebuild=none
+residua bench generate --presets ddl ddl-cc
+residua bench ops --device cuda"""
 Advance = Callable[[], None]
+MOST_THREADS = 4096
 
-# What the help says of settings that are whole numbers; a command has those that its settings have.
 NUMBERS: Mapping[str, str] = {
     "layers": "layers of attention and MLP",
     "dim": "width",
@@ -27,7 +27,7 @@ NUMBERS: Mapping[str, str] = {
     "head_dim": "width of a head",
     "sequence_length": "tokens in a sequence",
     "batch_size": "sequences in a step",
-    "prompt_length": "tokens before those that are timed",
+    "prompt_length": "tokens before the timed ones",
     "new_tokens": "tokens that are written in one measurement",
     "vocab_size": "rows of the embedding",
     "rounds": "times each candidate is measured",
@@ -35,44 +35,46 @@ NUMBERS: Mapping[str, str] = {
     "threads": "of the CPU; with more than one, wall-clock time is measured in place of CPU time",
     "seed": "of weights and inputs",
 }
+"""What the help says of settings that are whole numbers. A sub-command has the ones that its settings have."""
 LISTS: Mapping[str, str] = {
     "tokens": "tokens of all sequences together",
     "dims": "widths",
     "channels": "value channels, or streams",
     "batch_sizes": "sequences that are written at once",
 }
+"""The same for lists of whole numbers."""
+COMPILE = "compile every model, the plain residual included"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sub-commands to the parser of `residua bench`."""
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="|".join(COMMANDS))
-    for name, (add, measure, help, description) in COMMANDS.items():
-        command = commands.add_parser(name, help=help, description=description, allow_abbrev=False)
-        command.set_defaults(measure=measure)
-        add(command)
-        command.add_argument("--out", metavar="FILE", help="append one JSON line for each result")
-        command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+def add_arguments(parser: Parser) -> None:
+    parser.add_subcommands(SUBCOMMANDS)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the sub-command that was chosen. Raises InputError and RunError."""
-    return arguments.measure(arguments)
+def run(arguments: Arguments) -> int | None:
+    return arguments.chosen(arguments)
 
 
-def _shared(parser: argparse.ArgumentParser, settings: type) -> None:
-    """The device, and everything of `settings` that `NUMBERS` and `LISTS` explain."""
+def _shared(parser: Parser, settings: type) -> None:
+    """Add the device, everything of `settings` that `NUMBERS` and `LISTS` explain, and where results go."""
+    from residua.benchmarks.settings import Device
+
     parser.add_argument("--device", default=settings.device, choices=get_args(Device), help="(default: %(default)s)")
     for field in fields(settings):
         option = f"--{field.name.replace('_', '-')}"
         if field.name in NUMBERS:
             meaning = f"{NUMBERS[field.name]} (default: %(default)s)"
-            parser.add_argument(option, type=int, default=field.default, metavar="N", help=meaning)
+            kind = whole(high=MOST_THREADS) if field.name == "threads" else whole()
+            parser.add_argument(option, type=kind, default=field.default, metavar="N", help=meaning)
         elif field.name in LISTS:
             meaning = f"{LISTS[field.name]} (default: {' '.join(map(str, field.default))})"
-            parser.add_argument(option, type=int, nargs="+", default=field.default, metavar="N", help=meaning)
+            parser.add_argument(option, type=whole(), nargs="+", default=field.default, metavar="N", help=meaning)
+    parser.add_argument("--out", metavar="FILE", help="append one JSON line for each result")
+    add_json(parser)
 
 
-def _of_models(parser: argparse.ArgumentParser, settings: type, precision: str) -> None:
+def _of_models(parser: Parser, settings: type, precision: str) -> None:
+    from residua.benchmarks.settings import BASELINE, Precision
+
     parser.add_argument(
         "--presets",
         nargs="+",
@@ -89,24 +91,27 @@ def _of_models(parser: argparse.ArgumentParser, settings: type, precision: str) 
         help=f"{precision} (default: %(default)s)",
     )
     parser.add_argument(
-        "--state-dtype", choices=get_args(Precision), help="of the residual state (default: that of the embeddings)"
+        "--state-dtype", choices=get_args(Precision), help="of the residual state (default: as the embeddings)"
     )
 
 
-COMPILE = "compile every model, the plain residual included"
+def _models_arguments(parser: Parser) -> None:
+    from residua.benchmarks import models
 
-
-def _models_arguments(parser: argparse.ArgumentParser) -> None:
     _of_models(parser, models.ModelSettings, "bfloat16 is autocast")
     parser.add_argument("--compile", action="store_true", help=COMPILE)
 
 
-def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+def _generate_arguments(parser: Parser) -> None:
+    from residua.benchmarks import generate
+
     _of_models(parser, generate.GenerateSettings, "of the weights")
     parser.add_argument("--compile", action="store_true", help=f"{COMPILE}; with CUDA graphs on a CUDA device")
 
 
-def _memory_arguments(parser: argparse.ArgumentParser) -> None:
+def _memory_arguments(parser: Parser) -> None:
+    from residua.benchmarks import memory
+
     _of_models(parser, memory.MemorySettings, "bfloat16 is autocast")
     parser.add_argument("--compile", action="store_true", help=COMPILE)
     parser.add_argument(
@@ -114,7 +119,10 @@ def _memory_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _ops_arguments(parser: argparse.ArgumentParser) -> None:
+def _ops_arguments(parser: Parser) -> None:
+    from residua.benchmarks import ops
+    from residua.benchmarks.cases import CASES, CONNECTIONS, Dtype
+
     parser.add_argument(
         "--operations",
         nargs="+",
@@ -137,37 +145,49 @@ def _ops_arguments(parser: argparse.ArgumentParser) -> None:
     _shared(parser, ops.OpSettings)
 
 
-def _chosen(arguments: argparse.Namespace, settings: type) -> Any:
+def _chosen(arguments: Arguments, settings: type) -> Any:
     values = {
         field.name: getattr(arguments, field.name) for field in fields(settings) if hasattr(arguments, field.name)
     }
     return settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-def _models(arguments: argparse.Namespace) -> int:
+def _models(arguments: Arguments) -> int:
+    from residua.benchmarks import models
+
     settings = _chosen(arguments, models.ModelSettings)
     steps = len(settings.presets) * (settings.warmup + settings.rounds)
-    return _measured(arguments, steps, lambda advance: models.benchmark(settings, advance=advance))
+    return _measure(arguments, steps, lambda advance: models.benchmark(settings, advance=advance))
 
 
-def _generate(arguments: argparse.Namespace) -> int:
+def _generate(arguments: Arguments) -> int:
+    from residua.benchmarks import generate
+
     settings = _chosen(arguments, generate.GenerateSettings)
     steps = len(settings.batch_sizes) * len(settings.presets) * (settings.warmup + settings.rounds)
-    return _measured(arguments, steps, lambda advance: generate.benchmark(settings, advance=advance))
+    return _measure(arguments, steps, lambda advance: generate.benchmark(settings, advance=advance))
 
 
-def _memory(arguments: argparse.Namespace) -> int:
+def _memory(arguments: Arguments) -> int:
+    from residua.benchmarks import memory
+
     settings = _chosen(arguments, memory.MemorySettings)
-    return _measured(arguments, len(settings.presets), lambda advance: memory.benchmark(settings, advance=advance))
+    return _measure(arguments, len(settings.presets), lambda advance: memory.benchmark(settings, advance=advance))
 
 
-def _ops(arguments: argparse.Namespace) -> int:
+def _ops(arguments: Arguments) -> int:
+    from residua.benchmarks import ops
+
     settings = _chosen(arguments, ops.OpSettings)
-    return _measured(arguments, len(settings.plan()), lambda advance: ops.benchmark(settings, advance=advance))
+    return _measure(arguments, len(settings.plan()), lambda advance: ops.benchmark(settings, advance=advance))
 
 
-def _measured(arguments: argparse.Namespace, steps: int, benchmark: Callable[[Advance], Any]) -> int:
-    """Run the benchmark with a bar of so many steps; write and print what it found, and its notes on stderr."""
+def _measure(arguments: Arguments, steps: int, benchmark: Callable[[Advance], Any]) -> int:
+    """Run the benchmark with a bar of so many steps; write and print its results, and its notes on stderr."""
+    from residua.runs.folder import writable
+    from residua.runs.jsonlines import JsonLines
+    from residua.runs.progress import Progress
+
     with ExitStack() as stack:
         lines = None
         if arguments.out is not None:
@@ -187,42 +207,42 @@ def _measured(arguments: argparse.Namespace, steps: int, benchmark: Callable[[Ad
                 lines.write(record)
             lines.sync()
     if arguments.json:
-        print(json.dumps(records, indent=2))
+        print_json(records)
     else:
         print_table(*result.table())
     for note in getattr(result, "notes", []):
-        print(note, file=sys.stderr)
+        print(one_line(note), file=sys.stderr)
     return 0
 
 
-COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[Any], int], str, str]] = {
-    "ops": (
+SUBCOMMANDS: Mapping[str, SubCommand] = {
+    "ops": SubCommand(
+        "single operations against the bandwidth of a copy",
+        "Time operations, forward and with backward, from cold caches, and say what share of the bandwidth of a copy "
+        "they reach with the bytes that they must move. Check every implementation against float64 first. "
+        "Liger-Kernel and hyper-connections take part where they are installed.",
         _ops_arguments,
         _ops,
-        "single operations against the bandwidth of a copy",
-        "Time operations, forward and with backward, from cold caches, and say how much of the bandwidth of a copy the "
-        "bytes that they have to move reach. Every implementation is first checked against float64. Liger-Kernel and "
-        "hyper-connections take part where they are installed.",
     ),
-    "models": (
+    "models": SubCommand(
+        "training step of whole language models",
+        "Time the training step (forward, backward, fused AdamW) of language models under each scheme, and its ratio "
+        "to the plain residual's in the same rounds. Check all models against float64 first.",
         _models_arguments,
         _models,
-        "training step of whole language models",
-        "Time the training step (forward, backward, fused AdamW) of language models under each scheme, "
-        "and its ratio to the plain residual's in the same rounds. All models are first checked against float64.",
     ),
-    "generate": (
-        _generate_arguments,
-        _generate,
+    "generate": SubCommand(
         "writing a token, after a prompt",
         "Time the writing of a token under each scheme, with a cache of constant size, and its ratio to the plain "
-        "residual's in the same rounds. All models are first checked against float64.",
+        "residual's in the same rounds. Check all models against float64 first.",
+        _generate_arguments,
+        _generate,
     ),
-    "memory": (
-        _memory_arguments,
-        _memory,
+    "memory": SubCommand(
         "memory of a training step",
         "Count what each scheme keeps for the backward pass, in vectors of the model's width for each token and layer, "
-        "and measure the peak of a training step. All models are first checked against float64.",
+        "and measure the peak of a training step. Check all models against float64 first.",
+        _memory_arguments,
+        _memory,
     ),
 }
