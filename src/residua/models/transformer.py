@@ -94,6 +94,8 @@ class Layer(nn.Module):
         context: AttentionContext,
         states: list[Any] | None,
     ) -> tuple[Tensor, Carry, list[Tensor]]:
+        attending: Any
+        transforming: Any
         attending, transforming, following = readers
         x, middle = attending.write_read(self.attention(x, context=context), carry, transforming, remembered[0])
         y = self.mlp(x)
@@ -152,8 +154,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embed_tokens
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embed_tokens = value
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value  # type: ignore[assignment]
 
     @can_return_tuple
     def forward(
@@ -175,7 +177,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
-        config = self.config
+        config: ResiduaConfig = self.config  # type: ignore[assignment]
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         if output_attentions and config._attn_implementation != "eager":
@@ -200,7 +202,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         context = AttentionContext(rotary, mask, past_key_values, attentions, options)
         remembered = memories(self.places, past_key_values, padding, embeddings)
 
-        readers = [*self.stream.connections, Readout(self.stream.collapse)]
+        readers: Any = [*self.stream.connections, Readout(self.stream.collapse)]
         readers = readers if watch is None else watch(readers)
         state_dtype = getattr(torch, config.state_dtype) if config.state_dtype else embeddings.dtype
         state = self.stream.expand(embeddings.to(state_dtype), remembered[0])
@@ -210,7 +212,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         penalty = []
         checkpoint = self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
         for i, layer in enumerate(self.layers):
-            near = readers[2 * i : 2 * i + 3], remembered[2 * i + 2 : 2 * i + 4]
+            near: Any = readers[2 * i : 2 * i + 3], remembered[2 * i + 2 : 2 * i + 4]
             x, carry, found = layer(x, carry, *near, context, states, checkpoint)
             penalty += found
         hidden = self.norm(x.to(embeddings.dtype))
@@ -253,6 +255,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         None, and their positions (1 or batch, seq), counted from the first token that is not padding.
         """
         length = embeddings.shape[1]
+        mask: Any
         padding = None
         if isinstance(attention_mask, dict):  # prepared by generate() for a cache that holds convolution states
             mask, padding = attention_mask["full_attention"], attention_mask.get("linear_attention")
