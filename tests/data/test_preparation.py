@@ -92,6 +92,7 @@ def test_the_number_of_workers_does_not_matter(folder, undisturbed, small, tmp_p
     assert contents(tmp_path / "out") == undisturbed[settings]
 
 
+@pytest.mark.processes
 def test_a_script_may_prepare_without_guarding_its_main_module(folder, undisturbed, tmp_path):
     """Spawned processes usually import the script that started them, and would prepare again."""
     script = tmp_path / "script.py"
@@ -111,6 +112,7 @@ def test_a_script_may_prepare_without_guarding_its_main_module(folder, undisturb
     assert contents(out) == undisturbed["fraction"]
 
 
+@pytest.mark.processes
 def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path):
     """A terminal sends it to all processes at once."""
     program = textwrap.dedent("""
@@ -355,6 +357,7 @@ def test_a_broken_file_far_on_keeps_what_came_before(folder, small, tmp_path):
         prepare(source, tmp_path / "out", **SETTINGS["fraction"])
 
 
+@pytest.mark.processes
 def test_an_interrupt_says_what_is_kept(folder, small, tmp_path, monkeypatch, capsys):
     save = Staging.save
 
@@ -463,6 +466,7 @@ def test_the_state_of_a_leading_split_is_all_there_is():
     assert split.facts() == whole.facts() == {"copies_left_out": 24}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("survive", [0, 40])
 def test_a_worker_that_dies_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path, monkeypatch, survive):
     out = tmp_path / "out"
