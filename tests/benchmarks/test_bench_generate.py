@@ -66,6 +66,7 @@ def test_a_memory_that_is_lost_gets_no_speed(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.compiler
 def test_a_compiled_step_is_one_graph(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch, "compile", lambda model, mode, compiled=torch.compile, **rest: compiled(model, **rest))

@@ -84,6 +84,7 @@ def staging(out):
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_number_of_workers_does_not_matter(folder, undisturbed, small, tmp_path, workers, settings):
@@ -91,6 +92,7 @@ def test_the_number_of_workers_does_not_matter(folder, undisturbed, small, tmp_p
     assert contents(tmp_path / "out") == undisturbed[settings]
 
 
+@pytest.mark.processes
 def test_a_script_may_prepare_without_guarding_its_main_module(folder, undisturbed, tmp_path):
     """Spawned processes usually import the script that started them, and would prepare again."""
     script = tmp_path / "script.py"
@@ -110,6 +112,7 @@ def test_a_script_may_prepare_without_guarding_its_main_module(folder, undisturb
     assert contents(out) == undisturbed["fraction"]
 
 
+@pytest.mark.processes
 def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path):
     """A terminal sends it to all processes at once."""
     program = textwrap.dedent("""
@@ -165,6 +168,7 @@ def test_all_documents_are_there_in_order(folder, undisturbed, tmp_path):
     assert data.facts["copies_left_out"] == len(expected) - len(held_out) - len(training) > 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("settings", "workers"), [("fraction", 0), ("tokens", 2), ("bpe", 1)])
 def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed, tmp_path, settings, workers):
     out = tmp_path / "out"
@@ -353,6 +357,7 @@ def test_a_broken_file_far_on_keeps_what_came_before(folder, small, tmp_path):
         prepare(source, tmp_path / "out", **SETTINGS["fraction"])
 
 
+@pytest.mark.processes
 def test_an_interrupt_says_what_is_kept(folder, small, tmp_path, monkeypatch, capsys):
     save = Staging.save
 
@@ -461,6 +466,7 @@ def test_the_state_of_a_leading_split_is_all_there_is():
     assert split.facts() == whole.facts() == {"copies_left_out": 24}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("survive", [0, 40])
 def test_a_worker_that_dies_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path, monkeypatch, survive):
     out = tmp_path / "out"
@@ -497,6 +503,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.processes
 def test_workers_end_with_the_process_that_started_them(tmp_path):
     program = textwrap.dedent("""
         import os, signal

@@ -421,6 +421,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(source, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_a_killed_preparation_is_cleared_away_by_the_next(source, tmp_path):
     program = (
         "import os, signal, sys; from residua.data import prepare;"

@@ -28,7 +28,8 @@ class Rotary(NamedTuple):
     @classmethod
     def at(cls, positions: Tensor, config: ResiduaConfig, dtype: torch.dtype) -> "Rotary":
         """Angles positions * theta^(-2i / rotated) of pair i; positions: (batch, seq), from 0. arXiv 2104.09864."""
-        rotated = int(config.rope_ratio * config.head_dim) // 2 * 2
+        head_dim: int = config.head_dim  # type: ignore[assignment]  # the configuration has chosen it
+        rotated = int(config.rope_ratio * head_dim) // 2 * 2
         dtype = torch.promote_types(dtype, torch.float32)
         pairs = torch.arange(0, rotated, 2, device=positions.device, dtype=dtype)
         angles = positions.unsqueeze(-1).to(dtype) * config.rope_theta ** (-pairs / max(rotated, 1))
@@ -80,8 +81,9 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.scaling = config.head_dim**-0.5
-        width = config.num_attention_heads * config.head_dim
+        head_dim: int = config.head_dim  # type: ignore[assignment]  # the configuration has chosen it
+        self.scaling = head_dim**-0.5
+        width = config.num_attention_heads * head_dim
         std = config.hidden_init_std_factor / math.sqrt(config.hidden_size)
         self.q_proj = Projection(config.hidden_size, width, std=std)
         self.k_proj = Projection(config.hidden_size, width, std=std)
@@ -89,11 +91,11 @@ class Attention(nn.Module):
         # Two sublayers of every layer write into the residual; this keeps their sum from growing with depth.
         self.o_proj = Projection(width, config.hidden_size, std=std / math.sqrt(config.num_hidden_layers))
         if config.qk_norm is not None:
-            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.q_norm = RMSNorm(head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(head_dim, eps=config.rms_norm_eps)
         if config.attention_output_gate:
             self.g_proj = Projection(config.hidden_size, width, std=std)
-            self.o_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.o_norm = RMSNorm(head_dim, eps=config.rms_norm_eps)
 
     def forward(
         self, x: Tensor, for_keys: Tensor | None = None, for_values: Tensor | None = None, *, context: AttentionContext

@@ -166,8 +166,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embed_tokens
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embed_tokens = value
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value  # type: ignore[assignment]
 
     @can_return_tuple
     def forward(
@@ -191,7 +191,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
-        config = self.config
+        config: ResiduaConfig = self.config  # type: ignore[assignment]
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         if output_attentions and config._attn_implementation != "eager":
@@ -268,6 +268,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         None, and their positions (1 or batch, seq), counted from the first token that is not padding.
         """
         length = embeddings.shape[1]
+        mask: Any
         padding = None
         if isinstance(attention_mask, dict):  # prepared by generate() for a cache that holds convolution states
             mask, padding = attention_mask["full_attention"], attention_mask.get("linear_attention")

@@ -102,7 +102,8 @@ class _DeltaWrite(torch.autograd.Function):
             # Views, because one input may have been computed from another, and no gradient must pass between them here.
             inputs = [x.view_as(x) for x in (state, raw, *again)]
             wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad) if needed]
-            found = iter(torch.autograd.grad(_plain(*inputs, *ctx.k_norm), wanted, grad, create_graph=True))
+            written = _plain(inputs[0], inputs[1], inputs[2], inputs[3], *ctx.k_norm)
+            found = iter(torch.autograd.grad(written, wanted, grad, create_graph=True))
             return *(next(found) if needed else None for needed in ctx.needs_input_grad[:4]), None, None, None
         # State and gradient are widened where they are read: a compiler would keep widened copies of twice the bytes.
         state = rebuilt(ctx) if state is None else state

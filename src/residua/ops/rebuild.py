@@ -74,8 +74,8 @@ def nearest(node: Any, replay: Callable[[Any], Tensor], reach: int) -> tuple[Ten
     return state, between
 
 
-def opened(node: Any) -> tuple[Tensor | None, ...]:
-    """What a write has saved, asked for once: activation checkpointing hands it out only once."""
+def opened(node: Any) -> tuple[Any, ...]:
+    """The tensors that a write has saved, or None: asked for once, as activation checkpointing hands them out once."""
     if node.opened is None:
         node.opened = node.saved_tensors
     return node.opened

@@ -64,7 +64,7 @@ class Progress:
                 refresh_per_second=4,
                 speed_estimate_period=120,
             )
-            self._task = self._bar.add_task(title, total=total, completed=done, text="")
+            self._task = self._bar.add_task(title, total=total, completed=done, text="")  # type: ignore[arg-type]
 
     def __enter__(self) -> "Progress":
         if self._bar:

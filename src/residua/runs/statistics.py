@@ -11,7 +11,7 @@ class Estimate(NamedTuple):
 
     mean: float
     deviation: float | None
-    count: int
+    count: int  # type: ignore[assignment]  # tuple.count, which nobody asks of an estimate
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Estimate":

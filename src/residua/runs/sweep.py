@@ -47,7 +47,7 @@ class Job:
     cost      of one step, relative to the other jobs: decides the order of the runs and the time that is left
     """
 
-    key: Hashable
+    key: str | tuple[Hashable, ...]
     function: Callable[..., Record]
     arguments: tuple[Any, ...]
     steps: int = 1
@@ -104,10 +104,11 @@ class Records:
 
     def drop_state(self, keys: Iterable[Hashable]) -> None:
         """Remove the state of finished runs, unless it is to be kept."""
-        if self._places is not None and not self._keep:
-            for key in keys:
-                with suppress(OSError):
-                    remove(self.place(key))
+        if self._keep:
+            return
+        for place in filter(None, map(self.place, keys)):
+            with suppress(OSError):
+                remove(place)
 
 
 @contextmanager
@@ -247,7 +248,8 @@ def _run_in_processes(work: _Work, count: int) -> None:
     try:
         begin()
         while current:
-            for connection in wait(list(current)):
+            ready: list[Any] = wait(list(current))
+            for connection in ready:
                 job = current[connection]
                 try:
                     message = connection.recv()
@@ -278,8 +280,9 @@ def _work(connection: Connection) -> None:
     """Do what comes through the pipe until its other end is gone."""
     import torch
 
+    parent: Any = multiprocessing.parent_process()
     # A run that outlived its parent would still hold its state when the same command goes on.
-    Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+    Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     torch.set_num_threads(1)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
