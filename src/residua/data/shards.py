@@ -12,7 +12,6 @@ import bisect
 import hashlib
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple, get_args
 from residua.data.split import Split
 from residua.data.tokenizer import load_tokenizer, saved_vocabulary, tokenizer_hash
 from residua.errors import InputError, RunError, extra
+from residua.runs.reading import file_inside, read_json
 
 with extra("data"):
     import numpy as np
@@ -144,12 +144,14 @@ class PreparedData:
             dtype = DTYPES[index["dtype"]]
             vocab_size, eos_token_id = _count(index["vocab_size"]), _count(index["eos_token_id"])
             shards = {
-                split: [_shard(**described) for described in index["splits"][split]["shards"]]
+                split: [_shard(folder, **described) for described in index["splits"][split]["shards"]]
                 for split in get_args(Split)
             }
             validation_bytes = _count(index["splits"]["validation"]["bytes"])
             expected_tokenizer = index["tokenizer_sha256"]
             facts = dict(index["facts"])
+        except InputError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{folder / 'index.json'}: damaged ({error!r}); prepare the data again") from None
 
@@ -212,12 +214,9 @@ class PreparedData:
 
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / "index.json"
-    try:
-        index = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{folder}: no prepared data here (no index.json); make it with `residua prepare`") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not a readable index ({error}); prepare the data again") from None
+    if not path.exists():
+        raise InputError(f"{folder}: no prepared data here (no index.json); make it with `residua prepare`")
+    index = read_json(path)
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise InputError(f"{path}: not an index of prepared data; make one with `residua prepare`")
     if index.get("version") != VERSION:
@@ -231,13 +230,10 @@ def _count(value: Any) -> int:
     return value
 
 
-def _shard(file: Any, tokens: Any, sha256: Any) -> Shard:
-    # A name alone: an index that somebody sent must not read files outside its folder.
-    if not isinstance(file, str) or not re.fullmatch(r"[\w-]+\.bin", file, re.ASCII):
-        raise ValueError(f"expected the name of a shard such as train-00000.bin, got {file!r:.50}")
+def _shard(folder: Path, *, file: Any, tokens: Any, sha256: Any) -> Shard:
     if not isinstance(sha256, str):
         raise TypeError(f"expected a sha256, got {sha256!r:.50}")
-    return Shard(file, _count(tokens), sha256)
+    return Shard(file_inside(folder, file).name, _count(tokens), sha256)
 
 
 def file_sha256(path: Path) -> str:
