@@ -6,15 +6,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import residua
+import residua.training
 
 PACKAGE = Path(residua.__file__).parent
 LEVELS = {
-    "errors": -1,
+    "errors": -2,
+    "checks": -1,
+    "lazy": -1,
+    "provenance": -1,
+    "tables": -1,
     "ops": 0,
-    "provenance": 0,
     "runs": 0,
-    "tables": 0,
+    "terminal": -1,
     "connections": 1,
     "models": 2,
     "data": 3,
@@ -110,13 +116,42 @@ def loaded_by(statement: str) -> set[str]:
     return set(result.stdout.split())
 
 
-def test_importing_residua_needs_torch_alone():
+def test_importing_residua_loads_nothing_until_it_is_asked():
+    assert "torch" not in loaded_by("import residua")
+    assert "torch" not in loaded_by("import residua.training")
+    assert "torch" not in loaded_by("import residua; dir(residua); residua.__version__")
+    assert "torch" in loaded_by("from residua import DeepDelta")
+
+
+def test_what_residua_names_needs_torch_alone():
     # torch itself takes numpy where it finds it.
     by_torch = loaded_by("import torch")
-    assert (loaded_by("import residua") - by_torch) & EXTRAS == set()
+    assert (loaded_by("from residua import *") - by_torch) & EXTRAS == set()
     assert (loaded_by("import residua.connections, residua.ops") - by_torch) & EXTRAS == set()
 
 
-def test_the_overview_of_the_command_line_loads_no_extra():
-    allowed = loaded_by("import residua") | {"rich"}
-    assert (loaded_by("from residua.cli import main; main(['--help'])") - allowed) & EXTRAS == set()
+@pytest.mark.parametrize("package", [residua, residua.training], ids=lambda package: package.__name__)
+def test_a_lazy_package_has_every_name_that_it_offers(package):
+    namespace = {}
+    exec(f"from {package.__name__} import *", namespace)
+    for name in package.__all__:
+        assert namespace[name] is getattr(package, name)
+    assert set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = package.nothing
+    with pytest.raises(ImportError, match="nothing"):
+        exec(f"from {package.__name__} import nothing")
+
+
+@pytest.mark.parametrize("package", [residua, residua.training], ids=lambda package: package.__name__)
+def test_type_checkers_see_the_names_of_a_lazy_package(package):
+    """Under `if TYPE_CHECKING` stands an import of each of them, and of nothing else."""
+    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    assert block.test.id == "TYPE_CHECKING"
+    assert sorted(alias.name for node in block.body for alias in node.names) == sorted(package.__all__)
+
+
+def test_the_overview_of_the_command_line_loads_neither_torch_nor_an_extra():
+    loaded = loaded_by("from residua.cli import main; main(['--help'])")
+    assert loaded & (EXTRAS | {"torch"}) == set()

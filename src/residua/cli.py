@@ -22,6 +22,7 @@ from residua import __version__
 from residua.commands import sweep
 from residua.errors import InputError, ReportedElsewhere, RunError, extra
 from residua.tables import print_table
+from residua.terminal import printable, printable_output
 
 Arguments = argparse.Namespace
 INTERRUPTED = 130
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     try:
-        status = _dispatch(argv) or 0
+        with printable_output():
+            status = _dispatch(argv) or 0
         sys.stdout.flush()
         return status
     except InputError as error:
@@ -126,7 +128,7 @@ def _nearest(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _fail(error: object, status: int) -> int:
-    print(f"residua: {error}", file=sys.stderr)
+    print(printable(f"residua: {error}"), file=sys.stderr)
     return status
 
 
@@ -798,8 +800,8 @@ COMMANDS: dict[str, Command] = {
     "sweep": Command(sweep.HELP, sweep.EXAMPLES, sweep.add_arguments, sweep.run),
     "estimate": Command(
         "what a run will cost: parameters, memory per GPU, tokens/s, days",
-        "residua estimate --config small-ddl-tc --gpus 4 --gpu h200\n"
-        "residua estimate --config medium-ddl-cc --gpus 8 --train.parallel fsdp --json",
+        "residua estimate --config small --model.connection ddl-tc --gpus 4 --gpu h200\n"
+        "residua estimate --config medium --gpus 8 --train.parallel fsdp --json",
         _estimate_arguments,
         _estimate,
     ),

@@ -19,8 +19,9 @@ from residua.data import PreparedData, prepare
 from residua.errors import Diverged, InputError, extra
 from residua.experiment import run
 from residua.runs.durable import remove, write_bytes, write_text
-from residua.runs.folder import FREE_KEYS, RunFolder, flatten, read_yaml, writable
+from residua.runs.folder import FREE_KEYS, RunFolder, flatten, writable
 from residua.runs.jsonlines import finite, read_metrics
+from residua.runs.reading import parse_yaml
 from residua.runs.statistics import Estimate
 from residua.runs.sweep import Job, Record, open_runs, run_jobs
 from residua.training import RunConfig, load_config
@@ -275,15 +276,12 @@ def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     Raises:
         InputError: a text is something else, or names a key twice.
     """
-    with extra("train"):
-        import yaml
-
     over: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
         try:
-            found = read_yaml(f"[{values}]") if equals and values else None
-        except yaml.YAMLError:
+            found = parse_yaml(f"[{values}]", "--over") if equals and values else None
+        except InputError:
             found = None
         if not found or not isinstance(found, list):
             raise InputError(f"--over: expected KEY=VALUE,VALUE,... such as train.lr=1e-3,2e-3; got {text!r}")

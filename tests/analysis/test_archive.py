@@ -50,7 +50,7 @@ def rewritten(path, **metadata):
     [
         ({"residua_trace": "2"}, "expected a trace of version 1, got version 2; make it again with this residua"),
         ({"residua_trace": None}, "expected a trace, got other tensors"),
-        ({"facts": "{"}, "got a damaged file"),
+        ({"facts": "{"}, "facts: expected JSON, got: Expecting property name"),
         ({"facts": "[]"}, "got a damaged file (facts or tokens are of another kind)"),
         ({"tokens": '["too", "few"]'}, "got a damaged file (state_norm is (5, 8), not (5, 2))"),
         ({"tokens": None}, "got a damaged file ('tokens')"),

@@ -47,7 +47,7 @@ def test_expand_and_read_are_grouped_convolutions_with_their_gradients(length, k
 
 
 @given(lengths, kernels, widths, widths, seeds)
-def test_expand_and_read_are_adjoint_with_time_turned_round(length, kernel, num_streams, dim, seed):
+def test_expand_and_read_are_adjoint_with_time_reversed(length, kernel, num_streams, dim, seed):
     g = generator(seed)
     x, streams = normal(g, 2, length, dim), normal(g, 2, length, num_streams, dim)
     taps = normal(g, kernel, num_streams, dim)

@@ -15,7 +15,7 @@ K, V, BETA = STATE[:, :, 0], STATE[..., 0], STATE[:, :, 0, 0]
 READER = (STATE[0, 0, 0], STATE[0, 0, 1], STATE[0, 1])  # gain, gate_weight, value_weight
 OPS = {  # the op, its arguments, and where its kernel is
     "delta_write": (delta_write, (STATE, K, V, BETA), "delta"),
-    "channel_boundary": (channel_boundary, (STATE, K, V, BETA, STATE[0, 0], *READER), "boundary"),
+    "channel_boundary": (channel_boundary, (STATE, K, V, BETA, STATE[0, 0], *READER), "channel_boundary"),
     "token_boundary": (token_boundary, (STATE, K, V, BETA, STATE[0], *READER), "token_boundary"),
     "hyper_read": (hyper_read, (STATE, V), "streams"),
     "hyper_mix": (hyper_mix, (STATE, STATE[..., :4]), "streams"),
@@ -62,23 +62,23 @@ class OnGPU:
 
 
 def test_auto_takes_kernels_where_they_can_run(monkeypatch):
-    tiles = pytest.importorskip("residua.ops.kernels.tiling", exc_type=ModuleNotFoundError)
-    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    launch = pytest.importorskip("residua.ops.kernels.launch", exc_type=ModuleNotFoundError)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     assert choose("auto", OnGPU(1, 2, 4, 8), OnGPU(1, 2), None) == "triton"
     assert choose("auto", OnGPU(1, 2, 17, 8), OnGPU(1, 2)) == "reference"
     assert choose("auto", OnGPU(1, 2, 0, 8), OnGPU(1, 2)) == "reference"
     assert choose("auto", OnGPU(1, 2, 4, 8), OnGPU(1, 2, dtype=torch.float64)) == "reference"
     assert choose("auto", OnGPU(1, 2, 4, 8), STATE) == "reference"
     assert choose("reference", OnGPU(1, 2, 4, 8)) == "reference"
-    monkeypatch.setattr(tiles, "INTERPRETED", True)
+    monkeypatch.setattr(launch, "INTERPRETED", True)
     assert choose("auto", OnGPU(1, 2, 4, 8)) == "reference"
     monkeypatch.setattr(dispatch, "_INSTALLED", False)
     assert choose("auto", OnGPU(1, 2, 4, 8)) == "reference"
 
 
 def test_triton_without_a_gpu_is_an_error(monkeypatch):
-    tiles = pytest.importorskip("residua.ops.kernels.tiling", exc_type=ModuleNotFoundError)
-    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    launch = pytest.importorskip("residua.ops.kernels.launch", exc_type=ModuleNotFoundError)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="expected tensors on a CUDA device, got one on cpu"):
         choose("triton", OnGPU(1, 2, 4, 8), STATE)
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from residua.errors import InputError
-from residua.runs.reading import file_inside, parse_json, parse_yaml, printable, read_json, read_text, read_yaml
+from residua.runs.reading import file_inside, parse_json, parse_yaml, read_json, read_json_files, read_text, read_yaml
 
 
 def refused(read, *arguments):
@@ -105,10 +105,9 @@ def test_links_are_followed_inside_the_folder(tmp_path):
         assert file_inside(place, "not-there-yet") == place / "not-there-yet"
 
 
-def test_printable():
-    foreign = "a\x1b]0;title\x07\x1b[2J\x9b31m\r\x7f\u202eb\u2066\u2028\ud800\x00"
-    shown = printable(foreign)
-    assert shown == r"a\x1b]0;title\x07\x1b[2J\x9b31m\r\x7f\u202eb\u2066\u2028\ud800\x00"
-    assert shown.encode()
-    assert printable("Größe 日本 😀\t1\n") == "Größe 日本 😀\t1\n"
-    assert printable(None) == "None"
+def test_a_folder_of_json_files(tmp_path):
+    (tmp_path / "a.json").write_text(f"[{10**30}]")
+    (tmp_path / "notes.txt").write_text("[")
+    assert read_json_files(tmp_path) == {"a.json": [10**30]}
+    (tmp_path / "b.json").write_text("[" * 100_000)
+    assert refused(read_json_files, tmp_path).startswith(f"{tmp_path / 'b.json'}: ")

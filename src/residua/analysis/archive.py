@@ -14,6 +14,7 @@ from torch import Tensor
 
 from residua.errors import InputError, extra
 from residua.runs.durable import write_bytes
+from residua.runs.reading import parse_json
 
 VERSION = 1
 
@@ -58,7 +59,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
                     f"{path}: expected a trace of version {VERSION}, got version {version}; make it again with this "
                     "residua, or read it with the one that wrote it"
                 )
-            facts, tokens = json.loads(metadata["facts"]), json.loads(metadata["tokens"])
+            facts, tokens = (parse_json(metadata[name], f"{path}: {name}") for name in ("facts", "tokens"))
             names = file.keys()
             values = {name: file.get_tensor(name) for name in names}
         _check(facts, tokens, values)

@@ -152,7 +152,7 @@ class PreparedData:
             facts = dict(index["facts"])
         except InputError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(f"{folder / 'index.json'}: damaged ({error!r}); prepare the data again") from None
 
         if vocab_size - 1 > np.iinfo(dtype).max:
@@ -216,7 +216,11 @@ def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / "index.json"
     if not path.exists():
         raise InputError(f"{folder}: no prepared data here (no index.json); make it with `residua prepare`")
-    index = read_json(path)
+    try:
+        index = read_json(path)
+    except InputError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise InputError(f"{path}: not a readable index ({reason}); prepare the data again") from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise InputError(f"{path}: not an index of prepared data; make one with `residua prepare`")
     if index.get("version") != VERSION:
@@ -230,7 +234,7 @@ def _count(value: Any) -> int:
     return value
 
 
-def _shard(folder: Path, *, file: Any, tokens: Any, sha256: Any) -> Shard:
+def _shard(folder: Path, file: Any, tokens: Any, sha256: Any) -> Shard:
     if not isinstance(sha256, str):
         raise TypeError(f"expected a sha256, got {sha256!r:.50}")
     return Shard(file_inside(folder, file).name, _count(tokens), sha256)

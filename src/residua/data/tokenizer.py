@@ -12,6 +12,7 @@ from pathlib import Path
 
 from residua.data.hub import download_tokenizer
 from residua.errors import InputError, extra
+from residua.runs.reading import read_json_files
 
 with extra("data"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -71,11 +72,12 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         folder = download_tokenizer(folder)
     folder = Path(folder)
     try:
-        json.loads((folder / "tokenizer.json").read_bytes())
+        if "tokenizer.json" not in read_json_files(folder):
+            raise InputError(f"found no {folder / 'tokenizer.json'}")
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ModuleNotFoundError:
         raise
-    except Exception as error:  # tokenizers raises Exception itself for content that it cannot use
+    except Exception as error:  # transformers and tokenizers raise many kinds
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
             f"tokenizer: expected bpe, byte or a folder with tokenizer.json, got {folder}: {reason} "

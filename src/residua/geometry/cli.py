@@ -1,7 +1,6 @@
 """The command `residua geometry`: the benchmarks of arXiv 2605.06729 with what their comparison lacks."""
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from residua.geometry import published
 from residua.geometry.models import MODELS, match
 from residua.geometry.references import references
 from residua.geometry.reflection import CONTROLS, TOYS, ReflectionSettings, reflection_job
-from residua.geometry.report import table, write_pictures, write_tables
+from residua.geometry.report import table, write_tables
 from residua.geometry.study import FULL, QUICK, STUDY_TASKS, Settings, job
 from residua.geometry.tasks import Task, task
 from residua.provenance import available_cores, circumstances
@@ -168,8 +167,8 @@ def _study(
     workers = arguments.workers
     if workers is None:
         workers = min(4, available_cores()) if device.type == "cuda" else available_cores()
-    with extra("plots"):  # known to be there before hours are spent on what it shall draw
-        importlib.import_module("matplotlib")
+    with extra("plots"):  # before hours are spent on what it will draw
+        from residua.geometry.pictures import draw
     here = {"circumstances": circumstances(device) | {"threads": 1}}
     with open_runs(out, settings) as made:
         try:
@@ -188,7 +187,7 @@ def _study(
             if one.name in trained:
                 records += references(one)
         markdown, numbers = write_tables(records, out)
-        pictures = write_pictures(records, out)
+        pictures = draw(records, out)
     if arguments.json:
         print(numbers.read_text(encoding="utf-8"), end="")
         return 0

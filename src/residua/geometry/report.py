@@ -194,16 +194,6 @@ def write_tables(records: Sequence[Record], folder: str | Path) -> list[Path]:
     return [markdown, numbers]
 
 
-def write_pictures(records: Sequence[Record], folder: str | Path) -> list[Path]:
-    """Draw what the records hold (losses, gates, norms through depth, errors by position) as PNG files; their paths.
-
-    Needs matplotlib: pip install 'residua[plots]'.
-    """
-    from residua.geometry.pictures import draw
-
-    return draw(records, folder)
-
-
 def _named(row: dict[str, Any]) -> dict[str, Any]:
     """A row with its `Value`s as objects for JSON."""
     return {

@@ -1,4 +1,4 @@
-"""Pure functions of tensors: every equation of the library, each in one place, with its source."""
+"""Pure functions of tensors: every equation of the library, once, with its source."""
 
 from residua.ops.conv import causal_expand, causal_read, causal_read_on
 from residua.ops.delta import (

@@ -29,7 +29,7 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
     tensors = [x for x in (state, *others) if x is not None]
     if implementation == "auto" and not (_INSTALLED and all(x.is_cuda for x in tensors)):
         return "reference"
-    from residua.ops.kernels.tiling import DTYPES, INTERPRETED, MAX_CHANNELS
+    from residua.ops.kernels.launch import DTYPES, INTERPRETED, MAX_CHANNELS
 
     if implementation == "auto":
         taken = 1 <= state.shape[-2] <= MAX_CHANNELS and all(x.dtype in DTYPES for x in tensors)

@@ -1,11 +1,11 @@
-"""What lies between two sublayers as one operation: the write of the first, the read of the second."""
+"""One operation for everything between two sublayers: the write of the first and the read of the second."""
 
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from residua.ops.conv import causal_read
-from residua.ops.delta import KNorm, delta_write
+from residua.ops.delta import KNorm, delta_write, expect_write
 from residua.ops.dispatch import Implementation, choose
 from residua.ops.norm import rms_norm
 from residua.ops.precision import linear_at_least_float32
@@ -16,8 +16,8 @@ ValueInput = Literal["stream", "context"]
 
 
 class Boundary(NamedTuple):
-    """The written state: (..., value_channels, dim), the context c = RMSNorm(x_in): (..., dim), and in float32 at least
-    the products gate: (...,) and value: (..., value_channels), which lack their biases and activations.
+    """The written state: (..., value_channels, dim), the context c = RMSNorm(x_in): (..., dim), and in at least float32
+    the products gate: (...,) and value: (..., value_channels), still without biases and activations.
     """
 
     state: Tensor
@@ -49,22 +49,17 @@ def channel_boundary(
     state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), `rebuild_every` and
     `implementation` as in `delta_write`; weights: (value_channels, dim) as in `stream_read`, gain and gate_weight:
     (dim,), value_weight: (value_channels, dim) belong to the sublayer that follows. Results in the dtype of `state`,
-    products in float32 at least. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel
+    products in at least float32. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel
     compression.
     """
+    expect_following(state, gain, gate_weight, value_weight, value_input)
     tensors = (state, k, v, beta, weights, gain, gate_weight, value_weight)
     if choose(implementation, *tensors) == "triton":
-        from residua.ops.kernels.boundary import channel_boundary as kernel
+        from residua.ops.kernels.channel_boundary import channel_boundary as kernel
 
-        return kernel(
-            *tensors,
-            k_norm=k_norm,
-            eps=eps,
-            norm_eps=norm_eps,
-            value_input=value_input,
-            rebuild_every=rebuild_every,
-        )
-    expect_following(state, gain, gate_weight, value_weight, value_input)
+        expect_write(state, k, v, beta, k_norm)
+        expect_shape("weights", weights, state.shape[-2:], "(value_channels, dim)")
+        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, rebuild_every))
     written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
     x = stream_read(written, weights)
     return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
@@ -92,26 +87,23 @@ def token_boundary(
     state: (..., seq, value_channels, dim) with the other arguments to match; taps: (kernel, value_channels, dim).
     arXiv 2601.00417v2 section 4.2, token compression.
     """
+    expect_following(state, gain, gate_weight, value_weight, value_input)
     tensors = (state, k, v, beta, taps, gain, gate_weight, value_weight)
     if choose(implementation, *tensors) == "triton":
         from residua.ops.kernels.token_boundary import token_boundary as kernel
 
-        return kernel(
-            *tensors,
-            k_norm=k_norm,
-            eps=eps,
-            norm_eps=norm_eps,
-            value_input=value_input,
-            rebuild_every=rebuild_every,
-        )
-    expect_following(state, gain, gate_weight, value_weight, value_input)
+        if state.dim() < 3:
+            raise ValueError(f"state: expected (..., seq, value_channels, dim), got {tuple(state.shape)}")
+        expect_write(state, k, v, beta, k_norm)
+        expect_shape("taps", taps, (taps.shape[0], *state.shape[-2:]), "(kernel, value_channels, dim)")
+        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, rebuild_every))
     written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
     x = causal_read(written, taps)
     return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
 
 
 def expect_following(state: Tensor, gain: Tensor, gate_weight: Tensor, value_weight: Tensor, value_input: str) -> None:
-    """Raise ValueError for what cannot be the norm, gate and value of the sublayer that follows."""
+    """Check the norm, gate and value weights of the sublayer that follows; raise ValueError if they do not fit."""
     channels, dim = state.shape[-2:]
     expect_shape("gain", gain, (dim,), "(dim,)")
     expect_shape("gate_weight", gate_weight, (dim,), "(dim,)")

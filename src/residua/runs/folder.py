@@ -1,7 +1,6 @@
 """Run folders: the paths of their files, the lock of their one writer, and the settings they were begun with."""
 
 import json
-import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,9 +10,9 @@ from typing import Any
 
 from residua.errors import InputError, extra
 from residua.runs.durable import remove_partials
+from residua.runs.reading import read_json, read_yaml
 
 LOCK = ".lock"
-MOST_VALUES = 100_000
 LOGGING_KEYS = frozenset({"train.connections_every", "train.tensorboard", "train.wandb"})
 """Settings that only affect logging. Runs that differ in nothing else are treated as equal."""
 FREE_KEYS = LOGGING_KEYS | {
@@ -139,48 +138,9 @@ def refuse_changes(
     raise InputError(f"{source}: a run resumes with the settings it was begun with, but {shown}; use another folder")
 
 
-def read_yaml(text: str) -> Any:
-    """A YAML document as plain Python values.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, is nested too deeply, or repeats itself into more than `MOST_VALUES`.
-    """
-    with extra("train"):
-        import yaml
-
-    class Loader(yaml.SafeLoader):
-        """YAML 1.1 takes 3e-4 for text; here it is the number that everybody means."""
-
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-    )
-    try:
-        document = yaml.load(text, Loader)
-    except RecursionError as error:
-        raise yaml.YAMLError("it is nested too deeply") from error
-    waiting, count = [document], 0
-    while waiting:  # aliases let a few lines stand for more values than fit into memory
-        value = waiting.pop()
-        count += 1
-        if count > MOST_VALUES:
-            raise yaml.YAMLError(f"it has more than {MOST_VALUES:,} values")
-        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return document
-
-
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
-    """The settings by section of a config.yaml.
-
-    Raises:
-        InputError: the file is not YAML, or holds something else.
-    """
-    with extra("train"):
-        import yaml
-
-    try:
-        settings = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: expected YAML, got: {str(error).splitlines()[0]}") from error
+    """The settings by section of a config.yaml. Raises InputError where the file holds something else."""
+    settings = read_yaml(path)
     if not isinstance(settings, dict) or not all(isinstance(keys, dict) for keys in settings.values()):
         raise InputError(f"{path}: expected the settings of a run by section, got something else")
     return settings
@@ -188,10 +148,7 @@ def read_settings(path: Path) -> dict[str, dict[str, Any]]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises InputError where it holds something else or cannot be read."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: expected a JSON object, got: {error}") from error
+    value = read_json(path)
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value

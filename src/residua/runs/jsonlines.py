@@ -9,6 +9,7 @@ from typing import Any
 
 from residua.errors import InputError
 from residua.runs.durable import sync, write_bytes
+from residua.runs.reading import parse_json
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
@@ -32,8 +33,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     *lines, last = content.split(b"\n")
     for number, line in enumerate([*lines, last] if last else lines, start=1):
         try:
-            value = json.loads(line.decode())
-        except (ValueError, RecursionError):
+            value = parse_json(line.decode(), path)
+        except ValueError:
             value = None
         if isinstance(value, dict):
             yield line, value

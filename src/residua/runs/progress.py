@@ -5,13 +5,14 @@ import time
 from typing import Any
 
 from residua.errors import extra
+from residua.terminal import printable
 
 LINE_SECONDS = 10.0
 
 
 def say(message: str) -> None:
     """Print one line for the person at the screen, on standard error; a progress bar makes room for it."""
-    print(message, file=sys.stderr, flush=True)
+    print(printable(message), file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have written: plain data comes out, or one InputError that names the file.
+"""JSON and YAML files that somebody else may have written: plain data comes out, or one InputError names the file.
 
 Nothing in a file is executed, and a small file cannot fill the memory: YAML with tags or aliases is refused, and so are
 values nested deeper than `MAX_DEPTH` and integers of more than 64 bits.
@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,6 @@ from residua.errors import InputError, extra
 MAX_DEPTH = 64
 MAX_DIGITS = 20
 """Digits of the largest unsigned integer of 64 bits."""
-
-# What a run of text may hold on a terminal; \n and \t are the only control characters among it.
-_UNSAFE = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def read_text(path: str | os.PathLike[str], what: str = "text") -> str:
@@ -41,9 +38,9 @@ def read_text(path: str | os.PathLike[str], what: str = "text") -> str:
         raise InputError(f"{path}: expected {what}, got: {reason}") from error
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
+def read_json(path: str | os.PathLike[str], *, max_digits: int = MAX_DIGITS) -> Any:
     """Return the value of a JSON file. Raises InputError as `read_text` and `parse_json` do."""
-    return parse_json(read_text(path, "JSON"), path)
+    return parse_json(read_text(path, "JSON"), path, max_digits=max_digits)
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
@@ -51,15 +48,23 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
     return parse_yaml(read_text(path, "YAML"), path)
 
 
-def parse_json(text: str, source: object) -> Any:
+def read_json_files(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the value of every JSON file of a folder by name, before a library reads them that checks less.
+
+    Raises InputError as `read_json` does, but takes the integer of 31 digits by which transformers says "no limit".
+    """
+    return {path.name: read_json(path, max_digits=31) for path in sorted(Path(folder).glob("*.json"))}
+
+
+def parse_json(text: str, source: object, *, max_digits: int = MAX_DIGITS) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        InputError: it is not JSON, is nested too deeply, or holds an integer of more than 64 bits or half a surrogate
-            pair. `source` names it in the message.
+        InputError: it is not JSON, is nested too deeply, or holds an integer of more than `max_digits` digits or half a
+            surrogate pair. `source` names it in the message.
     """
     try:
-        value = json.loads(text, parse_int=_integer)
+        value = json.loads(text, parse_int=partial(_integer, max_digits=max_digits))
         _check_depth(value)
         if re.search(r"\\u[dD][89a-fA-F]", text):
             json.dumps(value, ensure_ascii=False).encode()
@@ -75,7 +80,7 @@ def parse_yaml(text: str, source: object) -> Any:
         InputError: it is not YAML, holds a tag or an alias, is nested too deeply, or holds an integer of more than 64
             bits. `source` names it in the message.
     """
-    with extra("train"):
+    with extra("lab"):
         import yaml
 
     try:
@@ -84,18 +89,23 @@ def parse_yaml(text: str, source: object) -> Any:
         raise InputError(f"{source}: expected YAML, got: {_reason(error)}") from error
 
 
+def write_yaml(value: Any) -> str:
+    """Return plain values as a YAML document, mappings in their own order."""
+    with extra("lab"):
+        import yaml
+
+    return yaml.safe_dump(value, sort_keys=False)
+
+
 def file_inside(folder: str | os.PathLike[str], name: object) -> Path:
     """Return the path of the file `name` of a folder, as an index or a manifest in it gives it.
 
     Raises:
         InputError: `name` is not the name of a file directly in the folder, or is a link to a file outside it.
     """
-    folder = Path(folder)
-    if not isinstance(name, str) or not name or name in (".", "..") or re.search(r"[/\\:\0]", name):
-        raise InputError(f"{folder}: expected the name of a file in this folder, got {name!r}")
-    path = folder / name
+    path = Path(folder) / file_name(folder, name)
     try:
-        inside = path.resolve().is_relative_to(folder.resolve())
+        inside = path.resolve().is_relative_to(Path(folder).resolve())
     except (OSError, RuntimeError) as error:  # a circle of links
         raise InputError(f"{path}: expected a file, got: {_reason(error)}") from error
     if not inside:
@@ -103,17 +113,15 @@ def file_inside(folder: str | os.PathLike[str], name: object) -> Path:
     return path
 
 
-def printable(text: object) -> str:
-    """Return a text that is safe to print: control characters, which could steer the terminal, appear as escapes.
-
-    Newlines and tabs stay. So do all letters; marks that reverse the direction of text and halves of surrogate pairs
-    appear as escapes too.
-    """
-    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))
+def file_name(folder: str | os.PathLike[str], name: object) -> str:
+    """Return `name` if it can be that of a file directly in the folder. Raises InputError."""
+    if not isinstance(name, str) or not name or name in (".", "..") or re.search(r"[/\\:\0]", name):
+        raise InputError(f"{folder}: expected the name of a file in this folder, got {name!r}")
+    return name
 
 
-def _integer(digits: str) -> int:
-    if len(digits.lstrip("-")) > MAX_DIGITS:
+def _integer(digits: str, *, max_digits: int = MAX_DIGITS) -> int:
+    if len(digits.lstrip("-")) > max_digits:
         raise ValueError(f"an integer of {len(digits)} digits")
     return int(digits)
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from residua.errors import InputError
 from residua.runs.durable import sync
 from residua.runs.reading import file_inside, read_json
+from residua.terminal import printable
 from residua.training.distributed import ALONE, Ranks, gather
 from residua.training.shards import Block, StoredTensors, blocks_of_rank, write_blocks
 
@@ -241,7 +242,7 @@ def latest_checkpoint(folder: str | Path, report: Callable[[str], None] | None =
         except InputError as error:
             if path.exists():
                 message = f"skipping a damaged checkpoint: {error}"
-                report(message) if report else print(message, file=sys.stderr, flush=True)
+                report(message) if report else print(printable(message), file=sys.stderr, flush=True)
     return None
 
 

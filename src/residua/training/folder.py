@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError, extra
+from residua.errors import InputError
 from residua.runs.durable import remove_partials, write_text
 from residua.runs.folder import FREE_KEYS, RunFolder, flatten, hold, read_settings, refuse_changes, writable
-
-with extra("train"):
-    import yaml
+from residua.runs.reading import write_yaml
 
 
 @contextmanager
@@ -42,7 +40,7 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
             )
         with writable(run.path):
             remove_partials(run.checkpoints)
-            write_text(run.config, yaml.safe_dump(dict(settings), sort_keys=False))
+            write_text(run.config, write_yaml(dict(settings)))
         yield run
 
 
