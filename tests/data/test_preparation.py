@@ -28,6 +28,7 @@ from residua.data.staging import Staging
 from residua.data.tokenizer import byte_tokenizer
 from residua.data.writer import ShardWriter
 from residua.errors import InputError, RunError
+from residua.runs import progress as runs_progress
 
 SMALL = {"SAVE_TEXT": 12_000, "ENCODE_TEXT": 2_000}
 SETTINGS = {
@@ -134,7 +135,7 @@ def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_pa
     argv = [sys.executable, "-c", program, json.dumps(SMALL), *command, "--workers", "2"]
     done = subprocess.run(argv, capture_output=True, text=True, start_new_session=True)
     assert done.returncode == 130
-    lines = [line for line in done.stderr.splitlines() if not re.search(r" on the disk, |/s, .* left", line)]
+    lines = [line for line in done.stderr.splitlines() if not re.search(r" on the disk, |/s  .* left", line)]
     assert "tokens are kept in" in lines[0]
     assert lines[1:] in ([], ["residua: interrupted"])
     prepare(folder, out, workers=0, **SETTINGS["fraction"])
@@ -384,13 +385,14 @@ def test_the_disk_need_is_said_first_and_a_disk_too_small_refused(folder, small,
 
 
 def test_progress_without_a_terminal_is_lines_with_the_time_left(folder, small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "UPDATE_SECONDS", 0.0)
+    monkeypatch.setattr(runs_progress, "LINE_SECONDS", 0.0)
     prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
     line = capsys.readouterr().err.splitlines()[3]
     assert line.startswith("prepare: tokens: ")
     assert "%), " in line
-    assert "/s, " in line
-    assert line.endswith(" min left")
+    assert "/s  " in line
+    assert line.endswith(" left")
     prepare(folder, tmp_path / "quiet", progress=False, **SETTINGS["fraction"])
     assert capsys.readouterr().err == ""
 
@@ -420,6 +422,7 @@ def test_a_first_document_that_is_too_long_to_be_held_out_is_said(folder, tmp_pa
         prepare(folder, tmp_path / "out", tokenizer="byte", validation_tokens=2)
 
 
+@pytest.mark.processes
 def test_the_command_takes_the_settings(folder, undisturbed, small, tmp_path, capsys):
     argv = ["prepare", "--source", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
     argv += ["--shard-tokens", "9000", "--validation-tokens", "30000", "--workers", "1", "--json"]
@@ -523,6 +526,19 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.processes
+def test_a_tokenizing_process_loads_neither_torch_nor_transformers():
+    program = textwrap.dedent("""
+        import sys
+        from residua.data.encode import Encoder
+        print(Encoder(sys.argv[1], 256, "<u2")([b"ab"]).ids.tolist(), *{"torch", "transformers"} & set(sys.modules))
+    """)
+    command = [sys.executable, "-c", program, byte_tokenizer().backend_tokenizer.to_str()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[97, 98, 256]\n"
+
+
+@pytest.mark.processes
 def test_encoders_hold_few_groups_at_a_time():
     taken = []
 
