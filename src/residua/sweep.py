@@ -165,8 +165,8 @@ class Outcome:
                     whose = " ".join(map(_text, self.sweep.group(results[0].point)))
                     more = "" if self.sweep.neighbours else ", or --neighbours"
                     notes.append(
-                        f"{whose}{whose and ': '}the best {_label(self.sweep.keys[place], value)} is at the edge of what "
-                        f"was tried; try further values{more}"
+                        f"{whose}{whose and ': '}the best {_label(self.sweep.keys[place], value)} is at the edge of "
+                        f"what was tried; try further values{more}"
                     )
         if self.best and self.best.loss.count == 1 and len(self.results) > 1:
             notes.append("one seed each: the noise is not measured; try --seeds 3")

@@ -249,7 +249,11 @@ def test_a_run_that_diverges_is_recorded_without_numbers(tmp_path):
 
 def test_a_folder_has_one_writer_and_one_recipe(tmp_path):
     folder = tmp_path / "out"
-    with open_runs(folder, {"lr": 1.0}), pytest.raises(InputError, match="another process"), open_runs(folder, {"lr": 1.0}):
+    with (
+        open_runs(folder, {"lr": 1.0}),
+        pytest.raises(InputError, match="another process"),
+        open_runs(folder, {"lr": 1.0}),
+    ):
         pass
     with pytest.raises(InputError, match=r"lr was 1.0, is 2.0"), open_runs(folder, {"lr": 2.0}):
         pass

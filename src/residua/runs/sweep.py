@@ -55,7 +55,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return self.key if isinstance(self.key, str) else " ".join(map(str, self.key))
+        return " ".join(map(str, self.key)) if isinstance(self.key, tuple) else str(self.key)
 
 
 class Records:
@@ -88,7 +88,7 @@ class Records:
         if self._places is None:
             return None
         name = str(key)
-        plain = re.sub(r"[^\w.,=+-]", "_", name)[:100]
+        plain = re.sub(r"^\.|[^A-Za-z0-9_.,=+-]", "_", name)[:100]
         return self._places / (plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}")
 
     def add(self, record: Record) -> None:
