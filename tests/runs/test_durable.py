@@ -88,6 +88,28 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path):
     assert path.read_text() == "new"
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
+def test_a_folder_that_a_killed_writer_left_is_removed_by_the_next_one_and_no_other(tmp_path):
+    path = tmp_path / "folder"
+    code = (
+        KILLED.replace("replacing", "unfinished")
+        .replace("file.write(b", "(file / 'a').write_text(")
+        .replace("    file.flush()\n", "")
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".folder.*.partial"))) == 1
+    with unfinished(path) as temporary:
+        assert list(tmp_path.iterdir()) == [temporary]
+        (temporary / "file").write_text("ours")
+        with unfinished(path) as other:  # of a second writer, which is done first
+            assert temporary.is_dir()
+            (other / "file").write_text("theirs")
+        assert (path / "file").read_text() == "theirs"
+        durable.remove(path)
+    assert names(tmp_path) == ["folder"]
+    assert (path / "file").read_text() == "ours"
+
+
 def test_a_writer_at_work_keeps_its_partial_file(tmp_path):
     path = tmp_path / "file"
     with replacing(path) as file:
