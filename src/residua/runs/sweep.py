@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from residua.runs.folder import hold, read_object, refuse_changes, writable
 from residua.runs.jsonlines import JsonLines, finite
 from residua.runs.progress import Progress
 
+GRACE_SECONDS = 5.0
 Record = dict[str, Any]
 Key = Callable[[Record], Hashable]
 
@@ -268,8 +270,12 @@ def _run_in_processes(work: _Work, count: int) -> None:
                     work.finished(job, message)
                     begin()
     finally:
-        for connection, process in processes.items():
+        # Without its pipe a process ends at its next report. Ctrl-C has reached it too: it may save its state first.
+        for connection in processes:
             connection.close()
+        last = time.monotonic() + GRACE_SECONDS
+        for process in processes.values():
+            process.join(max(0.0, last - time.monotonic()))
             process.terminate()
             process.join()
 
