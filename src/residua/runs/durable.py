@@ -20,7 +20,7 @@ from typing import BinaryIO
 try:
     from fcntl import LOCK_EX, LOCK_NB, flock
 except ImportError:  # Windows, which refuses to remove a file that is open
-    flock = None
+    flock = None  # type: ignore[assignment]
 
 
 def write_text(path: Path, text: str) -> None:

@@ -63,7 +63,8 @@ class Progress:
                 refresh_per_second=4,
                 speed_estimate_period=120,
             )
-            self._task = self._bar.add_task(title, total=total, completed=done, text="")
+            self._task = self._bar.add_task(title, total=total, text="")
+            self._bar.update(self._task, completed=done)
 
     def __enter__(self) -> "Progress":
         if self._bar:

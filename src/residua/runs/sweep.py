@@ -106,10 +106,10 @@ class Records:
 
     def drop_state(self, keys: Iterable[Hashable]) -> None:
         """Remove the state of finished runs, unless it is to be kept."""
-        if self._places is not None and not self._keep:
-            for key in keys:
-                with suppress(OSError):
-                    remove(self.place(key))
+        for place in map(self.place, () if self._keep else keys):
+            with suppress(OSError):
+                if place is not None:
+                    remove(place)
 
 
 @contextmanager
@@ -249,7 +249,8 @@ def _run_in_processes(work: _Work, count: int) -> None:
     try:
         begin()
         while current:
-            for connection in wait(list(current)):
+            ready: list[Any] = wait(list(current))
+            for connection in ready:
                 job = current[connection]
                 try:
                     message = connection.recv()
@@ -285,7 +286,8 @@ def _work(connection: Connection) -> None:
     import torch
 
     # A run that outlived its parent would still hold its state when the same command goes on.
-    Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+    parent: Any = multiprocessing.parent_process()
+    Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     torch.set_num_threads(1)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
