@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from residua.data.tokenizer import save_tokenizer
 from residua.errors import InputError, RunError, extra
 from residua.experiment import OpenRun, open_run
-from residua.runs.durable import partial, publish
+from residua.runs.durable import unfinished
 from residua.runs.jsonlines import read_metrics
 from residua.runs.reading import read_json
 from residua.terminal import printable
@@ -51,24 +50,18 @@ def export(
     if place == Path.cwd():
         raise InputError(f"{folder}: expected a folder that can be replaced, got the working one; name another")
     opened = open_run(run, checkpoint, device="cpu")
-    temporary = partial(place)
     try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        save_tokenizer(opened.tokenizer, temporary)
-        opened.model.save_pretrained(temporary)
-        if remote_code:
-            for name, text in model_code().items():
-                (temporary / f"{name}.py").write_text(text, encoding="utf-8")
-            _name_the_code(temporary / "config.json")
-        card = model_card(opened, Path(run), name=place.name, remote_code=remote_code)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-        publish(place)
+        with unfinished(place) as temporary:
+            save_tokenizer(opened.tokenizer, temporary)
+            opened.model.save_pretrained(temporary)
+            if remote_code:
+                for name, text in model_code().items():
+                    (temporary / f"{name}.py").write_text(text, encoding="utf-8")
+                _name_the_code(temporary / "config.json")
+            card = model_card(opened, Path(run), name=place.name, remote_code=remote_code)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise RunError(f"{folder}: cannot write the export: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 

@@ -2,7 +2,7 @@
 
 The published comparison has three operators: the pooled Householder ("DDL" there, without the delta write), the gated
 mixture of rotation and reflection ("hybrid"), and a truncated Cayley map ("JPmHC"), whose start from I keeps it from
-ever reaching the eigenvalue -1. Beside them stand what the comparison leaves out: the exact rotation alone, the Cayley
+ever reaching the eigenvalue -1. The comparison leaves out, and this one adds: the exact rotation alone, the Cayley
 map from its own start and exact, x + MLP(x), one linear map, and the hybrid from other gates and penalties.
 """
 

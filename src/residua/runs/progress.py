@@ -64,7 +64,8 @@ class Progress:
                 refresh_per_second=4,
                 speed_estimate_period=120,
             )
-            self._task = self._bar.add_task(title, total=total or None, completed=done, text="")  # type: ignore[arg-type]
+            self._task = self._bar.add_task(title, total=total or None, text="")
+            self._bar.update(self._task, completed=done)
 
     def __enter__(self) -> "Progress":
         if self._bar:

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from residua.runs.folder import hold, read_object, refuse_changes, writable
 from residua.runs.jsonlines import JsonLines, finite
 from residua.runs.progress import Progress
 
+GRACE_SECONDS = 5.0
 Record = dict[str, Any]
 Key = Callable[[Record], Hashable]
 
@@ -55,7 +57,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return self.key if isinstance(self.key, str) else " ".join(map(str, self.key))
+        return " ".join(map(str, self.key)) if isinstance(self.key, tuple) else str(self.key)
 
 
 class Records:
@@ -88,7 +90,7 @@ class Records:
         if self._places is None:
             return None
         name = str(key)
-        plain = re.sub(r"[^\w.,=+-]", "_", name)[:100]
+        plain = re.sub(r"^\.|[^A-Za-z0-9_.,=+-]", "_", name)[:100]
         return self._places / (plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}")
 
     def add(self, record: Record) -> None:
@@ -104,11 +106,10 @@ class Records:
 
     def drop_state(self, keys: Iterable[Hashable]) -> None:
         """Remove the state of finished runs, unless it is to be kept."""
-        if self._keep:
-            return
-        for place in filter(None, map(self.place, keys)):
+        for place in map(self.place, () if self._keep else keys):
             with suppress(OSError):
-                remove(place)
+                if place is not None:
+                    remove(place)
 
 
 @contextmanager
@@ -270,8 +271,12 @@ def _run_in_processes(work: _Work, count: int) -> None:
                     work.finished(job, message)
                     begin()
     finally:
-        for connection, process in processes.items():
+        # Without its pipe a process ends at its next report. Ctrl-C has reached it too: it may save its state first.
+        for connection in processes:
             connection.close()
+        last = time.monotonic() + GRACE_SECONDS
+        for process in processes.values():
+            process.join(max(0.0, last - time.monotonic()))
             process.terminate()
             process.join()
 
