@@ -1,7 +1,6 @@
 """The folder of one run: who may write in it, and which settings it was begun with."""
 
 import fcntl
-import hashlib
 import json
 import shlex
 import shutil
@@ -132,12 +131,6 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
 def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by section as one mapping with dotted keys: `{"train": {"lr": 1}}` gives `{"train.lr": 1}`."""
     return {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
-
-
-def settings_hash(settings: Mapping[str, Any]) -> str:
-    """A sha256 of everything in the flat `settings` that decides the numbers of a run, and so not of `FREE_KEYS`."""
-    decisive = {key: value for key, value in settings.items() if key not in FREE_KEYS}
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
 def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], source: Path) -> None:

@@ -19,20 +19,6 @@ if TYPE_CHECKING:
     from residua.training.config import TrainConfig
 
 
-@contextmanager
-def writing(run: RunFolder, step: int, checkpoint: Checkpoint | None) -> Iterator[None]:
-    """Say what is kept when the disk fails, which an OSError tells. Raises RunError."""
-    try:
-        yield
-    except OSError as error:
-        reason = " ".join(str(error).split())
-        kept = checkpoint.path if checkpoint else "none"
-        raise RunError(
-            f"step {step}: cannot write into {run.path}: {reason}; last good checkpoint: {kept}; "
-            f"make room or mend the folder, then: {run.resume_command}"
-        ) from error
-
-
 class Saver:
     """Saves the checkpoints of a run. `newest` is the newest that is whole.
 
@@ -64,6 +50,19 @@ class Saver:
         """Whether a save behind the training has failed; `finish` says how."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
+    @contextmanager
+    def writing(self, step: int) -> Iterator[None]:
+        """A context in which an OSError, by which a disk refuses, becomes a RunError that says what is kept."""
+        try:
+            yield
+        except OSError as error:
+            reason = " ".join(str(error).split())
+            kept = self.newest.path if self.newest else "none"
+            raise RunError(
+                f"step {step}: cannot write into {self._run.path}: {reason}; last good checkpoint: {kept}; "
+                f"make room or mend the folder, then: {self._run.resume_command}"
+            ) from error
+
     def save(self, step: int, *, seconds: float, val_loss: float | None) -> None:
         """Save what is there after `step`. Raises as `finish` does."""
         self.finish()
@@ -91,9 +90,9 @@ class Saver:
         RuntimeError where another rank is gone among them.
         """
         ranks, step = self._ranks, checkpoint.step
-        with writing(self._run, step, self.newest):
+        with self.writing(step):
             self.newest = write_checkpoint(checkpoint, blocks, ranks)
-        with writing(self._run, step, self.newest), ranks.together_saving():
+        with self.writing(step), ranks.together_saving():
             if ranks.first:
                 self._damaged.discard(step)
                 drop_old(self._run.checkpoints, step, damaged=self._damaged, **self._kept)
