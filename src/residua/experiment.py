@@ -39,6 +39,7 @@ with extra("lab"):
         PreTrainedTokenizerBase,
         PreTrainedTokenizerFast,
     )
+    from transformers.utils import logging
 
 # An embedding with a multiple of 64 rows is faster on accelerators; the rows beyond the tokenizer's are never labels.
 VOCABULARY_MULTIPLE = 64
@@ -197,10 +198,11 @@ def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedM
     files = read_json_files(folder)
     try:
         _refuse_what_leads_elsewhere(folder, files)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, output_loading_info=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with _quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except InputError:
         raise
     except Exception as error:  # transformers and tokenizers raise many kinds
@@ -210,6 +212,20 @@ def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedM
     if differences:
         raise InputError(f"{folder}: expected the weights of the model in config.json, found {'; '.join(differences)}")
     return model.to(pick_device(device)).eval(), tokenizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from printing what it finds in the files: it becomes one error here."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _refuse_what_leads_elsewhere(folder: Path, files: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ ENTRY = "residua.models.transformer"
 FILES = {ENTRY: "modeling_residua", "residua.models.configuration": "configuration_residua"}
 CLASSES = {"AutoConfig": "ResiduaConfig", "AutoModel": "ResiduaModel", "AutoModelForCausalLM": "ResiduaForCausalLM"}
 OPTIONAL = {"triton"}
-"""Packages that a module of the copy imports but that a machine may lack."""
+"""Packages that a copied module imports but that may not be installed."""
 
 
 def export(
@@ -66,9 +66,9 @@ def export(
 
 
 def model_code() -> dict[str, str]:
-    """The modules that the model needs, as flat files by name, with relative imports: what transformers can load.
+    """Return the text of the modules that the model needs by file name: flat, with relative imports, for transformers.
 
-    They are found by following the imports of `ENTRY` and are this package's own text, import lines excepted.
+    The modules are found by following the imports of `ENTRY`. Only their import lines are changed.
     """
     files: dict[str, str] = {}
     waiting = [ENTRY]
@@ -88,7 +88,7 @@ def model_code() -> dict[str, str]:
 
 
 def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> str:
-    """README.md: how to load the model, and what its records say about how it came to be."""
+    """Return the text of README.md: how to load the model, and how it was trained."""
     config = opened.model.config
     facts = read_json(run / "facts.json") if (run / "facts.json").exists() else {}
     data = facts.get("data", {}) if isinstance(facts, dict) else None
@@ -154,7 +154,7 @@ def _connection(opened: OpenRun) -> str:
 
 
 def _measured(run: Path, step: int) -> Iterator[tuple[str, str]]:
-    """Tokens, speed and the last validation up to `step`, out of metrics.jsonl."""
+    """Yield tokens, seconds and the last validation up to `step`, from metrics.jsonl."""
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] <= step]
     known = {key: value for row in rows for key, value in row.items()}
     names = {
@@ -185,13 +185,13 @@ def _file(module: str) -> str:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module of this package, None if there is none. Nothing is imported: a module may need a GPU's."""
+    """Return the file of a module of this package, or None. Nothing is imported: a module may need triton."""
     path = PACKAGE.joinpath(*module.split(".")[1:])
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
 def _imports(text: str) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The import statements that cannot stay as they are, wherever they stand in the module."""
+    """Yield the import statements that must change, wherever they stand in the module."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             top = node.module.partition(".")[0]
@@ -204,7 +204,7 @@ def _imports(text: str) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
-    """The lines that take an import's place, and the modules of this package that they need."""
+    """Return the lines that replace an import, and the modules of this package that they need."""
     if isinstance(node, ast.Import) or node.module.partition(".")[0] != "residua":
         # transformers refuses a model with an import that fails, unless it stands in a try statement.
         return ["try:", textwrap.indent(ast.unparse(node), "    "), "except ImportError:", "    raise"], []
