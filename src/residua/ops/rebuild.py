@@ -1,11 +1,11 @@
-"""States that the backward pass makes again instead of keeping.
+"""Recompute states in the backward pass instead of keeping them.
 
-A write needs the state before it, and so does a read, when their gradients are computed. Between writes the state
-changes by rank one, so it is enough to keep it now and then and to replay the writes that followed: the same operations
-on the same numbers, hence the same bits. The graph of autograd is the record of what to replay: the input of a write is
-the output of the write before it, whose node holds the direction and the step.
+The gradient of a write or of a read needs the state before it. A write changes the state by rank one, so it is enough
+to keep one state in several and to replay the writes since: the same operations on the same numbers, hence the same
+bits. Autograd's graph is the record of what to replay: the input of a write is the output of the write before it, whose
+node holds the direction and the step.
 
-The node of a write saves the state before it first, or None for it, and has the attributes that `joined` gives it.
+The first tensor that the node of a write saves is the state before it, or None; `joined` gives the node its attributes.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-# What marks the inputs of a module for FSDP2 hands them on as they are; a state is followed through it.
-HANDS_ON = "RegisterPostBackwardFunctionBackward"
+# FSDP2 inserts this node without changing the tensor, so the chain of writes is followed through it.
+PASSES_THROUGH = "RegisterPostBackwardFunctionBackward"
 
 
 def joined(ctx: Any, state: Tensor, every: int, replay: Callable[[Any], Tensor]) -> Tensor | None:
-    """What the write of `ctx` is to save of the state before it: None where that can be made again.
+    """Return what the write of `ctx` must save of the state before it: None if that state can be recomputed.
 
-    age      the writes since a state was kept, this one included: one of `every` states in a row is
-    replay   from the node to the state it wrote; None where the writes that follow keep that
-    rebuilt  the state it wrote, once that was made again; opened: what it saved, once that was asked for
+    Sets on the node: `age`, the writes since a kept state, this one included; `replay`, the function from the node to
+    the state it wrote, or None where the next write keeps that state; `rebuilt`, the state it wrote, after it was
+    recomputed; `opened`, its saved tensors, after they were read. One state in `every` is kept.
     """
     before = writer(state) if every > 1 else None
     ctx.age = 1 if before is None else before.age + 1
@@ -34,8 +34,8 @@ def joined(ctx: Any, state: Tensor, every: int, replay: Callable[[Any], Tensor])
 
 
 def writer(state: Tensor) -> Any:
-    """The node of the write that made `state` and can make it again, so that nobody has to keep it; else None."""
-    if torch.compiler.is_compiling():  # a compiler sees no graph of autograd; it keeps what it wants
+    """Return the node of the write that made `state` and can recompute it; None if the state must be kept."""
+    if torch.compiler.is_compiling():  # a compiler sees no autograd graph, and decides itself what to keep
         return None
     if state.grad_fn is None or state._version:  # changed in place since it was written, unseen by autograd
         return None
@@ -44,26 +44,26 @@ def writer(state: Tensor) -> Any:
 
 
 def rebuilt(ctx: Any) -> Tensor:
-    """The first input of the autograd function of `ctx`, which had a `writer`.
+    """Return the first input of the autograd function of `ctx`, which had a `writer`.
 
-    It stays with the node that makes it until that node's own backward pass, because several readers want it.
-    Raises RuntimeError where the gradient is to be differentiated again: a rebuilt state has no history.
+    The node that makes it holds it until its own backward pass, for other readers. Raises RuntimeError if the gradient
+    itself is to be differentiated: a rebuilt state has no history.
     """
     expect_first_derivative()
     return _made_by(_behind(*ctx.next_functions[0]))
 
 
 def expect_first_derivative() -> None:
-    """RuntimeError inside a backward pass whose results are to be differentiated themselves (`create_graph=True`)."""
+    """Raise RuntimeError inside a backward pass with `create_graph=True`."""
     if torch.is_grad_enabled():
         raise RuntimeError("a rebuilt state has first derivatives only: use rebuild='none' to differentiate twice")
 
 
 def nearest(node: Any, replay: Callable[[Any], Tensor], reach: int) -> tuple[Tensor, list[Any]]:
-    """The latest state at hand before the write of `node`, and the nodes of the writes between the two, oldest first.
+    """Return the nearest state before the write of `node`, and the nodes of the writes in between, oldest first.
 
-    For several writes replayed at once: those of at most `reach` nodes, all with this `replay`. Where they do not lead
-    to a state that exists, the one before them is made, and stays with its node as in `rebuilt`.
+    A kernel replays these writes at once: at most `reach`, all with this `replay`. If no kept state is within reach,
+    the state before these writes is recomputed, and its node holds it as in `rebuilt`.
     """
     between: list[Any] = []
     while (state := opened(node)[0]) is None:
@@ -75,14 +75,14 @@ def nearest(node: Any, replay: Callable[[Any], Tensor], reach: int) -> tuple[Ten
 
 
 def opened(node: Any) -> tuple[Tensor | None, ...]:
-    """What a write has saved, asked for once: activation checkpointing hands it out only once."""
+    """Return the saved tensors of a write, read only once: activation checkpointing hands them out only once."""
     if node.opened is None:
         node.opened = node.saved_tensors
     return node.opened
 
 
 def cut(state: Any) -> Any:
-    """The same state, a tensor or a pytree of them, of which nobody knows how to make it again."""
+    """Return the same state, a tensor or a pytree, detached from the chain of writes, so that it is kept."""
     return tree_map(lambda x: x.view_as(x), state)
 
 
@@ -93,7 +93,7 @@ def _made_by(node: Any) -> Tensor:
 
 
 def _behind(node: Any, output: int) -> Any:
-    """The node whose first output this is, behind those that only hand it on; None where there is none."""
-    while node is not None and node.name() == HANDS_ON:
+    """Return the node whose first output this is, looking through nodes that only pass it on; None if there is none."""
+    while node is not None and node.name() == PASSES_THROUGH:
         node, output = node.next_functions[output]
     return node if output == 0 else None
