@@ -45,7 +45,7 @@ RATIOS = [
 def kept(name):
     """A preset that keeps every state, as the figures below assume."""
     scheme = PRESETS[name]
-    return resolve({"preset": name, "rebuild": "none"}) if hasattr(scheme, "rebuild") else scheme
+    return resolve({"preset": name, "recompute": "none"}) if hasattr(scheme, "recompute") else scheme
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_bytes_of_a_boundary(name, state_bytes, expected):
     assert boundary_bytes(kept(name), state_bytes=state_bytes) == expected
 
 
-def test_bytes_of_rebuilding_and_of_separate_kernels():
+def test_bytes_of_recomputing_and_of_separate_kernels():
     assert boundary_bytes(PRESETS["ddl-cc"], state_bytes=2) == (20, 33)
     assert boundary_bytes(PRESETS["ddl-tc"], state_bytes=4) == (40, 63)
     assert boundary_bytes(kept("ddl-cc"), state_bytes=2, kernels="separate") == (30, 58)

@@ -858,7 +858,7 @@ COMMANDS: dict[str, Command] = {
     "bench": Command(
         "measure speed and memory of the schemes, and of single operations",
         "residua bench models --device cpu --presets ddl-cc ddl-tc\n"
-        "residua bench memory --presets ddl-cc ddl-cc:rebuild=none\n"
+        "residua bench memory --presets ddl-cc ddl-cc:recompute=none\n"
         "residua bench generate --presets ddl ddl-cc\n"
         "residua bench ops --device cuda",
         _bench_arguments,

@@ -82,7 +82,7 @@ def boundary_bytes(scheme: Scheme, *, state_bytes: int, kernels: Kernels = "fuse
     A boundary writes the state, reads it for the next sublayer and normalises. With n rows of `state_bytes`, one pass
     over the state is P = n state_bytes; everything else is in bfloat16. Fused, in one kernel: 2 P + 4 forward (state in
     and out, k in, x out) and 3 P + 6 backward (2 P + 4 for the plain residual, which needs no state for its gradient);
-    a convolution over tokens adds P / 8 + 2 and P / 8 + 4 (tokens read twice by neighbours, x_in); rebuilding states
+    a convolution over tokens adds P / 8 + 2 and P / 8 + 4 (tokens read twice by neighbours, x_in); recomputing states
     from each m-th one adds m - 1 backward. Separate, one kernel for the write and one for read and norm: 3 P + 6 and
     6 P + 10.
     """
@@ -95,8 +95,8 @@ def boundary_bytes(scheme: Scheme, *, state_bytes: int, kernels: Kernels = "fuse
     if isinstance(scheme, DeepDelta):
         if scheme.compress == "token":
             forward, backward = forward + passes / 8 + 2, backward + passes / 8 + 4
-        if scheme.rebuild == "replay" and scheme.value_channels > 1:
-            backward += scheme.rebuild_every - 1
+        if scheme.recompute == "replay" and scheme.value_channels > 1:
+            backward += scheme.recompute_every - 1
     return forward, backward
 
 
@@ -281,7 +281,7 @@ def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int
     flops = flops_per_token(model, sequence_length=train.sequence_length)
     traffic = {name: bytes_per_token(model, state_bytes=state_bytes, kernels=name) for name in ("fused", "separate")}
     memory, largest = {}, {}
-    for name, scheme in _rebuilds(model.scheme).items():
+    for name, scheme in _recompute_modes(model.scheme).items():
         chosen = ResiduaConfig(**{**given, "connection": scheme})
         parts = _memory(chosen, train, share, gpus if sharded else 1)
         memory[name] = parts | {"total": sum(parts.values())}
@@ -318,12 +318,12 @@ def _on_meta(config: ResiduaConfig) -> ResiduaForCausalLM:
         return ResiduaForCausalLM(config)
 
 
-def _rebuilds(scheme: Scheme) -> dict[str, Scheme]:
+def _recompute_modes(scheme: Scheme) -> dict[str, Scheme]:
     """The ways to keep the states of a scheme: its own first, then the other; one for a scheme without the choice."""
     if not isinstance(scheme, DeepDelta) or scheme.value_channels == 1:
         return {"all": scheme}
-    other = "none" if scheme.rebuild == "replay" else "replay"
-    return {scheme.rebuild: scheme, other: replace(scheme, rebuild=other)}
+    other = "none" if scheme.recompute == "replay" else "replay"
+    return {scheme.recompute: scheme, other: replace(scheme, recompute=other)}
 
 
 def _memory(model: ResiduaConfig, train: TrainConfig, share: Share, shards: int) -> dict[str, float]:

@@ -79,7 +79,7 @@ def _of_models(parser: argparse.ArgumentParser, settings: type, precision: str) 
         nargs="+",
         default=settings.presets,
         metavar="NAME",
-        help=f"schemes to measure beside {BASELINE}, with options where wanted, as in ddl-cc:rebuild=none "
+        help=f"schemes to measure beside {BASELINE}, with options where wanted, as in ddl-cc:recompute=none "
         "(default: all that residua schemes lists)",
     )
     _shared(parser, settings)

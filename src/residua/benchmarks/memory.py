@@ -21,13 +21,13 @@ MEBIBYTE = 2**20
 STATUS = Path("/proc/self/status")
 
 
-def with_and_without_rebuilding() -> tuple[str, ...]:
-    """All presets, and those that rebuild states of several rows once more without that."""
+def with_and_without_recompute() -> tuple[str, ...]:
+    """Return all presets, and for each that recomputes states one more that keeps them."""
     names = []
     for preset, scheme in PRESETS.items():
         names.append(preset)
-        if scheme.state_rows > 1 and getattr(scheme, "rebuild", "none") != "none":
-            names.append(f"{preset}:rebuild=none")
+        if scheme.state_rows > 1 and getattr(scheme, "recompute", "none") != "none":
+            names.append(f"{preset}:recompute=none")
     return tuple(names)
 
 
@@ -35,11 +35,11 @@ def with_and_without_rebuilding() -> tuple[str, ...]:
 class MemorySettings(ModelSettings):
     """What is measured (`ModelSettings`; there are no rounds, because one step shows it).
 
-    presets   all of them, and those that rebuild states also without doing so
+    presets   all of them, and for each that recomputes states one more that keeps them
     peak      whether the peak of a training step is measured too; on the CPU that takes Linux
     """
 
-    presets: tuple[str, ...] = with_and_without_rebuilding()
+    presets: tuple[str, ...] = with_and_without_recompute()
     peak: bool = True
 
     def __post_init__(self):

@@ -21,7 +21,7 @@ Precision = Literal["float32", "bfloat16"]
 class Settings:
     """Which models, on what; the plain residual always takes part.
 
-    presets      names in `residua.PRESETS`, with options of their own where wanted: "ddl-cc:rebuild=none"
+    presets      names in `residua.PRESETS`, with options of their own where wanted: "ddl-cc:recompute=none"
     layers, dim, heads, head_dim, vocab_size   the model
     precision    the dtype in which it computes
     state_dtype  see `ResiduaConfig`

@@ -48,7 +48,7 @@ PRESETS: dict[str, Scheme] = {
 def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     """The scheme named by a preset, by `{"preset": name, **overrides}` or by `{"scheme": name, **options}`.
 
-    A preset's name may carry overrides itself: "ddl-cc:rebuild=none,value_channels=3" (`options.named`). Overriding
+    A preset's name may carry overrides itself: "ddl-cc:recompute=none,value_channels=3" (`options.named`). Overriding
     what other options are derived from derives them anew: `{"preset": "ddl-cc", "value_channels": 3}` has a channel
     kernel of 3. ValueError for an unknown name (with the nearest one), option or value.
     """

@@ -76,7 +76,7 @@ class DeepDelta(Scheme):
     implementation   of the delta write, and of the whole stretch between two sublayers where it can be one kernel:
                      "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto", which takes triton
                      where it runs. No kernel has been timed on a GPU yet, so the default is "reference"
-    rebuild          what the backward pass does for states of several channels: "replay" keeps one of `rebuild_every`
+    recompute        what the backward pass does for states of several channels: "replay" keeps one of `recompute_every`
                      in a row and makes the others again, equal to the last bit, in either implementation; "none" keeps
                      them all, as does a compiled model. Changes memory and speed, no number
     """
@@ -113,15 +113,15 @@ class DeepDelta(Scheme):
     phi_k_rank: int | None = None
     init: Literal["average", "authors"] = "average"
     implementation: Implementation = "reference"
-    rebuild: Literal["none", "replay"] = "replay"
-    rebuild_every: int = 4
+    recompute: Literal["none", "replay"] = "replay"
+    recompute_every: int = 4
 
     def __post_init__(self):
         check_types(self)
-        for name in ("value_channels", "expand_kernel", "beta_hidden", "rebuild_every"):
+        for name in ("value_channels", "expand_kernel", "beta_hidden", "recompute_every"):
             require(self, name, getattr(self, name) >= 1, "at least 1")
         # What is far from a state that was kept is made again by calls within calls.
-        require(self, "rebuild_every", self.rebuild_every <= 64, "at most 64")
+        require(self, "recompute_every", self.recompute_every <= 64, "at most 64")
         if self.compress is None and self.value_channels > 1:
             object.__setattr__(self, "compress", "token")
         if self.compress is not None and self.compress_kernel is None:
@@ -186,8 +186,8 @@ class DeepDelta(Scheme):
     @property
     def write_options(self) -> dict[str, Any]:
         """What every implementation of a write with a unit direction takes beside tensors."""
-        every = self.rebuild_every if self.rebuild == "replay" else 1
-        return {"k_norm": self.k_norm, "eps": self.k_eps, "rebuild_every": every}
+        every = self.recompute_every if self.recompute == "replay" else 1
+        return {"k_norm": self.k_norm, "eps": self.k_eps, "recompute_every": every}
 
     def num_memories(self, num_sublayers: int) -> int:
         compress = self.compress == "token" and self.compress_kernel > 1

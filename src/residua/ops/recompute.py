@@ -23,13 +23,13 @@ def joined(ctx: Any, state: Tensor, every: int, replay: Callable[[Any], Tensor])
     """Return what the write of `ctx` must save of the state before it: None if that state can be recomputed.
 
     Sets on the node: `age`, the writes since a kept state, this one included; `replay`, the function from the node to
-    the state it wrote, or None where the next write keeps that state; `rebuilt`, the state it wrote, after it was
+    the state it wrote, or None where the next write keeps that state; `recomputed`, the state it wrote, after it was
     recomputed; `opened`, its saved tensors, after they were read. One state in `every` is kept.
     """
     before = writer(state) if every > 1 else None
     ctx.age = 1 if before is None else before.age + 1
     ctx.replay = replay if ctx.age < every else None
-    ctx.rebuilt = ctx.opened = None
+    ctx.recomputed = ctx.opened = None
     return state if before is None else None
 
 
@@ -43,11 +43,11 @@ def writer(state: Tensor) -> Any:
     return node if getattr(node, "replay", None) is not None else None
 
 
-def rebuilt(ctx: Any) -> Tensor:
+def recomputed(ctx: Any) -> Tensor:
     """Return the first input of the autograd function of `ctx`, which had a `writer`.
 
     The node that makes it holds it until its own backward pass, for other readers. Raises RuntimeError if the gradient
-    itself is to be differentiated: a rebuilt state has no history.
+    itself is to be differentiated: a recomputed state has no history.
     """
     expect_first_derivative()
     return _made_by(_behind(*ctx.next_functions[0]))
@@ -56,19 +56,19 @@ def rebuilt(ctx: Any) -> Tensor:
 def expect_first_derivative() -> None:
     """Raise RuntimeError inside a backward pass with `create_graph=True`."""
     if torch.is_grad_enabled():
-        raise RuntimeError("a rebuilt state has first derivatives only: use rebuild='none' to differentiate twice")
+        raise RuntimeError("a recomputed state has first derivatives only: use recompute='none' to differentiate twice")
 
 
 def nearest(node: Any, replay: Callable[[Any], Tensor], reach: int) -> tuple[Tensor, list[Any]]:
     """Return the nearest state before the write of `node`, and the nodes of the writes in between, oldest first.
 
     A kernel replays these writes at once: at most `reach`, all with this `replay`. If no kept state is within reach,
-    the state before these writes is recomputed, and its node holds it as in `rebuilt`.
+    the state before these writes is recomputed, and its node holds it as in `recomputed`.
     """
     between: list[Any] = []
     while (state := opened(node)[0]) is None:
         node = _behind(*node.next_functions[0])
-        if node.rebuilt is not None or node.replay is not replay or len(between) == reach:
+        if node.recomputed is not None or node.replay is not replay or len(between) == reach:
             return _made_by(node), between
         between.insert(0, node)
     return state, between
@@ -87,9 +87,9 @@ def cut(state: Any) -> Any:
 
 
 def _made_by(node: Any) -> Tensor:
-    if node.rebuilt is None:
-        node.rebuilt = node.replay(node)
-    return node.rebuilt
+    if node.recomputed is None:
+        node.recomputed = node.replay(node)
+    return node.recomputed
 
 
 def _behind(node: Any, output: int) -> Any:
