@@ -40,7 +40,7 @@ RATIOS = [
 def kept(name):
     """A preset that keeps every state, as the figures below assume."""
     scheme = PRESETS[name]
-    return resolve({"preset": name, "rebuild": "none"}) if hasattr(scheme, "rebuild") else scheme
+    return resolve({"preset": name, "recompute": "none"}) if hasattr(scheme, "recompute") else scheme
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_bytes_of_a_boundary(name, state_bytes, expected):
     assert kept(name).traffic(1, state_bytes=state_bytes) == expected
 
 
-def test_bytes_of_rebuilding_and_of_separate_kernels():
+def test_bytes_of_recomputing_and_of_separate_kernels():
     assert PRESETS["ddl-cc"].traffic(1, state_bytes=2) == (20, 33)
     assert PRESETS["ddl-tc"].traffic(1, state_bytes=4) == (40, 63)
     assert kept("ddl-cc").traffic(1, state_bytes=2, fused=False) == (30, 58)

@@ -24,7 +24,7 @@ VARIANTS: dict[str, Scheme] = {
     "residual-ec4": Residual(expand="conv"),
     "residual-ec1": Residual(expand="conv", expand_kernel=1),
     # Compression over the tokens: every kernel, shared or not, also of a single channel.
-    "token-dv2-k1": DeepDelta(value_channels=2, compress="token", compress_kernel=1, rebuild_every=2),
+    "token-dv2-k1": DeepDelta(value_channels=2, compress="token", compress_kernel=1, recompute_every=2),
     "token-dv3-k2-separate": DeepDelta(value_channels=3, compress_kernel=2, compress_sharing="separate"),
     "token-dv1-k3": DeepDelta(value_channels=1, compress="token", compress_kernel=3),
     # The embedding convolution, alone and beside each compression.
@@ -36,7 +36,7 @@ VARIANTS: dict[str, Scheme] = {
     "channel-dv5-k3-causal": DeepDelta(
         value_channels=5, compress="channel", compress_kernel=3, compress_causal=True, compress_sharing="separate"
     ),
-    "channel-dv3-k1": DeepDelta(value_channels=3, compress="channel", compress_kernel=1, rebuild="none"),
+    "channel-dv3-k1": DeepDelta(value_channels=3, compress="channel", compress_kernel=1, recompute="none"),
     "channel-dv3-direct": DeepDelta(value_channels=3, compress="channel", compress_form="direct"),
     # The direction.
     "guard-add": DeepDelta(k_norm="add", k_eps=0.1),

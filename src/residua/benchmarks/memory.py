@@ -21,13 +21,13 @@ MEBIBYTE = 2**20
 STATUS = Path("/proc/self/status")
 
 
-def with_and_without_rebuilding() -> tuple[str, ...]:
+def with_and_without_recompute() -> tuple[str, ...]:
     """Return all presets, and the ones that recompute states a second time with every state kept."""
     names = []
     for preset, scheme in PRESETS.items():
         names.append(preset)
-        if scheme.state_size(0, 1) > 1 and getattr(scheme, "rebuild", "none") != "none":
-            names.append(f"{preset}:rebuild=none")
+        if scheme.state_size(0, 1) > 1 and getattr(scheme, "recompute", "none") != "none":
+            names.append(f"{preset}:recompute=none")
     return tuple(names)
 
 
@@ -39,7 +39,7 @@ class MemorySettings(ModelSettings):
     peak      whether to measure the peak of a training step too; on the CPU this needs Linux
     """
 
-    presets: tuple[str, ...] = with_and_without_rebuilding()
+    presets: tuple[str, ...] = with_and_without_recompute()
     peak: bool = True
 
     def __post_init__(self):

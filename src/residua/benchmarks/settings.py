@@ -21,7 +21,7 @@ Precision = Literal["float32", "bfloat16"]
 class Settings:
     """The models to measure and where to run them; the plain residual always takes part.
 
-    presets      names of presets, with options if wanted: "ddl-cc:rebuild=none"
+    presets      names of presets, with options if wanted: "ddl-cc:recompute=none"
     layers, dim, heads, head_dim, vocab_size   the model
     precision    the dtype of the computation
     state_dtype  see `ResiduaConfig`

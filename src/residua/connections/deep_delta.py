@@ -79,7 +79,7 @@ class DeepDelta(Scheme):
     implementation   of the delta write, and of the whole stretch between two sublayers where it can be one kernel:
                      "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto", which takes triton
                      where it runs. No kernel has been timed on a GPU yet, so the default is "reference"
-    rebuild          what the backward pass does for states of several channels: "replay" keeps one of `rebuild_every`
+    recompute        what the backward pass does for states of several channels: "replay" keeps one of `recompute_every`
                      in a row and makes the others again, equal to the last bit, in either implementation; "none" keeps
                      them all, as does a compiled model. Changes memory and speed, no number
     """
@@ -115,15 +115,15 @@ class DeepDelta(Scheme):
     phi_k_rank: int | None = None
     init: Literal["average", "authors"] = "average"
     implementation: Implementation = "reference"
-    rebuild: Literal["none", "replay"] = "replay"
-    rebuild_every: int = 4
+    recompute: Literal["none", "replay"] = "replay"
+    recompute_every: int = 4
 
     def __post_init__(self):
         check_types(self)
-        for name in ("value_channels", "expand_kernel", "beta_hidden", "rebuild_every"):
+        for name in ("value_channels", "expand_kernel", "beta_hidden", "recompute_every"):
             require(self, name, getattr(self, name) >= 1, "at least 1")
         # Recomputing recurses once for each state that was not kept; 64 stays well inside Python's recursion limit.
-        require(self, "rebuild_every", self.rebuild_every <= 64, "at most 64")
+        require(self, "recompute_every", self.recompute_every <= 64, "at most 64")
         if self.compress is None and self.value_channels > 1:
             object.__setattr__(self, "compress", "token")
         if self.compress is not None and self.compress_kernel is None:
@@ -187,8 +187,8 @@ class DeepDelta(Scheme):
         if fused and self.compress == "token":
             share = self.value_channels * state_bytes / 8
             forward, backward = forward + share + 2, backward + share + 4
-        if fused and self.rebuild == "replay" and self.value_channels > 1:
-            backward += self.rebuild_every - 1
+        if fused and self.recompute == "replay" and self.value_channels > 1:
+            backward += self.recompute_every - 1
         return Traffic(forward, backward)
 
     @property
@@ -199,8 +199,8 @@ class DeepDelta(Scheme):
     @property
     def write_options(self) -> dict[str, Any]:
         """What every implementation of a write with a unit direction takes beside tensors."""
-        every = self.rebuild_every if self.rebuild == "replay" else 1
-        return {"k_norm": self.k_norm, "eps": self.k_eps, "rebuild_every": every}
+        every = self.recompute_every if self.recompute == "replay" else 1
+        return {"k_norm": self.k_norm, "eps": self.k_eps, "recompute_every": every}
 
     def build_compress(self, dim: int) -> TokenCompress | ChannelCompress | OnlyStream:
         """One compressor, (batch, seq, streams, dim) -> (batch, seq, dim)."""

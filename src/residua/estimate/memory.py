@@ -105,10 +105,10 @@ class _Live(TorchDispatchMode):
 
 def ways_to_keep(scheme: Scheme) -> dict[str, Scheme]:
     """The scheme under each way to keep its states, its own way first; "all" where there is no choice."""
-    own = getattr(scheme, "rebuild", None)
+    own = getattr(scheme, "recompute", None)
     if own is None or scheme.state_size(0, 1) == 1:
         return {"all": scheme}
-    return {way: replace(scheme, rebuild=way) for way in sorted(("replay", "none"), key=lambda way: way != own)}
+    return {way: replace(scheme, recompute=way) for way in sorted(("replay", "none"), key=lambda way: way != own)}
 
 
 def step_memory(model: ResiduaConfig, train: TrainConfig, share: Share, shards: int) -> dict[str, float]:

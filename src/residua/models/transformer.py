@@ -24,7 +24,7 @@ from residua.models.configuration import ResiduaConfig
 from residua.models.memory import memories, places
 from residua.models.mlp import MLP
 from residua.ops import at_least_float32
-from residua.ops.rebuild import cut
+from residua.ops.recompute import cut
 
 with extra("lab"):
     from transformers import GenerationMixin, PreTrainedModel

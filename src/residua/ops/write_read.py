@@ -40,13 +40,13 @@ def channel_boundary(
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
     value_input: ValueInput = "x_in",
-    rebuild_every: int = 1,
+    recompute_every: int = 1,
     implementation: Implementation = "reference",
 ) -> Boundary:
     """X' = X + beta k (v^T - k^T X); x_in = sum_j weights[j] X'[j]; c = gain x_in / rms(x_in); the gate's product
     gate_weight . c and the value's products value_weight x_in, or value_weight c with `value_input="context"`.
 
-    state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), `rebuild_every` and
+    state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), `recompute_every` and
     `implementation` as in `delta_write`; weights: (value_channels, dim) as in `stream_read`, gain and gate_weight:
     (dim,), value_weight: (value_channels, dim) belong to the sublayer that follows. Results in the dtype of `state`,
     products in at least float32. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel
@@ -59,8 +59,8 @@ def channel_boundary(
 
         expect_write(state, k, v, beta, k_norm)
         expect_shape("weights", weights, state.shape[-2:], "(value_channels, dim)")
-        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, rebuild_every))
-    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
+        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, recompute_every))
+    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, recompute_every=recompute_every)
     x = stream_read(written, weights)
     return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
 
@@ -79,7 +79,7 @@ def token_boundary(
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
     value_input: ValueInput = "x_in",
-    rebuild_every: int = 1,
+    recompute_every: int = 1,
     implementation: Implementation = "reference",
 ) -> Boundary:
     """As `channel_boundary`, but x_in[t] = sum_{s, j} taps[s, j] X'[t - s, j] as in `causal_read`.
@@ -96,8 +96,8 @@ def token_boundary(
             raise ValueError(f"state: expected (..., seq, value_channels, dim), got {tuple(state.shape)}")
         expect_write(state, k, v, beta, k_norm)
         expect_shape("taps", taps, (taps.shape[0], *state.shape[-2:]), "(kernel, value_channels, dim)")
-        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, rebuild_every))
-    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
+        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, recompute_every))
+    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, recompute_every=recompute_every)
     x = causal_read(written, taps)
     return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
 
