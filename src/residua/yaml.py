@@ -18,10 +18,10 @@ def read_yaml(text: str, source: object) -> Any:
     """
     try:
         return yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or date that Python cannot hold
-        raise InputError(f"{source}: expected YAML, got: {' '.join(str(error).split())}") from error
     except RecursionError:
         raise InputError(f"{source}: expected YAML with a few levels, got one nested too deeply") from None
+    except Exception as error:  # PyYAML raises what its constructors stumble over: ValueError, IndexError, KeyError
+        raise InputError(f"{source}: expected YAML, got: {' '.join(str(error).split())}") from error
 
 
 def write_yaml(values: Any) -> str:

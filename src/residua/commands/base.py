@@ -57,6 +57,9 @@ class Parser(argparse.ArgumentParser):
         if self._fill is not None:
             fill, self._fill = self._fill, None
             fill(self)
+        for argument in sys.argv[1:] if args is None else args:
+            if argument.startswith("--") and argument.endswith("=--"):  # argparse gives a list where this is a value
+                self.error(f"argument {argument[:-3]}: expected a value, got --")
         arguments, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown[0])
