@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         known = {name: name for name in self._option_string_actions}
         # `--lr` for `--train.lr`
         known = {f"--{name.rpartition('.')[2]}": name for name in known if "." in name} | known
-        self.error(f"unknown option {option}{did_you_mean(option, known)}")
+        self.error(f"unknown option {option}{did_you_mean(option, known, show=known)}")
 
 
 def whole(low: int = -(2**63), high: int = 2**63 - 1) -> Callable[[str], int]:
