@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from residua.benchmarks.timing import Clock, cuda_clock, process_clock, wall_clock
+from residua.checks import require
 from residua.connections import PRESETS
 from residua.errors import InputError
 from residua.models import ResiduaConfig
@@ -47,8 +48,7 @@ class Settings:
         object.__setattr__(self, "presets", tuple(dict.fromkeys([BASELINE, *self.presets])))
         self._require_positive("layers", "threads")
         for name, choices in (("device", get_args(Device)), ("precision", get_args(Precision))):
-            if getattr(self, name) not in choices:
-                raise InputError(f"{name}: expected {' or '.join(choices)}, got {getattr(self, name)!r}")
+            require(getattr(self, name) in choices, name, " or ".join(choices), getattr(self, name))
         expect_device(self.device)
         for preset in self.presets:
             self.config(preset)
@@ -84,13 +84,11 @@ class Settings:
         for name in names:
             values = getattr(self, name)
             for value in values if isinstance(values, tuple) else (values,):
-                if value < 1:
-                    raise InputError(f"{name}: expected at least 1, got {value}")
+                require(value >= 1, name, "at least 1", value)
 
     def _require_not_negative(self, *names: str) -> None:
         for name in names:
-            if getattr(self, name) < 0:
-                raise InputError(f"{name}: expected at least 0, got {getattr(self, name)}")
+            require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
 
 
 def expect_device(device: str) -> None:

@@ -8,7 +8,6 @@ and maps back. A name stands for a row of a table: one of `MODELS`, any preset, 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from residua.checks import did_you_mean
 from residua.connections import PRESETS, Projection, Scheme, TensorSpec, named, presets, resolve
 from residua.connections.base import as_inputs
 from residua.errors import InputError
@@ -253,9 +253,7 @@ def row(name: str) -> Row:
         found = Row({"preset": base})
     else:
         known = list(dict.fromkeys([*MODELS, *PRESETS]))
-        close = get_close_matches(base, known, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        raise InputError(f"no model is called {base!r}{meant} (known: {', '.join(known)})")
+        raise InputError(f"no model is called {base!r}{did_you_mean(base, known)} (known: {', '.join(known)})")
     if options and found.connection is None:
         raise InputError(f"model {name}: {base} has no options")
     wide = options.pop("wide", found.wide)
