@@ -77,7 +77,7 @@ def page(name: str) -> str:
         f"```text\n{kind.equation}\n```",
         f"Source: {paper}. Class: `residua.{kind.__name__}`. [Deviations](../deviations.md) lists where papers, code "
         "and this library differ.",
-        *("    " + block.strip() if block.startswith("    ") else block for block in map(joined, about)),
+        *map(joined, about),
         "## Use it",
         f"```python\n{code}```",
         f"It prints:\n\n```text\n{printed(code)}```",
@@ -235,8 +235,9 @@ def results(name: str) -> str:
 
 
 def joined(paragraph: str) -> str:
-    """Join the lines of a paragraph, and leave an indented one as it is."""
-    return paragraph if paragraph.startswith("    ") else " ".join(paragraph.split())
+    """Join the lines of a paragraph, link the pages that it names, and leave an indented one as it is."""
+    linked = re.sub(r"docs/(\w+)\.md", lambda match: f"[{match[1]}](../{match[1]}.md)", paragraph)
+    return paragraph if paragraph.startswith("    ") else " ".join(linked.split())
 
 
 def escaped(text: str) -> str:
