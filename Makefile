@@ -1,15 +1,21 @@
-# Two commands for a newcomer: `make demo` and `make test`. Each makes the virtual environment it needs.
+# `make demo`, `make check` and `make test` are for a newcomer. Each makes the virtual environment that it needs.
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 READY := $(VENV)/.ready
+PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS)
 
-.PHONY: demo test lint docs clean
+.PHONY: demo check test lint docs clean
 
 demo: $(READY)
 	$(VENV)/bin/residua demo --out runs/demo
 
+# The fast lane: everything but Triton's interpreter, compilers, other processes and the browser.
+check: $(READY)
+	$(PYTEST) --dist worksteal -m "not (interpreter or compiler or processes or browser)"
+
 test: $(READY)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	$(PYTEST) --dist loadfile
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -82,7 +82,7 @@ def page(name: str) -> str:
         f"```python\n{code}```",
         f"It prints:\n\n```text\n{printed(code)}```",
         "## Presets: start and cost",
-        "State: values per token, in widths d. Parameters: what the scheme adds to a language model with the plain "
+        "State: numbers per token in widths d. Parameters: what the scheme adds to a language model with the plain "
         "residual. Start: the relative difference of an untrained stack from the plain pre-norm residual, after the "
         "final norm; 0 means that training starts from the plain residual.",
         costs(name),
@@ -107,7 +107,8 @@ def snippet(name: str) -> str:
         sublayers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
         stream = {kind}().build(dim=64, num_sublayers=4)
         x = torch.randn(2, 16, 64)
-        _, carry = stream.connections[1].read(stream.expand(x))
+        state = stream.connections[0](stream.expand(x), sublayers[0])
+        _, carry = stream.connections[1].read(state)
         for name, coefficient in carry.coefficients._asdict().items():
             print(name, getattr(coefficient, "shape", coefficient))
         print(stream(x, sublayers).shape)
@@ -131,9 +132,13 @@ def costs(name: str) -> str:
         }
         listed = [f"`{option}={value!r}`" for option, value in changed.items() if value != getattr(default, option)]
         counts = [f"{added(scheme, size):+,}" for size in ("small", "medium")]
-        state = f"{scheme.state_rows}d" if scheme.state_rows > 1 else "d"
-        rows.append([f"`{preset}`", " ".join(listed), state, *counts, start(scheme)])
+        rows.append([f"`{preset}`", " ".join(listed), state(scheme), *counts, start(scheme)])
     return table(rows)
+
+
+def state(scheme: residua.Scheme) -> str:
+    """Return the size of the state of a token."""
+    return f"{scheme.state_rows}d" if scheme.state_rows > 1 else "d"
 
 
 def added(scheme: residua.Scheme, size: str) -> int:

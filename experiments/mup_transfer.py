@@ -9,22 +9,33 @@ makes it resumable: runs that stand in it are not repeated. Only the width chang
 
 import argparse
 import itertools
-import json
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from throwaway import throwaway_run
+from throwaway import embedded_corpus, throwaway_run
+
+from residua.runs import jsonlines
+from residua.runs.sweep import Job, Records, run_jobs
 
 WIDTHS = (64, 128, 256)
 RATES = tuple(0.002 * 2**i for i in range(7))
 BASE = 64
+KEY = ("connection", "mup", "width", "lr", "seed", "steps")
 
 
-def train_one(connection: str, mup: bool, width: int, lr: float, seed: int, steps: int, data: str) -> dict:
+def train_one(
+    connection: str,
+    mup: bool,
+    width: int,
+    lr: float,
+    seed: int,
+    steps: int,
+    data: str,
+    *,
+    place: None,
+    report: Callable,
+) -> dict:
     """One run in a folder that is thrown away; returns its line for the record."""
-    import torch
-
-    torch.set_num_threads(1)
     overrides = [
         f"--data.path={data}", f"--model.connection={connection}", f"--model.mup={str(mup).lower()}",
         f"--model.mup_base_width={BASE}", f"--model.hidden_size={width}", f"--model.num_attention_heads={width // 32}",
@@ -33,7 +44,7 @@ def train_one(connection: str, mup: bool, width: int, lr: float, seed: int, step
         "--train.sequence_length=64", f"--train.evaluate_every={steps}", f"--train.checkpoint_every={steps}",
         "--train.device=cpu",
     ]  # fmt: skip
-    result, facts, _ = throwaway_run("tiny", overrides)
+    result, facts, _ = throwaway_run("tiny", overrides, report)
     return {
         "connection": connection,
         "mup": mup,
@@ -74,25 +85,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="LR")
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time; sets nothing but the speed")
     parser.add_argument("--table", action="store_true", help="print the record as tables and run nothing")
     arguments = parser.parse_args()
-    rows = [json.loads(line) for line in arguments.record.read_text().splitlines()] if arguments.record.exists() else []
     if arguments.table:
-        print(table(rows))
+        print(table(jsonlines.read(arguments.record)))
         return
-    from residua.data import prepare
-
-    keys = ("connection", "mup", "width", "lr", "seed", "steps")
-    done = {tuple(row[key] for key in keys) for row in rows}
-    with tempfile.TemporaryDirectory() as folder:
-        data = prepare("stdlib", Path(folder) / "data", vocab_size=2048, progress=False)
-        for point in itertools.product(arguments.connections, (True, False), WIDTHS, arguments.rates, arguments.seeds):
-            if (*point, arguments.steps) in done:
-                continue
-            row = train_one(*point, arguments.steps, str(data.folder))
-            with arguments.record.open("a", encoding="utf-8") as record:
-                record.write(json.dumps(row) + "\n")
-            print({key: row[key] for key in (*keys, "val_loss", "seconds")}, flush=True)
+    points = itertools.product(arguments.connections, (True, False), WIDTHS, arguments.rates, arguments.seeds)
+    with embedded_corpus() as data, Records(arguments.record, lambda row: tuple(row[name] for name in KEY)) as records:
+        runs = [(*point, arguments.steps) for point in points]
+        jobs = [Job(run, train_one, (*run, data), arguments.steps, cost=run[2]) for run in runs]
+        run_jobs(jobs, records, processes=arguments.processes)
 
 
 if __name__ == "__main__":

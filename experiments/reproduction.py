@@ -17,11 +17,15 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from throwaway import throwaway_run
+
+from residua.runs import jsonlines
+from residua.runs.statistics import Estimate
+from residua.runs.sweep import Job, Records, run_jobs
 
 RECORD = Path(__file__).with_name("reproduction.jsonl")
 SPEED = Path(__file__).with_name("reproduction-speed.jsonl")
@@ -53,7 +57,17 @@ BATCH_SIZE, SEQUENCE_LENGTH = 8, 128
 KEY = ("variant", "lr", "embedding_init_std", "seed", "steps")
 
 
-def train_one(variant: str, lr: float, embedding_init_std: float, seed: int, steps: int, data: str) -> dict:
+def train_one(
+    variant: str,
+    lr: float,
+    embedding_init_std: float,
+    seed: int,
+    steps: int,
+    data: str,
+    *,
+    place: None,
+    report: Callable,
+) -> dict:
     """One run in a folder that is thrown away; returns its line for the record."""
     connection = VARIANTS[variant]
     overrides = [f"--model.{name}={value}" for name, value in SHAPE.items()] + [
@@ -64,7 +78,7 @@ def train_one(variant: str, lr: float, embedding_init_std: float, seed: int, ste
         f"--train.evaluate_every={steps // 2}", f"--train.checkpoint_every={steps}",
         "--train.device=cpu",
     ]  # fmt: skip
-    result, facts, rows = throwaway_run("tiny", overrides)
+    result, facts, rows = throwaway_run("tiny", overrides, report)
     return {
         **dict(zip(KEY, (variant, lr, embedding_init_std, seed, steps))),
         "tokens": result["tokens"],
@@ -76,13 +90,17 @@ def train_one(variant: str, lr: float, embedding_init_std: float, seed: int, ste
     }
 
 
+def key(row: dict) -> tuple:
+    return tuple(row[name] for name in KEY)
+
+
 def read(record: Path) -> dict[tuple, dict]:
-    lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
-    return {tuple(row[key] for key in KEY): row for row in map(json.loads, lines)}
+    return {key(row): row for row in jsonlines.read(record)}
 
 
 def loss(row: dict | None) -> float:
-    return row["val_loss"] if row is not None and math.isfinite(row["val_loss"]) else math.inf
+    value = None if row is None else row["val_loss"]
+    return value if value is not None and math.isfinite(value) else math.inf
 
 
 def best_point(done: dict[tuple, dict], variant: str) -> tuple[float, float]:
@@ -91,24 +109,26 @@ def best_point(done: dict[tuple, dict], variant: str) -> tuple[float, float]:
     return min(tuned, key=tuned.get)[1:3]
 
 
-def wanted(done: dict[tuple, dict], seeds: Iterable[int]) -> Iterator[tuple]:
-    """The runs that are still to do, in their order; what follows depends on what came out."""
+def wanted(done: dict[tuple, dict], seeds: Iterable[int]) -> list[tuple]:
+    """The runs that the record must hold; they grow as results come in."""
+    runs, best = [], {}
     for variant in VARIANTS:
         stds = EMBEDDING_STDS if variant == "residual" else EMBEDDING_STDS[1:2]
-        for std in stds:
-            for lr in RATES:
-                yield variant, lr, std, TUNING_SEED, STEPS
-        while True:  # a best rate at the edge of what was tried says that the next may be better
+        grid = [(variant, lr, std, TUNING_SEED, STEPS) for std in stds for lr in RATES]
+        while set(grid) <= done.keys():  # a best rate at the edge of what was tried says that the next may be better
             lr, std = best_point(done, variant)
-            neighbours = [(variant, round(lr * factor, 6), std, TUNING_SEED, STEPS) for factor in (0.5, 2.0)]
-            if all(key in done for key in neighbours):
+            beside = [(variant, round(lr * factor, 6), std, TUNING_SEED, STEPS) for factor in (0.5, 2.0)]
+            if set(beside) <= set(grid):
+                best[variant] = lr, std
                 break
-            yield from neighbours
+            grid += [run for run in beside if run not in grid]
+        runs += grid
+    if best.keys() != VARIANTS.keys():
+        return runs
     for seed in seeds:
-        for variant in VARIANTS:
-            yield variant, *best_point(done, variant), seed, STEPS
-        for factor in LONGER:
-            yield "residual", *best_point(done, "residual"), seed, longer(factor)
+        runs += [(variant, *best[variant], seed, STEPS) for variant in VARIANTS]
+        runs += [("residual", *best["residual"], seed, longer(factor)) for factor in LONGER]
+    return runs
 
 
 class Result(NamedTuple):
@@ -126,7 +146,7 @@ class Result(NamedTuple):
 def results(record: Path = RECORD, speed: Path = SPEED) -> list[Result]:
     """Every variant whose runs are all there, the plain residual first."""
     done = read(record)
-    ratios = {row["preset"]: row["ratio"]["median"] for row in map(json.loads, speed.read_text().splitlines())}
+    ratios = {row["preset"]: row["ratio"]["median"] for row in jsonlines.read(speed)}
     point = best_point(done, "residual")
     residual = {
         seed: {steps: loss(done.get(("residual", *point, seed, steps))) for steps in (STEPS, *map(longer, LONGER))}
@@ -169,8 +189,8 @@ def between(losses: dict[int, float], steps: float) -> float:
 
 def interval(values: list[float]) -> tuple[float, float]:
     """Mean, and half the width of its 95 % confidence interval (Student's t)."""
-    quantile = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}[len(values)]
-    return statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+    found = Estimate.of(values)
+    return found.mean, found.half_width
 
 
 def draw(found: list[Result], path: Path) -> None:
@@ -203,24 +223,19 @@ def main() -> None:
     parser.add_argument("--data", help="a folder of prepared data")
     parser.add_argument("--record", type=Path, default=RECORD)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the results, beside that of the tuning")
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time; sets nothing but the speed")
     parser.add_argument("--draw", type=Path, metavar="FILE.png", help="draw what the record says, and run nothing")
     arguments = parser.parse_args()
     if arguments.draw:
         draw(results(arguments.record), arguments.draw)
         return
 
-    import torch
+    with Records(arguments.record, key) as records:
 
-    torch.set_num_threads(1)
-    done = read(arguments.record)
-    for key in wanted(done, arguments.seeds):
-        if key in done:
-            continue
-        row = train_one(*key, arguments.data)
-        with arguments.record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        done[key] = row
-        print(f"{len(done):3d}  {dict(zip(KEY, key))}  {row['val_loss']:.4f}  {row['seconds']} s", flush=True)
+        def jobs(done: dict[tuple, dict]) -> list[Job]:
+            return [Job(run, train_one, (*run, arguments.data), run[-1]) for run in wanted(done, arguments.seeds)]
+
+        run_jobs(jobs, records, processes=arguments.processes)
 
 
 if __name__ == "__main__":

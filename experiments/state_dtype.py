@@ -6,25 +6,28 @@ One JSON line for each run goes into the record; runs that stand in it are not r
 """
 
 import argparse
-import json
-import statistics
-import tempfile
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
-from throwaway import throwaway_run
+from throwaway import embedded_corpus, throwaway_run
+
+from residua.runs.statistics import paired
+from residua.runs.sweep import Job, Records, run_jobs
 
 RECIPES = ("tiny", "tiny-ddl", "tiny-ddl-cc-ec")
 DTYPES = ("float32", "bfloat16")
 SEEDS = (0, 1, 2)
+KEY = ("seed", "recipe", "state_dtype", "steps")
 
 
-def train_one(recipe: str, dtype: str, seed: int, steps: int, data: str) -> dict:
+def train_one(seed: int, recipe: str, dtype: str, steps: int, data: str, *, place: None, report: Callable) -> dict:
     """One run in a folder that is thrown away; returns its line for the record."""
     overrides = [
         f"--data.path={data}", f"--model.state_dtype={dtype}", f"--train.seed={seed}", f"--train.steps={steps}",
         f"--train.warmup_steps={steps // 10}", f"--train.evaluate_every={steps}", f"--train.checkpoint_every={steps}",
     ]  # fmt: skip
-    result, facts, _ = throwaway_run(recipe, overrides)
+    result, facts, _ = throwaway_run(recipe, overrides, report)
     return {"recipe": recipe, "state_dtype": dtype, "seed": seed, "steps": steps, "val_loss": result["val_loss"],
             "seconds": round(result["seconds"], 1), "facts": facts}  # fmt: skip
 
@@ -33,30 +36,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=Path(__file__).with_name("state-dtype.jsonl"))
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time; sets nothing but the speed")
     arguments = parser.parse_args()
-
-    import torch
-
-    from residua.data import prepare
-
-    torch.set_num_threads(1)
-    lines = arguments.record.read_text().splitlines() if arguments.record.exists() else []
-    done = {(row["recipe"], row["state_dtype"], row["seed"]): row["val_loss"] for row in map(json.loads, lines)}
-    with tempfile.TemporaryDirectory() as folder:
-        data = prepare("stdlib", Path(folder) / "data", vocab_size=2048, progress=False).folder
-        for seed in SEEDS:
-            for recipe in RECIPES:
-                for dtype in DTYPES:
-                    if (recipe, dtype, seed) in done:
-                        continue
-                    row = train_one(recipe, dtype, seed, arguments.steps, str(data))
-                    with arguments.record.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                    done[recipe, dtype, seed] = row["val_loss"]
-                    print(f"{recipe:16s} {dtype:8s} seed {seed}: {row['val_loss']:.4f}", flush=True)
+    runs = [(*run, arguments.steps) for run in itertools.product(SEEDS, RECIPES, DTYPES)]
+    with embedded_corpus() as data, Records(arguments.record, lambda row: tuple(row[name] for name in KEY)) as records:
+        jobs = [Job(run, train_one, (*run, data), arguments.steps) for run in runs]
+        losses = {
+            job.key: row["val_loss"] for job, row in zip(jobs, run_jobs(jobs, records, processes=arguments.processes))
+        }
     for recipe in RECIPES:
-        paired = [done[recipe, "bfloat16", seed] - done[recipe, "float32", seed] for seed in SEEDS]
-        print(f"{recipe:16s} bfloat16 - float32: {statistics.mean(paired):+.4f} +- {statistics.stdev(paired):.4f}")
+        narrow, wide = ({s: losses[s, recipe, dtype, arguments.steps] for s in SEEDS} for dtype in reversed(DTYPES))
+        found = paired(narrow, wide)
+        print(f"{recipe:16s} bfloat16 - float32: {found.mean:+.4f} +- {found.deviation:.4f}")
 
 
 if __name__ == "__main__":

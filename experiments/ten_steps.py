@@ -9,6 +9,7 @@ of others is refused: check out the commit before the change, write the record t
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,11 @@ from residua.connections import PRESETS
 from residua.provenance import circumstances
 
 RECORD = Path(__file__).with_name("ten-steps.jsonl")
-SIZE = "--model.num_hidden_layers 2 --model.hidden_size 64 --model.num_attention_heads 2 --model.head_dim 32".split()
-RUN = "--train.steps 10 --train.warmup_steps 2 --train.batch_size 4 --train.sequence_length 64".split()
-RUN += "--train.evaluate_every 10 --train.tensorboard false --train.device cpu".split()
+OPTIONS = shlex.split("""
+    --model.num_hidden_layers 2 --model.hidden_size 64 --model.num_attention_heads 2 --model.head_dim 32
+    --train.steps 10 --train.warmup_steps 2 --train.batch_size 4 --train.sequence_length 64 --train.evaluate_every 10
+    --train.tensorboard false --train.device cpu
+""")
 
 
 def residua(*arguments: str) -> None:
@@ -33,7 +36,7 @@ def residua(*arguments: str) -> None:
 def losses(preset: str, data: Path, folder: Path) -> dict[str, object]:
     run = folder / preset
     options = ["--config", "tiny", "--run", str(run), "--data.path", str(data), "--model.connection", preset]
-    residua("train", *options, *SIZE, *RUN)
+    residua("train", *options, *OPTIONS)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found = {"preset": preset, "loss": [row["loss"] for row in rows], "grad_norm": [row["grad_norm"] for row in rows]}
     return found | {"val_loss": rows[-1]["val_loss"]}

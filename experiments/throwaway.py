@@ -1,17 +1,32 @@
-"""One training run in a folder that is thrown away: what the experiments that compare many runs have in common."""
+"""What experiments that compare many training runs share: one run in a folder that is thrown away, and their data."""
 
 import json
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
-def throwaway_run(recipe: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+def throwaway_run(
+    recipe: str, overrides: list[str], report: Callable[[int], None] | bool = False
+) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """The result of `residua.experiment.run` without a display or TensorBoard events, the run's facts, and its rows."""
     from residua.experiment import run
     from residua.training import load_config, read_metrics
 
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home) / "run"
-        result = run(load_config(recipe, [*overrides, "--train.tensorboard=false"]), folder, progress=False)
+        result = run(load_config(recipe, [*overrides, "--train.tensorboard=false"]), folder, progress=report)
+        if result["interrupted"]:
+            raise KeyboardInterrupt
         return result, json.loads((folder / "facts.json").read_text()), read_metrics(folder / "metrics.jsonl")
+
+
+@contextmanager
+def embedded_corpus() -> Iterator[str]:
+    """The folder of the documentation inside this Python, prepared with 2048 vocabulary entries."""
+    from residua.data import prepare
+
+    with tempfile.TemporaryDirectory() as folder:
+        yield str(prepare("stdlib", Path(folder) / "data", vocab_size=2048, progress=False).folder)

@@ -1,6 +1,8 @@
-"""What all tests share: one thread, property tests that draw the same examples in every run, and kernels on the CPU."""
+"""What all tests share: one thread, property tests that draw the same examples in every run, kernels on the CPU, and
+the marks of what `make check` leaves out."""
 
 import os
+from pathlib import Path
 
 import torch
 from hypothesis import settings
@@ -12,3 +14,23 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 settings.register_profile("residua", deadline=None, derandomize=True)
 settings.load_profile("residua")
+
+# A test gets a mark from the file that it is in, from a fixture that it uses, or from a decorator of its own.
+MARKED_FILES = {
+    "ops/kernels/test_triton_*.py": "interpreter",
+    "models/test_triton_models.py": "interpreter",
+    "ops/kernels/test_kernels_compile.py": "compiler",
+    "ops/test_ops_compile.py": "compiler",
+    "models/test_model_compile.py": "compiler",
+}
+MARKED_FIXTURES = {"browser": "browser", "start": "processes"}
+
+
+def pytest_collection_modifyitems(items):
+    tests = Path(__file__).parent
+    for item in items:
+        name = item.path.relative_to(tests)
+        marks = {mark for pattern, mark in MARKED_FILES.items() if name.match(pattern)}
+        marks |= {mark for fixture, mark in MARKED_FIXTURES.items() if fixture in item.fixturenames}
+        for mark in marks:
+            item.add_marker(mark)

@@ -16,7 +16,7 @@ from torch import nn
 
 import residua
 from residua.cli import main
-from variants import ALL
+from support.variants import ALL
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -64,6 +64,8 @@ def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
         exec(compile(block, page, "exec"), namespace)
 
 
+@pytest.mark.processes
+@pytest.mark.timeout(900)  # every command of every page, one after the other
 def test_the_commands_run(monkeypatch, tmp_path, capsys):
     """`make` is checked against the Makefile; every residua command runs, training for a few steps only."""
     monkeypatch.chdir(tmp_path)
@@ -78,8 +80,8 @@ def test_the_commands_run(monkeypatch, tmp_path, capsys):
             seen.add(command[1])
         else:
             assert command[:2] == ["pip", "install"], command
-    expected = {"schemes", "prepare", "train", "evaluate", "generate", "compare", "demo", "bench", "estimate", "export"}
-    assert expected <= seen
+    expected = {"schemes", "prepare", "train", "evaluate", "generate", "compare", "demo", "bench", "estimate"}
+    assert expected | {"export", "sweep", "analyze", "explore", "geometry"} <= seen
 
 
 def shortened(command: list[str]) -> list[str]:
@@ -87,6 +89,8 @@ def shortened(command: list[str]) -> list[str]:
     match command[1]:
         case "demo" | "geometry":
             return [] if "sizes" in command else ["--steps", "4"]
+        case "sweep":
+            return ["--train.steps", "4", "--train.warmup_steps", "1"]
         case "train" if "--resume" not in command:
             return ["--train.steps", "4", "--train.warmup_steps", "1"]
         case "bench":
@@ -146,19 +150,19 @@ def takes(scheme, options) -> bool:
     return True
 
 
-def test_the_schemes_are_listed_with_their_state_and_their_parameters():
+def test_the_schemes_are_listed_with_their_state_and_their_parameters(scheme_pages):
     """The parameters that a scheme adds to the plain residual at the paper's two sizes, counted on the whole model."""
     from residua import PRESETS
     from residua.estimate import parameters
     from residua.models import SIZES, ResiduaConfig
 
-    pattern = r"^\| `([a-z-]+)` \| .* \| (\d?)d \| ([\d,]+)(?: / ([\d,]+))? \|$"
+    pattern = r"^\| `([a-z-]+)` \| .* \| (d|\d+d|d to \d+d) \| ([\d,]+)(?: / ([\d,]+))? \|$"
     rows = re.findall(pattern, PAGES["docs/schemes.md"], flags=re.MULTILINE)
     assert [name for name, *_ in rows] == list(PRESETS)
     sizes = [SIZES[name] for name in ("small", "medium")]
     totals = {name: [parameters(ResiduaConfig(connection=name, **size))["total"] for size in sizes] for name in PRESETS}
-    for name, streams, small, medium in rows:
-        assert int(streams or 1) == PRESETS[name].state_rows
+    for name, state, small, medium in rows:
+        assert state == scheme_pages.state(PRESETS[name])
         told = [int(count.replace(",", "")) for count in (small, medium or small)]
         assert told == [total - plain for total, plain in zip(totals[name], totals["residual"])], name
 

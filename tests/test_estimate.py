@@ -105,11 +105,11 @@ def test_parameters_are_those_of_the_model(name):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "count"),
-    [("small-residual", 123_590_400), ("small-ddl-tc", 123_842_476), ("medium-ddl-cc-ec", 353_873_236)],
+    ("recipe", "connection", "count"),
+    [("small", "residual", 123_590_400), ("small", "ddl-tc", 123_842_476), ("medium", "ddl-cc-ec", 353_873_236)],
 )
-def test_parameters_of_the_papers_models(recipe, count):
-    model = load_config(recipe).model
+def test_parameters_of_the_papers_models(recipe, connection, count):
+    model = load_config(recipe, [f"--model.connection={connection}"]).model
     given = {name: getattr(model, name) for name in (*SIZES["small"], "connection")}
     assert parameters(ResiduaConfig(vocab_size=50304, **given))["total"] == count
 

@@ -168,7 +168,7 @@ def test_the_card_tells_what_the_records_tell(trained, exported):
     facts = json.loads((trained / "facts.json").read_text())
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert f"| validation loss | {last['val_loss']:.4f} nats per token |" in card
-    assert "| connection | `ddl-ec` |" in card
+    assert "| connection | ddl-ec |" in card
     assert "| trained | 4 of 4 steps |" in card
     assert facts["data"]["fingerprint"] in card
     assert "trust_remote_code=True" in card

@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 
 import residua
+import residua.training
 
 PACKAGE = Path(residua.__file__).parent
 LEVELS = {
-    "durable": 0,
-    "errors": 0,
-    "ops": 0,
-    "provenance": 0,
+    "errors": -2,
+    "checks": -1,
+    "lazy": -1,
+    "provenance": -1,
     "tables": 0,
+    "ops": 0,
+    "runs": 0,
+    "terminal": -1,
     "connections": 1,
     "models": 2,
     "data": 3,
@@ -31,12 +35,15 @@ LEVELS = {
     "explorer": 5,
     "demo": 6,
     "export": 5,
-    "cli": 7,
-    "__main__": 8,
+    "sweep": 5,
+    "commands": 7,
+    "cli": 8,
+    "__main__": 9,
 }
 EXTRAS = {
     "accelerate",
     "datasets",
+    "filelock",
     "huggingface_hub",
     "jsonargparse",
     "lm_eval",
@@ -54,13 +61,12 @@ EXTRAS = {
     "wandb",
     "yaml",
 }
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.name != "__init__.py")
 
 
 def part(path: Path) -> str:
-    """The package or module directly below residua that a file belongs to; '' for residua/__init__.py."""
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py").replace("__init__", "")
+    """The package or module directly below residua that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -75,29 +81,33 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{source}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_strictly_downward(path):
-    if not part(path):
-        return  # residua/__init__.py names what the whole package offers; what it loads is tested below
-    assert part(path) in LEVELS, f"{part(path)} has no level: give it one here"
-    for name in imported(path):
-        if not name.startswith("residua."):
-            continue
-        target = name.split(".")[1]
-        if target == part(path) or target not in LEVELS:
-            continue  # within one package, or a name of residua/__init__.py such as __version__
-        assert LEVELS[target] < LEVELS[part(path)], f"{part(path)} must not import {name}"
+def test_every_part_has_a_level():
+    assert {part(path) for path in FILES} <= LEVELS.keys()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_but_the_command_line_reaches_for_the_whole_package(path):
+def test_imports_go_strictly_downward():
+    """For all but residua/__init__.py, which names what the whole package offers."""
+    wrong = []
+    for path in FILES:
+        for name in imported(path):
+            target = name.split(".")[1] if name.startswith("residua.") else part(path)
+            # Neither a name in the same part, nor one of residua/__init__.py such as __version__.
+            if target != part(path) and target in LEVELS and LEVELS[target] >= LEVELS[part(path)]:
+                wrong.append(f"{path.relative_to(PACKAGE)} must not import {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_command_line_imports_from_the_top_of_the_package():
     """`from residua import x` below the top would load every package that `residua` names, levels or not."""
-    if part(path) in {"", "cli", "__main__"}:
-        return
     modules = {*LEVELS, "kernels"}
-    for name in imported(path):
-        assert name != "residua"
-        assert not name.startswith("residua.") or name.split(".")[1] in modules, f"import {name} from its own module"
+    wrong = [
+        f"{path.relative_to(PACKAGE)}: import {name} from its own module"
+        for path in FILES
+        if part(path) not in {"cli", "__main__"}
+        for name in imported(path)
+        if name == "residua" or (name.startswith("residua.") and name.split(".")[1] not in modules)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -106,13 +116,42 @@ def loaded_by(statement: str) -> set[str]:
     return set(result.stdout.split())
 
 
-def test_importing_residua_needs_torch_alone():
+def test_importing_residua_loads_nothing_until_it_is_asked():
+    assert "torch" not in loaded_by("import residua")
+    assert "torch" not in loaded_by("import residua.training")
+    assert "torch" not in loaded_by("import residua; dir(residua); residua.__version__")
+    assert "torch" in loaded_by("from residua import DeepDelta")
+
+
+def test_what_residua_names_needs_torch_alone():
     # torch itself takes numpy where it finds it.
     by_torch = loaded_by("import torch")
-    assert (loaded_by("import residua") - by_torch) & EXTRAS == set()
+    assert (loaded_by("from residua import *") - by_torch) & EXTRAS == set()
     assert (loaded_by("import residua.connections, residua.ops") - by_torch) & EXTRAS == set()
 
 
-def test_the_overview_of_the_command_line_loads_no_extra():
-    allowed = loaded_by("import residua") | {"rich"}
-    assert (loaded_by("from residua.cli import main; main(['--help'])") - allowed) & EXTRAS == set()
+@pytest.mark.parametrize("package", [residua, residua.training], ids=lambda package: package.__name__)
+def test_a_lazy_package_has_every_name_that_it_offers(package):
+    namespace = {}
+    exec(f"from {package.__name__} import *", namespace)
+    for name in package.__all__:
+        assert namespace[name] is getattr(package, name)
+    assert set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = package.nothing
+    with pytest.raises(ImportError, match="nothing"):
+        exec(f"from {package.__name__} import nothing")
+
+
+@pytest.mark.parametrize("package", [residua, residua.training], ids=lambda package: package.__name__)
+def test_type_checkers_see_the_names_of_a_lazy_package(package):
+    """Under `if TYPE_CHECKING` stands an import of each of them, and of nothing else."""
+    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    assert block.test.id == "TYPE_CHECKING"
+    assert sorted(alias.name for node in block.body for alias in node.names) == sorted(package.__all__)
+
+
+def test_the_overview_of_the_command_line_loads_neither_torch_nor_an_extra():
+    loaded = loaded_by("from residua.cli import main; main(['--help'])")
+    assert loaded & (EXTRAS | {"torch"}) == set()

@@ -1,23 +1,31 @@
-"""Residual connections for PyTorch: Deep Delta Learning and the schemes it is compared with, behind one interface."""
+"""Residual connections for PyTorch: Deep Delta Learning and the schemes it is compared with, behind one interface.
 
-from residua import ops
-from residua.connections import (
-    PRESETS,
-    SCHEMES,
-    Carry,
-    Connection,
-    DeepDelta,
-    DeltaResidual,
-    EDelta,
-    EDeltaStream,
-    HyperConnections,
-    JacobianHyperConnections,
-    ManifoldHyperConnections,
-    PooledHouseholder,
-    Residual,
-    Scheme,
-    Stream,
-)
+Importing this package loads nothing; torch is imported with the first name that is asked of it.
+"""
+
+from typing import TYPE_CHECKING
+
+from residua import lazy
+
+if TYPE_CHECKING:
+    from residua import ops
+    from residua.connections import (
+        PRESETS,
+        SCHEMES,
+        Carry,
+        Connection,
+        DeepDelta,
+        DeltaResidual,
+        EDelta,
+        EDeltaStream,
+        HyperConnections,
+        JacobianHyperConnections,
+        ManifoldHyperConnections,
+        PooledHouseholder,
+        Residual,
+        Scheme,
+        Stream,
+    )
 
 __version__ = "0.1.0"
 
@@ -39,3 +47,5 @@ __all__ = [
     "Stream",
     "ops",
 ]
+
+__getattr__, __dir__ = lazy.attributes(__name__, __all__, ["connections", "ops"])

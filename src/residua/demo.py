@@ -48,7 +48,7 @@ def demonstrate(out: str | Path, *, steps: int | None = None, progress: bool = T
         KeyboardInterrupt: a run was interrupted; what it had done is saved.
     """
     out = Path(out)
-    with extra("explore"):  # known to be there before minutes are spent on what it shall show
+    with extra("lab"):  # known to be there before minutes are spent on what it shall show
         importlib.import_module("plotly")
     configs = {
         name: shortened(load_config(recipe, [f"--model.connection={name}"]), steps) for name, recipe in RECIPES.items()

@@ -1,19 +1,23 @@
-"""The errors that the command line turns into one line: a mistake in the input, or a failure at run time."""
+"""The errors that the command line prints as one line: a mistake in the input, or a failure at run time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class InputError(ValueError):
-    """The user's input cannot be used: says what was expected, what came and what to do. Exit status 2."""
+    """The user's input cannot be used. The message says what was expected, what came and what to do. Exit status 2."""
 
 
 class RunError(RuntimeError):
-    """Something failed while running on good input: says what, and what was kept. Exit status 1."""
+    """Something failed while running on good input. The message says what, and what was kept. Exit status 1."""
+
+
+class Diverged(RunError):
+    """A loss or a gradient is not finite."""
 
 
 class ReportedElsewhere(Exception):
-    """Another process of the same job says what is wrong. This one ends silently, with the same exit `status`."""
+    """Another process of the same job reports the error. This one ends silently, with the same exit `status`."""
 
     def __init__(self, status: int):
         super().__init__(status)
@@ -22,7 +26,11 @@ class ReportedElsewhere(Exception):
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Import optional packages inside this context; a missing one is reported with the command that installs it."""
+    """Import optional packages of the extra `name` in this context.
+
+    Raises:
+        ModuleNotFoundError: a package is missing; the message has the command that installs it.
+    """
     try:
         yield
     except ModuleNotFoundError as error:

@@ -10,10 +10,12 @@ from typing import Any, Literal
 import torch
 
 from residua.analysis import Trace, gate_quantiles, has_gates, pieces, trace
-from residua.data import Batches, PreparedData, held_out_batches, prepare
+from residua.data import Batches, HeldOutBatches, PreparedData, prepare
 from residua.errors import InputError, extra
 from residua.evaluation.loss import dealt, held_out_loss
 from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.models.configuration import refuse_fetched_attention
+from residua.runs.reading import file_name, read_json_files
 from residua.training import (
     DataConfig,
     RunConfig,
@@ -28,7 +30,7 @@ from residua.training import (
 from residua.training.checkpoint import best_checkpoint, saved_steps
 from residua.training.distributed import ALONE, Ranks, Share, join
 
-with extra("models"):
+with extra("lab"):
     from transformers import (
         AutoModelForCausalLM,
         AutoTokenizer,
@@ -178,19 +180,47 @@ def open_run(folder: str | Path, checkpoint: int | Literal["best"] | None = None
 
 
 def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The language model and the tokenizer of a folder that transformers can read; the model is in evaluation mode.
+    """Open the language model and the tokenizer of a folder of transformers; the model is in evaluation mode.
+
+    Nothing in the folder is executed, and nothing is downloaded for it.
 
     Raises:
-        InputError: the folder has no such model, or it needs code of its own.
+        InputError: the folder has no such model, its weights are not the model's, or it needs code of its own.
     """
-    if not (Path(folder) / "config.json").is_file():
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: expected a run folder or one with a model of transformers, found no config.json")
+    files = read_json_files(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _refuse_what_leads_elsewhere(folder, files)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder}: expected a model of transformers, got: {str(error).splitlines()[0]}") from error
+    except InputError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{folder}: expected a model of transformers, got: {reason}") from error
+    differences = [f"{kind.replace('_', ' ')} {sorted(map(str, names))[:5]}" for kind, names in found.items() if names]
+    if differences:
+        raise InputError(f"{folder}: expected the weights of the model in config.json, found {'; '.join(differences)}")
     return model.to(pick_device(device)).eval(), tokenizer
+
+
+def _refuse_what_leads_elsewhere(folder: Path, files: Mapping[str, Any]) -> None:
+    """Check the JSON files of a model folder for what would make transformers read or fetch something outside it.
+
+    Raises:
+        InputError, ValueError: weights in another folder, an adapter on another model, attention to be downloaded.
+    """
+    refuse_fetched_attention(files["config.json"], folder / "config.json")
+    if "adapter_config.json" in files:
+        raise InputError(f"{folder}: expected a whole model, found an adapter (adapter_config.json); merge it first")
+    for name, index in files.items():
+        if name.endswith(".index.json"):
+            for file in index["weight_map"].values():
+                file_name(folder, file)
 
 
 def evaluate(opened: OpenRun) -> dict[str, float]:
@@ -242,7 +272,7 @@ def trace_prompt(
 def _evaluator(
     config: RunConfig, data: PreparedData, ranks: Ranks = ALONE
 ) -> Callable[[torch.nn.Module], dict[str, float]]:
-    batches = held_out_batches(data.validation, config.train.batch_size, config.train.sequence_length)
+    batches = HeldOutBatches(data.validation, config.train.batch_size, config.train.sequence_length)
     return lambda model: held_out_loss(
         model, dealt(batches, ranks.rank, ranks.world_size), bytes=data.validation_bytes, gather=ranks.gather
     )

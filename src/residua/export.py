@@ -1,7 +1,8 @@
-"""A trained run as a folder that transformers reads: weights, tokenizer, a model card, and if wanted the code too."""
+"""Export a trained run as a folder for transformers: weights, tokenizer, a model card, and the code if wanted."""
 
 import ast
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from residua.data.tokenizer import save_tokenizer
-from residua.durable import partial, publish
 from residua.errors import InputError, RunError, extra
 from residua.experiment import OpenRun, open_run
-from residua.training.log import read_metrics
+from residua.runs.durable import partial, publish
+from residua.runs.jsonlines import read_metrics
+from residua.runs.reading import read_json
+from residua.terminal import printable
 
-with extra("train"):
+with extra("lab"):
     import yaml
 
 PACKAGE = Path(__file__).parent
@@ -94,19 +97,24 @@ def model_code() -> dict[str, str]:
 def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> str:
     """README.md: how to load the model, and what its records say about how it came to be."""
     config = opened.model.config
-    facts = json.loads((run / "facts.json").read_text(encoding="utf-8")) if (run / "facts.json").is_file() else {}
+    facts = read_json(run / "facts.json") if (run / "facts.json").exists() else {}
+    data = facts.get("data", {}) if isinstance(facts, dict) else None
+    if not isinstance(data, dict):
+        raise InputError(f"{run / 'facts.json'}: expected a JSON object with an object data, got something else")
     settings = asdict(opened.config)
     settings["data"].pop("path")  # a place on the machine that trained it
     parameters = sum(parameter.numel() for parameter in opened.model.parameters())
     rows = [
-        ("connection", f"`{_connection(opened)}`"),
+        ("connection", _connection(opened)),
         ("size", f"{parameters:,} parameters, {config.num_hidden_layers} layers, width {config.hidden_size}"),
         ("context", f"{config.max_position_embeddings} tokens, vocabulary {config.vocab_size}"),
         ("trained", f"{opened.step:,} of {opened.config.train.steps:,} steps"),
         *_measured(run, opened.step),
-        *((f"data: {key}", _shown(value)) for key, value in facts.get("data", {}).items()),
+        *((f"data: {key}", _shown(value)) for key, value in data.items()),
         *((key, _shown(facts[key])) for key in ("date", "device", "commit", "torch", "transformers") if facts.get(key)),
     ]
+    code, settings = json.dumps(name), yaml.safe_dump(settings, sort_keys=False).rstrip()
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))  # no text in it ends it
     first = "" if remote_code else "import residua.models  # makes the model type known to transformers\n"
     option = ", trust_remote_code=True" if remote_code else ""  # both lines: the tokenizer's reads config.json too
     return f"""---
@@ -117,7 +125,7 @@ tags:
 - residual-connections
 ---
 
-# {name}
+# {_markdown(name)}
 
 A language model trained with residua: residual connections for PyTorch,
 [Deep Delta Learning](https://arxiv.org/abs/2601.00417) and the schemes it is compared with.
@@ -125,20 +133,26 @@ A language model trained with residua: residual connections for PyTorch,
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 {first}
-model = AutoModelForCausalLM.from_pretrained("{name}"{option})
-tokenizer = AutoTokenizer.from_pretrained("{name}"{option})
+model = AutoModelForCausalLM.from_pretrained({code}{option})
+tokenizer = AutoTokenizer.from_pretrained({code}{option})
 ```
 
 | what | value |
 | --- | --- |
-{chr(10).join(f"| {what} | {value} |" for what, value in rows)}
+{chr(10).join(f"| {_markdown(what)} | {_markdown(value)} |" for what, value in rows)}
 
 The settings of the run:
 
-```yaml
-{yaml.safe_dump(settings, sort_keys=False).rstrip()}
-```
+{fence}yaml
+{settings}
+{fence}
 """
+
+
+def _markdown(text: str) -> str:
+    """Return a text for one line of Markdown in which nothing of it is markup, of Markdown or of HTML."""
+    escaped = re.sub(r"([\\`*_\[\]<>|~&$#])", r"\\\1", printable(text))
+    return " ".join(escaped.split())
 
 
 def _connection(opened: OpenRun) -> str:

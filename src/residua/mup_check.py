@@ -89,7 +89,7 @@ def to_json(coordinates: Sequence[Coordinate]) -> list[dict[str, Any]]:
 
 def draw(coordinates: Sequence[Coordinate], path: str | Path) -> None:
     """A picture: the change of every activation against the width, one panel for each parameterisation."""
-    with extra("plots"):
+    with extra("lab"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

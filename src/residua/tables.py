@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+from residua.terminal import one_line
+
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns side by side, those of numbers to the right. Nothing is cut or wrapped, so that it can go into a pipe."""
-    columns = [[name, "-" * len(name), *cells] for name, cells in zip(header, zip(*rows))]
+    """Print aligned columns, numbers right-aligned. Nothing is cut or wrapped, so a pipe gets all of it."""
+    columns = [[name, "-" * len(name), *map(one_line, cells)] for name, cells in zip(map(one_line, header), zip(*rows))]
     aligned = []
     for column in columns:
         width = max(map(len, column))

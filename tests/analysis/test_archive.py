@@ -1,13 +1,14 @@
 import json
+import os
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from traced_models import small_model, words
 
 from residua.analysis import Trace, archive, trace
 from residua.errors import InputError
-from variants import PRESETS
+from support.traced_models import small_model, words
+from support.variants import PRESETS
 
 TEXT = ["</script><img onerror=alert(1)>", "ü", "\n", "", "\u2028", "\ufffd", '"', "end"]
 
@@ -49,7 +50,7 @@ def rewritten(path, **metadata):
     [
         ({"residua_trace": "2"}, "expected a trace of version 1, got version 2; make it again with this residua"),
         ({"residua_trace": None}, "expected a trace, got other tensors"),
-        ({"facts": "{"}, "got a damaged file"),
+        ({"facts": "{"}, "facts: expected JSON, got: Expecting property name"),
         ({"facts": "[]"}, "got a damaged file (facts or tokens are of another kind)"),
         ({"tokens": '["too", "few"]'}, "got a damaged file (state_norm is (5, 8), not (5, 2))"),
         ({"tokens": None}, "got a damaged file ('tokens')"),
@@ -80,7 +81,7 @@ def test_a_file_that_is_not_there(tmp_path):
 
 def test_a_failed_save_leaves_the_old_trace(saved, monkeypatch):
     before = saved.read_bytes()
-    monkeypatch.setattr("residua.durable.publish", lambda path: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(OSError, match="no space"):
         trace(small_model("residual"), [1, 2]).save(saved)
     assert saved.read_bytes() == before

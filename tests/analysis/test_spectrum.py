@@ -3,8 +3,8 @@ import torch
 
 from residua.analysis.spectrum import alignment, effective_rank, matrix_products, orthogonality_error, rank_one_products
 from residua.ops import delta_operator
-from tolerances import assert_close
-from variants import normal
+from support.tolerances import assert_close
+from support.variants import normal
 
 
 def directions(*shape, seed=0):

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from traced_models import small_model, words
 
 from residua import DeepDelta, EDelta, JacobianHyperConnections, ManifoldHyperConnections
 from residua.analysis import figures, overview, summary, trace, warnings
-from variants import PRESETS, perturbed
+from support.traced_models import small_model, words
+from support.variants import PRESETS, perturbed
 
 
 def planted(name="ddl-cc", *, facts=None, **values):

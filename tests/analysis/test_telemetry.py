@@ -1,9 +1,9 @@
 import pytest
 import torch
-from traced_models import small_model, words
 
 from residua.analysis import gate_quantiles, has_gates, trace
-from variants import ALL, PRESETS
+from support.traced_models import small_model, words
+from support.variants import ALL, PRESETS
 
 LEVELS = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 

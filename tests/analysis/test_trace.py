@@ -7,7 +7,6 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from traced_models import VOCAB, passages, small_model, words
 
 from residua import DeepDelta, EDelta, PooledHouseholder
 from residua.analysis import Trace, trace
@@ -16,8 +15,9 @@ from residua.analysis.watch import watching
 from residua.connections.deep_delta import DeltaCoefficients
 from residua.errors import InputError
 from residua.ops import delta_operator, delta_write, hyper_mix, hyper_write
-from tolerances import assert_close
-from variants import ALL, PRESETS
+from support.tolerances import assert_close
+from support.traced_models import VOCAB, passages, small_model, words
+from support.variants import ALL, PRESETS
 
 FAMILY = {
     "residual": "residual",

@@ -1,12 +1,12 @@
-import argparse
 import functools
 import json
 
 import pytest
 import torch
 
-from residua.benchmarks import cli
 from residua.benchmarks.generate import Decoding, GenerateSettings, benchmark
+from residua.commands import bench
+from residua.commands.base import Parser
 from residua.connections import PRESETS
 from residua.errors import InputError, RunError
 
@@ -20,12 +20,12 @@ def settings(*presets, **changes):
 
 def command(*arguments):
     """Run `residua bench generate` with a tiny model."""
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
+    parser = Parser()
+    bench.add_arguments(parser)
     sizes = []
     for name, value in TINY.items():
         sizes += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return cli.run(parser.parse_args(["generate", *sizes, *arguments]))
+    return bench.run(parser.parse_args(["generate", *sizes, *arguments]))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

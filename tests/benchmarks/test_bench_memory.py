@@ -1,13 +1,14 @@
-import argparse
 import json
 import os
 
 import pytest
 import torch
 
-from residua.benchmarks import cli, memory
+from residua.benchmarks import memory
 from residua.benchmarks.memory import MemorySettings, benchmark, kept_bytes, peak_bytes, with_and_without_rebuilding
 from residua.benchmarks.models import TrainingStep
+from residua.commands import bench
+from residua.commands.base import Parser
 from residua.errors import InputError, RunError
 
 TINY = {"layers": 2, "dim": 64, "heads": 2, "head_dim": 32, "sequence_length": 64, "vocab_size": 32}
@@ -19,10 +20,10 @@ def settings(*presets, **changes):
 
 def command(*arguments):
     """Run `residua bench memory` with a tiny model."""
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
+    parser = Parser()
+    bench.add_arguments(parser)
     sizes = [text for name, value in TINY.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return cli.run(parser.parse_args(["memory", *sizes, *arguments]))
+    return bench.run(parser.parse_args(["memory", *sizes, *arguments]))
 
 
 def test_rebuilt_states_are_not_kept():

@@ -1,4 +1,3 @@
-import argparse
 import functools
 import json
 import platform
@@ -6,8 +5,10 @@ import platform
 import pytest
 import torch
 
-from residua.benchmarks import cli, models
+from residua.benchmarks import models
 from residua.benchmarks.models import ModelSettings, TrainingStep, benchmark
+from residua.commands import bench
+from residua.commands.base import Parser
 from residua.connections import PRESETS
 from residua.errors import InputError, RunError
 
@@ -21,10 +22,10 @@ def settings(*presets, **changes):
 
 def command(*arguments):
     """Run `residua bench models` with a tiny model."""
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
+    parser = Parser()
+    bench.add_arguments(parser)
     sizes = [text for name, value in TINY.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return cli.run(parser.parse_args(["models", *sizes, *arguments]))
+    return bench.run(parser.parse_args(["models", *sizes, *arguments]))
 
 
 class Slightly(torch.nn.Module):

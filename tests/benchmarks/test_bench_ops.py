@@ -1,4 +1,3 @@
-import argparse
 import json
 import sys
 import types
@@ -8,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from residua.benchmarks import cli, ops
+from residua.benchmarks import ops
 from residua.benchmarks.cases import CASES, CONNECTIONS, Draw, Sizes, make
 from residua.benchmarks.ops import OpSettings, benchmark, check, model_bytes
+from residua.commands import bench
+from residua.commands.base import Parser
 from residua.errors import InputError, RunError
 
 TINY = {"tokens": (12,), "dims": (16,), "channels": (4,), "sequence_length": 6, "rounds": 2, "warmup": 1}
@@ -22,10 +23,10 @@ def settings(*operations, **changes):
 
 def command(*arguments):
     """Run `residua bench ops` at a tiny size."""
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
+    parser = Parser()
+    bench.add_arguments(parser)
     sizes = "--tokens 12 --dims 16 --channels 4 --sequence-length 6 --rounds 2 --warmup 1"
-    return cli.run(parser.parse_args(["ops", *sizes.split(), *arguments]))
+    return bench.run(parser.parse_args(["ops", *sizes.split(), *arguments]))
 
 
 @pytest.fixture

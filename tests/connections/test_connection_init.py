@@ -7,8 +7,8 @@ from torch import nn
 from residua import DeepDelta
 from residua.connections import Projection
 from residua.connections.branches import Gate, Value
-from tolerances import assert_close
-from variants import ALL, normal
+from support.tolerances import assert_close
+from support.variants import ALL, normal
 
 DIM = 8
 AVERAGE = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta) and scheme.init == "average"}

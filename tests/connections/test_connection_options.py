@@ -7,7 +7,7 @@ import pytest
 
 from residua import PRESETS, SCHEMES, DeepDelta, Residual
 from residua.connections import describe, resolve
-from variants import ALL
+from support.variants import ALL
 
 # What each variant adds to the plain residual, at width d, L blocks and d_v = m, for kernels k and k_e.
 CLOSED_FORMS = {

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 import residua
 from residua import SCHEMES, Carry, Connection, DeepDelta
 from residua.connections import Memory, Readout, resolve
-from tolerances import assert_close
-from variants import ALL, KERNELS, LOOKING_BACK, NON_CAUSAL, bare_sublayers, normal, perturbed
+from support.tolerances import assert_close
+from support.variants import ALL, KERNELS, LOOKING_BACK, NON_CAUSAL, bare_sublayers, normal, perturbed
 
 DIM, SUBLAYERS = 8, 4
 every_scheme = pytest.mark.parametrize("name", ALL)
@@ -34,7 +34,7 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def test_every_choice_of_every_option_is_tried():
-    """A new option, or a new choice of an old one, needs a variant in `variants.py`."""
+    """A new option, or a new choice of an old one, needs a variant in `support/variants.py`."""
     for scheme in SCHEMES.values():
         tried = [other for other in (ALL | NON_CAUSAL | KERNELS).values() if type(other) is scheme]
         assert tried

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from residua import DeepDelta, DeltaResidual
 from residua.connections.boundary import ChannelCompress, ConvExpand, TokenCompress
 from residua.connections.branches import Direction, Gate
-from tolerances import assert_close
-from variants import ALL, bare_sublayers, normal, perturbed
+from support.tolerances import assert_close
+from support.variants import ALL, bare_sublayers, normal, perturbed
 
 DIM, EPS = 8, 1e-5
 DEEP_DELTA = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta)}

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stream_cases import RunningSums
 from torch import Tensor, nn
 
 from residua import EDelta, EDeltaStream, Stream, ops
 from residua.connections.boundary import Repeat
 from residua.connections.edelta import EDeltaConnection, EDeltaStreamConnection
-from tolerances import assert_close
-from variants import bare_sublayers, normal, perturbed
+from support.stream_cases import RunningSums
+from support.tolerances import assert_close
+from support.variants import bare_sublayers, normal, perturbed
 
 DIM, EPS = 12, 1e-5
 CONTEXTS = ["token", "cumulative", "sequence"]

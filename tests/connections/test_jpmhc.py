@@ -4,7 +4,11 @@ import math
 
 import pytest
 import torch
-from stream_cases import (
+from torch import Tensor
+
+from residua import JacobianHyperConnections
+from residua.connections.jpmhc import JacobianConnection
+from support.stream_cases import (
     DIM,
     SUBLAYERS,
     built,
@@ -15,12 +19,8 @@ from stream_cases import (
     states,
     step,
 )
-from torch import Tensor
-
-from residua import JacobianHyperConnections
-from residua.connections.jpmhc import JacobianConnection
-from tolerances import assert_close
-from variants import ALL, bare_sublayers, normal
+from support.tolerances import assert_close
+from support.variants import ALL, bare_sublayers, normal
 
 VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, JacobianHyperConnections)}
 every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)

@@ -5,7 +5,10 @@ from itertools import chain, permutations
 
 import pytest
 import torch
-from stream_cases import (
+
+from residua import ManifoldHyperConnections
+from residua.connections.mhc import Mappings
+from support.stream_cases import (
     DIM,
     SUBLAYERS,
     built,
@@ -16,11 +19,8 @@ from stream_cases import (
     states,
     step,
 )
-
-from residua import ManifoldHyperConnections
-from residua.connections.mhc import Mappings
-from tolerances import assert_close
-from variants import ALL, bare_sublayers, normal
+from support.tolerances import assert_close
+from support.variants import ALL, bare_sublayers, normal
 
 VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, ManifoldHyperConnections)}
 COPIES = {name: scheme for name, scheme in VARIANTS.items() if scheme.layout == "copies"}

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from stream_cases import RunningSums
 from torch import Tensor, nn
 
 from residua import DeepDelta, PooledHouseholder, Stream
-from tolerances import assert_close
-from variants import bare_sublayers, normal, perturbed
+from support.stream_cases import RunningSums
+from support.tolerances import assert_close
+from support.variants import bare_sublayers, normal, perturbed
 
 DIM, EPS = 12, 1e-5
 every_context = pytest.mark.parametrize("context", ["token", "cumulative", "sequence"])

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from residua import DeepDelta, Residual
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from tolerances import assert_close
-from variants import bare_sublayers, normal, perturbed
+from support.tolerances import assert_close
+from support.variants import bare_sublayers, normal, perturbed
 
 DIM, VOCAB, PAD = 8, 40, 1
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from residua.data.batches import ROUNDS, Batches, held_out_batches, shuffled
+from residua.data.batches import ROUNDS, Batches, HeldOutBatches, shuffled
 from residua.errors import InputError
 
 
@@ -101,7 +101,7 @@ def test_labels_are_the_following_tokens():
 
 
 def test_inputs_and_labels_do_not_share_memory():
-    for batches in ([Batches(Counting(100), 1, 16, seed=1).at(0)], held_out_batches(Counting(10), 1, 16)):
+    for batches in ([Batches(Counting(100), 1, 16, seed=1).at(0)], HeldOutBatches(Counting(10), 1, 16)):
         for inputs, labels in batches:
             before = labels.clone()
             inputs.fill_(7)
@@ -150,9 +150,9 @@ def test_bad_arguments_are_refused():
     with pytest.raises(InputError, match="batch_size: expected at least 1, got 0"):
         Batches(Counting(9), 0, 4, seed=0)
     with pytest.raises(InputError, match="sequence_length: expected at least 1"):
-        held_out_batches(Counting(9), 1, 0)
+        HeldOutBatches(Counting(9), 1, 0)
     with pytest.raises(InputError, match="at least 2, got 1"):
-        held_out_batches(Counting(1), 1, 4)
+        HeldOutBatches(Counting(1), 1, 4)
     with pytest.raises(ValueError, match="rank 2 and world_size 2"):
         Batches(Counting(9), 1, 4, 0, rank=2, world_size=2)
     with pytest.raises(ValueError, match="index"):
@@ -160,8 +160,8 @@ def test_bad_arguments_are_refused():
 
 
 @given(length=st.integers(2, 300), batch_size=st.integers(1, 7), sequence_length=st.integers(1, 40))
-def test_held_out_batches_label_every_token_but_the_first_once(length, batch_size, sequence_length):
-    batches = held_out_batches(Counting(length), batch_size, sequence_length)
+def test_HeldOutBatches_label_every_token_but_the_first_once(length, batch_size, sequence_length):
+    batches = HeldOutBatches(Counting(length), batch_size, sequence_length)
     found = list(batches)
     assert len(found) == len(batches)
     for inputs, labels in found:

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import residua
-from residua.data.corpus import PIECE, Document, open_corpus, split_documents
+from residua.data.corpus import Document
+from residua.data.files import PIECE
+from residua.data.sources import open_corpus
+from residua.data.split import split_documents
 from residua.errors import InputError
 
 
@@ -63,7 +67,7 @@ def test_stdlib_does_not_depend_on_the_process(stdlib, tmp_path):
         "for name, folder in (('residua', sys.argv[1]), ('residua.data', sys.argv[1] + '/data')):\n"
         "    sys.modules[name] = types.ModuleType(name)\n"
         "    sys.modules[name].__path__ = [folder]\n"
-        "from residua.data.corpus import open_corpus\n"
+        "from residua.data.sources import open_corpus\n"
         "print(hashlib.sha256(repr([d.text for d in open_corpus('stdlib')]).encode()).hexdigest())"
     )
     environment = {"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONHASHSEED": "7", "PYTHONUTF8": "0"}
@@ -127,6 +131,8 @@ def test_sizes_add_up_to_the_size_of_the_corpus(tmp_path):
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1: expected one JSON object"),
         ("a.jsonl", b"\xff\xfe", "a.jsonl: expected UTF-8"),
         ("a.parquet", b"not parquet at all", "a.parquet: not a readable parquet file"),
+        ("a.parquet", b"", "a.parquet: not a readable parquet file"),
+        ("a.txt", "UTF-16".encode("utf-16"), "a.txt: expected UTF-8"),
         ("a.csv", b"text\none\n", "a.csv: expected a file ending in one of .txt .md .jsonl .parquet"),
     ],
 )
@@ -149,6 +155,38 @@ def test_truncated_parquet_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match="not a readable parquet file"):
         texts(path)
+
+
+def test_parquet_with_text_that_is_not_utf8_is_refused(tmp_path):
+    offsets, content = pa.py_buffer(np.array([0, 3, 6], "<i4")), pa.py_buffer(b"one\xff\xfe!")
+    texts_ = pa.StringArray.from_buffers(2, offsets, content)
+    pq.write_table(pa.table({"text": texts_}), tmp_path / "a.parquet")
+    with pytest.raises(
+        InputError, match=r"a\.parquet: expected UTF-8 text in column text: invalid start byte"
+    ) as error:
+        texts(tmp_path / "a.parquet")
+    assert "\n" not in str(error.value)
+
+
+def test_empty_files_have_no_documents(tmp_path):
+    for name in ("a.txt", "b.md", "c.jsonl"):
+        (tmp_path / name).write_bytes(b"")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "d.parquet")
+    assert texts(tmp_path) == []
+    (tmp_path / "e.txt").write_text("one")
+    assert texts(tmp_path) == ["one"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_among_the_files_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(InputError, match=r"a\.txt: expected a regular file"):
+        texts(tmp_path)
+
+
+def test_a_file_name_that_is_not_utf8_is_read(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("one")
+    assert texts(tmp_path) == ["one"]
 
 
 def test_folder_without_text_lists_what_it_holds(tmp_path):

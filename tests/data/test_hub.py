@@ -12,9 +12,10 @@ import pytest
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 from residua.cli import main
-from residua.data import PreparedData, byte_tokenizer, load_tokenizer, preparation, prepare
-from residua.data.corpus import open_corpus
+from residua.data import PreparedData, byte_tokenizer, load_tokenizer, preparation, prepare, writer
 from residua.data.hub import open_hub
+from residua.data.named import NAMED
+from residua.data.sources import open_corpus
 from residua.data.tokenizer import save_tokenizer
 from residua.errors import InputError, RunError
 
@@ -91,8 +92,8 @@ def test_what_a_source_names(hub, source, sample, expected):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path, workers):
-    for name, value in {"BLOCK_TEXT": 3000, "ENCODE_TEXT": 500, "SAVE_SECONDS": 0.0}.items():
-        monkeypatch.setattr(preparation, name, value)
+    for name, value in {"SAVE_TEXT": 3000, "ENCODE_TEXT": 500}.items():
+        monkeypatch.setattr(writer, name, value)
     settings = {"tokenizer": "byte", "validation_tokens": 2000, "shard_tokens": 4000, "workers": workers}
     whole = prepare("hf:a/b", tmp_path / "whole", **settings)
     assert len(whole.validation) <= 2000
@@ -113,7 +114,7 @@ def test_fineweb_edu_holds_out_a_tenth_of_a_billion_tokens_and_says_its_disk_nee
     said = capsys.readouterr().err
     assert "fineweb-edu: about 4" in said  # bytes, so 4.7 times the tokens of GPT-2
     assert "GB on the disk" in said
-    monkeypatch.setattr(preparation, "FINEWEB_VALIDATION", 5000)
+    monkeypatch.setitem(NAMED, "fineweb-edu", NAMED["fineweb-edu"]._replace(validation_tokens=5000))
     assert 4900 < len(prepare("fineweb-edu", tmp_path / "out", tokenizer="byte", workers=0).validation) <= 5000
 
 
@@ -133,7 +134,7 @@ def test_a_bpe_is_trained_on_the_first_rows_of_the_hub(hub, tmp_path, monkeypatc
     [
         ("hf:a", {}, r"expected hf:OWNER/NAME\[@REVISION\]\[/CONFIG\]\[:SPLIT\], got hf:a"),
         ("fineweb-edu", {"sample": "1BT"}, "sample: expected one of 10BT, 100BT, 350BT, got 1BT"),
-        ("hf:a/b", {"sample": "10BT"}, "sample: expected it with source fineweb-edu alone"),
+        ("hf:a/b", {"sample": "10BT"}, "sample: only for fineweb-edu, got it with hf:a/b"),
         ("hf:a/b", {"text_column": "content"}, "expected a column content, got id, text, number"),
         ("hf:a/b", {"text_column": "number"}, "column number: expected strings, got int"),
     ],
@@ -141,6 +142,13 @@ def test_a_bpe_is_trained_on_the_first_rows_of_the_hub(hub, tmp_path, monkeypatc
 def test_what_cannot_be_read_from_the_hub_is_refused(hub, tmp_path, source, settings, expected):
     with pytest.raises(InputError, match=expected):
         prepare(source, tmp_path / "out", tokenizer="byte", **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_of_the_hub_that_is_not_unicode_is_refused(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", [*TEXTS[:7], "half a pair: \ud800"])
+    with pytest.raises(InputError, match=r"hf:a/b: column text: expected UTF-8 text: surrogates not allowed"):
+        prepare("hf:a/b", tmp_path / "out", tokenizer="byte", workers=0)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,10 +1,11 @@
-"""Preparing in blocks: nothing is lost to a kill or a full disk, and the result is that of an undisturbed run."""
+"""Prepare shard by shard: a kill or a full disk loses at most a shard, and the result equals an undisturbed run's."""
 
 import errno
 import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,12 +21,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from residua.cli import main
-from residua.data import PreparedData, preparation, prepare
-from residua.data.corpus import LeadingSplit, open_corpus
-from residua.data.encode import Encoders, WorkerLost
+from residua.data import PreparedData, open_corpus, prepare, progress, writer
+from residua.data.encode import Encoders, Group
+from residua.data.split import LeadingSplit
+from residua.data.staging import Staging
+from residua.data.tokenizer import byte_tokenizer
+from residua.data.writer import ShardWriter
 from residua.errors import InputError, RunError
 
-SMALL_BLOCKS = {"BLOCK_TEXT": 12_000, "ENCODE_TEXT": 2_000, "SAVE_SECONDS": 0.0}
+SMALL = {"SAVE_TEXT": 12_000, "ENCODE_TEXT": 2_000}
 SETTINGS = {
     "fraction": {"tokenizer": "byte", "shard_tokens": 9_000},
     "tokens": {"tokenizer": "byte", "shard_tokens": 9_000, "validation_tokens": 30_000},
@@ -41,7 +45,7 @@ def texts(count, seed=0):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Files of every kind, with blank documents, copies, and row groups that do not fit the blocks."""
+    """Files of every kind, with blank documents, copies, and row groups that do not fit the shards."""
     folder = tmp_path_factory.mktemp("source") / "texts"
     folder.mkdir()
     found = texts(700)
@@ -54,9 +58,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def small_blocks(monkeypatch):
-    for name, value in SMALL_BLOCKS.items():
-        monkeypatch.setattr(preparation, name, value)
+def small(monkeypatch):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(writer, name, value)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +68,8 @@ def undisturbed(folder, tmp_path_factory):
     """The content of a folder prepared without a break, for each of SETTINGS."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL_BLOCKS.items():
-            patch.setattr(preparation, name, value)
+        for name, value in SMALL.items():
+            patch.setattr(writer, name, value)
         for name, settings in SETTINGS.items():
             found[name] = contents(prepare(folder, tmp_path_factory.mktemp(name) / "out", workers=0, **settings).folder)
     return found
@@ -82,12 +86,59 @@ def staging(out):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_number_of_workers_does_not_matter(folder, undisturbed, small_blocks, tmp_path, workers, settings):
+def test_the_number_of_workers_does_not_matter(folder, undisturbed, small, tmp_path, workers, settings):
     prepare(folder, tmp_path / "out", workers=workers, **SETTINGS[settings])
     assert contents(tmp_path / "out") == undisturbed[settings]
 
 
-def test_the_blocks_do_not_change_the_tokens(folder, undisturbed, tmp_path):
+def test_a_script_may_prepare_without_guarding_its_main_module(folder, undisturbed, tmp_path):
+    """Spawned processes usually import the script that started them, and would prepare again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\n"
+        "from residua.data import prepare, writer\n"
+        "source, out, small, settings = sys.argv[1:]\n"
+        "for name, value in json.loads(small).items():\n"
+        "    setattr(writer, name, value)\n"
+        "prepare(source, out, workers=2, progress=False, **json.loads(settings))\n"
+        "print(sys.modules['__main__'].out)\n"
+    )
+    out = tmp_path / "out"
+    arguments = [str(folder), str(out), json.dumps(SMALL), json.dumps(SETTINGS["fraction"])]
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"{out}\n", "")
+    assert contents(out) == undisturbed["fraction"]
+
+
+def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path):
+    """A terminal sends it to all processes at once."""
+    program = textwrap.dedent("""
+        import json, os, signal, sys
+        from residua import cli
+        from residua.data import writer
+        from residua.data.staging import Staging
+        for name, value in json.loads(sys.argv[1]).items():
+            setattr(writer, name, value)
+        save = Staging.save
+        def interrupted(staged, state):
+            save(staged, state)
+            os.killpg(0, signal.SIGINT)
+        Staging.save = interrupted
+        sys.exit(cli.main(sys.argv[2:]))
+    """)
+    out = tmp_path / "out"
+    command = ["prepare", "--source", str(folder), "--out", str(out), "--tokenizer", "byte", "--shard-tokens", "9000"]
+    argv = [sys.executable, "-c", program, json.dumps(SMALL), *command, "--workers", "2"]
+    done = subprocess.run(argv, capture_output=True, text=True, start_new_session=True)
+    assert done.returncode == 130
+    lines = [line for line in done.stderr.splitlines() if not re.search(r" on the disk, |/s, .* left", line)]
+    assert "tokens are kept in" in lines[0]
+    assert lines[1:] in ([], ["residua: interrupted"])
+    prepare(folder, out, workers=0, **SETTINGS["fraction"])
+    assert contents(out) == undisturbed["fraction"]
+
+
+def test_the_size_of_groups_does_not_change_the_tokens(folder, undisturbed, tmp_path):
     data = prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
     whole = contents(tmp_path / "out")
     assert all(whole[name] == undisturbed["fraction"][name] for name in whole if name != "index.json")
@@ -119,18 +170,18 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed,
     out = tmp_path / "out"
     program = textwrap.dedent("""
         import itertools, json, os, signal, sys
-        from residua.data import preparation
-        source, out, blocks, settings, *kills = sys.argv[1:]
-        for name, value in json.loads(blocks).items():
-            setattr(preparation, name, value)
-        write = preparation._Writer._write
+        from residua.data import preparation, writer
+        source, out, small, settings, *kills = sys.argv[1:]
+        for name, value in json.loads(small).items():
+            setattr(writer, name, value)
+        write = writer.ShardWriter.write
         for survive in map(int, kills):
             writes = itertools.count()
             def counted(self):
                 write(self)
-                if self._in_shard and next(writes) == survive:
+                if self.tokens % self.shard_tokens and next(writes) == survive:
                     os.kill(os.getpid(), signal.SIGKILL)
-            preparation._Writer._write = counted
+            writer.ShardWriter.write = counted
             if not (child := os.fork()):
                 preparation.prepare(source, out, **json.loads(settings))
                 os._exit(0)
@@ -142,8 +193,8 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed,
                 size = 0
             print(json.dumps([status, left, size]), flush=True)
     """)
-    arguments = [json.dumps(SMALL_BLOCKS), json.dumps(SETTINGS[settings] | {"workers": workers, "progress": False})]
-    command = [sys.executable, "-c", program, folder, out, *arguments, *map(str, (0, 9, 14, 21, -1))]
+    arguments = [json.dumps(SMALL), json.dumps(SETTINGS[settings] | {"workers": workers, "progress": False})]
+    command = [sys.executable, "-c", program, folder, out, *arguments, *map(str, (0, 40, 40, 40, -1))]
     lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
     statuses, names, sizes = zip(*map(json.loads, lines))
     assert statuses == (-signal.SIGKILL,) * 4 + (0,)
@@ -158,46 +209,44 @@ class FullDisk:
     """Writing fails from the n-th time on, half-way through what is to be written."""
 
     def __init__(self, monkeypatch, survive):
-        write, writes = preparation._Writer._write, itertools.count()
+        write, writes = ShardWriter.write, itertools.count()
 
-        def failing(writer):
+        def failing(shards):
             if next(writes) >= survive:
-                with writer._path().open("ab") as file:
+                with shards._path(len(shards.shards)).open("ab") as file:
                     file.write(b"half")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            write(writer)
+            write(shards)
 
-        monkeypatch.setattr(preparation._Writer, "_write", failing)
+        monkeypatch.setattr(ShardWriter, "write", failing)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_what_was_written_before_the_disk_was_full_is_kept(folder, undisturbed, small_blocks, tmp_path, settings):
+def test_what_was_written_before_the_disk_was_full_is_kept(folder, undisturbed, small, tmp_path, settings):
     out = tmp_path / "out"
-    for survive in (10, 12, 17):
+    for survive in (40, 44, 50):
         with pytest.MonkeyPatch.context() as patch:
             FullDisk(patch, survive)
             with pytest.raises(RunError, match=r"No space left on device; [\d,]+ tokens are kept in .*preparing-") as e:
                 prepare(folder, out, workers=0, **SETTINGS[settings])
         assert "\n" not in str(e.value)
-        assert "the same command goes on" in str(e.value)
+        assert "the same command continues" in str(e.value)
     prepare(folder, out, workers=0, **SETTINGS[settings])
     assert contents(out) == undisturbed[settings]
 
 
-def test_nothing_is_noted_while_a_document_waits_for_its_place(folder, small_blocks, tmp_path):
+def test_nothing_is_saved_while_a_document_waits_for_its_place(folder, small, tmp_path):
     """With a tiny fraction the document that is held out is known at the end only."""
     settings = {"tokenizer": "byte", "validation_fraction": 1e-12, "workers": 0}
     with pytest.MonkeyPatch.context() as patch:
-        FullDisk(patch, 30)
+        FullDisk(patch, 100)
         with pytest.raises(RunError, match="nothing was kept"):
             prepare(folder, tmp_path / "out", **settings)
     data = prepare(folder, tmp_path / "out", **settings)
     assert json.loads((data.folder / "index.json").read_text())["splits"]["validation"]["documents"] == 1
 
 
-def test_a_full_disk_while_progress_is_noted_keeps_the_earlier_note(
-    folder, undisturbed, small_blocks, tmp_path, monkeypatch
-):
+def test_a_full_disk_while_progress_is_saved_keeps_the_earlier_state(folder, undisturbed, small, tmp_path, monkeypatch):
     replace, times = os.replace, itertools.count()
 
     def failing(*paths):
@@ -213,11 +262,11 @@ def test_a_full_disk_while_progress_is_noted_keeps_the_earlier_note(
 
 
 @pytest.fixture
-def unfinished(folder, small_blocks, tmp_path):
+def unfinished(folder, small, tmp_path):
     """A copy of the source, and a preparation of it that ended half-way."""
     source, out = shutil.copytree(folder, tmp_path / "texts"), tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        FullDisk(patch, 12)
+        FullDisk(patch, 40)
         with pytest.raises(RunError):
             prepare(source, out, workers=0, **SETTINGS["fraction"])
     return source, out
@@ -254,8 +303,14 @@ def shorten(path):
 
 
 def unfinished_shard(folder):
-    shards = json.loads((folder / "progress.json").read_text())["splits"]["train"]["shards"]
-    return folder / f"train-{len(shards):05d}.bin"
+    tokens = json.loads((folder / "progress.json").read_text())["splits"]["train"]["tokens"]
+    assert tokens % 9_000
+    return folder / f"train-{tokens // 9_000:05d}.bin"
+
+
+def edit_progress(folder, **changes):
+    path = folder / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def flip(path):
@@ -269,6 +324,11 @@ def flip(path):
     [
         (lambda folder: (folder / "progress.json").write_text('{"plan": {'), "progress.json"),
         (lambda folder: (folder / "progress.json").write_text("[]"), "progress.json"),
+        (lambda folder: edit_progress(folder, splits={"train": {}}), "progress.json"),
+        (lambda folder: edit_progress(folder, splits=[]), "progress.json"),
+        (lambda folder: edit_progress(folder, plan=[]), "progress.json"),
+        (lambda folder: edit_progress(folder, reader={"row": 1}), "progress.json"),
+        (lambda folder: edit_progress(folder, text_sha256=None), "progress.json"),
         (lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("{}"), "tokenizer"),
         (lambda folder: shutil.rmtree(folder / "tokenizer"), "tokenizer"),
         (lambda folder: (folder / "train-00000.bin").unlink(), "train-00000.bin"),
@@ -280,12 +340,12 @@ def flip(path):
 def test_damage_to_what_is_unfinished_is_noticed(unfinished, damage, name):
     source, out = unfinished
     damage(staging(out))
-    with pytest.raises(InputError, match=rf"{name}: what an unfinished preparation wrote was changed or is gone") as e:
+    with pytest.raises(InputError, match=rf"{name}: part of an unfinished preparation was changed or is gone") as e:
         prepare(source, out, **SETTINGS["fraction"])
     assert "\n" not in str(e.value)
 
 
-def test_a_broken_file_far_on_keeps_what_came_before(folder, small_blocks, tmp_path):
+def test_a_broken_file_far_on_keeps_what_came_before(folder, small, tmp_path):
     source = shutil.copytree(folder, tmp_path / "texts")
     with (source / "b.jsonl").open("a") as file:
         file.write('\n{"text": ')
@@ -293,20 +353,20 @@ def test_a_broken_file_far_on_keeps_what_came_before(folder, small_blocks, tmp_p
         prepare(source, tmp_path / "out", **SETTINGS["fraction"])
 
 
-def test_an_interrupt_says_what_is_kept(folder, small_blocks, tmp_path, monkeypatch, capsys):
-    save = preparation._Staging.save
+def test_an_interrupt_says_what_is_kept(folder, small, tmp_path, monkeypatch, capsys):
+    save = Staging.save
 
     def interrupted(staging, state):
         save(staging, state)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preparation._Staging, "save", interrupted)
+    monkeypatch.setattr(Staging, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare(folder, tmp_path / "out", workers=1, **SETTINGS["fraction"])
     assert "tokens are kept" in capsys.readouterr().err
 
 
-def test_the_disk_need_is_said_first_and_a_disk_too_small_refused(folder, small_blocks, tmp_path, monkeypatch, capsys):
+def test_the_disk_need_is_said_first_and_a_disk_too_small_refused(folder, small, tmp_path, monkeypatch, capsys):
     size = sum(len(document.text.encode()) + 1 for document in open_corpus(folder))
     prepare(folder, tmp_path / "a", **SETTINGS["fraction"])
     said = capsys.readouterr().err
@@ -318,8 +378,8 @@ def test_the_disk_need_is_said_first_and_a_disk_too_small_refused(folder, small_
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_progress_without_a_terminal_is_lines_with_the_time_left(folder, small_blocks, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(preparation, "REPORT_SECONDS", 0.0)
+def test_progress_without_a_terminal_is_lines_with_the_time_left(folder, small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
     prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
     line = capsys.readouterr().err.splitlines()[3]
     assert line.startswith("prepare: tokens: ")
@@ -355,7 +415,7 @@ def test_a_first_document_that_is_too_long_to_be_held_out_is_said(folder, tmp_pa
         prepare(folder, tmp_path / "out", tokenizer="byte", validation_tokens=2)
 
 
-def test_the_command_takes_the_settings(folder, undisturbed, small_blocks, tmp_path, capsys):
+def test_the_command_takes_the_settings(folder, undisturbed, small, tmp_path, capsys):
     argv = ["prepare", "--source", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
     argv += ["--shard-tokens", "9000", "--validation-tokens", "30000", "--workers", "1", "--json"]
     assert main([*argv, "--text-column", "text"]) == 0
@@ -372,14 +432,23 @@ def test_the_command_takes_the_settings(folder, undisturbed, small_blocks, tmp_p
         ({"validation_tokens": 1}, "validation_tokens: expected at least 2, got 1"),
         ({"validation_tokens": 9, "validation_fraction": 0.1}, "got both"),
         ({"validation_tokens": 9, "tokenizer": "bpe"}, "must not see the held-out text"),
-        ({"workers": -1}, "workers: expected at least 0, got -1"),
-        ({"sample": "10BT"}, "sample: expected it with source fineweb-edu alone"),
+        ({"workers": -1}, "workers: expected 0 to 1024 .*, got -1"),
+        ({"sample": "10BT"}, "sample: only for fineweb-edu"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(folder, tmp_path, settings, expected):
     with pytest.raises(InputError, match=expected):
         prepare(folder, tmp_path / "out", **{"tokenizer": "byte"} | settings)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_worker_may_be_asked_for(folder, undisturbed, small, tmp_path, capsys):
+    argv = ["prepare", "--source", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
+    assert main([*argv, "--shard-tokens", "9000", "--workers", "0", "--json"]) == 0
+    assert contents(tmp_path / "out") == undisturbed["fraction"]
+    assert main([*argv, "--workers", "2000"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert "expected 0 to 1024" in line
 
 
 def test_the_state_of_a_leading_split_is_all_there_is():
@@ -392,18 +461,33 @@ def test_the_state_of_a_leading_split_is_all_there_is():
     assert split.facts() == whole.facts() == {"copies_left_out": 24}
 
 
-def test_a_worker_that_dies_is_an_error_and_not_a_wait(folder, small_blocks, tmp_path, monkeypatch):
-    start = Encoders._start
+@pytest.mark.parametrize("survive", [0, 40])
+def test_a_worker_that_dies_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path, monkeypatch, survive):
+    out = tmp_path / "out"
+    write, writes = ShardWriter.write, itertools.count()
+    pools = []
+    enter = Encoders.__enter__
 
-    def doomed(encoders):
-        process = start(encoders)
-        process.kill()
-        return process
+    def entered(encoders):
+        pools.append(encoders._pool)
+        return enter(encoders)
 
-    monkeypatch.setattr(Encoders, "_start", doomed)
-    with pytest.raises(RunError, match=r"a tokenizing process was ended by signal 9 .*fewer workers"):
-        prepare(folder, tmp_path / "out", workers=2, **SETTINGS["fraction"])
-    assert list(tmp_path.iterdir()) == []
+    def killing(shards):
+        if next(writes) == survive:
+            for process in pools[0]._processes.values():
+                process.kill()
+        write(shards)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoders, "__enter__", entered)
+        patch.setattr(ShardWriter, "write", killing)
+        with pytest.raises(RunError, match=r"a tokenizing process ended unexpectedly .*fewer workers") as error:
+            prepare(folder, out, workers=2, **SETTINGS["fraction"])
+    assert "\n" not in str(error.value)
+    assert ("tokens are kept" in str(error.value)) == bool(survive)
+    assert len(list(tmp_path.iterdir())) == bool(survive)
+    prepare(folder, out, workers=2, **SETTINGS["fraction"])
+    assert contents(out) == undisturbed["fraction"]
 
 
 def is_running(pid):
@@ -416,41 +500,38 @@ def is_running(pid):
 def test_workers_end_with_the_process_that_started_them(tmp_path):
     program = textwrap.dedent("""
         import os, signal
-        from residua.data.encode import Encoders
+        from residua.data.encode import Encoders, Group
         from residua.data.tokenizer import byte_tokenizer
-        encoders = Encoders(byte_tokenizer().backend_tokenizer.to_str(), 256, "<u2", 1)
-        next(encoders.map([([b"a"], 0)]))
-        print(encoders._processes[0].pid, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        encoders = Encoders(byte_tokenizer().backend_tokenizer.to_str(), 256, "<u2", 2)
+        for _ in encoders.map([Group([b"a"], 0, {})] * 9):
+            print(*encoders._pool._processes, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
     """)
-    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    killed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60)
     assert killed.returncode == -signal.SIGKILL
+    assert killed.stdout
     deadline = time.monotonic() + 60
-    while is_running(int(killed.stdout)):
+    while any(map(is_running, map(int, killed.stdout.split()))):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def test_encoders_hold_few_groups_at_a_time():
-    from residua.data.tokenizer import byte_tokenizer
-
     taken = []
 
     def groups():
         for number in range(50):
             taken.append(number)
-            yield [b"text %d" % number], number
+            yield Group([b"text %d" % number], number, {})
 
     with Encoders(byte_tokenizer().backend_tokenizer.to_str(), 256, "<u2", 2) as encoders:
-        for position, (encoded, number) in enumerate(encoders.map(groups())):
-            assert position == number
-            assert bytes(encoded.ids[:-1].tolist()) == b"text %d" % number
+        for position, (encoded, group) in enumerate(encoders.map(groups())):
+            assert position == group.size
+            assert bytes(encoded.ids[:-1].tolist()) == b"text %d" % group.size
             assert len(taken) <= position + 6
-    with pytest.raises(WorkerLost):
-        encoders._start()
 
 
-def test_memory_does_not_grow_with_the_text(tmp_path, small_blocks):
+def test_memory_does_not_grow_with_the_text(tmp_path, small):
     peaks = []
     for count in (500, 3000):
         source = tmp_path / f"{count}.jsonl"

@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from residua.data import Batches, PreparedData, Tokens, preparation, prepare
+from residua.data import Batches, PreparedData, Tokens, preparation, prepare, staging, writer
 from residua.data import shards as shards_module
-from residua.data.corpus import Document, open_corpus, split_documents
+from residua.data.corpus import Document
 from residua.data.shards import Shard
+from residua.data.sources import open_corpus
+from residua.data.split import split_documents
 from residua.errors import InputError, RunError
 
 TEXTS = [f"Document {n}: the quick brown fox jumps over {n * n} lazy dogs. <|endoftext|> é\n" for n in range(200)]
@@ -134,7 +136,7 @@ def test_other_kinds_of_files(tmp_path, suffix):
 
 
 def test_documents_are_tokenized_in_groups_without_a_trace(source, prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "ENCODE_TEXT", 100)
+    monkeypatch.setattr(writer, "ENCODE_TEXT", 100)
     assert prepare(source, tmp_path / "a", vocab_size=400, shard_tokens=1000).fingerprint == prepared.fingerprint
 
 
@@ -192,11 +194,11 @@ def test_windows_across_shards(tmp_path_factory, lengths, data):
         tokens.window(-1, 1)
 
 
-def test_few_shards_are_mapped_at_a_time(prepared, monkeypatch):
+def test_few_shards_are_open_at_a_time(prepared, monkeypatch):
     monkeypatch.setattr(shards_module, "OPEN_SHARDS", 2)
     tokens = PreparedData.open(prepared.folder).train
     assert np.array_equal(tokens.window(0, len(tokens)), prepared.train.window(0, len(prepared.train)))
-    assert len(tokens._maps) == 2
+    assert len(tokens._files) == 2
 
 
 def test_tokens_travel_to_other_processes_without_their_content(prepared):
@@ -209,6 +211,12 @@ def test_tokens_travel_to_other_processes_without_their_content(prepared):
 def edit_index(folder, **changes):
     path = folder / "index.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_shard(folder, **changes):
+    splits = json.loads((folder / "index.json").read_text())["splits"]
+    splits["train"]["shards"][0] |= changes
+    edit_index(folder, splits=splits)
 
 
 def truncate(folder):
@@ -255,6 +263,26 @@ def edit_tokenizer(folder):
         (lambda f: edit_index(f, vocab_size=70_000), "a vocabulary of 70000 does not fit shards of uint16"),
         (lambda f: edit_index(f, eos_token_id=400), "end of text 400 is outside the vocabulary of 400"),
         (lambda f: edit_index(f, dtype="uint32"), "expected 4000 bytes, got 2000"),
+        (lambda f: edit_index(f, dtype=["uint16"]), "damaged .*unhashable"),
+        (lambda f: edit_index(f, vocab_size="400"), "damaged .*expected a count, got '400'"),
+        (lambda f: edit_index(f, vocab_size=400.0), r"damaged .*expected a count, got 400\.0"),
+        (lambda f: edit_index(f, eos_token_id=False), "damaged .*expected a count, got False"),
+        (lambda f: edit_index(f, eos_token_id=-1), "damaged .*expected a count, got -1"),
+        (lambda f: edit_index(f, vocab_size=500), "says vocabulary 500 and end of text 0, tokenizer/ has 400 and 0"),
+        (lambda f: edit_index(f, eos_token_id=7), "says vocabulary 400 and end of text 7, tokenizer/ has 400 and 0"),
+        (lambda f: edit_index(f, facts=[1]), "damaged"),
+        (lambda f: edit_index(f, tokenizer_sha256=None), "is not the one that made the tokens"),
+        (lambda f: edit_shard(f, file="../copy/train-00000.bin"), "expected the name of a file in this folder"),
+        (lambda f: edit_shard(f, file="/etc/passwd"), "expected the name of a file in this folder, got '/etc/passwd'"),
+        (lambda f: edit_shard(f, file="..\\train.bin"), "expected the name of a file in this folder"),
+        (lambda f: edit_shard(f, file=None), "expected the name of a file in this folder, got None"),
+        (lambda f: edit_shard(f, tokens=[1000]), "damaged .*expected a count"),
+        (lambda f: edit_shard(f, tokens=10**30), "not a readable index .*an integer of 31 digits"),
+        (lambda f: edit_shard(f, sha256=5), "damaged .*expected a sha256, got 5"),
+        (lambda f: edit_shard(f, more=1), "damaged .*more"),
+        (lambda f: (f / "index.json").write_text("[" * 100_000), "not a readable index"),
+        (lambda f: (f / "tokenizer" / "tokenizer_config.json").write_text("[]"), "not a readable tokenizer"),
+        (lambda f: (f / "tokenizer" / "tokenizer_config.json").unlink(), "not a readable tokenizer"),
     ],
 )
 def test_damage_is_noticed_on_opening(copy, damage, expected):
@@ -282,6 +310,39 @@ def test_a_shard_that_goes_away_later_is_named(copy):
         data.train.window(1990, 20)
 
 
+def test_a_shard_that_is_cut_while_training_is_an_error_and_not_a_crash(copy):
+    """A memory map would kill the process with SIGBUS here."""
+    data = PreparedData.open(copy)
+    before = data.train.window(1000, 900)
+    os.truncate(copy / "train-00001.bin", 1001)
+    with pytest.raises(RunError, match=r"train-00001\.bin: the shard was cut after it was opened") as error:
+        data.train.window(1000, 900)
+    assert "\n" not in str(error.value)
+    assert np.array_equal(data.train.window(1000, 500), before[:500])
+
+
+def test_tokens_are_read_where_the_system_has_no_pread(copy, prepared, monkeypatch):
+    monkeypatch.delattr(os, "pread")
+    data = PreparedData.open(copy)
+    assert np.array_equal(data.train.window(500, 2000), prepared.train.window(500, 2000))
+    os.truncate(copy / "train-00001.bin", 1001)
+    with pytest.raises(RunError, match="the shard was cut"):
+        data.train.window(1000, 900)
+
+
+def test_processes_that_share_open_shards_read_the_same(prepared):
+    """A fork shares the file and its position: reads must not depend on it."""
+    expected = [prepared.train.window(start, 300) for start in range(0, 3000, 7)]
+    children = []
+    for _ in range(4):
+        if not (child := os.fork()):
+            starts = list(range(0, 3000, 7))
+            same = all(np.array_equal(prepared.train.window(starts[i], 300), expected[i]) for i in range(len(starts)))
+            os._exit(0 if same else 1)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+
+
 def test_out_must_be_new_or_empty(source, tmp_path):
     (tmp_path / "empty").mkdir()
     prepare(source, tmp_path / "empty", tokenizer="byte")
@@ -303,6 +364,9 @@ def test_out_must_be_new_or_empty(source, tmp_path):
         (" \n\n ", {}, "no text"),
         ("One short text.", {}, r"too small: of 1 document\(s\) nothing is left for train"),
         ("One short text.", {"vocab_size": 256}, "at least 257 .* got 256"),
+        ("One short text.", {"vocab_size": 10**9}, "vocab_size: expected at most 1,000,000, got 1000000000"),
+        ("One short text.", {"vocab_size": 10**30}, "vocab_size: expected at most 1,000,000"),
+        ("One short text.", {"workers": 5000}, "workers: expected 0 to 1024 .*, got 5000"),
         ("One short text.", {"validation_fraction": 0.0}, "validation_fraction: expected a number between 0 and 1"),
         ("One short text.", {"validation_fraction": 1.5}, "validation_fraction: expected a number between 0 and 1"),
         ("One short text.", {"shard_tokens": 0}, "shard_tokens: expected at least 1"),
@@ -374,7 +438,7 @@ def test_a_killed_preparation_is_cleared_away_by_the_next(source, tmp_path):
 def test_a_preparation_beside_this_one_is_left_alone(source, tmp_path):
     other = tmp_path / ".out.preparing-0123"
     other.mkdir()
-    lock = preparation._lock(other)
+    lock = staging._lock(other)
     try:
         prepare(source, tmp_path / "out", tokenizer="byte")
         assert other.exists()

@@ -1,21 +1,36 @@
 """Tokenizers: exact round trips, reproducible training, and no special tokens out of text."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from residua.data.encode import Encoder
 from residua.data.tokenizer import (
     END_OF_TEXT,
     byte_tokenizer,
     load_tokenizer,
     save_tokenizer,
-    text_encoder,
     train_bpe,
     vocabulary,
 )
 from residua.errors import InputError
+
+
+def text_encoder(tokenizer):
+    """A function from texts to the ids that a preparation writes for them, without the end of text."""
+    encoder = Encoder(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "<u4")
+
+    def encode(texts):
+        encoded = encoder([text.encode() for text in texts])
+        documents = np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])
+        assert all(document[-1] == tokenizer.eos_token_id for document in documents)
+        return [document[:-1].tolist() for document in documents]
+
+    return encode
+
 
 TEXTS = [f"The quick brown fox number {n} jumps over the lazy dog's {n % 7} backs.\n" for n in range(300)]
 
@@ -84,6 +99,13 @@ def test_bpe_below_the_bytes_is_refused():
         train_bpe(TEXTS, 256)
 
 
+@pytest.mark.parametrize("size", [10**9, 10**30])
+def test_an_absurd_vocabulary_is_refused(size):
+    """The trainer would end the process: it reserves memory for all entries."""
+    with pytest.raises(InputError, match=r"vocab_size: expected at most 1,000,000, got 10+; give a smaller one"):
+        train_bpe(TEXTS, size)
+
+
 def test_an_error_while_reading_the_training_text_is_that_error():
     def failing():
         yield from TEXTS
@@ -116,6 +138,8 @@ def test_unusable_own_tokenizers_are_refused(tmp_path):
     with pytest.raises(InputError, match="no eos_token"):
         load_tokenizer(tmp_path / "no_eos")
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match="expected bpe, byte or a folder"):
-        load_tokenizer(tmp_path / "broken")
+    for content in ("{", "{}", "[]", '{"model": {"type": "Unknown"}}', "null"):
+        (tmp_path / "broken" / "tokenizer.json").write_text(content)
+        with pytest.raises(InputError, match="expected bpe, byte or a folder") as error:
+            load_tokenizer(tmp_path / "broken")
+        assert "\n" not in str(error.value)

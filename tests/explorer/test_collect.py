@@ -3,13 +3,13 @@
 import builtins
 import importlib
 import json
+import os
 import re
 import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
-import planted
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,6 +20,7 @@ from residua.errors import InputError
 from residua.experiment import run
 from residua.explorer.collect import PAGE, Source, collect, page_of
 from residua.training import DataConfig, ModelConfig, RunConfig, TrainConfig
+from support import planted
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,7 @@ def test_a_missing_numpy_is_told_with_what_installs_it(monkeypatch):
 
     monkeypatch.delitem(sys.modules, "residua.explorer.collect")
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModuleNotFoundError, match=r"residua\[explore\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"residua\[lab\]"):
         importlib.import_module("residua.explorer.collect")
 
 
@@ -217,7 +218,7 @@ def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(tmp_p
 def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     out = tmp_path / "page.html"
     out.write_text("old")
-    monkeypatch.setattr("residua.durable.sync", lambda path: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError("no space left")))
     assert main(["explore", "--out", str(out)]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     assert out.read_text() == "old"

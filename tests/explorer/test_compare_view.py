@@ -9,13 +9,13 @@ pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")
 
 from matplotlib.colors import to_hex
-from waiting import until
 
 from residua.evaluation.compare import compare
 from residua.evaluation.plots import _styles
 from residua.explorer.collect import page_of
 from residua.explorer.comparison import comparison_payload
 from residua.explorer.page import write_page
+from support.waiting import until
 
 
 def make_run(folder: Path, connection: str, seed: int = 0, *, offset: float = 0.0, lr: float = 1e-3, pace: float = 0.5):

@@ -8,12 +8,11 @@ import torch
 
 pytest.importorskip("plotly")
 
-import planted
-from waiting import until
-
 from residua.analysis.trace import Trace
 from residua.explorer.collect import Source, page_of
 from residua.explorer.page import write_page
+from support import planted
+from support.waiting import until
 
 SUBLAYERS, TOKENS = 4, 10
 MANY = 100

@@ -176,7 +176,7 @@ def test_a_missing_plotly_says_how_to_get_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     monkeypatch.setattr("importlib.import_module", without)
-    with pytest.raises(ModuleNotFoundError, match=r"residua\[explore\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"residua\[lab\]"):
         write_page(tmp_path / "page.html", EMPTY | {"comparison": {"runs": []}}, {})
 
 

@@ -1,9 +1,10 @@
 import json
+import re
 
 import pytest
 
 from residua.cli import main
-from residua.geometry import cli
+from residua.commands import geometry
 from residua.geometry.models import MODELS
 
 
@@ -91,10 +92,13 @@ def test_interrupting_says_how_to_go_on(capsys, tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_jobs", interrupted)
+    monkeypatch.setattr("residua.runs.sweep.run_jobs", interrupted)
     assert main(["geometry", "reflection", "--out", str(tmp_path / "out")]) == 130
     assert "goes on from there" in capsys.readouterr().err
 
 
-def test_the_quick_models_are_those_of_the_publication_and_their_controls():
-    assert set(cli.QUICK_MODELS) == set(MODELS) - {"hc", "edelta-stream", "linear"}
+def test_the_quick_models_are_those_of_the_publication_and_their_controls(capsys):
+    assert set(geometry.NOT_QUICK) == {"hc", "edelta-stream", "linear"} <= set(MODELS)
+    text = " ".join(output(capsys, ["quick", "--help"]).split())
+    (listed,) = re.findall(r"--models NAME .*?\(default: (.*?)\)", text)
+    assert set(listed.replace("- ", "-").split()) == set(MODELS) - set(geometry.NOT_QUICK)

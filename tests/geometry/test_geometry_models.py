@@ -7,7 +7,7 @@ from residua.errors import InputError
 from residua.geometry.measure import causality
 from residua.geometry.models import MODELS, LinearModel, RegressionModel, Sizes, match, row
 from residua.geometry.study import QUICK
-from variants import perturbed
+from support.variants import perturbed
 
 SMALL = [name for name in MODELS if MODELS[name].layers == 0]
 MATCHED = [name for name in MODELS if name not in SMALL]

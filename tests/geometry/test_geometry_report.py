@@ -6,7 +6,7 @@ import pytest
 
 from residua.geometry import published as quoted
 from residua.geometry.references import references
-from residua.geometry.report import DASH, TITLES, groups, summary, table, write_pictures, write_tables
+from residua.geometry.report import DASH, TITLES, groups, summary, table, write_tables
 from residua.geometry.tasks import TASKS, task
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -214,7 +214,9 @@ def test_an_unknown_task_is_refused():
 
 def test_the_pictures(records, tmp_path):
     pytest.importorskip("matplotlib")
-    paths = write_pictures(records, tmp_path / "new")
+    from residua.geometry.pictures import draw
+
+    paths = draw(records, tmp_path / "new")
     assert [path.name for path in paths] == ["loss.png", "gates.png", "norms.png", "positions.png", "reflection.png"]
     for path in paths:
         assert path.read_bytes().startswith(PNG)
@@ -222,15 +224,15 @@ def test_the_pictures(records, tmp_path):
 
 def test_pictures_of_next_to_nothing(tmp_path):
     pytest.importorskip("matplotlib")
-    assert write_pictures([], tmp_path) == []
+    from residua.geometry.pictures import draw
+
+    assert draw([], tmp_path) == []
     bare = {key: value for key, value in run().items() if key in ("kind", "task", "model", "label", "seed", "loss")}
-    assert write_pictures([bare], tmp_path) == []
+    assert draw([bare], tmp_path) == []
     lost = run(curve=[[0, None], [20, float("nan")]], gates={}, stream_norms=[1.0], by_position=[None, None])
-    assert write_pictures([lost | {"online_by_position": None, "causal": False}], tmp_path) == []
-    assert write_pictures([reflection(gates={}, curve=[[0, None]])], tmp_path) == []
-    assert [path.name for path in write_pictures([reflection(gates={}, curve=[[0, 1.0]])], tmp_path)] == [
-        "reflection.png"
-    ]
+    assert draw([lost | {"online_by_position": None, "causal": False}], tmp_path) == []
+    assert draw([reflection(gates={}, curve=[[0, None]])], tmp_path) == []
+    assert [path.name for path in draw([reflection(gates={}, curve=[[0, 1.0]])], tmp_path)] == ["reflection.png"]
 
 
 def test_no_two_models_look_alike():

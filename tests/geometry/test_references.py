@@ -15,7 +15,7 @@ from residua.geometry.references import (
     zero,
 )
 from residua.geometry.tasks import TASKS, rotate, task
-from tolerances import assert_close
+from support.tolerances import assert_close
 
 
 def rows(name, **sizes):

@@ -12,8 +12,9 @@ import torch
 
 from residua.errors import InputError, RunError
 from residua.geometry import study
-from residua.geometry.runs import Job, claim, read_records, run_jobs
 from residua.geometry.study import FULL, Settings, job, train
+from residua.runs import jsonlines
+from residua.runs.sweep import Job, open_runs, run_jobs
 
 TINY = Settings(
     steps=60,
@@ -41,8 +42,12 @@ def timeless(records):
 
 
 def run_all(folder, chosen, workers=1):
-    with claim(folder, {"of": "a test"}) as out:
-        return timeless(run_jobs(out, chosen, workers=workers, device=CPU))
+    with open_runs(folder, {"of": "a test"}) as made:
+        return timeless(run_jobs(chosen, made, processes=workers, finish=with_key))
+
+
+def with_key(job, record):
+    return {"key": job.key, **record}
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +112,10 @@ def test_stopped_anywhere_it_goes_on_and_ends_the_same(step, undisturbed, tmp_pa
     monkeypatch.setattr(study, "CHECKPOINT_SECONDS", 0.0)
     one, path = jobs()[1], tmp_path / "run.pt"
     with pytest.raises(Stopped):
-        train(*one.arguments, checkpoint=path, report=stopping_at(step))
+        train(*one.arguments, place=path, report=stopping_at(step))
     assert path.exists() == (step > 10)
     seen = []
-    record = train(*one.arguments, checkpoint=path, report=seen.append)
+    record = train(*one.arguments, place=path, report=seen.append)
     assert seen[0] == step - 10
     assert timeless([record])[0] == {key: undisturbed[1][key] for key in record if key not in BY_CLOCK}
 
@@ -142,40 +147,45 @@ def wait_for(condition, seconds=200):
         time.sleep(0.005)
 
 
+def any_state(folder):
+    """The state of the runs under way, whole files alone."""
+    return [path for path in (folder / "runs").glob("*") if not path.name.startswith(".")]
+
+
 def test_killed_in_the_middle_it_goes_on_and_ends_the_same(undisturbed, tmp_path):
     folder = tmp_path / "out"
     records = folder / "records.jsonl"
     process = start(TRAINING, folder)
     # The second run is under way: one line is written, and there is a checkpoint.
-    wait_for(lambda: records.exists() and records.stat().st_size and list((folder / "checkpoints").glob("*.pt")))
+    wait_for(lambda: records.exists() and records.stat().st_size and any_state(folder))
     process.kill()
     process.wait()
-    done = len(read_records(records))
+    done = len(jsonlines.read(records))
     assert 0 < done < len(undisturbed)
     assert run_all(folder, jobs()) == undisturbed
     assert len(records.read_text().splitlines()) == len(undisturbed)
-    assert not list((folder / "checkpoints").iterdir())
+    assert not any_state(folder)
 
 
 def test_several_workers_change_no_number(undisturbed, tmp_path):
     assert run_all(tmp_path / "out", jobs()[:2], workers=2) == undisturbed[:2]
 
 
-def endless(*, checkpoint, report):
-    """Leaves the number of its process where its checkpoint would be."""
-    checkpoint.with_suffix(".pid").write_text(str(os.getpid()))
+def endless(*, place, report):
+    """Leaves the number of its process where its state would be."""
+    place.with_suffix(".pid").write_text(str(os.getpid()))
     while True:
         report(1)
         time.sleep(0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see which processes run")
 def test_workers_end_when_their_parent_is_killed(tmp_path):
     process = start(WORKERS, tmp_path / "out")
 
     def workers():
-        return [path.read_text() for path in (tmp_path / "out" / "checkpoints").glob("*.pid")]
+        return [path.read_text() for path in (tmp_path / "out" / "runs").glob("*.pid")]
 
     wait_for(lambda: len(workers()) == 2 and all(workers()))
     assert all(running(worker) for worker in workers())
@@ -191,21 +201,21 @@ def running(process):
         return False
 
 
-def dies(*, checkpoint, report):
+def dies(*, place, report):
     os._exit(3)
 
 
-def instant(*, checkpoint, report):
+def instant(*, place, report):
     report(0)
     return {"kind": "run"}
 
 
 def test_a_process_that_dies_is_told_and_what_is_finished_stays(tmp_path):
     chosen = [Job("good", instant, (), 1, cost=2.0), Job("bad", dies, (), 1), Job("late", instant, (), 1, cost=0.5)]
-    with claim(tmp_path / "out", {}) as out:
+    with open_runs(tmp_path / "out", {}) as made:
         with pytest.raises(RunError, match=r"bad ended with exit status 3"):
-            run_jobs(out, chosen, workers=2, device=CPU)
-        assert "good" in {record["key"] for record in out.records()} or not out.records()
+            run_jobs(chosen, made, processes=2, finish=with_key)
+        assert "good" in made.finished or not made.finished
     assert run_all(tmp_path / "other", [chosen[0]]) == [{"key": "good", "kind": "run"}]
 
 
@@ -222,7 +232,7 @@ def test_a_torn_last_line_is_made_again_and_a_damaged_one_told(undisturbed, tmp_
     records = folder / "records.jsonl"
     text = records.read_text()
     records.write_text(text[:-40])
-    assert len(read_records(records)) == 1
+    assert len(jsonlines.read(records)) == 1
     assert run_all(folder, jobs()[:2]) == undisturbed[:2]
     records.write_text("{not json}\n" + text)
     with pytest.raises(InputError, match="line 1"):
@@ -239,9 +249,10 @@ def test_a_run_that_diverges_is_recorded_without_numbers(tmp_path):
 
 def test_a_folder_has_one_writer_and_one_recipe(tmp_path):
     folder = tmp_path / "out"
-    with claim(folder, {"lr": 1.0}), pytest.raises(InputError, match="another process"), claim(folder, {"lr": 1.0}):
+    held = open_runs(folder, {"lr": 1.0})
+    with held, pytest.raises(InputError, match="another process"), open_runs(folder, {"lr": 1.0}):
         pass
-    with pytest.raises(InputError, match=r"lr was 1.0, is 2.0"), claim(folder, {"lr": 2.0}):
+    with pytest.raises(InputError, match=r"lr was 1.0, is 2.0"), open_runs(folder, {"lr": 2.0}):
         pass
     with (folder / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was given back
@@ -249,9 +260,9 @@ def test_a_folder_has_one_writer_and_one_recipe(tmp_path):
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(InputError, match="other files"), claim(tmp_path, {}):
+    with pytest.raises(InputError, match="other files"), open_runs(tmp_path, {}):
         pass
-    with pytest.raises(InputError, match="expected a folder"), claim(tmp_path / "mine.txt", {}):
+    with pytest.raises(InputError, match="expected a folder"), open_runs(tmp_path / "mine.txt", {}):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt"]
 

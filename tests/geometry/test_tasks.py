@@ -5,7 +5,7 @@ import torch
 
 from residua.errors import InputError
 from residua.geometry.tasks import GYROSCOPE_ANGLES, NEAR_PI_ANGLE, NEAR_PI_MULTI_ANGLE, TASKS, Task, rotate, task
-from tolerances import assert_close
+from support.tolerances import assert_close
 
 SEQUENCES = ["gyroscope", "stability", "near-pi", "near-pi-multi"]
 ROTATIONS = ["gyroscope", "near-pi", "near-pi-multi"]

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from tiny_models import prompt, tiny_config, tiny_model
 from torch import Tensor
 
 from residua.models.attention import Attention, AttentionContext, Rotary
 from residua.models.mlp import MLP
-from tolerances import assert_close
-from variants import normal, perturbed
+from support.tiny_models import prompt, tiny_config, tiny_model
+from support.tolerances import assert_close
+from support.variants import normal, perturbed
 
 
 def rms(x: Tensor, gain: Tensor) -> Tensor:

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from authors_reference import authors_logits
 from torch import Tensor
 
 from residua.models import ResiduaForCausalLM, load_authors_checkpoint
-from tolerances import assert_close
-from variants import normal
+from support.authors_reference import authors_logits
+from support.tolerances import assert_close
+from support.variants import normal
 
 VOCAB, DIM, LAYERS, HEADS, WIDTH = 32, 12, 2, 2, 6
 

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from tiny_models import PAD, left_padded, prompt, tiny_config, tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import StaticCache
 
-from tolerances import assert_close
-from variants import ALL, LOOKING_BACK
+from support.tiny_models import PAD, left_padded, prompt, tiny_config, tiny_model
+from support.tolerances import assert_close
+from support.variants import ALL, LOOKING_BACK
 
 every_scheme = pytest.mark.parametrize("name", ALL)
 # One scheme for every kind of look back; the rest of the mechanism does not know the scheme.

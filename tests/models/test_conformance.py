@@ -1,34 +1,28 @@
 """Equal to the authors' code: logits, losses and the gradient of every parameter against numbers that it produced.
 
-The vectors lie in ../shared/conformance beside the repository, or where RESIDUA_CONFORMANCE says.
+The numbers are in authors/, whose README says where they come from.
 """
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from authors_reference import authors_logits
+from safetensors.torch import load_file
 from torch import Tensor
 
 from residua.models import load_authors_checkpoint
 from residua.models.authors import _authors_names
+from support.authors_reference import authors_logits
 
-FOLDER = Path(os.environ.get("RESIDUA_CONFORMANCE") or Path(__file__).parents[3] / "shared" / "conformance")
-CASES = {}
-if (FOLDER / "index.json").is_file():
-    CASES = {case["name"]: case for case in json.loads((FOLDER / "index.json").read_text())["cases"]}
-
-pytestmark = pytest.mark.skipif(not CASES, reason=f"no conformance vectors in {FOLDER} (set RESIDUA_CONFORMANCE)")
-every_case = pytest.mark.parametrize("case", CASES or ["absent"])
+FOLDER = Path(__file__).with_name("authors")
+CASES = {case["name"]: case for case in json.loads((FOLDER / "index.json").read_text())["cases"]}
+every_case = pytest.mark.parametrize("case", CASES)
 
 
 def load(case: str, dtype: torch.dtype) -> tuple[dict, dict[str, Tensor], dict[str, Tensor]]:
     """The configuration, the authors' parameters in `dtype`, and the other tensors of a case."""
-    from safetensors.torch import load_file
-
     tensors = load_file(FOLDER / CASES[case]["file"])
     state = {
         key.removeprefix("param."): tensor.to(dtype) for key, tensor in tensors.items() if key.startswith("param.")
@@ -37,7 +31,7 @@ def load(case: str, dtype: torch.dtype) -> tuple[dict, dict[str, Tensor], dict[s
 
 
 def aligned_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Their labels are the next tokens already, -1 where none counts."""
+    """Mean cross-entropy for the authors' labels: next tokens, -1 where none counts."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
 
 
@@ -63,6 +57,17 @@ def compare_gradients(model, state, tensors, precision: str, tolerance: float) -
     assert ours.keys() == expected.keys() == state.keys()
     for name, grad in expected.items():
         assert (ours[name] - grad).norm() <= tolerance * grad.norm(), name
+
+
+def test_every_file_is_in_the_index():
+    assert {case["file"] for case in CASES.values()} == {path.name for path in FOLDER.glob("*.safetensors")}
+    assert len(CASES) == 6
+
+
+@every_case
+def test_the_number_of_parameters(case):
+    config, state, _ = load(case, torch.float32)
+    assert load_authors_checkpoint(config, state).num_parameters() == CASES[case]["n_params"]
 
 
 @every_case
@@ -91,8 +96,8 @@ def test_float32(case):
 
 
 @every_case
-def test_the_loss_of_the_model_is_theirs(case):
-    """Our argument for labels that are the next tokens already, with -100 for theirs of -1."""
+def test_the_models_own_loss(case):
+    """`shift_labels` takes next tokens, with -100 where the authors write -1."""
     config, state, tensors = load(case, torch.float64)
     labels = tensors["labels"]
     model = load_authors_checkpoint(config, state)
@@ -115,6 +120,6 @@ def test_states_inside(case):
 
 
 @every_case
-def test_the_plain_reference_of_these_tests_is_theirs_too(case):
+def test_the_plain_reference_implementation(case):
     config, state, tensors = load(case, torch.float64)
     assert (authors_logits(config, state, tensors["input_ids"]) - tensors["logits.f64"]).abs().max() <= 1e-9

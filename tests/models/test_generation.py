@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from tiny_models import EOS, PAD, VOCAB, left_padded, prompt, tiny_model
 from torch import Tensor
 from transformers import DynamicCache
 
-from variants import PRESETS
+from support.tiny_models import EOS, PAD, VOCAB, left_padded, prompt, tiny_model
+from support.variants import PRESETS
 
 # Every preset, and what looks back in other ways than they do.
 NAMES = [*PRESETS, "beta-conv-dv1", "token-dv5-k3-ec2", "token-dv3-k2-separate"]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_models import prompt, tiny_model
 from transformers import DynamicCache
 
-from variants import PRESETS
+from support.tiny_models import prompt, tiny_model
+from support.variants import PRESETS
 
 # The older name is on its way out; both must work while both exist.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_models import tiny_config
 from torch.utils.data import Dataset
 
 from residua.models import ResiduaForCausalLM
+from support.tiny_models import tiny_config
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 

@@ -1,16 +1,17 @@
 """torch.compile takes the whole model in one piece, forward and backward, and computes the same."""
 
 import shutil
+from typing import NamedTuple
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from tiny_models import left_padded, prompt, tiny_model
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
-from tolerances import assert_close
-from variants import ALL, PRESETS, bare_sublayers, normal, perturbed
+from support.tiny_models import left_padded, prompt, tiny_model
+from support.tolerances import assert_close
+from support.variants import ALL, PRESETS, bare_sublayers, normal, perturbed
 
 # The compiler itself uses what PyTorch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -30,29 +31,17 @@ def losses_and_gradients(model, forward, *args, **kwargs) -> list[torch.Tensor]:
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_training_compiles_without_a_graph_break(name):
-    """One layer has both kinds of sublayer, both borders and a shared compressor."""
-    model, ids = tiny_model(name, num_hidden_layers=1).train(), prompt(2, 6)
-    expected = losses_and_gradients(model, model, ids, labels=ids)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(losses_and_gradients(model, compiled, ids, labels=ids), expected):
-        assert_close(ours, theirs)
+class Step(NamedTuple):
+    """A step of training, compiled and not, and the tensors that the compiled one keeps for its backward pass."""
+
+    ours: list[torch.Tensor]
+    expected: list[torch.Tensor]
+    kept: dict[str, tuple[int, tuple]]  # by name: the storage, and the shape, strides and offset in it
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler: apt-get install g++")
-@pytest.mark.parametrize("name", ["ddl-cc", "ddl-tc"])
-def test_training_through_inductor_computes_the_same(name):
-    model, ids = tiny_model(name, torch.float32, num_hidden_layers=1).train(), prompt(2, 6)
-    expected = losses_and_gradients(model, model, ids, labels=ids)
-    compiled = torch.compile(model, fullgraph=True)
-    for ours, theirs in zip(losses_and_gradients(model, compiled, ids, labels=ids), expected):
-        assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_nothing_is_kept_twice_for_the_backward_pass(name):
-    """Where two kept tensors share memory, inductor may write over one while the other is still to be read."""
+@pytest.fixture(scope="module", params=PRESETS)
+def step(request) -> Step:
+    """One layer has both kinds of sublayer, both borders and a shared compressor. Raises where the graph breaks."""
     kept = {}
 
     def inspected(graph, inputs):
@@ -71,14 +60,36 @@ def test_nothing_is_kept_twice_for_the_backward_pass(name):
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-    model, ids = tiny_model(name, torch.float32, num_hidden_layers=1).train(), prompt(2, 3)
-    loss = torch.compile(model, fullgraph=True, backend=backend)(ids, labels=ids).loss
-    loss.backward()
+    torch.compiler.reset()
+    model, ids = tiny_model(request.param, num_hidden_layers=1).train(), prompt(2, 6)
+    expected = losses_and_gradients(model, model, ids, labels=ids)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    return Step(losses_and_gradients(model, compiled, ids, labels=ids), expected, kept)
+
+
+def test_compiled_training_computes_the_same(step):
+    for ours, theirs in zip(step.ours, step.expected, strict=True):
+        assert_close(ours, theirs)
+
+
+def test_nothing_is_kept_twice_for_the_backward_pass(step):
+    """Where two kept tensors share memory, inductor may write over one while the other is still to be read."""
+    assert step.kept
     owners: dict[tuple[int, int], str] = {}
-    for name, (storage, (shape, stride, offset)) in kept.items():
-        room = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride))
+    for name, (storage, (shape, stride, offset)) in step.kept.items():
+        room = offset + 1 + sum((size - 1) * hop for size, hop in zip(shape, stride))
         for place in torch.arange(room).as_strided(shape, stride, offset).flatten().tolist():
             assert owners.setdefault((storage, place), name) == name
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler: apt-get install g++")
+@pytest.mark.parametrize("name", ["ddl-cc", "ddl-tc"])
+def test_training_through_inductor_computes_the_same(name):
+    model, ids = tiny_model(name, torch.float32, num_hidden_layers=1).train(), prompt(2, 6)
+    expected = losses_and_gradients(model, model, ids, labels=ids)
+    compiled = torch.compile(model, fullgraph=True)
+    for ours, theirs in zip(losses_and_gradients(model, compiled, ids, labels=ids), expected):
+        assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["ddl-cc-ec"])

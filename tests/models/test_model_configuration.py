@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tiny_models import prompt, tiny_config
 
 from residua import DeepDelta
 from residua.connections import describe
 from residua.models import MODEL_FIELDS, SIZES, ResiduaConfig, ResiduaForCausalLM
-from variants import NON_CAUSAL, PRESETS
+from support.tiny_models import prompt, tiny_config
+from support.variants import NON_CAUSAL, PRESETS
 
 
 def test_sizes_follow_from_the_width():

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from tiny_models import prompt, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from residua import DeepDelta
 from residua.models import ResiduaForCausalLM
-from tolerances import assert_close
-from variants import ALL
+from support.tiny_models import prompt, tiny_config
+from support.tolerances import assert_close
+from support.variants import ALL
 
 DEEP_DELTA = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta)}
 

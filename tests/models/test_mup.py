@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tiny_models import tiny_config
 
 from residua.models import ResiduaForCausalLM
 from residua.models.mup import learning_rate_factors
-from variants import ALL
+from support.tiny_models import tiny_config
+from support.variants import ALL
 
 
 def model(connection="ddl-tc", **options):

@@ -3,15 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import VOCAB, left_padded, prompt, tiny_config, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from residua.models import ResiduaForCausalLM, ResiduaModel
-from tolerances import assert_close
-from variants import ALL, PRESETS
+from support.tiny_models import VOCAB, left_padded, prompt, tiny_config, tiny_model
+from support.tolerances import assert_close
+from support.variants import ALL, PRESETS
 
 every_scheme = pytest.mark.parametrize("name", ALL)
 every_preset = pytest.mark.parametrize("name", PRESETS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from residua.models import SIZES, ResiduaConfig, ResiduaForCausalLM
-from variants import ALL, PRESETS
+from support.variants import ALL, PRESETS
 
 COUNTS = {
     "residual": {"small": 123_590_400, "medium": 353_508_352},

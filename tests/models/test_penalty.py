@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_models import prompt, tiny_model
 from torch.nn.functional import cross_entropy
 
-from tolerances import assert_close
+from support.tiny_models import prompt, tiny_model
+from support.tolerances import assert_close
 
 
 def language_loss(out, ids) -> torch.Tensor:

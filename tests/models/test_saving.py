@@ -8,11 +8,11 @@ from dataclasses import fields
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import prompt, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from residua.models import ResiduaConfig, ResiduaForCausalLM, ResiduaModel
-from variants import ALL, PRESETS
+from support.tiny_models import prompt, tiny_config, tiny_model
+from support.variants import ALL, PRESETS
 
 every_preset = pytest.mark.parametrize("name", PRESETS)
 # One for every module that owns parameters of a kind of its own.

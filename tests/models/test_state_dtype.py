@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_models import prompt, tiny_config, tiny_model
 
-from tolerances import assert_close
-from variants import PRESETS
+from support.tiny_models import prompt, tiny_config, tiny_model
+from support.tolerances import assert_close
+from support.variants import PRESETS
 
 
 def state_dtypes(model, ids) -> set[torch.dtype]:

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import prompt, tiny_config
 from torch import Tensor
 
 from residua.models import ResiduaForCausalLM
-from tolerances import assert_close
-from variants import KERNELS, perturbed
+from support.tiny_models import prompt, tiny_config
+from support.tolerances import assert_close
+from support.variants import KERNELS, perturbed
 
 pytest.importorskip("triton", reason="triton is not installed: pip install 'residua[kernels]'")
 

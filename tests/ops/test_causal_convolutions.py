@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import generator, normal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import causal_expand, causal_read, causal_read_on, stream_read
-from tolerances import assert_close
+from support.delta_cases import generator, normal
+from support.tolerances import assert_close
 
 seeds = st.integers(0, 2**31)
 lengths = st.integers(1, 6)  # from one token, through less than the kernel, to more
@@ -47,7 +47,7 @@ def test_expand_and_read_are_grouped_convolutions_with_their_gradients(length, k
 
 
 @given(lengths, kernels, widths, widths, seeds)
-def test_expand_and_read_are_adjoint_with_time_turned_round(length, kernel, num_streams, dim, seed):
+def test_expand_and_read_are_adjoint_with_time_reversed(length, kernel, num_streams, dim, seed):
     g = generator(seed)
     x, streams = normal(g, 2, length, dim), normal(g, 2, length, num_streams, dim)
     taps = normal(g, kernel, num_streams, dim)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from delta_cases import cases, direction, generator, normal, outer, product_form
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +16,8 @@ from residua.ops import (
     singular_values,
     unit,
 )
-from tolerances import assert_close
+from support.delta_cases import cases, direction, generator, normal, outer, product_form
+from support.tolerances import assert_close
 
 
 def leaves(*tensors):
@@ -78,7 +78,7 @@ def test_write_gradcheck(write, value_channels, dim, length):
     assert torch.autograd.gradcheck(write, arguments)
 
 
-def test_write_gradcheck_one_token_through_the_guard_at_zero():
+def test_write_gradcheck_one_token_through_the_norm_at_zero():
     g = generator(0)
     arguments = leaves(normal(g, 1, 1, 3, 4), torch.zeros(1, 1, 4).double(), normal(g, 1, 1, 3), normal(g, 1, 1))
     assert torch.autograd.gradcheck(lambda x, k, v, b: delta_write(x, unit(k, eps=0.3), v, b), arguments)

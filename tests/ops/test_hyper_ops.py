@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from delta_cases import generator, normal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import hyper_mix, hyper_read, hyper_write
-from tolerances import assert_close
+from support.delta_cases import generator, normal
+from support.tolerances import assert_close
 
 seeds = st.integers(0, 2**31)
 # The leading axes of coefficients for streams of (batch, seq, n, d) = (2, 3, n, d): each token its own, one for a whole

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from delta_cases import generator, normal
 
 from residua.ops import (
-    GUARDS,
+    K_NORMS,
     causal_expand,
     causal_read,
     cayley,
@@ -34,13 +33,14 @@ from residua.ops import (
     stream_read,
     unit,
 )
-from tolerances import assert_close
+from support.delta_cases import generator, normal
+from support.tolerances import assert_close
 
 WRITE = [(2, 3, 2, 4), (2, 3, 4), (2, 3, 2), (2, 3)]
 STREAMS = (2, 3, 4, 5)
 # name: (op, shapes of its arguments)
 OPS = {
-    **{f"unit-{guard}": (lambda k, guard=guard: unit(k, guard=guard), [(2, 3, 4)]) for guard in GUARDS},
+    **{f"unit-{k_norm}": (lambda k, k_norm=k_norm: unit(k, k_norm=k_norm), [(2, 3, 4)]) for k_norm in K_NORMS},
     "delta_write": (delta_write, WRITE),
     "delta_write_v1": (delta_write_v1, WRITE),
     "delta_inverse": (delta_inverse, WRITE),
@@ -114,7 +114,7 @@ def test_numbers_that_vary_between_calls():
 
     def twice(eps):
         first = delta_write(state, unit(k, eps=eps), v, beta)
-        return delta_write(first, k, v, beta, normalise="rms", eps=eps)
+        return delta_write(first, k, v, beta, k_norm="rms", eps=eps)
 
     torch.compiler.reset()
     for dynamic in (None, True):

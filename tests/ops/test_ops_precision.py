@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import generator, normal, product_form
 
 from residua.ops import (
-    GUARDS,
+    K_NORMS,
     at_least_float32,
     causal_expand,
     causal_read,
@@ -23,7 +22,8 @@ from residua.ops import (
     stream_read,
     unit,
 )
-from tolerances import assert_close
+from support.delta_cases import generator, normal, product_form
+from support.tolerances import assert_close
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -129,11 +129,11 @@ def test_float64_and_float32_stay_what_they_are(name):
             assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("guard", GUARDS)
+@pytest.mark.parametrize("k_norm", K_NORMS)
 @pytest.mark.parametrize("dtype", LOW)
-def test_unit_direction_of_long_low_precision_vectors(guard, dtype):
+def test_unit_direction_of_long_low_precision_vectors(k_norm, dtype):
     # 300^2 * 512 overflows float16, and a bfloat16 sum of 512 squares stalls.
-    k = unit(torch.full((512,), 300.0, dtype=dtype), guard=guard)
+    k = unit(torch.full((512,), 300.0, dtype=dtype), k_norm=k_norm)
     assert k.dtype == dtype
     assert_close(k, torch.full((512,), 512**-0.5, dtype=torch.float64))
 

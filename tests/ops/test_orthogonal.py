@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from delta_cases import direction, generator, normal, outer
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +23,8 @@ from residua.ops import (
     hybrid,
     iterative_cayley,
 )
-from tolerances import assert_close
+from support.delta_cases import direction, generator, normal, outer
+from support.tolerances import assert_close
 
 seeds = st.integers(0, 2**31)
 sizes = st.integers(1, 7)  # up to 4 streams and beyond: two ways to apply an operator

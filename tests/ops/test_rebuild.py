@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from residua.ops import causal_read, delta_write, stream_read
-from residua.ops.boundary import channel_boundary, token_boundary
-from variants import normal
+from residua.ops.write_read import channel_boundary, token_boundary
+from support.variants import normal
 
 BATCH, SEQ, STREAMS, DIM, WRITES = 2, 5, 3, 8, 9
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -29,7 +29,7 @@ class Chain:
         for i, mix in enumerate(self.mix):
             x = causal_read(state, self.taps) if i % 2 else stream_read(state, self.taps[0])
             k, v, beta = torch.tanh(x @ mix), x[..., :STREAMS], 2 * torch.sigmoid(x[..., 0])
-            state = delta_write(state, k, v, beta, normalise="rms", rebuild_every=every)
+            state = delta_write(state, k, v, beta, k_norm="rms", rebuild_every=every)
             found.append(state)
         return found
 
@@ -154,7 +154,7 @@ def test_a_state_patched_behind_the_back_of_autograd_is_kept(patched):
                     state[:, 1] = 0.25
             x = causal_read(state, chain.taps)
             k, v, beta = torch.tanh(x @ mix), x[..., :STREAMS], 2 * torch.sigmoid(x[..., 0])
-            state = delta_write(state, k, v, beta, normalise="rms", rebuild_every=every)
+            state = delta_write(state, k, v, beta, k_norm="rms", rebuild_every=every)
         return torch.autograd.grad(state.square().sum(), chain.leaves)
 
     assert all(torch.equal(a, b) for a, b in zip(gradients(4), gradients(1)))
@@ -177,7 +177,7 @@ def test_checkpointed_stretches_of_a_chain():
         for i in range(low, high):
             x = causal_read(state, chain.taps)
             k, v, beta = torch.tanh(x @ chain.mix[i]), x[..., :STREAMS], 2 * torch.sigmoid(x[..., 0])
-            state = delta_write(state, k, v, beta, normalise="rms", rebuild_every=4)
+            state = delta_write(state, k, v, beta, k_norm="rms", rebuild_every=4)
         return state
 
     def loss(checkpointed: bool) -> Tensor:

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from delta_cases import direction, generator, normal
 
 from residua import ops
 from residua.connections import DeepDelta
-from residua.ops.boundary import channel_boundary, token_boundary
+from residua.ops.write_read import channel_boundary, token_boundary
+from support.delta_cases import direction, generator, normal
 
 G = generator(0)
 STATE, WIDE = normal(G, 2, 3, 2, 4), normal(G, 2, 3, 4)
@@ -14,10 +14,13 @@ WRITE = (STATE, direction(G, 2, 3, 4) * 1.7, normal(G, 2, 3, 2), normal(G, 2, 3)
 SMALL = (normal(G, 4), normal(G, 4), normal(G, 2, 4))
 
 CASES = {
-    **{f"unit {guard}": (lambda k, guard=guard: ops.unit(k, guard=guard, eps=0.3), (WIDE,)) for guard in ops.GUARDS},
     **{
-        f"delta_write {guard}": (lambda *x, guard=guard: ops.delta_write(*x, normalise=guard, eps=0.3), WRITE)
-        for guard in (None, *ops.GUARDS)
+        f"unit {k_norm}": (lambda k, k_norm=k_norm: ops.unit(k, k_norm=k_norm, eps=0.3), (WIDE,))
+        for k_norm in ops.K_NORMS
+    },
+    **{
+        f"delta_write {k_norm}": (lambda *x, k_norm=k_norm: ops.delta_write(*x, k_norm=k_norm, eps=0.3), WRITE)
+        for k_norm in (None, *ops.K_NORMS)
     },
     "delta_write_v1": (ops.delta_write_v1, WRITE),
     "delta_inverse": (ops.delta_inverse, WRITE),
@@ -61,7 +64,7 @@ def test_a_gradient_that_needs_a_rebuilt_state_is_not_differentiated():
     def penalty(rebuild_every):
         state, *rest = (x.clone().requires_grad_() for x in WRITE)
         for _ in range(3):
-            state = ops.delta_write(state, *rest, normalise="rms", rebuild_every=rebuild_every)
+            state = ops.delta_write(state, *rest, k_norm="rms", rebuild_every=rebuild_every)
         return torch.autograd.grad(state.sum(), rest, create_graph=True)[0].square().sum()
 
     penalty(1).backward()

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from delta_cases import generator, normal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import hyper_mix, permutation_mixture, permutations, sinkhorn
-from tolerances import assert_close
+from support.delta_cases import generator, normal
+from support.tolerances import assert_close
 
 seeds = st.integers(0, 2**31)
 sizes = st.integers(1, 6)

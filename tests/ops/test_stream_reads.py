@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from delta_cases import generator, normal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import channel_taps, linear_at_least_float32, rms_norm, stream_read
-from residua.ops.boundary import channel_boundary
-from tolerances import assert_close
+from residua.ops.write_read import channel_boundary
+from support.delta_cases import generator, normal
+from support.tolerances import assert_close
 
 CONVOLUTIONS = [(kernel, streams) for streams in range(1, 6) for kernel in range(1, streams + 1)]
 
@@ -96,7 +96,7 @@ def test_one_token_without_other_axes(dtype):
         ({"value_weight": torch.ones(1, 4)}, r"^value_weight: expected \(value_channels, dim\) = \(3, 4\)"),
         ({"gate_weight": torch.ones(1)}, r"^gate_weight: expected \(dim,\) = \(4,\)"),
         ({"gain": torch.ones(1)}, r"^gain: expected \(dim,\) = \(4,\)"),
-        ({"normalise": "l2"}, r"^normalise: expected None or one of rms, add, clamp, rms_d, got 'l2'"),
+        ({"k_norm": "l2"}, r"^k_norm: expected None or one of rms, add, clamp, rms_d, got 'l2'"),
     ],
 )
 def test_a_boundary_takes_nothing_that_would_be_broadcast(changed, words):

@@ -3,12 +3,12 @@ import multiprocessing
 
 import pytest
 import torch
-from ranks import config, options
-from toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
 
 from residua.data import prepare
 from residua.experiment import run
 from residua.training import train
+from support.ranks import config, options
+from support.toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def alone(data, tmp_path_factory):
 def start():
     """Start a function of a test module in a process of its own, which costs no second import of torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["residua.experiment", "torch.distributed.checkpoint"])
+    context.set_forkserver_preload(["residua.experiment"])
 
     def start(function, *arguments):
         process = context.Process(target=function, args=arguments, daemon=True)

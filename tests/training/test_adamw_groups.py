@@ -3,10 +3,10 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from toy_language_model import ToyModel, toy_config
 
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.training import adamw, learning_rate_factor, parameter_groups, set_learning_rate
+from support.toy_language_model import ToyModel, toy_config
 
 
 class Everything(ToyModel):

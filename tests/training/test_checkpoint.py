@@ -7,11 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from toy_language_model import ToyBatches, ToyModel
 
 from residua.errors import InputError
 from residua.training import checkpoint as checkpoint_module
 from residua.training import latest_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
+from support.toy_language_model import ToyBatches, ToyModel
+
+OPTIMIZER = "optimizer.safetensors"
 
 
 def cut(path):
@@ -27,13 +29,13 @@ def flip(path):
 # What may happen to a checkpoint, and what the message names.
 DAMAGE = {
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "found no manifest.json"),
-    "half a manifest": (lambda path: cut(path / "manifest.json"), "manifest.json that cannot be read"),
-    "a manifest of something else": (lambda path: (path / "manifest.json").write_text("[1]"), "cannot be read"),
+    "half a manifest": (lambda path: cut(path / "manifest.json"), "manifest.json: expected JSON"),
+    "a manifest of something else": (lambda path: (path / "manifest.json").write_text("[1]"), "expected the manifest"),
     "an empty folder": (lambda path: (shutil.rmtree(path), path.mkdir()), "found no manifest.json"),
     "weights cut short": (lambda path: cut(path / "model.safetensors"), r"bytes in model.safetensors, found \d+"),
     "weights changed": (lambda path: flip(path / "model.safetensors"), "for model.safetensors, found another"),
-    "optimizer changed": (lambda path: flip(path / "optimizer.pt"), "for optimizer.pt, found another"),
-    "optimizer missing": (lambda path: (path / "optimizer.pt").unlink(), "expected optimizer.pt, found no such file"),
+    "optimizer changed": (lambda path: flip(path / OPTIMIZER), "for optimizer.safetensors, found another"),
+    "optimizer missing": (lambda path: (path / OPTIMIZER).unlink(), f"expected {OPTIMIZER}, found no such file"),
 }
 
 
@@ -103,16 +105,18 @@ def test_the_newest_is_found_while_the_run_drops_what_was_there(tmp_path, fit, m
     assert messages == []
 
 
-def test_what_a_kill_left_of_a_save_is_in_nobodys_way(tmp_path):
-    """Also where no run folder was claimed, which would have removed it."""
-    (tmp_path / ".step-3.partial").mkdir()
-    (tmp_path / ".step-3.partial" / "model.safetensors").write_bytes(b"half")
+def test_what_lies_in_the_folder_before_a_save_is_neither_followed_nor_changed(tmp_path):
+    """Whether a kill left it or somebody put it there."""
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "model.safetensors").write_bytes(b"precious")
+    (tmp_path / ".step-3.partial").symlink_to("victim")
     model = ToyModel()
     optimizer = torch.optim.AdamW(model.parameters())
     given = {"seconds": 0.0, "settings": {}, "model": model, "optimizer": optimizer, "device": torch.device("cpu")}
     saved = save_checkpoint(tmp_path, step=3, **given)
     assert open_checkpoint(saved.path) == saved
-    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+    assert (tmp_path / "victim" / "model.safetensors").read_bytes() == b"precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step-3.partial", "step-3", "victim"]
 
 
 def test_no_checkpoint_is_none(tmp_path):
@@ -134,7 +138,10 @@ def test_weights_are_readable_by_others_and_shared_ones_stand_once(tmp_path, fit
     assert load_checkpoint(path, other).step == 12
     assert other.head.weight is other.embedding.weight, "still tied"
     assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values()))
-    torch.load(path / "optimizer.pt", weights_only=True)
+    kept = load_file(path / OPTIMIZER)
+    assert kept["optimizer.gain.exp_avg"].shape == (8,)
+    assert kept["optimizer.gain.step"] == 12
+    assert kept["random.cpu.0"].dtype == torch.uint8
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "safetensors' own files are closed to others"
     assert json.loads((path / "manifest.json").read_text())["settings"]["train.lr"] == 0.01
 

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from ranks import (
+
+from residua.errors import InputError
+from residua.evaluation.loss import dealt
+from residua.training import TrainConfig
+from residua.training.distributed import Ranks, Share
+from support.ranks import (
     assert_same_run,
     compile_eagerly,
     options,
@@ -11,11 +16,6 @@ from ranks import (
     weights,
     windows_alone,
 )
-
-from residua.errors import InputError
-from residua.evaluation.loss import dealt
-from residua.training import TrainConfig
-from residua.training.distributed import Ranks, Share
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

@@ -7,10 +7,11 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
 
 from residua.training import checkpoint as checkpoint_module
 from residua.training import read_metrics, train
+from residua.training import shards as shards_module
+from support.toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
 
 STEPS = 40
 
@@ -47,12 +48,12 @@ def _at_call(number, fatal, original):
 
 # Where in the third save (step 9, which also drops the checkpoint of step 3) the process dies.
 DEATHS = {
-    "weights half written": (checkpoint_module, "save_file", 3, _half_weights),
-    "before the optimizer": (torch, "save", 3, _die),
-    "before anything is synced": (checkpoint_module, "sync", 9, _die),
-    "before the folder is synced": (checkpoint_module, "sync", 12, _die),
-    "before the name is given": (checkpoint_module, "publish", 3, _die),
-    "before the oldest is dropped": (os, "replace", 7, _die),
+    "weights half written": (shards_module, "save_file", 5, _half_weights),
+    "before the optimizer": (shards_module, "save_file", 6, _die),
+    "before anything is synced": (checkpoint_module, "sync", 11, _die),
+    "before the folder is synced": (checkpoint_module, "sync", 14, _die),
+    "before the name is given": (checkpoint_module, "_rename", 3, _die),
+    "before the oldest is dropped": (checkpoint_module, "_remove", 4, _die),
     "while the oldest is dropped": (shutil, "rmtree", 1, _half_removed),
 }
 

@@ -5,12 +5,12 @@ import signal
 
 import pytest
 import torch
-from ranks import config, options, run_ranks
-from toy_language_model import ToyBatches, ToyModel, toy_config
 
 from residua.errors import InputError
 from residua.experiment import open_run, run
 from residua.training import train
+from support.ranks import config, options, run_ranks
+from support.toy_language_model import ToyBatches, ToyModel, toy_config
 
 EVERY = {"connections_every": 2}
 

@@ -11,7 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import (
+
+from residua.errors import InputError
+from residua.experiment import open_run, run
+from residua.training import latest_checkpoint, load_checkpoint, read_metrics, train
+from support.ranks import (
     assert_same_run,
     break_loss,
     config,
@@ -26,11 +30,7 @@ from ranks import (
     trained_windows,
     windows_alone,
 )
-from toy_language_model import ToyBatches, ToyModel, toy_config
-
-from residua.errors import InputError
-from residua.experiment import open_run, run
-from residua.training import latest_checkpoint, load_checkpoint, read_metrics, train
+from support.toy_language_model import ToyBatches, ToyModel, toy_config
 
 SIX = {"gradient_accumulation": 6, "batch_size": 1, "steps": 9, "checkpoint_every": 100}
 
@@ -58,7 +58,7 @@ def test_two_ranks_then_one_then_three(parallel, data, alone, tmp_path, start, r
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_what_one_process_saved_is_for_ranks_too(parallel, data, alone, tmp_path, start, rows):
-    """And the other way round: plain processes, without torchrun, write files of another kind."""
+    """And the other way round: one process reads what two wrote."""
     folder, arguments = tmp_path / "run", options(data, parallel=parallel, keep_checkpoints=3)
     run(config(arguments), folder, progress=False)
     for step in (4, 6):
@@ -90,7 +90,7 @@ def test_a_rank_that_dies_ends_the_job(victim, index, parallel, data, alone, tmp
 
 @pytest.mark.parametrize(
     ("rank", "name", "call", "newest"),
-    [(1, "write_shards", 2, 2), (0, "publish_checkpoint", 2, 2), (0, "drop_old", 3, 6)],
+    [(1, "_write_files", 2, 2), (0, "_publish", 2, 2), (0, "drop_old", 3, 6)],
 )
 def test_a_rank_that_dies_in_a_save_leaves_whole_checkpoints(
     rank, name, call, newest, data, alone, tmp_path, start, rows
@@ -119,10 +119,10 @@ def test_a_disk_that_refuses_one_rank_ends_all_with_one_line(data, tmp_path, sta
 
 @pytest.mark.parametrize(
     ("rank", "name", "call", "newest"),
-    [(1, "digest", 2, 2), (0, "digest", 3, 2), (0, "publish_checkpoint", 2, 2), (0, "drop_old", 2, 4)],
+    [(1, "_sha256", 3, 2), (0, "_sha256", 4, 2), (0, "_publish", 2, 2), (0, "drop_old", 2, 4)],
 )
 def test_what_the_disk_refuses_one_rank_in_a_save_is_said_once(rank, name, call, newest, data, tmp_path, start):
-    """In the save of step 4, in which the first rank reads two files and the second one. None waits for the other."""
+    """In the save of step 4, in which each rank hashes its two files. None waits for the other."""
     folder = tmp_path / "run"
     job = run_ranks(start, 2, folder, options(data), {rank: [(fail_in_save, name, call, OSError("no such luck"))]})
     assert job.statuses == [1, 1], job.out
@@ -134,18 +134,18 @@ def test_what_the_disk_refuses_one_rank_in_a_save_is_said_once(rank, name, call,
 
 
 @pytest.mark.parametrize(
-    ("rank", "name", "error", "line"),
+    ("rank", "name", "call", "error", "line"),
     [
-        (0, "write_shards", ValueError, "rank 1 of 2: another rank ended"),
-        (1, "write_shards", RuntimeError, "rank 0 of 2: another rank ended"),
-        (0, "publish_checkpoint", ValueError, None),
-        (1, "digest", ValueError, "step 6: cannot write into "),
+        (0, "gather", 6, ValueError, "rank 1 of 2: another rank ended"),
+        (1, "gather", 6, RuntimeError, "rank 0 of 2: another rank ended"),
+        (0, "_publish", 3, ValueError, None),
+        (1, "_write_files", 3, ValueError, "step 6: cannot write into "),
     ],
 )
-def test_a_mistake_of_one_rank_in_the_last_save_is_no_success(rank, name, error, line, data, tmp_path, start):
+def test_a_mistake_of_one_rank_in_the_last_save_is_no_success(rank, name, call, error, line, data, tmp_path, start):
     """What nobody expects there is raised with its traceback; the other rank neither waits nor ends well."""
     folder = tmp_path / "run"
-    job = run_ranks(start, 2, folder, options(data), {rank: [(fail_in_save, name, 3, error("no such thing"))]})
+    job = run_ranks(start, 2, folder, options(data), {rank: [(fail_in_save, name, call, error("no such thing"))]})
     assert job.statuses == [3 if rank == 0 else 1, 3 if rank == 1 else 1], job.out
     assert job.out[rank].splitlines()[-1] == f"{error.__name__}: no such thing"
     assert len(job.errors) == (line is not None)
@@ -165,8 +165,8 @@ def test_shards_that_cannot_be_read_are_named(data, tmp_path, start):
     job = run_ranks(start, 2, folder, options(data))
     assert job.statuses == [0, 0], job.out
     checkpoint, model = latest_checkpoint(folder), open_run(folder, device="cpu").model
-    (checkpoint.path / "__1_0.distcp").write_bytes(b"")
-    with pytest.raises(InputError, match=r"step-6: expected a checkpoint, got: rank 0: \S"):
+    (checkpoint.path / "model-00002-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"step-6: expected a checkpoint, got a damaged file \(\S"):
         load_checkpoint(checkpoint, model)
 
 

@@ -4,11 +4,11 @@ import time
 
 import pytest
 import yaml
-from toy_language_model import ToyBatches, ToyModel, toy_config
 
-from residua.durable import write_bytes, write_text
 from residua.errors import InputError
+from residua.runs.durable import write_bytes, write_text
 from residua.training import claim, read_metrics, train
+from support.toy_language_model import ToyBatches, ToyModel, toy_config
 
 
 def test_a_folder_with_a_run_is_not_begun_again(tmp_path, fit):
@@ -45,7 +45,7 @@ def test_nothing_to_resume(there, tmp_path, fit):
 
 def test_a_path_that_cannot_be_a_folder(tmp_path, fit):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"expected a folder to write the run in, got: File exists"):
+    with pytest.raises(InputError, match=r"expected a folder to write in, got: File exists"):
         fit(tmp_path / "file")
     with pytest.raises(InputError, match=r"got: Not a directory"):
         fit(tmp_path / "file" / "run")
@@ -101,7 +101,7 @@ def test_two_processes_do_not_share_a_folder(tmp_path, start, fit):
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         time.sleep(0.01)
     for resume in (False, True):
-        with pytest.raises(InputError, match=r"another process is training in this folder"):
+        with pytest.raises(InputError, match=r"another process is working in this folder"):
             fit(tmp_path / "run", resume=resume)
     process.kill()
     process.join()
@@ -129,7 +129,7 @@ def test_a_broken_row_in_the_middle_is_an_error_and_nothing_is_dropped(tmp_path,
     path = tmp_path / "run" / "metrics.jsonl"
     text = path.read_text().replace('{"step": 2,', '{"step" 2,')
     path.write_text(text)
-    with pytest.raises(InputError, match=r"expected a JSON object with a step in line 2"):
+    with pytest.raises(InputError, match=r"expected a JSON object in line 2"):
         fit(tmp_path / "run", resume=True)
     assert path.read_text() == text
 

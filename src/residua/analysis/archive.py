@@ -12,15 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.durable import write_bytes
 from residua.errors import InputError, extra
+from residua.runs.durable import write_bytes
+from residua.runs.reading import parse_json
 
 VERSION = 1
 
 
 def write(path: str | Path, facts: Mapping[str, Any], tokens: Sequence[str], values: Mapping[str, Tensor]) -> Path:
     """Write a trace in one step; an older file of this name is replaced. Raises OSError."""
-    with extra("models"):
+    with extra("lab"):
         from safetensors.torch import save
 
     path = Path(path)
@@ -41,7 +42,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
     Raises:
         InputError: there is no such file, it is no trace, it is damaged, or it is of another version.
     """
-    with extra("models"):
+    with extra("lab"):
         from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -58,7 +59,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
                     f"{path}: expected a trace of version {VERSION}, got version {version}; make it again with this "
                     "residua, or read it with the one that wrote it"
                 )
-            facts, tokens = json.loads(metadata["facts"]), json.loads(metadata["tokens"])
+            facts, tokens = (parse_json(metadata[name], f"{path}: {name}") for name in ("facts", "tokens"))
             names = file.keys()
             values = {name: file.get_tensor(name) for name in names}
         _check(facts, tokens, values)

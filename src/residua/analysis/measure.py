@@ -48,7 +48,7 @@ def gates(passage: Passage) -> dict[str, Tensor]:
 
 
 def delta(passage: Passage) -> dict[str, Tensor]:
-    """Every form of the delta write as X + beta k (v^T - k^T X), with |k| = 1 up to the guard.
+    """Every form of the delta write as X + beta k (v^T - k^T X), with |k| = 1 up to `k_norm`'s eps.
 
     The first version's I - beta k k^T / (k^T k + eps) and beta k v^T are this with k / sqrt(k^T k + eps) and
     sqrt(k^T k + eps) v.
@@ -56,7 +56,7 @@ def delta(passage: Passage) -> dict[str, Tensor]:
     connection, scheme = passage.connection, passage.connection.scheme
     beta, v, k = (at_least_float32(x) for x in connection.completed(passage.y, passage.carry.coefficients))
     if scheme.operator == "unit":
-        k = unit(k, guard=scheme.k_norm, eps=scheme.k_eps)
+        k = unit(k, k_norm=scheme.k_norm, eps=scheme.k_eps)
     else:
         length = (k.square().sum(-1, keepdim=True) + scheme.k_eps).sqrt()
         k, v = k / length, length * v

@@ -1,6 +1,7 @@
 """Operations with random inputs, in the dtype that is measured and again, part by part, in float64."""
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from residua import ops
 from residua.benchmarks.settings import perturb
 from residua.connections import Connection, named, resolve
 from residua.errors import InputError
-from residua.ops.boundary import channel_boundary, token_boundary
+from residua.ops.write_read import channel_boundary, token_boundary
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 KERNEL = 4  # taps over the tokens
@@ -59,6 +60,10 @@ class Case:
     shared: frozenset[str] = frozenset()
     module: nn.Module | None = field(default=None, repr=False)
 
+    @property
+    def has_kernel(self) -> bool:
+        return self.module is None and "implementation" in inspect.signature(self.function).parameters
+
     def leaves(self) -> list[Tensor]:
         """What has a gradient: the inputs in their order, then the parameters of the module."""
         return [*self.inputs.values(), *(self.module.parameters() if self.module is not None else ())]
@@ -78,7 +83,7 @@ class Case:
 
 
 def _delta_write(sizes: Sizes, draw: Draw) -> Case:
-    return Case(partial(ops.delta_write, normalise="rms"), _write_inputs(sizes, draw))
+    return Case(partial(ops.delta_write, k_norm="rms"), _write_inputs(sizes, draw))
 
 
 def _write_inputs(sizes: Sizes, draw: Draw) -> dict[str, Tensor]:
@@ -193,11 +198,6 @@ CASES: dict[str, Callable[[Sizes, Draw], Case]] = {
     "sinkhorn": _sinkhorn,
     "hybrid": _hybrid,
     "rms_norm": _rms_norm,
-}
-# Operations that have kernels, with the options that make these compute what the cases do.
-WITH_KERNELS: Mapping[str, Mapping[str, Any]] = {
-    **{name: {"normalise": "rms"} for name in ("delta_write", "channel_boundary", "token_boundary")},
-    **{name: {} for name in ("hyper_read", "hyper_write", "sinkhorn")},
 }
 CONNECTIONS = tuple(CONNECTION + preset for preset in ("residual", "ddl-cc", "ddl-tc", "hc", "mhc"))
 

@@ -14,7 +14,7 @@ from residua.errors import RunError, extra
 from residua.models import ResiduaForCausalLM
 from residua.provenance import circumstances
 
-with extra("models"):
+with extra("lab"):
     from transformers import StaticCache
 
 # Of logits, relatively to those of a float64 copy that sees all tokens at once, without a cache.

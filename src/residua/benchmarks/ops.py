@@ -10,14 +10,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from residua.benchmarks.cases import CASES, CONNECTION, CONNECTIONS, WITH_KERNELS, Case, Draw, Dtype, Sizes, make
+from residua.benchmarks.cases import CASES, CONNECTION, CONNECTIONS, Case, Draw, Dtype, Sizes, make
 from residua.benchmarks.peers import peers
 from residua.benchmarks.roofline import TRAFFIC
 from residua.benchmarks.settings import Device, expect_device, threads
 from residua.benchmarks.timing import Clock, Quartiles, Timing, cold, compare, process_clock, wall_clock
 from residua.connections import resolve
 from residua.errors import InputError, RunError
-from residua.ops.implementation import choose, implementation_of
+from residua.ops.dispatch import choose
 from residua.provenance import circumstances, version
 
 Implementation = Literal["auto", "reference", "compiled", "triton"]
@@ -284,17 +284,16 @@ def _implementations(
         if name == "compiled":
             torch._dynamo.reset()  # every case is another graph of the same code; the compiler would give up
             found[name] = (name, replace(case, function=torch.compile(case.function, fullgraph=True, dynamic=False)))
-        elif name == "reference" or (name == "auto" and operation not in WITH_KERNELS):
+        elif name == "reference" or (name == "auto" and not case.has_kernel):
             found[name] = ("reference", case)
-        elif operation not in WITH_KERNELS:
+        elif not case.has_kernel:
             notes.append(f"{operation} has no kernel")
         else:
             try:
                 runs = choose(name, *tensors)
-                function = implementation_of(operation, name, *tensors)
             except (ValueError, ModuleNotFoundError) as error:
                 raise InputError(str(error)) from error
-            found[name] = (runs, replace(case, function=partial(function, **WITH_KERNELS[operation])))
+            found[name] = (runs, replace(case, function=partial(case.function, implementation=name)))
     return found, notes
 
 

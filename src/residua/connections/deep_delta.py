@@ -27,8 +27,9 @@ from residua.connections.branches import Direction, Gate, Pool, Value
 from residua.connections.norm import RMSNorm
 from residua.connections.options import check_types, expect_used, require
 from residua.connections.projection import Projection
-from residua.ops import GUARDS, Guard, delta_write, delta_write_v1, rms_norm
-from residua.ops.implementation import Implementation, choose, run
+from residua.ops import K_NORMS, KNorm, delta_write, delta_write_v1, rms_norm
+from residua.ops.dispatch import Implementation, choose
+from residua.ops.write_read import channel_boundary, token_boundary
 
 
 class DeltaCoefficients(NamedTuple):
@@ -59,7 +60,7 @@ class DeepDelta(Scheme):
     compress_causal  the channel convolution sees only channels up to its own (form "read")
     compress_sharing one compressor for the two sublayers of a "block", or "separate" ones
     expand           "repeat" the embedding over the channels, or "conv": a causal convolution that starts as repetition
-    k_norm, k_eps    the guard of `ops.unit`
+    k_norm, k_eps    how the direction is divided by its norm, see `ops.unit`
     k_proj           the direction is a linear map of the sublayer's output
     operator         "unit": I - beta k k^T with unit k; "v1_eps": the first version's, with raw k
     beta_init        beta of every token at the start, in [0, 2]; 0 and 2 are moved inside by 2e-6
@@ -73,7 +74,7 @@ class DeepDelta(Scheme):
     phi_k_input      v-Map: "linear" and "mlp" see the "context" or x_in as it is ("stream")
     phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
     implementation   of the delta write, and of the whole stretch between two sublayers where it can be one kernel:
-                     "reference" (PyTorch), "triton" (CUDA; see `ops.implementation`), or "auto", which takes triton
+                     "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto", which takes triton
                      where it runs. No kernel has been timed on a GPU yet, so the default is "reference"
     rebuild          what the backward pass does for states of several channels: "replay" keeps one of `rebuild_every`
                      in a row and makes the others again, equal to the last bit, in either implementation; "none" keeps
@@ -94,7 +95,7 @@ class DeepDelta(Scheme):
     compress_sharing: Literal["block", "separate"] = "block"
     expand: Literal["repeat", "conv"] = "repeat"
     expand_kernel: int = 4
-    k_norm: Guard = "rms"
+    k_norm: KNorm = "rms"
     k_eps: float = 1e-5
     k_proj: bool = False
     operator: Literal["unit", "v1_eps"] = "unit"
@@ -186,7 +187,7 @@ class DeepDelta(Scheme):
     def write_options(self) -> dict[str, Any]:
         """What every implementation of a write with a unit direction takes beside tensors."""
         every = self.rebuild_every if self.rebuild == "replay" else 1
-        return {"normalise": self.k_norm, "eps": self.k_eps, "rebuild_every": every}
+        return {"k_norm": self.k_norm, "eps": self.k_eps, "rebuild_every": every}
 
     def num_memories(self, num_sublayers: int) -> int:
         compress = self.compress == "token" and self.compress_kernel > 1
@@ -311,7 +312,7 @@ class DeltaConnection(Connection):
         beta, v, k = self.completed(y, carry.coefficients)
         streams = state if scheme.has_stream_axis else state.unsqueeze(-2)
         if scheme.operator == "unit":
-            streams = run("delta_write", scheme.implementation, streams, k, v, beta, **scheme.write_options)
+            streams = delta_write(streams, k, v, beta, **scheme.write_options, implementation=scheme.implementation)
         else:
             streams = delta_write_v1(streams, k, v, beta, eps=scheme.k_eps)
         return streams if scheme.has_stream_axis else streams.squeeze(-2)
@@ -330,7 +331,8 @@ class DeltaConnection(Connection):
         if choose(scheme.implementation, *inputs) == "reference":
             return super().write_read(y, carry, following, memory)
         options = {**scheme.write_options, "norm_eps": following.norm.eps, "value_input": scheme.v_input}
-        boundary = run(f"{scheme.compress}_boundary", "triton", *inputs, **options)
+        write_read = token_boundary if scheme.compress == "token" else channel_boundary
+        boundary = write_read(*inputs, **options, implementation="triton")
         coefficients = DeltaCoefficients(
             following.beta.opened(boundary.gate), following.value.activated(boundary.value), None
         )
@@ -367,7 +369,7 @@ class DeltaResidual(nn.Module):
         *,
         pool: Literal["mean", "flatten", "conv"] = "mean",
         beta_init: float = 1.0,
-        k_norm: Guard = "rms",
+        k_norm: KNorm = "rms",
         k_eps: float = 1e-5,
     ):
         super().__init__()
@@ -375,8 +377,8 @@ class DeltaResidual(nn.Module):
             raise ValueError(f"pool: expected 'mean', 'flatten' or 'conv', got {pool!r}")
         if not 0 <= beta_init <= 2:
             raise ValueError(f"beta_init: expected a number in [0, 2], got {beta_init!r}")
-        if k_norm not in GUARDS:
-            raise ValueError(f"k_norm: expected one of {', '.join(GUARDS)}, got {k_norm!r}")
+        if k_norm not in K_NORMS:
+            raise ValueError(f"k_norm: expected one of {', '.join(K_NORMS)}, got {k_norm!r}")
         self.phi_k = phi_k
         self.phi_v = (
             phi_v
@@ -391,4 +393,4 @@ class DeltaResidual(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         k, v, beta = self.phi_k(state), self.phi_v(state), self.beta(self.pool(state))
-        return delta_write(state, k, v, beta, normalise=self.k_norm, eps=self.k_eps)
+        return delta_write(state, k, v, beta, k_norm=self.k_norm, eps=self.k_eps)

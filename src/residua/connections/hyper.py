@@ -17,8 +17,8 @@ from residua.connections.boundary import Repeat, SumStreams
 from residua.connections.norm import RMSNorm
 from residua.connections.options import check_types, require
 from residua.connections.projection import Projection
-from residua.ops import at_least_float32, linear_at_least_float32
-from residua.ops.implementation import Implementation, run
+from residua.ops import at_least_float32, hyper_read, hyper_write, linear_at_least_float32
+from residua.ops.dispatch import Implementation
 from residua.ops.norm import mean_square
 
 
@@ -50,7 +50,7 @@ class HyperConnections(Scheme):
     dynamic         the weights also depend on the token (DHC in the paper), or they are numbers alone (SHC)
     tanh            dynamic: the token's share goes through tanh, so that it is bounded
     scale_init      dynamic: the factor on the token's share at the start
-    implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.implementation`), or "auto",
+    implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto",
                     which takes triton where it runs. No kernel has been timed on a GPU yet, so the default is
                     "reference"
     """
@@ -132,9 +132,9 @@ class HyperConnection(Connection):
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         coefficients = self.coefficients(state)
-        x = run("hyper_read", self.scheme.implementation, state, coefficients.h_pre)
+        x = hyper_read(state, coefficients.h_pre, implementation=self.scheme.implementation)
         return self.norm(x), Carry(state, coefficients)
 
     def write(self, y: Tensor, carry: Carry) -> State:
         state, (_, h_res, h_post) = carry
-        return run("hyper_write", self.scheme.implementation, state, y, h_res, h_post)
+        return hyper_write(state, y, h_res, h_post, implementation=self.scheme.implementation)

@@ -17,8 +17,8 @@ from residua.connections.boundary import MeanStreams, Repeat
 from residua.connections.branches import Router
 from residua.connections.norm import RMSNorm
 from residua.connections.options import check_types, require
-from residua.ops import at_least_float32, cayley_transform, iterative_cayley
-from residua.ops.implementation import Implementation, run
+from residua.ops import at_least_float32, cayley_transform, hyper_read, hyper_write, iterative_cayley
+from residua.ops.dispatch import Implementation
 
 
 class JacobianMatrices(NamedTuple):
@@ -53,7 +53,7 @@ class JacobianHyperConnections(Scheme):
     alpha           how far W turns the streams
     steps           "iterative": steps of the fixed-point iteration that starts from I + alpha W
     cayley          "iterative" (the paper), whose matrix is orthogonal for small alpha W alone, or "exact", by a solve
-    implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.implementation`), or "auto",
+    implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto",
                     which takes triton where it runs. No kernel has been timed on a GPU yet, so the default is
                     "reference"
     """
@@ -132,9 +132,10 @@ class JacobianConnection(Connection):
         pre, h_res, post = self.matrices(state)
         h_pre = None if pre is None else pre.mean(-2)
         h_post = at_least_float32(state).new_ones(h_res.shape[:-1]) if post is None else post.sum(-1)
-        x = state[..., 0, :] if h_pre is None else run("hyper_read", self.scheme.implementation, state, h_pre)
+        implementation = self.scheme.implementation
+        x = state[..., 0, :] if h_pre is None else hyper_read(state, h_pre, implementation=implementation)
         return self.norm(x), Carry(state, JacobianCoefficients(h_pre, h_res, h_post))
 
     def write(self, y: Tensor, carry: Carry) -> State:
         state, (_, h_res, h_post) = carry
-        return run("hyper_write", self.scheme.implementation, state, y, h_res, h_post)
+        return hyper_write(state, y, h_res, h_post, implementation=self.scheme.implementation)

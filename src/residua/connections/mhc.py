@@ -18,8 +18,8 @@ from residua.connections.hyper import linear_of_normalised
 from residua.connections.norm import RMSNorm
 from residua.connections.options import check_types, require
 from residua.connections.projection import Projection
-from residua.ops import at_least_float32, permutation_mixture
-from residua.ops.implementation import Implementation, run
+from residua.ops import at_least_float32, hyper_mix, hyper_read, hyper_write, permutation_mixture, sinkhorn
+from residua.ops.dispatch import Implementation
 
 # How far the logits of h_res start apart. With 6, one stream in another starts at e^-6 = 0.0025: what sets a stream
 # apart shrinks by 0.99 in each sublayer and by 0.79 in 24 of them, while with 4 only 0.18 of it would be left; with 8
@@ -54,7 +54,7 @@ class ManifoldHyperConnections(Scheme):
                     they bring it; "permutations": a mixture of all n! permutations (mHC-lite), exact, n at most 5
     iterations      "sinkhorn": how many pairs of scalings
     alpha_init      the factor on the token's share of all logits at the start
-    implementation  of reads, writes and "sinkhorn": "reference" (PyTorch), "triton" (CUDA; see `ops.implementation`),
+    implementation  of reads, writes and "sinkhorn": "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`),
                     or "auto", which takes triton where it runs. No kernel has been timed on a GPU yet, so the default
                     is "reference"
     """
@@ -165,7 +165,7 @@ class Mappings(nn.Module):
         if res is not None and self.scheme.mixing == "sinkhorn":
             # Its tokens lie last in memory, where products of many small matrices are several times slower.
             logits = res.unflatten(-1, (n, n))
-            h_res = run("sinkhorn", self.scheme.implementation, logits, iterations=self.scheme.iterations).contiguous()
+            h_res = sinkhorn(logits, self.scheme.iterations, implementation=self.scheme.implementation).contiguous()
         elif res is not None:
             h_res = permutation_mixture(res.softmax(-1))
         return ManifoldCoefficients(None if pre is None else torch.sigmoid(pre), h_res, 2 * torch.sigmoid(post))
@@ -199,12 +199,12 @@ class ManifoldConnection(Connection):
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         coefficients = self.mappings(state, eps=self.norm.eps)
         h_pre = coefficients.h_pre
-        x = state[..., 0, :] if h_pre is None else run("hyper_read", self.implementation, state, h_pre)
+        x = state[..., 0, :] if h_pre is None else hyper_read(state, h_pre, implementation=self.implementation)
         return self.norm(x), Carry(state, coefficients)
 
     def write(self, y: Tensor, carry: Carry) -> State:
         state, (_, h_res, h_post) = carry
-        return run("hyper_write", self.implementation, state, y, h_res, h_post)
+        return hyper_write(state, y, h_res, h_post, implementation=self.implementation)
 
 
 class SplitConnection(Connection):
@@ -230,11 +230,11 @@ class SplitConnection(Connection):
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         pieces = self.pieces(state)
         coefficients = self.mappings(pieces, self.state_norm.weight, eps=self.state_norm.eps)
-        mixture = run("hyper_read", self.implementation, pieces, coefficients.h_pre)
+        mixture = hyper_read(pieces, coefficients.h_pre, implementation=self.implementation)
         tiled = mixture.unsqueeze(-2).expand(pieces.shape).flatten(-2)
         return self.norm(tiled), Carry(state, coefficients)
 
     def write(self, y: Tensor, carry: Carry) -> State:
         state, (_, h_res, h_post) = carry
-        mixed = run("hyper_mix", self.implementation, at_least_float32(self.pieces(state)), h_res)
+        mixed = hyper_mix(at_least_float32(self.pieces(state)), h_res, implementation=self.implementation)
         return torch.addcmul(mixed, h_post.unsqueeze(-1), self.pieces(y).to(mixed.dtype)).flatten(-2).to(state.dtype)

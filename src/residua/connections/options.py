@@ -3,8 +3,9 @@
 import json
 import types
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from residua.checks import did_you_mean, fits
 
 
 def named(text: str) -> tuple[str, dict[str, Any]]:
@@ -23,19 +24,6 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
         except ValueError:
             options[option] = value
     return name, options
-
-
-def fits(value: Any, declared: Any) -> bool:
-    """Whether `value` is of the declared type: a whole number is a float too, and a truth value is no number."""
-    if get_origin(declared) is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in get_args(declared))
-    if get_origin(declared) in (Union, types.UnionType):
-        return any(fits(value, option) for option in get_args(declared))
-    if declared is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if declared is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, declared)
 
 
 def _words(declared: Any) -> str:
@@ -77,5 +65,5 @@ def expect_used(scheme: Any, uses: dict[str, tuple[bool, str]]) -> None:
 
 def nearest(name: str, choices: list[str]) -> str:
     """A phrase that names the likeliest of `choices` and then all of them, for the end of an error message."""
-    close = get_close_matches(str(name), choices, n=1, cutoff=0.5)
-    return (f"; did you mean {close[0]!r}?" if close else "") + f" (known: {', '.join(choices)})"
+    quoted = {choice: repr(choice) for choice in choices}
+    return f"{did_you_mean(name, quoted, cutoff=0.5)} (known: {', '.join(choices)})"

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from residua.errors import InputError, extra
 
-with extra("data"):
+with extra("lab"):
     import numpy as np
 
 import torch
@@ -17,7 +17,7 @@ ROUNDS = 6
 
 
 class TokenSource(Protocol):
-    """What batches need of tokens: their number, and int64 arrays of consecutive ones."""
+    """Tokens as batches need them: their number, and int64 arrays of consecutive ones."""
 
     def __len__(self) -> int: ...
 
@@ -25,14 +25,14 @@ class TokenSource(Protocol):
 
 
 class Batches:
-    """Random batches for training: every window of an epoch once, in an order that (seed, epoch) determines.
+    """Random batches for training: every window of an epoch once, in an order that depends on (seed, epoch) alone.
 
-    An epoch divides the tokens into `windows_per_epoch` windows of `sequence_length` that touch but do not overlap.
-    Where the first one starts differs from epoch to epoch, so the windows do too; for this, fewer than
-    2 * sequence_length tokens at the two ends stay out of each epoch.
+    An epoch divides the tokens into `windows_per_epoch` windows of `sequence_length` that touch but do not overlap. The
+    start of the first window differs from epoch to epoch, so the windows do too; fewer than 2 * sequence_length tokens
+    at the two ends are left out of each epoch for this.
 
-    With `world_size` ranks of `batch_size` each, the batch at `index` as a whole depends on world_size * batch_size
-    alone: ranks hold consecutive rows of it. Raises InputError if the tokens do not fill one window and its last label.
+    With `world_size` ranks of `batch_size` each, the whole batch at `index` depends on world_size * batch_size only:
+    each rank holds consecutive rows of it. Raises InputError if the tokens do not fill one window and its last label.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Batches:
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        # One window fewer than fit wherever possible: then the first may start at any of sequence_length places.
+        # One window fewer than fit, where possible, so that the first can start at any of sequence_length places.
         self.windows_per_epoch = max(1, (len(tokens) - sequence_length) // sequence_length)
         self._first_starts = min(sequence_length, len(tokens) - self.windows_per_epoch * sequence_length)
 
     def at(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels, two int64 tensors (batch_size, sequence_length).
+        """Return inputs and labels, two int64 tensors (batch_size, sequence_length).
 
-        labels[b, t] is the token that follows inputs[b, t] in the text: aligned, not to be shifted again.
+        labels[b, t] is the token that follows inputs[b, t] in the text: already aligned, so do not shift them again.
         """
         if index < 0:
             raise ValueError(f"index: expected at least 0, got {index}")
@@ -85,10 +85,10 @@ class Batches:
 
 
 class HeldOutBatches:
-    """Batches that cover the tokens in order: each is once a label, except the first. Can be iterated again and again.
+    """Batches that cover the tokens in order, for evaluation: every token is a label once, except the first.
 
-    Yields (inputs, labels), int64 tensors (rows, sequence_length) with rows = batch_size except in the last batch.
-    The end of the last window is filled with inputs 0 and labels -100, which a loss ignores.
+    Each iteration yields (inputs, labels), int64 tensors (rows, sequence_length) with rows = batch_size except in the
+    last batch. The end of the last window is padded with inputs 0 and labels -100, which a loss ignores.
     """
 
     def __init__(self, tokens: TokenSource, batch_size: int, sequence_length: int):
@@ -115,17 +115,12 @@ class HeldOutBatches:
             yield inputs.masked_fill_(labels == -100, 0), labels
 
 
-def held_out_batches(tokens: TokenSource, batch_size: int, sequence_length: int) -> HeldOutBatches:
-    """Batches that cover `tokens` in order, for evaluation: see `HeldOutBatches`."""
-    return HeldOutBatches(tokens, batch_size, sequence_length)
-
-
 def shuffled(positions: np.ndarray, size: int, keys: list[int]) -> np.ndarray:
-    """The images of `positions` under the permutation of range(size) that `keys` (64-bit integers) choose.
+    """Map `positions` through the permutation of range(size) that `keys` (64-bit integers) choose.
 
-    A Feistel network over pairs (row, column) of a table of at least `size` cells: each round adds to one coordinate a
-    hash of the other (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Cells beyond `size` are
-    followed until they lead back (cycle walking). Constant memory.
+    A Feistel network over pairs (row, column) of a table of at least `size` cells: each round adds a hash of one
+    coordinate to the other (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). A cell beyond `size` is
+    mapped again until it falls inside (cycle walking). Memory is constant in `size`.
     """
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
@@ -146,7 +141,7 @@ def shuffled(positions: np.ndarray, size: int, keys: list[int]) -> np.ndarray:
 
 
 def _hash(values: np.ndarray, key: int) -> np.ndarray:
-    """32 well-mixed bits of each value: the finaliser of splitmix64."""
+    """Return 32 well-mixed bits of each value, by the finaliser of splitmix64."""
     mixed = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -154,7 +149,7 @@ def _hash(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def _aligned(block: np.ndarray) -> tuple[Tensor, Tensor]:
-    # Copies: a change to one of the two must not reach the other.
+    # Copies, so that a change to one does not reach the other.
     return torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(block[:, 1:].copy())
 
 

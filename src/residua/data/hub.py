@@ -1,48 +1,34 @@
-"""Data sets and tokenizers of the Hugging Face hub. Data sets are streamed: nothing of them is kept on the disk."""
+"""Data sets and tokenizers of the Hugging Face hub. Data sets are streamed: nothing of them stays on the disk."""
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from residua.data.corpus import Corpus, Document
+from residua.data.named import NAMED
 from residua.errors import InputError, RunError, extra
 
-FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
-SAMPLES = {"10BT": 10, "100BT": 100, "350BT": 350}
-"""Billions of GPT-2 tokens in the samples of FineWeb-Edu."""
-BYTES_PER_TOKEN = 4.7
-"""Of FineWeb-Edu's text in GPT-2 tokens, about: for progress and the disk need."""
 GPT2 = "openai-community/gpt2"
 
 
-@dataclass(frozen=True)
-class HubText:
-    """The text of one split of a data set. `identity` names it to the commit; `size` is in bytes, 0 if unknown."""
+def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
+    """Open a data set: a name in `NAMED` (`sample` picks a part), or "hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT]".
 
-    name: str
-    size: int
-    identity: dict[str, Any]
-
-    def rows(self, state: dict[str, Any] | None) -> "Rows":
-        return Rows(self, state)
-
-
-def open_hub(source: str, *, text_column: str, sample: str | None) -> HubText:
-    """A data set: "fineweb-edu", of which `sample` names a part, or "hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT]".
-
-    The revision (a commit, tag or branch; the default is the newest) is resolved to its commit, which a later reading
-    of the same `identity` uses too. Raises InputError for what the hub does not have, RunError if it does not answer.
+    The revision (a commit, tag or branch; by default the newest) is resolved to its commit, and every reading uses that
+    commit. Raises InputError if the hub does not have it, RunError if the hub does not answer.
     """
     size = 0
-    if source == "fineweb-edu":
-        sample = sample or "10BT"
-        if sample not in SAMPLES:
-            raise InputError(f"sample: expected one of {', '.join(SAMPLES)}, got {sample}")
-        repository, revision, config, split = FINEWEB_EDU, None, f"sample-{sample}", "train"
-        size = int(SAMPLES[sample] * 1e9 * BYTES_PER_TOKEN)
+    if source in NAMED:
+        named = NAMED[source]
+        sample = sample or next(iter(named.samples))
+        if sample not in named.samples:
+            raise InputError(f"sample: expected one of {', '.join(named.samples)}, got {sample}")
+        repository, revision, split = named.repository, None, "train"
+        config, size = named.samples[sample]
     else:
         if sample is not None:
-            raise InputError(f"sample: expected it with source fineweb-edu alone, got it with {source}")
+            raise InputError(f"sample: only for {', '.join(NAMED)}, got it with {source}; leave it out")
         found = re.fullmatch(r"hf:([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?", source)
         if not found:
             raise InputError(f"source: expected hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT], got {source}")
@@ -50,62 +36,66 @@ def open_hub(source: str, *, text_column: str, sample: str | None) -> HubText:
         split = split or "train"
     commit = _commit(repository, revision)
     identity = {"dataset": repository, "config": config, "split": split, "revision": commit, "column": text_column}
-    return HubText(source, size, identity)
+    return Corpus(source, size, partial(Rows, source, identity), identity, identity, local=False)
 
 
 class Rows:
-    """One pass over the texts of a data set, which goes on where `state` was taken."""
+    """One pass over the texts of a data set, from the place where `state` was taken.
 
-    def __init__(self, text: HubText, state: dict[str, Any] | None):
-        with extra("data"):
+    name: the source, for error messages.
+    identity: the data set, down to its commit, and the column.
+    """
+
+    def __init__(self, name: str, identity: dict[str, Any], state: dict[str, Any] | None):
+        with extra("lab"):
             import datasets
             from huggingface_hub.errors import HTTPError
             from pyarrow import ArrowException
-        self._text = text
+        self._name, self._column = name, identity["column"]
         self._failures = HTTPError, ArrowException, OSError
-        where = text.identity
+        place = {key: identity[key] for key in ("split", "revision")}
         try:
-            stream = datasets.load_dataset(
-                where["dataset"], where["config"], split=where["split"], revision=where["revision"], streaming=True
-            )
+            stream = datasets.load_dataset(identity["dataset"], identity["config"], streaming=True, **place)
         except (ValueError, FileNotFoundError) as error:
-            raise InputError(f"{text.name}: {_first_line(error)}") from error
+            raise InputError(f"{name}: {_first_line(error)}") from error
         except self._failures as error:
-            raise _unreachable(text.name, error) from error
-        column = where["column"]
+            raise _unreachable(name, error) from error
         if stream.column_names is not None:
-            if column not in stream.column_names:
+            if self._column not in stream.column_names:
                 raise InputError(
-                    f"{text.name}: expected a column {column}, got {', '.join(stream.column_names)}; "
-                    "say which with --text-column"
+                    f"{name}: expected a column {self._column}, got {', '.join(stream.column_names)}; "
+                    "name the right one with --text-column"
                 )
-            stream = stream.select_columns([column])
+            stream = stream.select_columns([self._column])
         if state is not None:
             stream.load_state_dict(state)
         self._stream = stream
 
-    def __iter__(self) -> Iterator[str]:
-        column = self._text.identity["column"]
+    def __iter__(self) -> Iterator[Document]:
+        place = f"{self._name}: column {self._column}"
         rows = iter(self._stream)
         while True:
             try:
-                row = next(rows)
+                text = next(rows).get(self._column)
+                text = "" if text is None else text
+                if not isinstance(text, str):
+                    raise InputError(f"{place}: expected strings, got {type(text).__name__}")
+                size = len(text.encode())
             except StopIteration:
                 return
             except self._failures as error:
-                raise _unreachable(self._text.name, error) from error
-            text = row.get(column)
-            if text is not None and not isinstance(text, str):
-                raise InputError(f"{self._text.name}: column {column}: expected strings, got {type(text).__name__}")
-            yield text or ""
+                raise _unreachable(self._name, error) from error
+            except UnicodeError as error:
+                raise InputError(f"{place}: expected UTF-8 text: {error.reason}; the data set needs mending") from error
+            yield Document(text, size)
 
     def state(self) -> dict[str, Any]:
         return self._stream.state_dict()
 
 
 def download_tokenizer(name: str) -> str:
-    """The folder of a tokenizer of the hub, "gpt2" or "hf:OWNER/NAME[@REVISION]"; from the cache if it is there."""
-    with extra("data"):
+    """Return the folder of a tokenizer of the hub, "gpt2" or "hf:OWNER/NAME[@REVISION]", from the cache if possible."""
+    with extra("lab"):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HTTPError
 
@@ -118,7 +108,7 @@ def download_tokenizer(name: str) -> str:
 
 
 def _commit(repository: str, revision: str | None) -> str:
-    with extra("data"):
+    with extra("lab"):
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HTTPError
     try:
@@ -128,7 +118,7 @@ def _commit(repository: str, revision: str | None) -> str:
 
 
 def _hub_error(name: str, error: Exception) -> InputError | RunError:
-    """A mistake in the name or the access is the user's to mend; anything else may pass."""
+    """Classify an error: a wrong name or missing access is the user's to fix, anything else may pass."""
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError)):

@@ -14,14 +14,16 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from residua.data.corpus import Split
-from residua.data.tokenizer import load_tokenizer, tokenizer_hash
+from residua.data.split import Split
+from residua.data.tokenizer import load_tokenizer, saved_vocabulary, tokenizer_hash
 from residua.errors import InputError, RunError, extra
+from residua.runs.reading import file_inside, read_json
 
-with extra("data"):
+with extra("lab"):
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
@@ -29,21 +31,25 @@ FORMAT = "residua tokens"
 VERSION = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 VERIFY_ON_OPEN = 64_000_000
-"""Bytes of shards up to which `PreparedData.open` verifies their content too."""
+"""Bytes of shards up to which `PreparedData.open` also verifies their content."""
 OPEN_SHARDS = 256
-"""Shards that are mapped at a time; each holds a file descriptor."""
+"""Shards that are open at a time; each holds a file descriptor."""
 
 
 class Shard(NamedTuple):
+    """A file in the folder, the number of its tokens, and the sha256 of its content."""
+
     file: str
     tokens: int
     sha256: str
 
 
 class Tokens:
-    """The token ids of one split, read through memory maps.
+    """The token ids of one split, read from its shards as they are needed.
 
-    `len(tokens)` is their number, `tokens.window(start, length)` an int64 array of consecutive ones.
+    `len(tokens)` is their number, `tokens.window(start, length)` an int64 array of consecutive ones. Reads are plain
+    ones, not memory maps: a shard that is cut or unreadable while training raises RunError instead of killing the
+    process.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: np.dtype, vocab_size: int):
@@ -54,16 +60,19 @@ class Tokens:
         self._starts = [0]
         for shard in self.shards:
             self._starts.append(self._starts[-1] + shard.tokens)
-        self._maps: dict[int, np.ndarray] = {}
+        self._files: dict[int, FileIO] = {}
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": {}}
+        return self.__dict__ | {"_files": {}}
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """The ids of tokens start, ..., start + length - 1, across shards. Raises IndexError beyond the ends."""
+        """Return the ids of tokens start, ..., start + length - 1, across shards.
+
+        Raises IndexError beyond the ends, InputError for an id outside the vocabulary, RunError for unreadable shards.
+        """
         if not 0 <= start <= start + length <= len(self):
             raise IndexError(f"tokens {start} to {start + length} of {len(self)}")
         window = np.empty(length, dtype=np.int64)
@@ -71,7 +80,7 @@ class Tokens:
         done = 0
         while done < length:
             offset = start + done - self._starts[number]
-            part = self._mapped(number)[offset : offset + length - done]
+            part = self._read(number, offset, min(length - done, self.shards[number].tokens - offset))
             window[done : done + len(part)] = part
             done += len(part)
             number += 1
@@ -82,27 +91,36 @@ class Tokens:
             )
         return window
 
-    def _mapped(self, number: int) -> np.ndarray:
-        if number not in self._maps:
-            if len(self._maps) == OPEN_SHARDS:
-                self._maps.pop(next(iter(self._maps)))
-            shard = self.shards[number]
-            path = self.folder / shard.file
-            try:
-                mapped = np.memmap(path, self.dtype, mode="r", shape=(shard.tokens,))
-            except (OSError, ValueError) as error:
-                raise RunError(f"{path}: the shard can no longer be read: {error}") from error
-            self._maps[number] = mapped.view(np.ndarray)
-        return self._maps[number]
+    def _read(self, number: int, start: int, length: int) -> np.ndarray:
+        path = self.folder / self.shards[number].file
+        width = self.dtype.itemsize
+        try:
+            if hasattr(os, "pread"):  # takes the offset with it, so that threads and forks can share the file
+                content = os.pread(self._file(number).fileno(), length * width, start * width)
+                part = np.frombuffer(content, self.dtype, len(content) // width)
+            else:
+                part = np.fromfile(path, self.dtype, length, offset=start * width)
+        except OSError as error:
+            raise RunError(f"{path}: the shard can no longer be read: {error}") from error
+        if len(part) < length:
+            raise RunError(f"{path}: the shard was cut after it was opened; restore it or prepare the data again")
+        return part
+
+    def _file(self, number: int) -> FileIO:
+        if number not in self._files:
+            if len(self._files) == OPEN_SHARDS:
+                self._files.pop(next(iter(self._files)))
+            self._files[number] = FileIO(self.folder / self.shards[number].file)
+        return self._files[number]
 
 
 @dataclass(frozen=True)
 class PreparedData:
     """A folder that `prepare` wrote.
 
-    `vocab_size` and `eos_token_id` are the tokenizer's. `fingerprint` is a sha256 over all that determines the tokens:
-    two folders with the same one train alike. `facts` describe the data in the records of a run. `validation_bytes` is
-    the length of the validation text in UTF-8, for bits per byte.
+    `vocab_size` and `eos_token_id` are the tokenizer's. `fingerprint` is a sha256 over everything that determines the
+    tokens: training on two folders with the same fingerprint gives the same model. `facts` describe the data in the
+    records of a run. `validation_bytes` is the length of the validation text in UTF-8, for bits per byte.
     """
 
     folder: Path
@@ -118,28 +136,28 @@ class PreparedData:
     def open(cls, folder: str | os.PathLike[str]) -> "PreparedData":
         """Open a prepared folder after checking it: shards of up to `VERIFY_ON_OPEN` bytes whole, larger ones by size.
 
-        Raises InputError where a file is missing, cut off, edited or of another format.
+        Raises InputError if a file is missing, cut, edited or of another format.
         """
         folder = Path(folder)
         index = _read_index(folder)
         try:
             dtype = DTYPES[index["dtype"]]
-            vocab_size, eos_token_id = int(index["vocab_size"]), int(index["eos_token_id"])
+            vocab_size, eos_token_id = _count(index["vocab_size"]), _count(index["eos_token_id"])
             shards = {
-                split: [
-                    Shard(str(s["file"]), int(s["tokens"]), str(s["sha256"])) for s in index["splits"][split]["shards"]
-                ]
+                split: [_shard(folder, **described) for described in index["splits"][split]["shards"]]
                 for split in get_args(Split)
             }
-            validation_bytes = int(index["splits"]["validation"]["bytes"])
+            validation_bytes = _count(index["splits"]["validation"]["bytes"])
             expected_tokenizer = index["tokenizer_sha256"]
             facts = dict(index["facts"])
+        except InputError:
+            raise
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(f"{folder / 'index.json'}: damaged ({error!r}); prepare the data again") from None
 
         if vocab_size - 1 > np.iinfo(dtype).max:
             raise InputError(f"{folder}: a vocabulary of {vocab_size} does not fit shards of {index['dtype']}")
-        if not 0 <= eos_token_id < vocab_size:
+        if eos_token_id >= vocab_size:
             raise InputError(f"{folder}: end of text {eos_token_id} is outside the vocabulary of {vocab_size}")
         try:
             tokenizer = tokenizer_hash(folder / "tokenizer")
@@ -147,6 +165,11 @@ class PreparedData:
             raise InputError(f"{folder}: its tokenizer cannot be read: {error}; prepare the data again") from None
         if tokenizer != expected_tokenizer:
             raise InputError(f"{folder}: tokenizer/ is not the one that made the tokens; prepare the data again")
+        if (found := saved_vocabulary(folder / "tokenizer")) != (vocab_size, eos_token_id):
+            raise InputError(
+                f"{folder}: index.json says vocabulary {vocab_size} and end of text {eos_token_id}, tokenizer/ has "
+                f"{found[0]} and {found[1]}; prepare the data again"
+            )
 
         content = [VERSION, index["dtype"], vocab_size, eos_token_id, tokenizer]
         content += [[split, [shard[1:] for shard in shards[split]]] for split in shards]
@@ -169,7 +192,7 @@ class PreparedData:
         return load_tokenizer(self.folder / "tokenizer")
 
     def verify(self) -> None:
-        """Read every shard; raise InputError for one whose sha256 or token ids are not as they were written."""
+        """Read every shard. Raises InputError if a sha256 or a token id is wrong."""
         for tokens in (self.train, self.validation):
             for shard in tokens.shards:
                 _verify(self.folder / shard.file, shard, tokens.dtype, self.vocab_size)
@@ -191,17 +214,39 @@ class PreparedData:
 
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / "index.json"
+    if not path.exists():
+        raise InputError(f"{folder}: no prepared data here (no index.json); make it with `residua prepare`")
     try:
-        index = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{folder}: no prepared data here (no index.json); make it with `residua prepare`") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not a readable index ({error}); prepare the data again") from None
+        index = read_json(path)
+    except InputError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise InputError(f"{path}: not a readable index ({reason}); prepare the data again") from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise InputError(f"{path}: not an index of prepared data; make one with `residua prepare`")
     if index.get("version") != VERSION:
         raise InputError(f"{path}: expected format {VERSION}, got {index.get('version')}; prepare the data again")
     return index
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"expected a count, got {value!r:.50}")
+    return value
+
+
+def _shard(folder: Path, file: Any, tokens: Any, sha256: Any) -> Shard:
+    if not isinstance(sha256, str):
+        raise TypeError(f"expected a sha256, got {sha256!r:.50}")
+    return Shard(file_inside(folder, file).name, _count(tokens), sha256)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file's content. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(16 * 2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _verify(path: Path, shard: Shard, dtype: np.dtype, vocab_size: int) -> None:

@@ -1,35 +1,37 @@
 """Tokenizers: a byte-level BPE trained on the corpus, plain bytes, or the user's own.
 
-All are `PreTrainedTokenizerFast` with one special token, the end of a text, which also pads (on the left). The trained
-and the byte tokenizer reproduce every Unicode text exactly.
+Each is a `PreTrainedTokenizerFast` with one special token, the end of a text, which also pads (on the left). The
+trained and the byte tokenizer reproduce every Unicode text exactly.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-from residua.data.encode import text_backend
 from residua.data.hub import download_tokenizer
 from residua.errors import InputError, extra
+from residua.runs.reading import read_json_files
 
-with extra("data"):
+with extra("lab"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257
 """256 bytes and the end of text."""
+LARGEST_BPE = 1_000_000
+"""Beyond every tokenizer in use. The trainer reserves memory for the whole vocabulary, and aborts if there is none."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `vocab_size` entries, the end of text (id 0) and the 256 bytes included.
+    """Train a byte-level BPE of at most `vocab_size` entries, including the end of text (id 0) and the 256 bytes.
 
-    The same texts in the same order give the same tokenizer. A text with few repetitions gives fewer entries.
+    The same texts in the same order give the same tokenizer. A text with few repetitions gives fewer entries. Raises
+    InputError for a `vocab_size` that a BPE cannot have.
     """
-    if vocab_size < SMALLEST_BPE:
-        raise InputError(f"vocab_size: a BPE needs at least {SMALLEST_BPE} (bytes and end of text), got {vocab_size}")
+    check_vocab_size(vocab_size)
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -42,8 +44,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     return _with_end_of_text(tokenizer, END_OF_TEXT)
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    if vocab_size < SMALLEST_BPE:
+        raise InputError(f"vocab_size: a BPE needs at least {SMALLEST_BPE} (bytes and end of text), got {vocab_size}")
+    if vocab_size > LARGEST_BPE:
+        raise InputError(f"vocab_size: expected at most {LARGEST_BPE:,}, got {vocab_size}; give a smaller one")
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """UTF-8 bytes: the id of a token is the byte itself, 256 is the end of text."""
+    """Make a tokenizer of UTF-8 bytes: the id of a token is the byte itself, 256 is the end of text."""
     # ByteLevel writes a printable byte as the character of that code and the n-th other byte as character 256 + n.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -54,21 +63,25 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
-    """The tokenizer saved in `folder` by transformers; it needs an end-of-text (eos) token, which then also pads.
+    """Load the tokenizer that transformers saved in `folder`, or "gpt2" or "hf:OWNER/NAME[@REVISION]" from the hub.
 
-    "gpt2" and "hf:OWNER/NAME[@REVISION]" are those of the hub, downloaded once.
+    It needs an end-of-text (eos) token, which then also pads. A tokenizer of the hub is downloaded once. Raises
+    InputError if there is no such tokenizer or it cannot be used, RunError if the hub does not answer.
     """
     if isinstance(folder, str) and (folder == "gpt2" or folder.startswith("hf:")):
         folder = download_tokenizer(folder)
     folder = Path(folder)
     try:
-        json.loads((folder / "tokenizer.json").read_bytes())
+        if "tokenizer.json" not in read_json_files(folder):
+            raise InputError(f"found no {folder / 'tokenizer.json'}")
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
             f"tokenizer: expected bpe, byte or a folder with tokenizer.json, got {folder}: {reason} "
-            "(those of the hub are gpt2 and hf:OWNER/NAME)"
+            "(from the hub: gpt2 or hf:OWNER/NAME)"
         ) from error
     if loaded.eos_token is None:
         raise InputError(f"tokenizer {folder}: no eos_token to separate documents; set one and save it again")
@@ -76,7 +89,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write what AutoTokenizer reads, byte for byte the same with every version of transformers."""
+    """Write a folder that AutoTokenizer reads, the same to the byte with every version of transformers."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": tokenizer.eos_token,
@@ -90,19 +103,26 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """The sha256 of a saved tokenizer."""
+    """Return the sha256 of a saved tokenizer. Raises OSError."""
     return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
-    """One more than the largest id, which a tokenizer with gaps reaches beyond its number of entries."""
+    """Return the largest id plus one: with gaps between the ids this is more than the number of entries."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def text_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], list[list[int]]]:
-    """A function from texts to their ids. No special token comes out, not even where a text spells one."""
-    backend = text_backend(tokenizer.backend_tokenizer.to_str())
-    return lambda texts: [encoded.ids for encoded in backend.encode_batch_fast(texts, add_special_tokens=False)]
+def saved_vocabulary(folder: Path) -> tuple[int, int | None]:
+    """Return `vocabulary` and the id of the end of text of a saved tokenizer, faster than loading it.
+
+    Raises InputError if it is damaged.
+    """
+    try:
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+        return max(backend.get_vocab().values()) + 1, backend.token_to_id(config["eos_token"])
+    except Exception as error:  # tokenizers raises Exception itself for content that it cannot use
+        raise InputError(f"{folder}: not a readable tokenizer ({error!r}); prepare the data again") from None
 
 
 def _byte_level(model: models.Model) -> Tokenizer:

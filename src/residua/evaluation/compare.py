@@ -1,43 +1,28 @@
-"""Runs beside each other: what each reached, and its difference to a baseline at the same step, tokens or seconds.
+"""Compare runs: the loss that each reached, and its difference to a baseline at the same step, tokens or seconds.
 
-Two loss curves of one experiment look the same on paper; what tells schemes apart is their difference, over several
-seeds. Runs that differ in `train.seed` alone form a group. Where a group and the baseline share seeds, the differences
-are taken seed by seed, which removes the part of the noise that both share (the order of the data).
+Two loss curves of one experiment look the same on paper; schemes differ visibly only in the difference of their losses
+over several seeds. Runs that differ in `train.seed` alone form a group. Where a group and the baseline share seeds, the
+differences are taken seed by seed, which removes the noise that both share (the order of the data).
 """
 
 import json
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from residua.errors import InputError
 from residua.evaluation.records import Run
+from residua.runs.jsonlines import finite
+from residua.runs.statistics import Estimate, paired
 
 Axis = Literal["step", "tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
 BASELINE_CONNECTION = "residual"
-# Student's t: the mean of 2, 3, ... 10 values is within so many standard errors with 95 %; of more values within fewer.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-
-class Estimate(NamedTuple):
-    """A mean over seeds, its sample standard deviation (None for one seed) and the number of seeds."""
-
-    mean: float
-    deviation: float | None
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Estimate":
-        mean = math.fsum(values) / len(values)
-        if len(values) == 1:
-            return cls(mean, None, 1)
-        variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-        return cls(mean, math.sqrt(variance), len(values))
 
 
 class Difference(NamedTuple):
@@ -51,10 +36,8 @@ class Difference(NamedTuple):
     @property
     def clear(self) -> bool:
         """Whether the 95 % confidence interval over pairs of seeds (Student's t) leaves out 0; False for one pair."""
-        if self.deviation is None or self.count < 2:
-            return False
-        error = self.deviation / math.sqrt(self.count)
-        return abs(self.mean) > T95[min(self.count - 2, len(T95) - 1)] * error
+        half = Estimate(self.mean, self.deviation, self.count).half_width
+        return half is not None and abs(self.mean) > half
 
 
 @dataclass(frozen=True)
@@ -93,16 +76,27 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups of runs, the one that the others are compared with, and what a reader has to know about the numbers."""
+    """Groups of runs, and the one that the others are compared with. `left_out` says which runs are in no group."""
 
     groups: tuple[Group, ...]
     baseline: Group | None
-    notes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+
+    def against(self, baseline: str | None) -> "Comparison":
+        """The same runs compared with another baseline: the name of a group, or None for the first with the plain
+        residual. Raises InputError for an unknown name.
+        """
+        return replace(self, baseline=_baseline(self.groups, baseline))
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader has to know about the numbers."""
+        return (*self.left_out, *_notes(self))
 
     @property
     def colours(self) -> dict[str, int]:
-        """The number of every group's colour, the same in all pictures and whatever the baseline is: 0 is that of the
-        first plain residual, the others are counted from 1.
+        """The number of every group's colour, the same in all pictures and for every baseline: 0 for the first plain
+        residual, from 1 on for the others.
         """
         plain = _plain_residual(self.groups)
         others = [group.name for group in self.groups if group is not plain]
@@ -126,13 +120,11 @@ class Comparison:
         places = sorted({at for curve in curves for at, _ in curve if first <= at <= last})
         result = []
         for at in places:
+            values = [{seed: _interpolate(curve, at) for seed, curve in side.items()} for side in (ours, theirs)]
             if shared:
-                pairs = [_interpolate(ours[seed], at) - _interpolate(theirs[seed], at) for seed in shared]
-                result.append(Difference(at, *Estimate.of(pairs)))
+                result.append(Difference(at, *paired(*values)))
             else:
-                left, right = (
-                    Estimate.of([_interpolate(curve, at) for curve in side.values()]) for side in (ours, theirs)
-                )
+                left, right = (Estimate.of(side.values()) for side in values)
                 known = left.deviation is not None and right.deviation is not None
                 deviation = math.hypot(left.deviation, right.deviation) if known else None
                 result.append(Difference(at, left.mean - right.mean, deviation, 0))
@@ -196,7 +188,7 @@ def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Co
     """Compare the runs in `folders`.
 
     Args:
-        folders: run folders, in the order in which their groups shall appear; the same folder twice counts once.
+        folders: run folders, in the order of their groups in the table; the same folder twice counts once.
         baseline: the name of a group as the table shows it; without it, the first with the plain residual.
 
     Raises:
@@ -206,26 +198,24 @@ def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Co
     runs = [Run.read(folder) for folder in reversed(unique.values())]
     if not runs:
         raise InputError("expected at least one run folder to compare, got none")
-    groups, notes = _group(runs)
-    chosen = _baseline(groups, baseline)
-    comparison = Comparison(tuple(groups), chosen, ())
-    return Comparison(comparison.groups, chosen, (*notes, *_notes(comparison)))
+    groups, left_out = _group(runs)
+    return Comparison(tuple(groups), None, tuple(left_out)).against(baseline)
 
 
 def _group(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
     """Put runs with equal settings together and give each group the shortest name that tells it from the others."""
     members: dict[str, dict[int, Run]] = {}
-    notes = []
+    left_out = []
     for run in runs:
         group = members.setdefault(json.dumps(run.settings, sort_keys=True, default=str), {})
         if run.seed in group:
-            notes.append(
+            left_out.append(
                 f"{run.folder} repeats {group[run.seed].folder} (same settings, same seed {run.seed}): left out."
             )
         else:
             group[run.seed] = run
     sets = [tuple(group[seed] for seed in sorted(group)) for group in members.values()]
-    return [Group(_name(some[0], [other[0] for other in sets]), some) for some in sets], notes
+    return [Group(_name(some[0], [other[0] for other in sets]), some) for some in sets], left_out
 
 
 def _name(run: Run, all_runs: Sequence[Run]) -> str:
@@ -256,7 +246,7 @@ def _plain_residual(groups: Sequence[Group]) -> Group | None:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """What makes the numbers of a table less than they seem."""
+    """The reservations about the numbers of a table."""
     notes = []
     baseline = comparison.baseline
     if baseline is None and len(comparison.groups) > 1:
@@ -284,7 +274,7 @@ def _notes(comparison: Comparison) -> list[str]:
                 "a longer run was still at a higher learning rate there."
             )
         if difference.count == 0:
-            notes.append(f"{group.name} and {baseline.name} share no seed: the difference is that of the means.")
+            notes.append(f"{group.name} and {baseline.name} share no seed: the means are compared.")
         elif difference.count < (seeds := max(len(group.runs), len(baseline.runs))):
             notes.append(
                 f"{group.name}: the difference is over the {difference.count} of {seeds} seeds that are shared."
@@ -330,4 +320,4 @@ def _text(value: Estimate | Difference | None, form: str, *, spread: bool = True
 def _plain(value: Estimate | Difference | None) -> dict[str, float | None] | None:
     if value is None:
         return None
-    return {name: (x if x is None or math.isfinite(x) else None) for name, x in value._asdict().items()}
+    return finite(value._asdict())

@@ -8,7 +8,7 @@ import torch
 from residua.errors import InputError, extra
 from residua.evaluation.loss import evaluating
 
-with extra("models"):
+with extra("lab"):
     from transformers import GenerationConfig, TextStreamer
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from residua.errors import extra
 from residua.evaluation.compare import Axis, Comparison, Group
 from residua.evaluation.records import Point
 
-with extra("plots"):
+with extra("lab"):
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from residua.experiment import open_run, trace_run
 from residua.explorer.comparison import comparison_payload
 from residua.training import latest_checkpoint, read_metrics
 
-with extra("explore"):
+with extra("lab"):
     import numpy as np
 
 MOST_RUNS = 12

@@ -1,4 +1,4 @@
-"""What the page shows of several runs: their losses, the differences to every possible baseline, their settings."""
+"""The comparison of several runs on the page: losses, differences to every possible baseline, settings."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 
 from residua.evaluation.compare import AXES, Comparison, Group, compare
 from residua.evaluation.records import Point
+from residua.runs.jsonlines import finite
 
 POINTS = 200
 """Of one loss curve: more cannot be told apart on a screen."""
@@ -33,7 +34,7 @@ def comparison_payload(folders: Sequence[Path]) -> dict[str, Any]:
         "groups": [
             _group(group, records[group.name]) | {"colour": found.colours[group.name]} for group in found.groups
         ],
-        "against": {name: _against(compare(folders, baseline=name)) for name in names},
+        "against": {name: _against(found.against(name)) for name in names},
         "settings": _settings(found.groups),
     }
 
@@ -105,5 +106,4 @@ def _plain(values: Sequence[float | None] | None) -> list[float | None] | None:
     """For JSON, which knows no number that is not finite; seven digits are more than a screen shows."""
     if values is None:
         return None
-    finite = [None if value is None or not math.isfinite(value) else value for value in values]
-    return [float(f"{value:.7g}") if isinstance(value, float) else value for value in finite]
+    return [float(f"{value:.7g}") if isinstance(value, float) else value for value in finite(values)]

@@ -14,8 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residua.durable import write_text
 from residua.errors import InputError, extra
+from residua.runs.durable import write_text
 
 if TYPE_CHECKING:
     import numpy
@@ -144,6 +144,6 @@ def _packed(attributes: str, data: bytes) -> str:
 
 
 def _plotly() -> bytes:
-    with extra("explore"):
+    with extra("lab"):
         folder = resources.files("plotly")
     return (folder / "package_data" / "plotly.min.js").read_bytes()

@@ -9,7 +9,7 @@ from typing import Any
 from residua.errors import extra
 from residua.geometry.report import TITLES, Group, Record, groups
 
-with extra("plots"):
+with extra("lab"):
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

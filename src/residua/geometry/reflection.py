@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.errors import InputError
-from residua.geometry.runs import Job, finite_or_none
 from residua.geometry.tasks import task
 from residua.ops import (
     cayley_apply,
@@ -30,6 +29,8 @@ from residua.ops import (
     iterative_cayley,
     unit,
 )
+from residua.runs.jsonlines import finite
+from residua.runs.sweep import Job
 
 DIM, HIDDEN = 64, 128
 
@@ -228,12 +229,12 @@ def train_toy(
     seed: int,
     settings: ReflectionSettings,
     *,
-    checkpoint: Path | None = None,
+    place: Path | None = None,
     report: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Any]:
     """Train the operator `name` and return its record (see `report`); deterministic in its arguments.
 
-    `report` is called now and then with the number of steps done. There is no checkpoint: it takes seconds.
+    `report` is called now and then with the number of steps done. It keeps no state in `place`: it takes seconds.
     """
     chosen = toy(name)
     data = [part.squeeze(1) for part in replace(task("reflection"), num_train=settings.num_train).data()]
@@ -254,10 +255,10 @@ def train_toy(
             "beta": None if result.beta is None else result.beta[:100].mean().item(),
             "gamma": None if result.gamma is None else result.gamma[:100].mean().item(),
         }
-        curve.append([step, finite_or_none(scores["loss"])])
+        curve.append([step, finite(scores["loss"])])
         for key, points in trajectory.items():
             if scores[key] is not None:
-                points.append([step, finite_or_none(scores[key])])
+                points.append([step, finite(scores[key])])
         return scores
 
     report(0)
@@ -277,7 +278,7 @@ def train_toy(
             report(step)
             if not math.isfinite(scores["loss"]):
                 break
-    finite = [loss for _, loss in curve if loss is not None]
+    losses = [loss for _, loss in curve if loss is not None]
     diverged = not math.isfinite(scores["loss"])
     return {
         "kind": "run",
@@ -288,8 +289,8 @@ def train_toy(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "causal": None,
         "causality_change": None,
-        **{key: None if value is None else finite_or_none(value) for key, value in scores.items()},
-        "best_loss": min(finite, default=None),
+        **finite(scores),
+        "best_loss": min(losses, default=None),
         "diverged": diverged,
         "curve": curve,
         "gates": {key: points for key, points in trajectory.items() if points and key != "cosine"},

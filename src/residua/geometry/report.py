@@ -52,6 +52,8 @@ from typing import Any, NamedTuple
 
 from residua.geometry.published import README, RESEARCH, Value, published
 from residua.geometry.tasks import TASKS
+from residua.runs.jsonlines import finite
+from residua.runs.statistics import Estimate
 
 Record = dict[str, Any]
 OURS, PUBLISHED, OLDER, REFERENCE = "ours", "published", "published (older)", "reference"
@@ -123,10 +125,7 @@ class Group:
         values = [float(run[key]) for run in self.runs if run.get(key) is not None]
         if not values:
             return None
-        mean = sum(values) / len(values)
-        if len(values) == 1:
-            return Value(mean)
-        return Value(mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1)))
+        return Value(*Estimate.of(values)[:2])
 
 
 def groups(records: Iterable[Record], task: str) -> list[Group]:
@@ -187,7 +186,7 @@ def write_tables(records: Sequence[Record], folder: str | Path) -> list[Path]:
     sections = [_section(records, task) for task in tasks]
     values = {
         "sources": {PUBLISHED: README, OLDER: RESEARCH},
-        "tasks": {task: [_plain(row) for row in summary(records, task)] for task in tasks},
+        "tasks": {task: [finite(_named(row)) for row in summary(records, task)] for task in tasks},
     }
     markdown, numbers = folder / "tables.md", folder / "tables.json"
     markdown.write_text("\n".join(["# Geometry: results", "", *sections, *_notes()]), encoding="utf-8")
@@ -195,14 +194,12 @@ def write_tables(records: Sequence[Record], folder: str | Path) -> list[Path]:
     return [markdown, numbers]
 
 
-def write_pictures(records: Sequence[Record], folder: str | Path) -> list[Path]:
-    """Draw what the records hold (losses, gates, norms through depth, errors by position) as PNG files; their paths.
-
-    Needs matplotlib: pip install 'residua[plots]'.
-    """
-    from residua.geometry.pictures import draw
-
-    return draw(records, folder)
+def _named(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its `Value`s as objects for JSON."""
+    return {
+        key: {"mean": value.mean, "std": value.deviation} if isinstance(value, Value) else value
+        for key, value in row.items()
+    }
 
 
 def _identity(record: Record) -> tuple[str, ...]:
@@ -337,14 +334,3 @@ def _notes() -> list[str]:
         "- Norm deviation is taken after the output norm, as published.",
         "",
     ]
-
-
-def _plain(value: Any) -> Any:
-    """The value for JSON: a `Value` as an object, and null for a number that is not finite."""
-    if isinstance(value, Value):
-        return {"mean": _plain(value.mean), "std": _plain(value.deviation)}
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from residua.errors import InputError
 from residua.geometry.measure import causality, full_and_online, norm_deviation, position0, stream_norms
 from residua.geometry.models import Architecture, Sizes, match
-from residua.geometry.runs import Job, finite_or_none, load_checkpoint, save_checkpoint
 from residua.geometry.tasks import Data, Task, task
+from residua.runs.durable import replacing
+from residua.runs.jsonlines import finite
+from residua.runs.sweep import Job
 
 STUDY_TASKS = ("gyroscope", "stability", "near-pi", "near-pi-multi", "reflection")
 REPORT_STEPS = 10  # between two looks at the loss, which make a GPU wait
@@ -129,13 +131,13 @@ def train(
     settings: Settings,
     device: str,
     *,
-    checkpoint: Path | None = None,
+    place: Path | None = None,
     report: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Any]:
     """Train a model and return its record (see `report`).
 
-    Deterministic in its arguments, up to what a GPU's kernels order differently. It goes on from `checkpoint`, where
-    there is one, and then ends as if it had never stopped. A run whose loss is no longer finite ends early.
+    Deterministic in its arguments, up to the order of sums in a GPU's kernels. Where the file `place` holds a
+    checkpoint, the run resumes there and ends as if it had never stopped. A run whose loss is not finite ends early.
     """
     data = _data(task, device)
     with torch.random.fork_rng(devices=[]):
@@ -144,8 +146,8 @@ def train(
     model.to(device)
     optimizer = _optimizer(model, settings)
     step, curve, gates, seconds = 0, [], {}, 0.0
-    saved = None if checkpoint is None else load_checkpoint(checkpoint)
-    if saved is not None:
+    if place is not None and place.exists():
+        saved = torch.load(place, map_location="cpu", weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step, curve, gates, seconds = saved["step"], saved["curve"], saved["gates"], saved["seconds"]
@@ -153,22 +155,23 @@ def train(
     report(step)
     started = time.monotonic() - seconds
     last_saved = time.monotonic()
-    finite = True
-    while step < settings.steps and finite:
+    good = True
+    while step < settings.steps and good:
         step += 1
         loss = _step(model, optimizer, data, seed, step, settings)
         last = step == settings.steps
         if step % REPORT_STEPS == 0 or last:
-            finite = math.isfinite(loss.item())
+            good = math.isfinite(loss.item())
             report(step)
-        if finite and (step % settings.evaluate_every == 0 or last):
+        if good and (step % settings.evaluate_every == 0 or last):
             _evaluate(model, data, step, curve, gates)
-            finite = curve[-1][1] is not None
-        if checkpoint is not None and step % REPORT_STEPS == 0 and finite and not last:
+            good = curve[-1][1] is not None
+        if place is not None and step % REPORT_STEPS == 0 and good and not last:
             now = time.monotonic()
             if now - last_saved >= CHECKPOINT_SECONDS:
                 content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-                save_checkpoint(checkpoint, {**content, "curve": curve, "gates": gates, "seconds": now - started})
+                with replacing(place) as file:
+                    torch.save({**content, "curve": curve, "gates": gates, "seconds": now - started}, file)
                 last_saved = now
     seconds = time.monotonic() - started
     return {
@@ -178,9 +181,9 @@ def train(
         "label": architecture.name,
         "seed": seed,
         "parameters": architecture.parameters,
-        **(_measure(model, task, data, settings) if finite else _NOTHING),
+        **(_measure(model, task, data, settings) if good else _NOTHING),
         "best_loss": min((loss for _, loss in curve if loss is not None), default=None),
-        "diverged": not finite,
+        "diverged": not good,
         "steps_done": step,
         "curve": curve,
         "gates": gates,
@@ -253,9 +256,9 @@ def _evaluate(model: nn.Module, data: Data, step: int, curve: list, gates: dict[
                 values = [value.mean().item() for value in values if value is not None]
                 if values:
                     found[name] = sum(values) / len(values)
-    curve.append([step, finite_or_none(total / data.val_targets.numel())])
+    curve.append([step, finite(total / data.val_targets.numel())])
     for name, value in found.items():
-        gates.setdefault(name, []).append([step, finite_or_none(value)])
+        gates.setdefault(name, []).append([step, finite(value)])
 
 
 _NOTHING: dict[str, Any] = dict.fromkeys(

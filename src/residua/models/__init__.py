@@ -5,7 +5,7 @@ from residua.models.authors import load_authors_checkpoint
 from residua.models.configuration import MODEL_FIELDS, SIZES, ResiduaConfig
 from residua.models.transformer import ResiduaForCausalLM, ResiduaModel
 
-with extra("models"):
+with extra("lab"):
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 # Here and not beside the classes: exported code, which transformers loads under other names, must not register again.

@@ -14,7 +14,7 @@ from residua.errors import extra
 from residua.models.configuration import ResiduaConfig
 from residua.ops import at_least_float32
 
-with extra("models"):
+with extra("lab"):
     from transformers.cache_utils import Cache
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -4,12 +4,15 @@ from dataclasses import fields
 from math import inf
 from typing import Any
 
+from residua.checks import fits, require
 from residua.connections import Scheme, describe, resolve
-from residua.connections.options import fits
 from residua.errors import extra
 
-with extra("models"):
+with extra("lab"):
     from transformers import PreTrainedConfig
+
+# Far beyond what any machine holds, and small enough that sizes multiply without overflow.
+MOST_LAYERS, MOST_ROWS = 2**14, 2**28
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {
@@ -36,6 +39,30 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
+ATTENTION = ("eager", "sdpa", "flex_attention")
+"""Implementations of attention that transformers and torch bring themselves."""
+
+
+def refuse_fetched_attention(config: Any, source: object) -> None:
+    """Check the implementations of attention that a configuration file names, in it and in what it contains.
+
+    For others than `ATTENTION` transformers may download a kernel and run it. Give such a one to `from_pretrained`.
+
+    Raises:
+        ValueError: the file names another one.
+    """
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if key.lstrip("_").startswith("attn_implementation"):
+            for name in value.values() if isinstance(value, dict) else [value]:
+                if name is not None and name not in ATTENTION:
+                    raise ValueError(
+                        f"{source}: expected {key} {', '.join(ATTENTION)} or none, got {name!r}, for which code may be "
+                        "downloaded; remove it from the file, and give attn_implementation= to from_pretrained instead"
+                    )
+        else:
+            refuse_fetched_attention(value, source)
+
+
 class ResiduaConfig(PreTrainedConfig):
     """Configuration of `ResiduaModel` and `ResiduaForCausalLM`.
 
@@ -46,18 +73,24 @@ class ResiduaConfig(PreTrainedConfig):
     head_dim                 width of a head; hidden_size / num_attention_heads where None
     intermediate_size        width of the SwiGLU; floor(8 hidden_size / 3) where None
     max_position_embeddings  longest sequence the model is meant for
-    connection               the residual scheme: a preset's name, `{"preset": name, **options}`, or a `Scheme`; stored
-                             with all its options
-    state_dtype              "float32" or "bfloat16" for the residual state; that of the embeddings where None, which
+    connection               the residual scheme: a preset's name, or {"preset": name, **options}; a `Scheme` too; the
+                             configuration stores it with all its options
+    state_dtype              dtype of the residual state, "float32" or "bfloat16"; the embeddings' where None, which
                              under autocast is float32
-    qk_norm                  "post_rope" (the authors' order), "pre_rope", or None for no norm of queries and keys
-    rope_theta, rope_ratio   base of the rotary frequencies; share of each head that is rotated
+    qk_norm                  norm of queries and keys: "post_rope" (the authors' order), "pre_rope", or None for none
+    rope_theta               base of the rotary frequencies
+    rope_ratio               share of each head that is rotated
     attention_output_gate    heads are normalised and gated by SiLU(W_g x) before the output projection
-    rms_norm_eps             of every norm
+    rms_norm_eps             epsilon of every norm
     embedding_init_std       standard deviation of the embedding at the start
-    hidden_init_std_factor   projections start with standard deviation factor / sqrt(hidden_size), those that write
-                             into the residual with another 1 / sqrt(num_hidden_layers)
-    mup, mup_base_width      logits times mup_base_width / hidden_size
+    hidden_init_std_factor   projections start with standard deviation factor / sqrt(hidden_size), projections that
+                             write into the residual with another 1 / sqrt(num_hidden_layers)
+    tie_word_embeddings      the head's weights are the embedding's
+    mup                      scale logits by mup_base_width / hidden_size, and learning rates as muP does
+    mup_base_width           the width at which muP changes nothing
+    use_cache                keep keys and values while generating
+
+    Raises ValueError for a value of another type or out of range.
     """
 
     model_type = "residua"
@@ -92,9 +125,10 @@ class ResiduaConfig(PreTrainedConfig):
             "num_attention_heads",
             "max_position_embeddings",
         ):
-            self._require(
-                name, fits(getattr(self, name), int) and getattr(self, name) >= 1, "a whole number of at least 1"
-            )
+            size = getattr(self, name)
+            self._require(name, fits(size, int) and size >= 1, "a whole number of at least 1")
+            most = MOST_LAYERS if name == "num_hidden_layers" else MOST_ROWS
+            self._require(name, size <= most, f"at most {most}")
         if self.head_dim is None:
             self._require(
                 "num_attention_heads",
@@ -102,14 +136,13 @@ class ResiduaConfig(PreTrainedConfig):
                 f"a divisor of hidden_size ({self.hidden_size}), or head_dim given",
             )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        self._require(
-            "head_dim", fits(self.head_dim, int) and self.head_dim >= 2 and self.head_dim % 2 == 0, "an even number"
-        )
+        even = fits(self.head_dim, int) and 2 <= self.head_dim <= MOST_ROWS and self.head_dim % 2 == 0
+        self._require("head_dim", even, "an even number")
         if self.intermediate_size is None:
             self.intermediate_size = 8 * self.hidden_size // 3
-        self._require(
-            "intermediate_size", fits(self.intermediate_size, int) and self.intermediate_size >= 1, "at least 1"
-        )
+        width = self.intermediate_size
+        self._require("intermediate_size", fits(width, int) and width >= 1, "at least 1")
+        self._require("intermediate_size", width <= 3 * MOST_ROWS, f"at most {3 * MOST_ROWS}")
         self._require("qk_norm", self.qk_norm in ("post_rope", "pre_rope", None), "'post_rope', 'pre_rope' or None")
         self._require("state_dtype", self.state_dtype in ("float32", "bfloat16", None), "'float32', 'bfloat16' or None")
         for name in ("rope_theta", "rms_norm_eps", "mup_base_width"):
@@ -126,6 +159,12 @@ class ResiduaConfig(PreTrainedConfig):
             kwargs.pop(derived, None)
         self._spell_out()
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As the base class does. Raises ValueError as `refuse_fetched_attention` does."""
+        refuse_fetched_attention(config_dict, "config.json")
+        return super().from_dict(config_dict, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -152,8 +191,7 @@ class ResiduaConfig(PreTrainedConfig):
         return resolve(self.connection)
 
     def _require(self, name: str, condition: bool, expected: str) -> None:
-        if not condition:
-            raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+        require(condition, name, expected, getattr(self, name))
 
 
 MODEL_FIELDS: tuple[tuple[str, Any, Any], ...] = tuple(

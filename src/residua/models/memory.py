@@ -7,7 +7,7 @@ from torch import Tensor
 from residua.connections import Stream
 from residua.errors import extra
 
-with extra("models"):
+with extra("lab"):
     from transformers.cache_utils import Cache
 
 

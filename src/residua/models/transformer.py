@@ -17,7 +17,7 @@ from residua.models.mlp import MLP
 from residua.ops import at_least_float32
 from residua.ops.rebuild import cut
 
-with extra("models"):
+with extra("lab"):
     from transformers import GenerationMixin, PreTrainedModel
     from transformers.cache_utils import Cache, DynamicCache
     from transformers.masking_utils import create_causal_mask

@@ -1,10 +1,10 @@
-"""Pure functions of tensors: every equation of the library, each in one place, with its source."""
+"""Pure functions of tensors: every equation of the library, once, with its source."""
 
 from residua.ops.conv import causal_expand, causal_read, causal_read_on
 from residua.ops.delta import (
-    GUARDS,
+    K_NORMS,
     Composition,
-    Guard,
+    KNorm,
     compose,
     delta_inverse,
     delta_operator,
@@ -34,10 +34,10 @@ from residua.ops.streams import channel_taps, hyper_mix, hyper_read, hyper_write
 
 __all__ = [
     "CAYLEY_STARTS",
-    "GUARDS",
+    "K_NORMS",
     "CayleyStart",
     "Composition",
-    "Guard",
+    "KNorm",
     "at_least_float32",
     "causal_expand",
     "causal_read",

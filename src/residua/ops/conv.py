@@ -2,7 +2,7 @@
 
 The sequence is the third axis from the end of streams, `(..., seq, streams, dim)`, and the second of `(..., seq, dim)`.
 taps: (kernel, streams, dim); tap s multiplies the token s steps back; tokens before the first are zero. Expanding one
-sequence into streams and reading one from streams are each other's adjoint, with the direction of time turned round.
+sequence into streams and reading one from streams are each other's adjoint, with time reversed.
 """
 
 import torch
@@ -18,7 +18,7 @@ def causal_expand(x: Tensor, taps: Tensor) -> Tensor:
     """X[t, j] = sum_s taps[s, j] x[t - s]: DDL's embedding convolution (EC, arXiv 2601.00417v2).
 
     x: (..., seq, dim), taps: (kernel, streams, dim). Returns (..., seq, streams, dim) in the dtype of `x`; computed in
-    float32 at least. Raises ValueError where the widths differ.
+    at least float32. Raises ValueError if the widths differ.
     """
     expect_shape("taps", taps, (*taps.shape[:2], x.shape[-1]), "(kernel, streams, dim)")
     return _CausalExpand.apply(x, taps)
@@ -27,10 +27,10 @@ def causal_expand(x: Tensor, taps: Tensor) -> Tensor:
 def causal_read(streams: Tensor, taps: Tensor, mask: Tensor | None = None) -> Tensor:
     """x[t] = sum_{s, j} taps[s, j] X[t - s, j]: DDL's token compression (TC) with the read vector folded into the taps.
 
-    streams: (..., seq, streams, dim), taps: (kernel, streams, dim). mask: (..., seq), 0 for tokens that are not to be
-    read, such as padding, and 1 for the others: no masked copy of the streams is kept for the backward pass. Returns
-    (..., seq, dim) in the dtype of `streams`; computed in float32 at least. Raises ValueError where the streams, widths
-    or the mask's axes differ. arXiv 2601.00417v2 section 4.2, coefficients c_{i,j,s}.
+    streams: (..., seq, streams, dim), taps: (kernel, streams, dim). mask: (..., seq), 0 for tokens that must not
+    be read, such as padding, and 1 for the others; no masked copy of the streams is kept for the backward pass. Returns
+    (..., seq, dim) in the dtype of `streams`; computed in at least float32. Raises ValueError if the streams, widths or
+    the mask's axes differ. arXiv 2601.00417v2 section 4.2, coefficients c_{i,j,s}.
     """
     expect_shape("taps", taps, (taps.shape[0], *streams.shape[-2:]), "(kernel, streams, dim)")
     if mask is not None:
@@ -39,14 +39,14 @@ def causal_read(streams: Tensor, taps: Tensor, mask: Tensor | None = None) -> Te
 
 
 def causal_read_on(streams: Tensor, taps: Tensor, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`causal_read` of tokens that follow others, of which only kernel - 1 sums are known (the transposed form).
+    """Continue `causal_read` from kernel - 1 sums of the earlier tokens (the transposed form).
 
     P_s[t] = sum_j taps[s, j] X[t, j];   A_r[t] = P_r[t] + A_{r+1}[t-1] for 0 < r < kernel, and x[t] = A_0[t].
 
     streams: (batch, seq, streams, dim), taps: (kernel, streams, dim), sums: (batch, 1, kernel - 1, dim), the A_r of the
     token before, or None at the start. Returns x (batch, seq, dim) in the dtype of `streams`, and the A_r of every
-    token (batch, seq, kernel - 1, dim) in float32 at least: exact, and 1 / streams of what the tokens would take. Of a
-    kernel of one tap there are no sums: (batch, seq, 0, dim). Raises ValueError where the streams or widths differ.
+    token (batch, seq, kernel - 1, dim) in at least float32: exact, and 1 / streams of the memory of the tokens. A
+    kernel of one tap has no sums: (batch, seq, 0, dim). Raises ValueError if the streams or widths differ.
     """
     kernel = taps.shape[0]
     expect_shape("taps", taps, (kernel, *streams.shape[-2:]), "(kernel, streams, dim)")
@@ -55,7 +55,7 @@ def causal_read_on(streams: Tensor, taps: Tensor, sums: Tensor | None = None) ->
         after = (wide_streams.unsqueeze(-3) * wide_taps).sum(-2)
         after = after if sums is None else after + F.pad(sums, (0, 0, 0, 1))
         return after[..., 0, :].to(streams.dtype), after[..., 1:, :]
-    x = _read(wide_streams, wide_taps, ahead=False)  # of the first tokens the same bits as from `causal_read`
+    x = _read(wide_streams, wide_taps, ahead=False)  # for the first tokens the same bits as `causal_read`
     parts = [_read(wide_streams, wide_taps[s : s + 1], ahead=False) for s in range(1, kernel)]
     if sums is not None:
         reach = min(x.shape[1], kernel - 1)
@@ -118,9 +118,9 @@ def _masked(streams: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _shifted(x: Tensor, kernel: int, *, ahead: bool) -> list[Tensor]:
-    """x[t - s], or x[t + s] with `ahead`, for each tap s: (..., seq, 1, dim), zero where there is no such token.
+    """Return x[t - s], or x[t + s] with `ahead`, for each tap s: (..., seq, 1, dim), zero where there is no such token.
 
-    All of one length, so that a compiler makes one loop of what is done with them.
+    All have one length, so that a compiler fuses what is done with them into one loop.
     """
     padded = F.pad(x, (0, 0, 0, kernel - 1) if ahead else (0, 0, kernel - 1, 0)).unsqueeze(-2)
     return [padded.narrow(-3, s if ahead else kernel - 1 - s, x.shape[-2]) for s in range(kernel)]
@@ -148,8 +148,8 @@ def _read(streams: Tensor, taps: Tensor, *, ahead: bool) -> Tensor:
 
 
 def _correlate(x: Tensor, streams: Tensor, kernel: int, *, ahead: bool) -> Tensor:
-    """sum_t x[t - s] X[t, j], or x[t + s] with `ahead`, over tokens and sequences; returns (kernel, streams, dim)."""
-    # One piece of memory for all products, as fresh memory takes longer than they do; second derivatives need each.
+    """Return sum_t x[t - s] X[t, j], or x[t + s] with `ahead`, over tokens and sequences: (kernel, streams, dim)."""
+    # All products share one buffer, because allocating takes longer than they do; second derivatives need each.
     products = None if torch.is_grad_enabled() else torch.empty_like(streams)
     shifts = _shifted(x, kernel, ahead=ahead)
     return torch.stack([torch.mul(shifted, streams, out=products).flatten(0, -3).sum(0) for shifted in shifts])

@@ -1,7 +1,7 @@
 """Equations of the delta operator A(k, beta) = I - beta k k^T and of the delta write (arXiv 2601.00417).
 
-Shapes: a state X has value_channels rows of width dim, `(..., value_channels, dim)`: the transpose of the paper's X in
-R^{d x d_v}, because a row of width dim is contiguous. k: (..., dim), v: (..., value_channels), beta: (...,).
+Shapes: a state X has value_channels rows of width dim, `(..., value_channels, dim)`: the paper's X in R^{d x d_v},
+transposed, because a row of width dim is contiguous. k: (..., dim), v: (..., value_channels), beta: (...,).
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -9,63 +9,64 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import at_least_float32, fresh, widened, without_autocast
 from residua.ops.rebuild import expect_first_derivative, joined, opened, rebuilt
 from residua.ops.shapes import expect_shape
 
-Guard = Literal["rms", "add", "clamp", "rms_d"]
-GUARDS: tuple[str, ...] = get_args(Guard)
+KNorm = Literal["rms", "add", "clamp", "rms_d"]
+K_NORMS: tuple[str, ...] = get_args(KNorm)
 
 
-def unit(k: Tensor, *, guard: Guard = "rms", eps: float = 1e-5) -> Tensor:
-    """The direction k of a raw direction k~ with norm n = |k~|; the guard keeps n = 0 harmless.
+def unit(k: Tensor, *, k_norm: KNorm = "rms", eps: float = 1e-5) -> Tensor:
+    """Return the direction k of a raw direction k~ with length n = |k~|; every `k_norm` keeps n = 0 harmless.
 
     `rms`    k = k~ / sqrt(n^2 + eps^2)       arXiv 2601.00417v2 section 4.1; |k| < 1, and k~ = 0 gives k = 0
     `add`    k = k~ / (n + eps)               arXiv 2601.00417v1 appendix A.1
     `clamp`  k = k~ / max(n, eps)             the wording of v2 appendix B.1
     `rms_d`  k = k~ / sqrt(n^2 + dim eps^2)   the authors' accelerated kernels
 
-    k: (..., dim). Returns (..., dim) in the same dtype; the norm is computed in float32 at least. At k~ = 0 every guard
-    has the finite derivative I / eps (I / (eps sqrt(dim)) for `rms_d`).
+    k: (..., dim). Returns (..., dim) in the same dtype; the norm is computed in at least float32. At k~ = 0 each form
+    has the finite derivative I / eps (I / (eps sqrt(dim)) for `rms_d`). Raises ValueError for other names.
     """
-    if guard not in GUARDS:
-        raise ValueError(f"guard: expected one of {', '.join(GUARDS)}, got {guard!r}")
-    return _Unit.apply(k, guard, fresh(eps))
+    if k_norm not in K_NORMS:
+        raise ValueError(f"k_norm: expected one of {', '.join(K_NORMS)}, got {k_norm!r}")
+    return _Unit.apply(k, k_norm, fresh(eps))
 
 
-def _guarded(raw: Tensor, guard: Guard, eps: float) -> tuple[Tensor, Tensor | None]:
-    """1 / m for the guarded norm m of k~, and (m / n) dm/dn for its derivative, None for 1. (..., 1) each."""
+def _inverse_norm(raw: Tensor, k_norm: KNorm, eps: float) -> tuple[Tensor, Tensor | None]:
+    """Return 1 / m for the norm m that divides k~, and (m / n) dm/dn for its derivative, None for 1. (..., 1) each."""
     square = raw.square().sum(-1, keepdim=True)
-    if guard == "rms":
+    if k_norm == "rms":
         return torch.rsqrt(square + eps**2), None
-    if guard == "rms_d":
+    if k_norm == "rms_d":
         return torch.rsqrt(square + raw.shape[-1] * eps**2), None
     norm = square.sqrt()
-    if guard == "clamp":
+    if k_norm == "clamp":
         return 1 / norm.clamp_min(eps), (norm >= eps).to(norm.dtype)
     return 1 / (norm + eps), torch.where(norm > 0, (norm + eps) / norm, 0.0)
 
 
 def _through_unit(grad: Tensor, k: Tensor, scale: Tensor, ratio: Tensor | None) -> Tensor:
-    """The gradient of k~ from that of k = k~ / m: (g - r k (k . g)) / m with r = (m / n) dm/dn."""
+    """Return the gradient of k~ from g, the gradient of k = k~ / m: (g - r k (k . g)) / m with r = (m / n) dm/dn."""
     along = (grad * k).sum(-1, keepdim=True)
     return scale * torch.addcmul(grad, along if ratio is None else ratio * along, k, value=-1)
 
 
 class _Unit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, k: Tensor, guard: Guard, eps: float) -> Tensor:
+    def forward(ctx, k: Tensor, k_norm: KNorm, eps: float) -> Tensor:
         raw = at_least_float32(k)
-        scale, ratio = _guarded(raw, guard, eps)
+        scale, ratio = _inverse_norm(raw, k_norm, eps)
         ctx.save_for_backward(k, scale, ratio)
-        ctx.options = guard, eps
+        ctx.options = k_norm, eps
         return (raw * scale).to(k.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         k, scale, ratio = ctx.saved_tensors
-        if torch.is_grad_enabled():  # of a gradient that is differentiated itself, these are functions of k
-            scale, ratio = _guarded(at_least_float32(k), *ctx.options)
+        if torch.is_grad_enabled():  # for a second derivative these must be functions of k
+            scale, ratio = _inverse_norm(at_least_float32(k), *ctx.options)
         return _through_unit(grad.to(scale.dtype), k * scale, scale, ratio).to(k.dtype), None, None
 
 
@@ -75,35 +76,35 @@ class _DeltaWrite(torch.autograd.Function):
     With G = dL/dX', r = v - k^T X and p = k^T G (one number per value channel):
     dX = G - beta k p^T, dv = beta p, dbeta = p . r, dk = beta (G r - X p).
 
-    Of `rebuild_every` states in a row only the first is kept (`ops.rebuild`). Where the gradient is to be
-    differentiated itself, autograd makes it from the plain form.
+    Of `rebuild_every` states in a row only the first is kept (`ops.rebuild`). For second derivatives autograd computes
+    the gradient from the plain form.
     """
 
     @staticmethod
-    def forward(ctx, state, k, v, beta, normalise, eps, rebuild_every):
-        written, scale, ratio, wide_beta, error = _written(state, k, v, beta, normalise, eps)
+    def forward(ctx, state, k, v, beta, k_norm, eps, rebuild_every):
+        written, scale, ratio, wide_beta, error = _written(state, k, v, beta, k_norm, eps)
         kept = joined(ctx, state, rebuild_every, _replay)
         ctx.dtypes = state.dtype, k.dtype, v.dtype, beta.dtype
-        ctx.guard = normalise, eps
+        ctx.k_norm = k_norm, eps
         # The large tensors are kept in their own dtype: a bfloat16 state costs two bytes a number, not four.
-        again = (v, beta) if rebuild_every == 1 else ()  # what a gradient needs that is differentiated itself
+        again = (v, beta) if rebuild_every == 1 else ()  # what a second derivative needs
         ctx.save_for_backward(kept, k, scale, ratio, wide_beta, error, *again)
         return written
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        ctx.rebuilt = None  # all who wanted what this write made have had it
+        ctx.rebuilt = None  # every reader of the state that this write made has had it
         state, raw, scale, ratio, beta, error, *again = opened(ctx)
         ctx.opened = None
         if not again:
             expect_first_derivative()
         elif torch.is_grad_enabled():
-            # As views, because one may have been computed from another, through which no gradient is to go here.
+            # Views, because one input may have been computed from another, and no gradient must pass between them here.
             inputs = [x.view_as(x) for x in (state, raw, *again)]
             wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad) if needed]
-            found = iter(torch.autograd.grad(_plain(*inputs, *ctx.guard), wanted, grad, create_graph=True))
+            found = iter(torch.autograd.grad(_plain(*inputs, *ctx.k_norm), wanted, grad, create_graph=True))
             return *(next(found) if needed else None for needed in ctx.needs_input_grad[:4]), None, None, None
-        # State and gradient are widened where they are read: a compiler would keep widened copies, of twice the bytes.
+        # State and gradient are widened where they are read: a compiler would keep widened copies of twice the bytes.
         state = rebuilt(ctx) if state is None else state
         k = _direction(raw, scale, error.dtype)
         needs_state, needs_k, needs_v, needs_beta, *_ = ctx.needs_input_grad
@@ -128,20 +129,20 @@ class _DeltaWrite(torch.autograd.Function):
 
 
 def _written(
-    state: Tensor, k: Tensor, v: Tensor, beta: Tensor, normalise: Guard | None, eps: float
+    state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: KNorm | None, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """X', and what its gradient needs beside the inputs: 1 / m and the ratio of the guard, beta and r, all wide."""
+    """Return X', and for its gradient both results of `_inverse_norm`, beta and r, all wide."""
     wide_state, wide_k, wide_v, wide_beta = widened(state, k, v, beta)
-    scale, ratio = (None, None) if normalise is None else _guarded(wide_k, normalise, eps)
+    scale, ratio = (None, None) if k_norm is None else _inverse_norm(wide_k, k_norm, eps)
     wide_k = wide_k if scale is None else wide_k * scale
     error = wide_v - (wide_state * wide_k.unsqueeze(-2)).sum(-1)
     return _step(state, wide_state, wide_k, wide_beta, error), scale, ratio, wide_beta, error
 
 
-def _plain(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, normalise: Guard | None, eps: float) -> Tensor:
-    """X' from operations that autograd can differentiate as often as it likes."""
-    if normalise is not None:
-        k = unit(widened(state, k, v, beta)[1], guard=normalise, eps=eps)
+def _plain(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: KNorm | None, eps: float) -> Tensor:
+    """Compute X' from operations that autograd can differentiate any number of times."""
+    if k_norm is not None:
+        k = unit(widened(state, k, v, beta)[1], k_norm=k_norm, eps=eps)
     return _written(state, k, v, beta, None, eps)[0]
 
 
@@ -150,26 +151,26 @@ def _direction(k: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _step(state: Tensor, wide_state: Tensor, k: Tensor, beta: Tensor, error: Tensor) -> Tensor:
-    """X + k (beta r)^T, of the forward pass and of every replay."""
+    """Return X + k (beta r)^T, in the forward pass and in every replay."""
     step = (beta.unsqueeze(-1) * error).unsqueeze(-1)
     return torch.addcmul(wide_state, step, k.unsqueeze(-2)).to(state.dtype)
 
 
 def _replay(node) -> Tensor:
-    """What a write made, once more."""
+    """Make the state that a write made, once more."""
     state, k, scale, _, beta, error, *_ = opened(node)
     state = rebuilt(node) if state is None else state
     return _step(state, state.to(error.dtype), _direction(k, scale, error.dtype), beta, error)
 
 
-def expect_write(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, normalise: str | None = None) -> None:
-    """Raise ValueError for what is no delta write."""
+def expect_write(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: str | None = None) -> None:
+    """Check the arguments of a delta write; raise ValueError if shapes do not match or `k_norm` is unknown."""
     *leading, value_channels, dim = state.shape
     expect_shape("k", k, (*leading, dim), "(..., dim)")
     expect_shape("v", v, (*leading, value_channels), "(..., value_channels)")
     expect_shape("beta", beta, leading, "(...,)")
-    if normalise is not None and normalise not in GUARDS:
-        raise ValueError(f"normalise: expected None or one of {', '.join(GUARDS)}, got {normalise!r}")
+    if k_norm is not None and k_norm not in K_NORMS:
+        raise ValueError(f"k_norm: expected None or one of {', '.join(K_NORMS)}, got {k_norm!r}")
 
 
 def delta_write(
@@ -178,32 +179,39 @@ def delta_write(
     v: Tensor,
     beta: Tensor,
     *,
-    normalise: Guard | None = None,
+    k_norm: KNorm | None = None,
     eps: float = 1e-5,
     rebuild_every: int = 1,
+    implementation: Implementation = "reference",
 ) -> Tensor:
     """X' = X + beta k (v^T - k^T X): erase what X holds along k, write v there (arXiv 2601.00417, additive form).
 
     state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), equal leading sizes; other
-    shapes raise ValueError. k is used as it is: `unit(k)` gives the paper's operator, and so does `normalise`, which
-    names the guard of `unit`, without rounding in between. Computed in float32 at least; returns the dtype of `state`.
-    The same map as `delta_operator(k, beta) @ X + beta k v^T`, without ever forming the operator.
+    shapes raise ValueError. k is used as it is: `unit(k)` gives the paper's operator, and so does `k_norm`, the norm of
+    `unit`, without rounding in between. Computed in at least float32; returns the shape and dtype of `state`. The same
+    map as `delta_operator(k, beta) @ X + beta k v^T`, without forming the operator.
 
     The backward pass needs X. With `rebuild_every` = m > 1, of the states along a chain of writes only every m-th is
-    kept, and the others are made again by replaying the writes, with gradients equal to the last bit (`ops.rebuild`).
-    Its gradient can be differentiated itself with m = 1 alone: else `create_graph=True` raises RuntimeError.
+    kept, and the others are recomputed by replaying the writes, with gradients equal to the last bit (`ops.rebuild`).
+    Second derivatives need m = 1: otherwise `create_graph=True` raises RuntimeError.
+
+    `implementation`: the plain definition or the Triton kernel, see `ops.dispatch.choose`.
     """
-    expect_write(state, k, v, beta, normalise)
+    expect_write(state, k, v, beta, k_norm)
+    if choose(implementation, state, k, v, beta) == "triton":
+        from residua.ops.kernels.delta import delta_write as kernel
+
+        return kernel(state, k, v, beta, k_norm, eps, rebuild_every)
     if not torch.is_grad_enabled():
-        return _written(state, k, v, beta, normalise, eps)[0]  # generating text: nothing to remember for a gradient
-    return _DeltaWrite.apply(state, k, v, beta, normalise, fresh(eps), rebuild_every)
+        return _written(state, k, v, beta, k_norm, eps)[0]  # no gradient will need anything
+    return _DeltaWrite.apply(state, k, v, beta, k_norm, fresh(eps), rebuild_every)
 
 
 def delta_write_v1(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, eps: float = 1e-5) -> Tensor:
     """X' = (I - beta k k^T / (k^T k + eps)) X + beta k v^T with the raw k (arXiv 2601.00417v1 eq. 2.2).
 
-    Shapes and dtypes as in `delta_write`. Erasing is normalised and writing is not, so the two meet only where
-    |k| = 1. eps also keeps k = 0 harmless: the state is left as it is.
+    Shapes and dtypes as in `delta_write`. Only the erased part is normalised, so it equals `delta_write` only
+    for |k| = 1. eps also keeps k = 0 harmless: it leaves the state as it is.
     """
     expect_write(state, k, v, beta)
     wide_state, wide_k, wide_v, wide_beta = widened(state, k, v, beta)
@@ -213,7 +221,7 @@ def delta_write_v1(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, eps: fl
 
 
 def delta_operator(k: Tensor, beta: Tensor) -> Tensor:
-    """A = I - beta k k^T as a dense matrix (..., dim, dim). k: (..., dim), beta: (...,). arXiv 2601.00417v2.
+    """Return A = I - beta k k^T, dense: (..., dim, dim). k: (..., dim), beta: (...,). arXiv 2601.00417v2.
 
     beta = 0 keeps the state, beta = 1 projects k out, beta = 2 is the Householder reflection (|k| = 1). Symmetric.
     """
@@ -223,11 +231,11 @@ def delta_operator(k: Tensor, beta: Tensor) -> Tensor:
 
 
 def delta_inverse(state: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """The X for which `delta_write(X, k, v, beta)` is `state`: a delta write with beta' = beta / (beta |k|^2 - 1).
+    """Return the X for which `delta_write(X, k, v, beta)` is `state`: a write with beta' = beta / (beta |k|^2 - 1).
 
     For |k| = 1, (1 - beta)(1 - beta') = 1: a reflection (beta = 2) is its own inverse, and a projection (beta = 1) has
-    none: the result is then not finite, or without meaning where rounding leaves beta |k|^2 only near 1. Shapes and
-    dtypes as in `delta_write`. Follows from the write, in neither version of the paper.
+    none: the result is then not finite, or meaningless if rounding leaves beta |k|^2 close to 1. Shapes and dtypes as
+    in `delta_write`. Derived from the write; in neither version of the paper.
     """
     expect_write(state, k, v, beta)
     wide_k, wide_beta = at_least_float32(k), at_least_float32(beta)
@@ -250,7 +258,7 @@ class Composition(NamedTuple):
             return identity - self.k.mT @ self.t @ self.k
 
     def write(self, state: Tensor, v: Tensor) -> Tensor:
-        """All n writes of values v: (..., n, value_channels) into state: (..., value_channels, dim), in its dtype."""
+        """Write all n values v: (..., n, value_channels) into state: (..., value_channels, dim); returns its dtype."""
         expect_shape("v", v, (*state.shape[:-2], self.k.shape[-2], state.shape[-2]), "(..., n, value_channels)")
         wide_state, wide_v, k, t = widened(state, v, self.k, self.t)
         with without_autocast(self.k.device):
@@ -259,10 +267,10 @@ class Composition(NamedTuple):
 
 
 def compose(k: Tensor, beta: Tensor) -> Composition:
-    """The WY form of n delta writes in the order of the rows of k: (..., n, dim), beta: (..., n).
+    """Return the WY form of n delta writes in the order of the rows of k: (..., n, dim), beta: (..., n).
 
     T = (I + D S)^{-1} D with D = diag(beta) and S the strictly lower part of K K^T (K by rows); I + D S is unit lower
-    triangular, so T exists for every beta. det P_n = prod(1 - beta_i |k_i|^2). Computed in float32 at least.
+    triangular, so T exists for every beta. det P_n = prod(1 - beta_i |k_i|^2). Computed in at least float32.
     """
     expect_shape("beta", beta, k.shape[:-1], "(..., n)")
     k, beta = at_least_float32(k), at_least_float32(beta)
@@ -273,19 +281,19 @@ def compose(k: Tensor, beta: Tensor) -> Composition:
 
 
 def eigenvalues(beta: Tensor, dim: int) -> Tensor:
-    """Eigenvalues of A(k, beta), |k| = 1: 1 - beta once (along k), then 1 (dim - 1 times). beta: (...,); (..., dim)."""
+    """Return the eigenvalues of A(k, beta), |k| = 1: 1 - beta (of k), then dim - 1 ones. beta: (...,) -> (..., dim)."""
     ones = torch.ones(*beta.shape, dim - 1, dtype=beta.dtype, device=beta.device)
     return torch.cat([(1 - beta).unsqueeze(-1), ones], -1)
 
 
 def singular_values(beta: Tensor, dim: int) -> Tensor:
-    """Singular values of A(k, beta), |k| = 1: |1 - beta| once, then 1 (dim - 1 times). (..., dim)."""
+    """Return the singular values of A(k, beta), |k| = 1: |1 - beta|, then dim - 1 ones. (...,) -> (..., dim)."""
     return eigenvalues(beta, dim).abs()
 
 
 def determinant(beta: Tensor, value_channels: int = 1) -> Tensor:
-    """det of X -> A X on R^{dim x value_channels}, |k| = 1: (1 - beta)^value_channels.
+    """Return det of X -> A X on R^{dim x value_channels}, |k| = 1: (1 - beta)^value_channels.
 
-    Orientation flips exactly where value_channels is odd and beta > 1 (arXiv 2601.00417v2; v1 omits beta > 1).
+    Orientation flips exactly if value_channels is odd and beta > 1 (arXiv 2601.00417v2; v1 omits beta > 1).
     """
     return (1 - beta) ** value_channels

@@ -8,9 +8,10 @@ from residua.ops.precision import at_least_float32, fresh, widened, without_auto
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """w x / sqrt(mean(x^2) + eps) over the last axis, in float32 at least, in the dtype of `x` (arXiv 1910.07467).
+    """Return w x / sqrt(mean(x^2) + eps) over the last axis (arXiv 1910.07467).
 
-    x: (..., dim), weight: (dim,) or None for 1: gains keep their precision where x is narrower.
+    x: (..., dim), weight: (dim,) or None for 1; gains keep their precision where x is narrower. Computed in at least
+    float32; returns the shape and dtype of `x`.
     """
     if x.dtype == at_least_float32(x).dtype:
         return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
@@ -18,12 +19,12 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tens
 
 
 def mean_square(x: Tensor) -> Tensor:
-    """mean(x^2) over the last axis in float32 at least: (..., dim) -> (..., 1)."""
+    """Return mean(x^2) over the last axis in at least float32: (..., dim) -> (..., 1)."""
     return _MeanSquare.apply(x)
 
 
 class _MeanSquare(torch.autograd.Function):
-    """Keeps x in its own dtype for the backward pass, as `_NarrowRMSNorm` does."""
+    """Keep x in its own dtype for the backward pass, as `_NarrowRMSNorm` does."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ class _MeanSquare(torch.autograd.Function):
 
 
 class _NarrowRMSNorm(torch.autograd.Function):
-    """Keeps x in its own dtype for the backward pass: a widened copy would take twice the memory.
+    """Keep x in its own dtype for the backward pass: a widened copy would take twice the memory.
 
     With n = x / r, r the root: dw = sum(g n), dx = (g w - n mean(g w n)) / r.
     """
@@ -55,7 +56,7 @@ class _NarrowRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():  # of a gradient that is differentiated itself, the scale is a function of x
+        if torch.is_grad_enabled():  # for a second derivative the scale must be a function of x
             scale = torch.rsqrt(at_least_float32(x).square().mean(-1, keepdim=True) + ctx.eps)
         grad, wide_x, wide_weight = widened(grad, x, weight)
         normed, through = wide_x * scale, grad * wide_weight

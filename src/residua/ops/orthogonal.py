@@ -1,8 +1,8 @@
 """Orthogonal mixing of n streams: Cayley rotations, Householder reflections, and a gate between the two.
 
 Shapes: a state X has n rows of width d, `(..., n, d)`; directions u, v, k lie in R^n, `(..., n)`; beta and gamma are
-`(...)`. The leading axes of the coefficients broadcast against those of the state, so that one operator can serve a
-whole sequence. Computed in float32 at least. Sources: arXiv 2605.06729 (exact Cayley, gate), arXiv 2602.18308
+`(...)`. Leading axes of the coefficients broadcast against the leading axes of the state, so that one operator can
+serve a whole sequence. Computed in at least float32. Sources: arXiv 2605.06729 (exact Cayley, gate), arXiv 2602.18308
 (iterative Cayley).
 """
 
@@ -26,10 +26,10 @@ def _dot(u: Tensor, v: Tensor) -> Tensor:
 def _sheared(u: Tensor, v: Tensor) -> Tensor:
     """w = v - s u with the s that makes w . u = 0: u w^T - w u^T = u v^T - v u^T for every s.
 
-    In terms of v, mu^2 = |u|^2 |v|^2 - (u . v)^2 and A^2 lose their digits to cancellation where u and v are almost
-    parallel. As s changes nothing, no gradient has to flow through it.
+    In terms of v, mu^2 = |u|^2 |v|^2 - (u . v)^2 and A^2 lose their digits to cancellation if u and v are almost
+    parallel. The operator does not depend on s, so no gradient has to flow through it.
     """
-    for _ in range(2):  # the second time removes what rounding left of u
+    for _ in range(2):  # the second pass removes what rounding left of u
         with torch.no_grad():
             s = _dot(u, v) / _dot(u, u).clamp_min(torch.finfo(u.dtype).tiny)
         v = v - s.unsqueeze(-1) * u
@@ -37,7 +37,7 @@ def _sheared(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _rotation(u: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """L and R, both (..., n, 2), with Q = I + L R^T."""
+    """Return L and R, both (..., n, 2), with Q = I + L R^T."""
     _expect_directions(u.shape[-1], v=v)
     w, h = _sheared(u, v), beta / 2
     a, b, c = _dot(u, u), _dot(w, w), _dot(u, w)
@@ -55,16 +55,16 @@ def _expect_directions(n: int, **directions: Tensor) -> None:
 
 
 def _matrix(left: Tensor, right: Tensor) -> Tensor:
-    """I + L R^T, (..., n, n)."""
+    """Return I + L R^T, (..., n, n)."""
     identity = torch.eye(left.shape[-2], dtype=left.dtype, device=left.device)
     with without_autocast(left.device):
         return identity + left @ right.mT
 
 
 def _updated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """(I + L R^T) x. x: (..., n, d), left and right: (..., n, r)."""
+    """Return (I + L R^T) x. x: (..., n, d), left and right: (..., n, r)."""
     if x.shape[-2] <= 4:
-        # One product with a matrix this small takes less time than two with its factors.
+        # One product with a matrix this small is faster than two with its factors.
         return hyper_mix(x, _matrix(left, right))
     wide, left, right = widened(x, left, right)
     own = left.shape[-2:]
@@ -83,9 +83,7 @@ def cayley(u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     """
     dtype = torch.promote_types(torch.promote_types(u.dtype, v.dtype), beta.dtype)
     left, right = _rotation(*widened(u, v, beta))
-    identity = torch.eye(u.shape[-1], dtype=left.dtype, device=u.device)
-    with without_autocast(u.device):
-        return (identity + left @ right.mT).to(dtype)
+    return _matrix(left, right).to(dtype)
 
 
 def cayley_apply(x: Tensor, u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
@@ -95,11 +93,11 @@ def cayley_apply(x: Tensor, u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
 
 
 def cayley_angle(u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """The angle 2 arctan(beta mu / 2) in (-pi, pi) radians by which `cayley(u, v, beta)` turns from u towards v.
+    """Return the angle 2 arctan(beta mu / 2) in (-pi, pi) radians by which `cayley(u, v, beta)` turns u towards v.
 
-    Q has the eigenvalues e^{+-i angle} and, n - 2 times, 1; pi, which is the eigenvalue -1, is never reached.
+    Q has the eigenvalues e^{+-i angle} and, n - 2 times, 1; the angle pi, eigenvalue -1, is never reached.
     u, v: (..., n), beta: (...). Returns (...) in the widest dtype. mu = sqrt(|u|^2 |v|^2 - (u . v)^2) has a kink where
-    u and v are parallel; its derivative is taken as 0 there.
+    u and v are parallel; its derivative there is taken as 0.
     """
     dtype = torch.promote_types(torch.promote_types(u.dtype, v.dtype), beta.dtype)
     u, v, beta = widened(u, v, beta)
@@ -114,8 +112,8 @@ def cayley_angle(u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
 def cayley_transform(w: Tensor, alpha: float = 1.0) -> Tensor:
     """Y = (I - alpha/2 W)^{-1} (I + alpha/2 W) by a solve: orthogonal for every skew W, never with eigenvalue -1.
 
-    w: (..., n, n), skew. Returns the same shape and dtype. arXiv 2602.18308; note that the sign of W is the opposite
-    of that of `cayley`.
+    w: (..., n, n), skew. Returns the same shape and dtype. arXiv 2602.18308; the sign of W is opposite to the sign
+    of A in `cayley`.
     """
     expect_shape("w", w, (*w.shape[:-1], w.shape[-2]), "(..., n, n)")
     half = at_least_float32(w) * (alpha / 2)
@@ -127,7 +125,7 @@ def iterative_cayley(w: Tensor, alpha: float = 0.1, steps: int = 2, start: Cayle
     """`steps` times Y <- I + alpha/2 W (I + Y), whose fixed point is `cayley_transform(w, alpha)`.
 
     Y starts from I + alpha W (`linear`, arXiv 2602.18308) or from I (`identity`, the reflection experiment of
-    arXiv 2605.06729). Orthogonal only as nearly as the steps bring it, and they converge for alpha mu < 2 only, i mu
+    arXiv 2605.06729). Orthogonal only as nearly as the steps bring it, and they converge only for alpha mu < 2, i mu
     the largest eigenvalue of W. w: (..., n, n), skew. Returns the same shape and dtype; float32 at least inside.
     """
     expect_shape("w", w, (*w.shape[:-1], w.shape[-2]), "(..., n, n)")
@@ -145,7 +143,7 @@ def iterative_cayley(w: Tensor, alpha: float = 0.1, steps: int = 2, start: Cayle
 
 
 def householder(x: Tensor, k: Tensor, beta: Tensor | float = 2.0) -> Tensor:
-    """H X = X - beta k (k^T X) on the n streams; beta = 2 and |k| = 1: the reflection that turns k round.
+    """H X = X - beta k (k^T X) on the n streams; beta = 2 and |k| = 1: the reflection that flips k.
 
     x: (..., n, d), k: (..., n), beta: a number or (...). Returns the dtype of x. The same operator as
     `delta_operator(k, beta)`, with one k for all d features. arXiv 2605.06729.
@@ -162,7 +160,7 @@ def householder(x: Tensor, k: Tensor, beta: Tensor | float = 2.0) -> Tensor:
 def hybrid(x: Tensor, u: Tensor, v: Tensor, beta: Tensor, k: Tensor, gamma: Tensor) -> Tensor:
     """G X = gamma Q X + (1 - gamma) (X - 2 k k^T X), |k| = 1: the gate between rotation and reflection.
 
-    With Q of `cayley(u, v, beta)`. Orthogonal for gamma = 0 and 1 alone: |G^T G - I|_2 = 4 gamma (1 - gamma), the
+    With Q of `cayley(u, v, beta)`. Orthogonal only for gamma = 0 and 1: |G^T G - I|_2 = 4 gamma (1 - gamma), the
     singular values lie in [|2 gamma - 1|, 1], and G is singular for gamma = 1/2. x: (..., n, d), u, v, k: (..., n),
     beta, gamma: (...). Returns the dtype of x, in O(n d). arXiv 2605.06729.
     """
@@ -178,7 +176,7 @@ def hybrid(x: Tensor, u: Tensor, v: Tensor, beta: Tensor, k: Tensor, gamma: Tens
 def gate_penalty(gamma: Tensor) -> Tensor:
     """4 gamma (1 - gamma), which is |G^T G - I|_2 of `hybrid`: 0 where the gate is 0 or 1, 1 in the middle.
 
-    The middle is a maximum: a gate of exactly 1/2 feels no force. Same shape and dtype as gamma. arXiv 2605.06729.
+    The middle is a maximum, so a gate of exactly 1/2 has gradient 0. Same shape and dtype as gamma. arXiv 2605.06729.
     """
     wide = at_least_float32(gamma)
     return (4 * wide * (1 - wide)).to(gamma.dtype)

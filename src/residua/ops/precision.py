@@ -1,4 +1,4 @@
-"""Small computations that decide what a connection does run in float32 at least, whatever dtype the model is in."""
+"""Gates and mappings are computed in at least float32, whatever the model's dtype."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """`x` in float32 if its dtype is narrower (bfloat16, float16), unchanged otherwise (float32, float64)."""
+    """Return `x` in float32 if its dtype is narrower (bfloat16, float16), unchanged otherwise (float32, float64)."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def widened(*tensors: Tensor) -> list[Tensor]:
-    """All tensors in one dtype: the widest of theirs and float32."""
+    """Promote all tensors to one dtype: the widest among them and float32."""
     dtype = tensors[0].dtype
     if dtype in (torch.float32, torch.float64) and all(x.dtype == dtype for x in tensors):
-        return list(tensors)  # asking torch takes as long as some of the operations on one token
+        return list(tensors)  # promote_types costs as much as some operations on one token
     dtype = torch.float32
     for x in tensors:
         dtype = torch.promote_types(dtype, x.dtype)
@@ -24,37 +24,37 @@ def widened(*tensors: Tensor) -> list[Tensor]:
 
 
 def fresh(x: float) -> float:
-    """x, as a new variable for a compiler.
+    """Return x, as a new symbol for a compiler.
 
-    A number that it has met with two values is a variable to it, and one variable dynamo (torch 2.13) cannot hand to
-    more than one autograd function.
+    Dynamo treats a number that it has met with two values as a symbol, and (torch 2.13) cannot pass one symbol to more
+    than one autograd function.
     """
     return x * 1.0 if torch.compiler.is_compiling() else x
 
 
 def under_autocast(device: torch.device) -> bool:
-    """Whether autocast chooses the dtype of matrix products on this device."""
-    # The meta device, on which shapes are computed without numbers, knows no autocast.
+    """Return whether autocast chooses the dtype of matrix products on this device."""
+    # The meta device has no autocast.
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Matrix products inside this context run in the dtype of their arguments, also where autocast is on."""
+    """Compute matrix products in the dtype of their arguments, even where autocast is on."""
     return torch.autocast(device.type, enabled=False) if under_autocast(device) else nullcontext()
 
 
-FEW = 8  # outputs of a linear map, up to which sums of products cost less than a product of matrices, once compiled
+FEW = 8  # outputs of a linear map: up to here, once compiled, sums of products cost less than a matrix product
 
 
 def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` with inputs AND weights in float32 at least, also inside autocast.
+    """Return `x @ weight.T + bias` with inputs AND weights in at least float32, also inside autocast.
 
     x: (..., in_features); weight: (out_features, in_features); bias: (out_features,) or None.
     Returns (..., out_features) in float32, or float64 where x or weight is float64.
     """
     if torch.compiler.is_compiling() and weight.shape[0] <= FEW and torch.is_grad_enabled():
-        # A compiler makes sums in the loops that make or use x; for a product it would write a widened copy of x. (For
-        # the one token of a step in which text is generated, a product is quicker.)
+        # A compiler fuses sums into the loops around them; for a product it would write a widened copy of x. (For the
+        # one token of a generation step, a product is faster.)
         wide_x, wide_weight = widened(x, weight)
         y = torch.stack([(wide_x * wide_weight[i]).sum(-1) for i in range(weight.shape[0])], -1)
         return y if bias is None else y + bias.to(y.dtype)
@@ -65,7 +65,7 @@ def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 
 class _WideLinear(torch.autograd.Function):
-    """Keeps x and weight in their own dtype for the backward pass: a widened copy of x would take twice the memory."""
+    """Keep x and weight in their own dtype for the backward pass: a widened copy of x would take twice the memory."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

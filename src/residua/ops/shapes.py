@@ -6,21 +6,22 @@ from torch import Tensor
 
 
 def expect_shape(name: str, x: Tensor, expected: Sequence[int], meaning: str) -> None:
-    """Raise ValueError unless x has exactly the `expected` shape; `meaning` names its axes, as in "(..., dim)"."""
+    """Raise ValueError unless x has exactly the `expected` shape; `meaning` names its axes, such as "(..., dim)"."""
     if tuple(x.shape) != tuple(expected):
         raise ValueError(f"{name}: expected {meaning} = {tuple(expected)}, got {tuple(x.shape)}")
 
 
 def expand_leading(name: str, x: Tensor, leading: Sequence[int], own: Sequence[int], meaning: str) -> Tensor:
-    """x as a view of shape (*leading, *own); x may lack leading axes or have size 1 there, its own axes must match.
+    """Expand x to a view of shape (*leading, *own).
 
-    Raises ValueError for other shapes; `meaning` names the axes, as in "(..., n)".
+    Leading axes of x may be missing or of size 1, its own axes must match. Raises ValueError for other shapes;
+    `meaning` names the axes, such as "(..., n)".
     """
     expected = (*leading, *own)
     shape = (1,) * (len(expected) - x.dim()) + tuple(x.shape)
     fits = len(shape) == len(expected) and shape[len(leading) :] == tuple(own)
     if not fits or any(size not in (1, wanted) for size, wanted in zip(shape, leading)):
         raise ValueError(
-            f"{name}: expected {meaning} = {expected}, where a leading axis may be 1 or left out, got {tuple(x.shape)}"
+            f"{name}: expected {meaning} = {expected}, where a leading axis may be 1 or missing, got {tuple(x.shape)}"
         )
     return x.expand(expected)

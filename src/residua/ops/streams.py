@@ -1,21 +1,22 @@
-"""Reading a sublayer input from several streams of the residual state, mixing the streams, writing to them."""
+"""Read a sublayer input from several streams of the residual state, mix the streams, write to them."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import widened, without_autocast
 from residua.ops.rebuild import rebuilt, writer
 from residua.ops.shapes import expand_leading, expect_shape
 
-FEW_TOKENS = 8  # up to which fewer operations are worth more than fewer bytes
+FEW_TOKENS = 8  # up to here fewer operations matter more than fewer bytes
 
 
 def stream_read(streams: Tensor, weights: Tensor) -> Tensor:
     """x = sum_j weights[j] X[j], one weight for each stream and feature: DDL's channel compression (CC).
 
     streams: (..., streams, dim), weights: (streams, dim). Returns (..., dim) in the dtype of `streams`; computed in
-    float32 at least. Raises ValueError where the two shapes do not match. arXiv 2601.00417v2, coefficients c_{i,j}.
+    at least float32. Raises ValueError if the two shapes do not match. arXiv 2601.00417v2, coefficients c_{i,j}.
     """
     expect_shape("weights", weights, streams.shape[-2:], "(streams, dim)")
     return _StreamRead.apply(streams, weights) if torch.is_grad_enabled() else _read(streams, weights)
@@ -27,9 +28,9 @@ def _read(streams: Tensor, weights: Tensor) -> Tensor:
         return (wide_streams * wide_weights).sum(-2).to(streams.dtype)
     x = wide_streams[..., 0, :] * wide_weights[0]
     for j in range(1, weights.shape[0]):
-        # One stream at a time: a sum over streams would write all its products to memory first. And not by `unbind`: a
-        # compiler keeps its results beside the streams, with which they share memory, and inductor (torch 2.13) may
-        # write over the streams while the backward pass has yet to read its results.
+        # One stream at a time: a sum over streams would write all its products to memory first. Not with `unbind`: a
+        # compiler keeps its results beside the streams, whose memory they share, and inductor (torch 2.13) may
+        # overwrite the streams before the backward pass reads those results.
         x.addcmul_(wide_streams[..., j, :], wide_weights[j])
     return x.to(streams.dtype)
 
@@ -58,64 +59,81 @@ class _StreamRead(torch.autograd.Function):
 
 
 def channel_taps(conv: Tensor, read: Tensor, *, causal: bool = False) -> Tensor:
-    """The weights c[j] that a zero-padded convolution over the streams followed by a read vector amounts to.
+    """Fold a zero-padded convolution over the streams and the read vector after it into one weight c[j] per stream.
 
     y[a] = sum_i conv[i] X[a + i - p], x = sum_a read[a] y[a], so c[j] = sum_a read[a] conv[j - a + p], where
     p = (kernel - 1) // 2 centres the kernel, or p = kernel - 1 lets it see only streams up to a (`causal`).
 
-    conv: (kernel, dim), read: (streams,). Returns (streams, dim) in the wider of the two dtypes, float32 at least: a
-    sum of a few products is worth its digits. Raises ValueError where the kernel is longer than the streams.
+    conv: (kernel, dim), read: (streams,). Returns (streams, dim) in the wider of the two dtypes, at least float32.
+    Raises ValueError if the kernel is longer than the number of streams.
     """
     kernel, num_streams = conv.shape[0], read.shape[0]
     if kernel > num_streams:
         raise ValueError(f"conv: expected a kernel of at most {num_streams} taps, one for each stream, got {kernel}")
     conv, read = widened(conv, read)
     shift = kernel - 1 if causal else (kernel - 1) // 2
-    # Row j of the windows holds read[j - i + shift] for every tap i, the last one first. As a matrix product, because
-    # a compiler would do a sum over again for every token that the weights are used on.
+    # Row j of the windows holds read[j - i + shift] for every tap i, the last one first. A matrix product, because a
+    # compiler would recompute a sum for every token that the weights are used on.
     windows = F.pad(read, (kernel - 1 - shift, shift)).unfold(0, kernel, 1)
     return _product(windows, conv.flip(0))
 
 
-def hyper_read(streams: Tensor, h_pre: Tensor) -> Tensor:
+def hyper_read(streams: Tensor, h_pre: Tensor, *, implementation: Implementation = "reference") -> Tensor:
     """x = sum_i h_pre[i] X[i]: the sublayer's input as one mixture of the streams (arXiv 2409.19606, 2512.24880).
 
-    streams: (..., n, d), h_pre: (..., n), whose leading axes broadcast against those of the streams. Returns (..., d)
-    in the dtype of `streams`; computed in float32 at least.
+    streams: (..., n, d), h_pre: (..., n), whose leading axes broadcast against the axes of the streams. Returns
+    (..., d) in the dtype of `streams`; computed in at least float32. Raises ValueError for other shapes.
+    `implementation`: see `ops.dispatch.choose`.
     """
     *leading, n, _ = streams.shape
-    h_pre = expand_leading("h_pre", h_pre, leading, (n,), "(..., n)")
-    return _Mix.apply(streams, h_pre.unsqueeze(-2)).squeeze(-2)
+    weights = expand_leading("h_pre", h_pre, leading, (n,), "(..., n)")
+    if choose(implementation, streams, h_pre) == "triton":
+        from residua.ops.kernels.streams import hyper_read as kernel
+
+        return kernel(streams, h_pre)
+    return _Mix.apply(streams, weights.unsqueeze(-2)).squeeze(-2)
 
 
-def hyper_mix(streams: Tensor, h_res: Tensor) -> Tensor:
+def hyper_mix(streams: Tensor, h_res: Tensor, *, implementation: Implementation = "reference") -> Tensor:
     """X'[o] = sum_i h_res[o, i] X[i]: the streams mixed among themselves.
 
-    streams: (..., n, d), h_res: (..., n, n), whose leading axes broadcast against those of the streams. Returns
-    (..., n, d) in the dtype of `streams`; computed in float32 at least.
+    streams: (..., n, d), h_res: (..., n, n), whose leading axes broadcast against the axes of the streams. Returns
+    (..., n, d) in the dtype of `streams`; computed in at least float32. Raises ValueError for other shapes.
+    `implementation`: see `ops.dispatch.choose`.
     """
     *leading, n, _ = streams.shape
-    return _Mix.apply(streams, expand_leading("h_res", h_res, leading, (n, n), "(..., n, n)"))
+    matrix = expand_leading("h_res", h_res, leading, (n, n), "(..., n, n)")
+    if choose(implementation, streams, h_res) == "triton":
+        from residua.ops.kernels.streams import hyper_mix as kernel
+
+        return kernel(streams, h_res)
+    return _Mix.apply(streams, matrix)
 
 
-def hyper_write(streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor) -> Tensor:
-    """X'[o] = sum_i h_res[o, i] X[i] + h_post[o] y, where None for h_res means the identity.
+def hyper_write(
+    streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor, *, implementation: Implementation = "reference"
+) -> Tensor:
+    """X'[o] = sum_i h_res[o, i] X[i] + h_post[o] y, with the identity for h_res = None.
 
     streams: (..., n, d), y: (..., d), h_res: (..., n, n) or None, h_post: (..., n); the leading axes of both
-    coefficients broadcast against those of the streams. Returns (..., n, d) in the dtype of `streams`; computed in
-    float32 at least. arXiv 2409.19606, 2512.24880.
+    coefficients broadcast against the axes of the streams. Returns (..., n, d) in the dtype of `streams`; computed in
+    at least float32. Raises ValueError for other shapes. `implementation`: see `ops.dispatch.choose`. arXiv 2409.19606,
+    2512.24880.
     """
     *leading, n, d = streams.shape
     expect_shape("y", y, (*leading, d), "(..., d)")
-    h_post = expand_leading("h_post", h_post, leading, (n,), "(..., n)")
-    if h_res is not None:
-        h_res = expand_leading("h_res", h_res, leading, (n, n), "(..., n, n)")
-    return _HyperWrite.apply(streams, y, h_res, h_post)
+    weights = expand_leading("h_post", h_post, leading, (n,), "(..., n)")
+    matrix = None if h_res is None else expand_leading("h_res", h_res, leading, (n, n), "(..., n, n)")
+    if choose(implementation, streams, y, h_res, h_post) == "triton":
+        from residua.ops.kernels.streams import hyper_write as kernel
+
+        return kernel(streams, y, h_res, h_post)
+    return _HyperWrite.apply(streams, y, matrix, weights)
 
 
-# The gradients are written out so that the large tensors are saved in their own dtype: widened copies of bfloat16
-# streams would take three times the memory. Matrices with fewer axes than the streams are expanded: PyTorch would
-# otherwise copy the streams into another layout for one large product, which is slower.
+# The gradients are written out so that large tensors are saved in their own dtype: widened copies of bfloat16 streams
+# would take three times the memory. Matrices with fewer axes than the streams are expanded: PyTorch would otherwise
+# copy the streams into another layout for one large product, which is slower.
 
 
 class _Mix(torch.autograd.Function):
@@ -149,7 +167,7 @@ class _HyperWrite(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         streams, y, h_res, h_post = ctx.saved_tensors
-        dtype = grad.dtype  # that of the streams
+        dtype = grad.dtype  # the dtype of the streams
         grad, wide_y, wide_post, *mixing = widened(grad, y, h_post, *([] if h_res is None else [h_res, streams]))
         needs_streams, needs_y, needs_res, needs_post = ctx.needs_input_grad
         grad_streams = grad_y = grad_res = grad_post = None

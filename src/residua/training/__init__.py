@@ -1,19 +1,31 @@
 """Training: configuration, optimizer, loop, checkpoints and the log of a run."""
 
-from residua.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
-from residua.training.config import (
-    DataConfig,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-    add_config_arguments,
-    load_config,
-    recipe_names,
-)
-from residua.training.folder import RunFolder, claim
-from residua.training.log import read_metrics
-from residua.training.loop import pick_device, train
-from residua.training.optimizer import adamw, learning_rate_factor, parameter_groups, set_learning_rate
+from typing import TYPE_CHECKING
+
+from residua import lazy
+
+if TYPE_CHECKING:
+    from residua.runs.folder import RunFolder
+    from residua.runs.jsonlines import read_metrics
+    from residua.training.checkpoint import (
+        Checkpoint,
+        latest_checkpoint,
+        load_checkpoint,
+        open_checkpoint,
+        save_checkpoint,
+    )
+    from residua.training.config import (
+        DataConfig,
+        ModelConfig,
+        RunConfig,
+        TrainConfig,
+        add_config_arguments,
+        load_config,
+        recipe_names,
+    )
+    from residua.training.folder import claim
+    from residua.training.loop import pick_device, train
+    from residua.training.optimizer import adamw, learning_rate_factor, parameter_groups, set_learning_rate
 
 __all__ = [
     "Checkpoint",
@@ -38,3 +50,6 @@ __all__ = [
     "set_learning_rate",
     "train",
 ]
+
+MODULES = ["config", "folder", "log", "optimizer", "checkpoint", "loop"]
+__getattr__, __dir__ = lazy.attributes(__name__, __all__, MODULES)

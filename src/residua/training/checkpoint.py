@@ -1,42 +1,45 @@
-"""Checkpoints that are whole or not there: a folder of files, and a manifest that vouches for them.
+"""Checkpoints that are whole or not there: a folder of safetensors files, and a manifest that lists them.
 
-One process writes model.safetensors and optimizer.pt; several write the files of torch.distributed.checkpoint
-(`training.shards`). Any number of processes goes on from either.
+    manifest.json            step, seconds, validation loss and settings; bytes and sha256 of every file that counts
+    model.safetensors        weights and persistent buffers by name, shared ones once
+    optimizer.safetensors    `optimizer.NAME.KEY` for what the optimizer keeps of a weight, `random.cpu.RANK` and
+                             `random.cuda.RANK` for the random states of torch
+
+Of several ranks each writes its own two files (`training.shards`), and any number of ranks resumes from them. Learning
+rates and the other settings of the optimizer follow from the configuration and the step. Other files in the folder are
+ignored.
 """
 
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from residua.durable import partial, publish, sync
-from residua.errors import InputError, extra
-from residua.training.distributed import ALONE, Ranks
-from residua.training.folder import settings_hash
-from residua.training.shards import METADATA, read_shards, refuse_other_weights
+from residua.errors import InputError
+from residua.runs.durable import sync
+from residua.runs.reading import file_inside, read_json
+from residua.terminal import printable
+from residua.training.distributed import ALONE, Ranks, gather
+from residua.training.shards import Block, StoredTensors, blocks_of_rank, write_blocks
 
-with extra("train"):
-    from safetensors.torch import load_file, save_file
-
-WEIGHTS = "model.safetensors"
-OPTIMIZER = "optimizer.pt"
-FILES = (WEIGHTS, OPTIMIZER)
 MANIFEST = "manifest.json"
+WEIGHTS, OPTIMIZER = "model", "optimizer"
+SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were found whole. `settings` are flat, as `flatten` makes them; `val_loss` is there if
-    the step was one of evaluation.
+    """A checkpoint whose files are whole. `settings` are flat, as `flatten` makes them. `val_loss` is None if the model
+    was not evaluated at this step. `files` are the names of its safetensors files.
     """
 
     path: Path
@@ -44,11 +47,11 @@ class Checkpoint:
     seconds: float
     settings: Mapping[str, Any]
     val_loss: float | None = None
+    files: tuple[str, ...] = ()
 
-    @property
-    def sharded(self) -> bool:
-        """Whether several processes wrote it."""
-        return (self.path / METADATA).exists()
+
+Blocks = Mapping[str, Mapping[str, Block]]
+"""What one rank saves: the blocks of each of its files, by `WEIGHTS` and `OPTIMIZER`."""
 
 
 def save_checkpoint(
@@ -62,49 +65,78 @@ def save_checkpoint(
     device: torch.device,
     val_loss: float | None = None,
 ) -> Checkpoint:
-    """Write `folder/step-N` in one step.
+    """Write `folder/step-N` from one process.
 
-    It holds the weights (shared ones once), the optimizer, the random state of torch on the CPU and on `device`, and
-    the settings. A failure or an interruption leaves the older checkpoints as they are and nothing of this one.
+    A failure or an interruption leaves the older checkpoints as they are and nothing of this one.
 
     Raises:
-        OSError, RuntimeError, safetensors.SafetensorError: the disk is full or cannot be written.
+        OSError: the disk is full or cannot be written.
     """
     checkpoint = Checkpoint(folder / f"step-{step}", step, seconds, settings, val_loss)
-    with unfinished(checkpoint.path) as temporary:
-        temporary.mkdir(parents=True, exist_ok=True)  # a kill may have left one
-        tensors = {name: tensor.detach().contiguous() for name, tensor in own_tensors(model).items()}
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        with (temporary / OPTIMIZER).open("wb") as file:  # by name, torch would hide why the system refused a write
-            torch.save({"optimizer": optimizer.state_dict(), "rng": _random_state(device)}, file)
-        shutil.copymode(temporary / OPTIMIZER, temporary / WEIGHTS)  # safetensors lets the owner alone read its files
-        publish_checkpoint(checkpoint, {name: digest(temporary / name) for name in FILES})
+    return write_checkpoint(checkpoint, snapshot(model, optimizer, device, ALONE), ALONE)
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ranks: Ranks) -> Blocks:
+    """Return what this rank has to save, on the CPU; copies if there are several ranks, which train on meanwhile."""
+    own = own_tensors(model)
+    names = {id(tensor): name for name, tensor in own.items()}
+    state = {
+        f"optimizer.{names[id(parameter)]}.{key}": value
+        for parameter, kept in optimizer.state.items()
+        for key, value in kept.items()
+    }
+    weights, state = (
+        blocks_of_rank(tensors, ranks.rank, ranks.world_size, copy=ranks.joined) for tensors in (own, state)
+    )
+    for kind, values in _random_state(device).items():
+        state[f"random.{kind}.{ranks.rank}"] = Block(values, tuple(values.shape), (0,))
+    return {WEIGHTS: weights, OPTIMIZER: state}
+
+
+def write_checkpoint(checkpoint: Checkpoint, blocks: Blocks, ranks: Ranks) -> Checkpoint:
+    """Write what each rank saves, then the manifest, and give the folder its name. Ranks talk in `ranks.saving`.
+
+    Raises:
+        OSError: a rank cannot write; then all ranks raise it. Other exceptions are raised by one rank only.
+    """
+    temporary = None
+    with ranks.together_saving():
+        if ranks.first:
+            temporary = _partial(checkpoint.path)
+            temporary.mkdir(parents=True)
+    temporary = gather(temporary, ranks.saving)[0]
+    try:
+        with ranks.together_saving():
+            files = _write_files(temporary, blocks, ranks)
+        for others in gather(files, ranks.saving):
+            files |= others
+        checkpoint = replace(checkpoint, files=tuple(sorted(files)))
+        with ranks.together_saving():
+            if ranks.first:
+                _publish(checkpoint, temporary, files)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return checkpoint
 
 
-@contextmanager
-def unfinished(path: Path) -> Iterator[Path]:
-    """The folder in which the checkpoint `path` is put together; of a failure nothing stays."""
-    try:
-        yield partial(path)
-    except BaseException:
-        shutil.rmtree(partial(path), ignore_errors=True)
-        raise
+def _write_files(folder: Path, blocks: Blocks, ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """Write the files of this rank; return their entries in the manifest."""
+    part = f"-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}" if ranks.world_size > 1 else ""
+    files = {}
+    for kind in (WEIGHTS, OPTIMIZER):
+        path = folder / f"{kind}{part}.safetensors"
+        write_blocks(path, blocks[kind])
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return files
 
 
-def digest(path: Path) -> dict[str, Any]:
-    """What a manifest says of a file."""
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def publish_checkpoint(checkpoint: Checkpoint, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Vouch for the files, by name, of a finished folder and give it its name. Raises OSError."""
-    temporary = partial(checkpoint.path)
+def _publish(checkpoint: Checkpoint, temporary: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the manifest of a finished folder and give the folder its name. Raises OSError."""
     manifest = {
         "step": checkpoint.step,
         "seconds": checkpoint.seconds,
         "val_loss": checkpoint.val_loss,
-        "config_hash": settings_hash(checkpoint.settings),
         "settings": dict(checkpoint.settings),
         "files": dict(files),
     }
@@ -113,7 +145,17 @@ def publish_checkpoint(checkpoint: Checkpoint, files: Mapping[str, Mapping[str, 
         sync(temporary / name)
     sync(temporary)
     _remove(checkpoint.path)  # only a damaged one can stand here: the run resumed before it
-    publish(checkpoint.path)
+    _rename(temporary, checkpoint.path)
+
+
+def _partial(path: Path) -> Path:
+    """A name beside `path` that nobody can guess, for what is not finished; `claim` removes what a kill leaves."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+
+
+def _rename(temporary: Path, path: Path) -> None:
+    os.replace(temporary, path)
+    sync(path.parent)
 
 
 def drop_old(folder: Path, step: int, *, keep: int, keep_best: bool, damaged: Collection[int] = ()) -> None:
@@ -138,12 +180,11 @@ def _best(paths: Sequence[Path]) -> Path | None:
     losses = {}
     for path in paths:
         try:
-            loss = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("val_loss")
-        except (OSError, ValueError, AttributeError):
+            losses[path] = _read_manifest(path)[0].val_loss
+        except InputError:
             continue
-        if isinstance(loss, int | float) and loss == loss:
-            losses[path] = loss
-    return min(losses, key=losses.get, default=None)
+    known = {path: loss for path, loss in losses.items() if loss is not None and loss == loss}
+    return min(known, key=known.get, default=None)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -153,21 +194,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         InputError: a file is missing, cut short, changed or cannot be read; it names the file.
     """
     path = Path(path)
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        names = "step", "seconds", "settings"
-        checkpoint = Checkpoint(path, *(manifest[name] for name in names), manifest.get("val_loss"))
-        files = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: expected a checkpoint, found no {MANIFEST}: its save was cut short") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: expected a checkpoint, found a {MANIFEST} that cannot be read ({error})") from error
+    checkpoint, files = _read_manifest(path)
     for name, (size, sha256) in files.items():
-        if not (path / name).is_file():
+        file = file_inside(path, name)
+        if not file.is_file():
             raise InputError(f"{path}: expected {name}, found no such file")
         try:
-            found = (path / name).stat().st_size
-            changed = found == size and _sha256(path / name) != sha256
+            found = file.stat().st_size
+            changed = found == size and _sha256(file) != sha256
         except OSError as error:
             raise InputError(f"{path}: expected to read {name}, got: {error.strerror or error}") from error
         if found != size:
@@ -175,6 +209,23 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if changed:
             raise InputError(f"{path}: expected the sha256 of {MANIFEST} for {name}, found another: it was changed")
     return checkpoint
+
+
+def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, str]]]:
+    """Return a checkpoint as its manifest describes it, with bytes and sha256 of its files, which are not checked."""
+    if not (path / MANIFEST).exists():
+        raise InputError(f"{path}: expected a checkpoint, found no {MANIFEST}: its save was cut short")
+    manifest = read_json(path / MANIFEST)
+    try:
+        step, seconds, settings = (manifest[key] for key in ("step", "seconds", "settings"))
+        loss = manifest.get("val_loss")
+        files = {str(name): (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path / MANIFEST}: expected the manifest of a checkpoint, got {error!r}") from error
+    kinds = (step, int), (seconds, int | float), (settings, dict), (loss, int | float | None)
+    if not all(isinstance(value, kind) and not isinstance(value, bool) for value, kind in kinds):
+        raise InputError(f"{path / MANIFEST}: expected step, seconds, val_loss and settings, got values of other types")
+    return Checkpoint(path, step, seconds, settings, loss, tuple(sorted(files))), files
 
 
 def latest_checkpoint(folder: str | Path, report: Callable[[str], None] | None = None) -> Checkpoint | None:
@@ -191,7 +242,7 @@ def latest_checkpoint(folder: str | Path, report: Callable[[str], None] | None =
         except InputError as error:
             if path.exists():
                 message = f"skipping a damaged checkpoint: {error}"
-                report(message) if report else print(message, file=sys.stderr, flush=True)
+                report(message) if report else print(printable(message), file=sys.stderr, flush=True)
     return None
 
 
@@ -203,52 +254,87 @@ def load_checkpoint(
     device: torch.device | None = None,
     ranks: Ranks = ALONE,
 ) -> Checkpoint:
-    """Put the weights into `model`; with an `optimizer`, its state and the random state of torch are restored too.
+    """Put the weights into `model`; with an `optimizer`, restore its state and the random state of torch too.
 
     Args:
-        checkpoint: a folder, which is checked first, or what `latest_checkpoint` or `open_checkpoint` gave.
+        checkpoint: a folder, which is checked first, or what `latest_checkpoint` or `open_checkpoint` returned.
         device: whose random state is restored beside the CPU's.
-        ranks: all of them call this, and each takes what its part of the model needs.
+        ranks: all of them call this, and each reads what its part of the model needs.
 
     Raises:
         InputError: the checkpoint is damaged or was not made by such a model.
+        ReportedElsewhere: another rank raises InputError.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
     own = own_tensors(model)
-    if checkpoint.sharded:
-        random = read_shards(checkpoint.path, own, optimizer, ranks)
-    else:
-        tensors = load_file(checkpoint.path / WEIGHTS)
-        refuse_other_weights(checkpoint.path, {name: tensor.shape for name, tensor in tensors.items()}, own)
-        for name, tensor in own.items():
-            tensor.detach().copy_(_as_held(tensors[name], tensor))
-        random = {} if optimizer is None else _restore_optimizer(checkpoint.path, optimizer, ranks)
-    if "cpu" in random:
-        torch.set_rng_state(random["cpu"])
-    if device is not None and device.type == "cuda" and "cuda" in random:
-        torch.cuda.set_rng_state(random["cuda"], device)
+    with ranks.together():
+        with _stored(checkpoint, WEIGHTS) as stored:
+            _refuse_other_weights(checkpoint.path, stored.shapes, own)
+            for name, tensor in own.items():
+                stored.read_into(name, tensor)
+        if optimizer is not None:
+            with _stored(checkpoint, OPTIMIZER) as stored:
+                _restore_optimizer(checkpoint.path, stored, own, optimizer)
+                _restore_random_state(checkpoint.path, stored, device, ranks.rank)
     return checkpoint
 
 
-def _restore_optimizer(path: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Tensor]:
-    """Put what one process saved into the optimizer; returns the random state, which is the first rank's."""
-    stored = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(stored["optimizer"])
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if value.shape == parameter.shape:
-                state[key] = _as_held(value, parameter)
-    return stored["rng"] if ranks.first else {}
+def _stored(checkpoint: Checkpoint, kind: str) -> StoredTensors:
+    names = (name for name in checkpoint.files if name.startswith(kind))
+    return StoredTensors([file_inside(checkpoint.path, name) for name in names], checkpoint.path)
 
 
-def _as_held(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor as this rank holds `like`: as it is, or as a DTensor with the shard of this rank."""
-    if not hasattr(like, "device_mesh"):
-        return value
-    from torch.distributed.tensor import distribute_tensor
+def _restore_optimizer(
+    source: Path, stored: StoredTensors, own: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    """Read what the optimizer keeps of each weight: in the weight's shape as this rank holds it, else whole."""
+    for full_name, shape in stored.shapes.items():
+        kind, _, rest = full_name.partition(".")
+        if kind != "optimizer":
+            continue
+        name, _, key = rest.rpartition(".")
+        if name not in own:
+            raise InputError(f"{source}: expected the optimizer of this model, got the state of a weight {name!r}")
+        parameter, dtype = own[name].detach(), stored.dtype(full_name)
+        if shape == parameter.shape:
+            value = torch.zeros_like(parameter, dtype=dtype)
+        else:
+            value = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        stored.read_into(full_name, value)
+        optimizer.state[own[name]][key] = value
 
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+def _restore_random_state(source: Path, stored: StoredTensors, device: torch.device | None, rank: int) -> None:
+    """Restore the state of this rank. A rank that was not there before keeps random numbers of its own."""
+    for kind in ("cpu", "cuda"):
+        name = f"random.{kind}.{rank}"
+        if name not in stored.shapes or (kind == "cuda" and (device is None or device.type != "cuda")):
+            continue
+        state = torch.empty(stored.shapes[name], dtype=stored.dtype(name))
+        stored.read_into(name, state)
+        try:
+            torch.set_rng_state(state) if kind == "cpu" else torch.cuda.set_rng_state(state, device)
+        except (RuntimeError, TypeError) as error:
+            raise InputError(f"{source}: expected a random state of torch, got: {error}") from error
+
+
+def _refuse_other_weights(source: Path, stored: Mapping[str, Sequence[int]], own: Mapping[str, Tensor]) -> None:
+    """Compare the shapes of stored weights with a model's.
+
+    Raises:
+        InputError: they differ; it names where.
+    """
+    there = {name: str(list(size)) for name, size in stored.items()}
+    here = {name: str(list(tensor.shape)) for name, tensor in own.items()}
+    differences = [
+        f"{name} ({there.get(name, 'absent')} in the file, {here.get(name, 'absent')} in the model)"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]
+    if differences:
+        shown = ", ".join(differences[:SHOWN]) + (" and others" if len(differences) > SHOWN else "")
+        raise InputError(f"{source}: expected the weights of this model, which differ in {shown}")
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -293,6 +379,6 @@ def _step_folders(folder: Path) -> list[Path]:
 def _remove(path: Path) -> None:
     """Delete a checkpoint; a kill on the way leaves a stale partial folder, never a checkpoint with files missing."""
     if path.exists():
-        doomed = partial(path.with_name(f"{path.name}.old"))
+        doomed = _partial(path)
         os.replace(path, doomed)
         shutil.rmtree(doomed)

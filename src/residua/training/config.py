@@ -1,73 +1,84 @@
-"""The configuration of a run: frozen dataclasses, read from a recipe or a YAML file and from dotted overrides."""
+"""The configuration of a run: frozen dataclasses, read from recipes and YAML files that stack, and dotted overrides."""
 
 import argparse
-import difflib
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, make_dataclass
+from dataclasses import Field, asdict, dataclass, field, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from residua.checks import did_you_mean, fits, require, shown, words
 from residua.errors import InputError, extra
-from residua.models.configuration import MODEL_FIELDS, ResiduaConfig
-from residua.training.folder import read_yaml
+from residua.runs.reading import parse_yaml, read_text, write_yaml
 
-with extra("train"):
-    import jsonargparse
-    import yaml
-
-
-def _model_fields() -> list[tuple[str, Any, Any]]:
-    """The fields of `ResiduaConfig`, declared there alone; the vocabulary is the tokenizer's unless it is given."""
-    own = {"vocab_size": (int | None, None)}
-    return [(name, *own.get(name, (kind, default))) for name, kind, default in MODEL_FIELDS]
-
-
-def _model_help(documentation: str | None) -> dict[str, str]:
-    """What the lines `name, name  explanation; explanation` of ResiduaConfig's documentation say of each name."""
-    found = {
-        "tie_word_embeddings": "the head's weights are the embedding's",
-        "use_cache": "keep keys and values while generating",
-    }
-    blocks = re.findall(r"^ +(\w+(?:, \w+)*)  +(\S.*(?:\n {20,}\S.*)*)", documentation or "", re.MULTILINE)
-    for names, block in blocks:
-        text = " ".join(block.split()).replace("None", "null")
-        each = text.split("; ")
-        apart = len(each) > 1 and len(each) == names.count(", ") + 1
-        names = names.split(", ")
-        found |= dict(zip(names, each if apart else [text] * len(names)))
-    if "vocab_size" in found:
-        found["vocab_size"] += "; the tokenizer's, rounded up, where null"
-    return found
-
-
-_MODEL_HELP = _model_help(ResiduaConfig.__doc__)
-ModelConfig = make_dataclass(
-    "ModelConfig",
-    [
-        # Python -OO keeps no documentation.
-        (name, kind, field(default=default, metadata={"help": _MODEL_HELP.get(name, "see ResiduaConfig")}))
-        for name, kind, default in _model_fields()
-    ],
-    frozen=True,
-    namespace={
-        "__module__": __name__,
-        "__doc__": "The fields of `residua.models.ResiduaConfig`; vocab_size None is the tokenizer's, rounded up.",
-    },
-)
+LARGEST_VOCABULARY = 2**24
 
 
 def _setting(default: Any, explanation: str) -> Any:
     return field(default=default, metadata={"help": explanation})
 
 
+class _Section:
+    """One section of a configuration: it checks its values and names itself in errors."""
+
+    def _check(self, name: str, condition: bool, expected: str) -> None:
+        require(condition, f"{_NAMES[type(self)]}.{name}", expected, getattr(self, name))
+
+    def _check_types(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            self._check(name, fits(value, kind), words(kind))
+            if isinstance(value, int):
+                self._check(name, abs(value) < 2**63, "a whole number of at most 64 bits")
+
+
 @dataclass(frozen=True)
-class DataConfig:
+class ModelConfig(_Section):
+    """The fields of `residua.models.ResiduaConfig`, which checks them; a test keeps the two alike."""
+
+    vocab_size: int | None = _setting(None, "rows of the embedding; the tokenizer's, rounded up, where null")
+    hidden_size: int = _setting(768, "width d")
+    num_hidden_layers: int = _setting(12, "blocks of attention and MLP, two sublayers each")
+    num_attention_heads: int = _setting(6, "heads")
+    head_dim: int | None = _setting(None, "width of a head; hidden_size / num_attention_heads where null")
+    intermediate_size: int | None = _setting(None, "width of the SwiGLU; floor(8 hidden_size / 3) where null")
+    max_position_embeddings: int = _setting(1024, "longest sequence the model is meant for")
+    connection: str | dict = _setting(  # noqa: RUF009
+        "ddl", """the residual scheme: a preset's name, or {"preset": name, **options}"""
+    )
+    state_dtype: Literal["float32", "bfloat16"] | None = _setting(
+        None, "dtype of the residual state; the embeddings' where null, which under autocast is float32"
+    )
+    qk_norm: Literal["post_rope", "pre_rope"] | None = _setting(
+        "post_rope", "norm of queries and keys: post_rope (the authors' order), pre_rope, or null for none"
+    )
+    rope_theta: float = _setting(10000.0, "base of the rotary frequencies")
+    rope_ratio: float = _setting(1.0, "share of each head that is rotated")
+    attention_output_gate: bool = _setting(
+        False, "heads are normalised and gated by SiLU(W_g x) before the output projection"
+    )
+    rms_norm_eps: float = _setting(1e-5, "epsilon of every norm")
+    embedding_init_std: float = _setting(0.02, "standard deviation of the embedding at the start")
+    hidden_init_std_factor: float = _setting(
+        0.5,
+        "projections start with standard deviation factor / sqrt(hidden_size), projections that write into the "
+        "residual with another 1 / sqrt(num_hidden_layers)",
+    )
+    tie_word_embeddings: bool = _setting(True, "the head's weights are the embedding's")
+    mup: bool = _setting(False, "scale logits by mup_base_width / hidden_size, and learning rates as muP does")
+    mup_base_width: int = _setting(1024, "the width at which muP changes nothing")
+    use_cache: bool = _setting(True, "keep keys and values while generating")
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+
+@dataclass(frozen=True)
+class DataConfig(_Section):
     """What is trained on. A prepared folder, or else a source that is prepared into the run folder."""
 
     path: str | None = _setting(None, "folder written by `residua prepare`")
@@ -77,19 +88,20 @@ class DataConfig:
     validation_fraction: float = _setting(0.05, "share of the text held out")
 
     def __post_init__(self) -> None:
-        _require(self, "data", "vocab_size", self.vocab_size >= 1, "at least 1")
-        fraction = self.validation_fraction
-        _require(self, "data", "validation_fraction", 0 < fraction < 1, "a number between 0 and 1")
+        self._check_types()
+        self._check("vocab_size", self.vocab_size >= 1, "at least 1")
+        self._check("vocab_size", self.vocab_size <= LARGEST_VOCABULARY, f"at most {LARGEST_VOCABULARY}")
+        self._check("validation_fraction", 0 < self.validation_fraction < 1, "a number between 0 and 1")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """How a model is trained. Tokens per step, those of all processes: batch_size * gradient_accumulation *
+class TrainConfig(_Section):
+    """How a model is trained. Tokens per step, over all processes: batch_size * gradient_accumulation *
     sequence_length. Several processes share the micro-batches of a step, and the rows of a micro-batch where there are
     fewer micro-batches than processes (`distributed.Share`): the same tokens in the same steps for any number of them.
 
     Raises:
-        InputError: a value is outside its range.
+        InputError: a value is of another type or outside its range.
     """
 
     steps: int = _setting(400, "optimizer steps")
@@ -107,7 +119,7 @@ class TrainConfig:
     seed: int = _setting(0, "of the initial weights and the order of the data")
     precision: Literal["float32", "bfloat16"] = _setting("float32", "bfloat16 runs under autocast, weights in float32")
     compile: bool = _setting(False, "torch.compile the model; each layer by itself where several processes train")
-    activation_checkpointing: bool = _setting(False, "keep the inputs of layers alone, compute the rest again")
+    activation_checkpointing: bool = _setting(False, "keep only the inputs of layers and recompute the rest")
     parallel: Literal["auto", "ddp", "fsdp", "none"] = _setting(
         "auto", "under torchrun: whole models (ddp, which is auto) or models in shards (fsdp)"
     )
@@ -124,23 +136,20 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
+        self._check_types()
         counts = ("steps", "batch_size", "sequence_length", "gradient_accumulation", "log_every", "evaluate_every")
         for name in (*counts, "checkpoint_every", "keep_checkpoints"):
-            _require(self, "train", name, getattr(self, name) >= 1, "at least 1")
-        _require(self, "train", "connections_every", self.connections_every >= 0, "at least 0")
+            self._check(name, getattr(self, name) >= 1, "at least 1")
+        self._check("connections_every", self.connections_every >= 0, "at least 0")
         for name in ("lr", "adam_eps"):
-            _require(self, "train", name, 0 < getattr(self, name) < math.inf, "a positive number")
+            self._check(name, 0 < getattr(self, name) < math.inf, "a positive number")
         for name in ("weight_decay", "clip"):
-            _require(self, "train", name, 0 <= getattr(self, name) < math.inf, "a number of at least 0")
+            self._check(name, 0 <= getattr(self, name) < math.inf, "a number of at least 0")
         for name in ("beta1", "beta2"):
-            _require(self, "train", name, 0 <= getattr(self, name) < 1, "a number in [0, 1)")
-        _require(self, "train", "min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "a number in [0, 1]")
-        warmup = 0 <= self.warmup_steps <= self.steps
-        _require(self, "train", "warmup_steps", warmup, f"0 to train.steps ({self.steps})")
-        _require(self, "train", "seed", 0 <= self.seed < 2**63, "a whole number of at least 0")
-        for name in ("precision", "device", "parallel"):
-            choices = get_args(type(self).__annotations__[name])
-            _require(self, "train", name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+            self._check(name, 0 <= getattr(self, name) < 1, "a number in [0, 1)")
+        self._check("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "a number in [0, 1]")
+        self._check("warmup_steps", 0 <= self.warmup_steps <= self.steps, f"0 to train.steps ({self.steps})")
+        self._check("seed", self.seed >= 0, "a whole number of at least 0")
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,8 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
+        from residua.models import ResiduaConfig  # here, for `--help` does not wait for transformers
+
         longest = self.model.max_position_embeddings
         given = {name: value for name, value in asdict(self.model).items() if (name, value) != ("vocab_size", None)}
         try:
@@ -163,58 +174,70 @@ class RunConfig:
         except ValueError as error:
             own = str(error).startswith(tuple(given))  # otherwise a scheme speaks of its options
             raise InputError(f"model.{error}" if own else f"model.connection: {error}") from error
-        if self.train.sequence_length > longest:
-            raise InputError(
-                f"train.sequence_length: expected at most model.max_position_embeddings ({longest}), "
-                f"got {self.train.sequence_length}"
-            )
+        require(
+            self.train.sequence_length <= longest,
+            "train.sequence_length",
+            f"at most model.max_position_embeddings ({longest})",
+            self.train.sequence_length,
+        )
 
     def to_yaml(self) -> str:
-        """The resolved configuration; `load_config` of a file with this text gives an equal object."""
-        return yaml.safe_dump(asdict(self), sort_keys=False)
+        """Return the resolved configuration; `load_config` of a file with this text gives an equal object."""
+        return write_yaml(asdict(self))
 
 
-SECTIONS = {section.name: section.type for section in fields(RunConfig)}
-KEYS = {f"{name}.{item.name}": item for name, section in SECTIONS.items() for item in fields(section)}
+SECTIONS: dict[str, type[_Section]] = {section.name: section.type for section in fields(RunConfig)}
+KEYS: dict[str, Field] = {f"{name}.{item.name}": item for name, section in SECTIONS.items() for item in fields(section)}
+_NAMES = {section: name for name, section in SECTIONS.items()}
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with the package, by name."""
+    """Return the names of the recipes that come with the package."""
     files = (resources.files("residua") / "recipes").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
-def load_config(name_or_file: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe of the package or a YAML file, then the overrides; what neither names keeps its default.
+def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read recipes and YAML files, each over the ones before it, then the overrides; the rest keeps its default.
 
     Args:
-        name_or_file: a name out of `recipe_names()`, the path of a YAML file, or None. Where a document has the key
-            `base`, another such name or path, it holds only what differs from that one.
+        sources: a name out of `recipe_names()` or the path of a YAML file, or several. A document with the key `base`,
+            another such name or path, holds only what differs from it.
         overrides: arguments as on a command line, `--train.lr=3e-4` or `--train.lr 3e-4` in two; later ones win.
 
     Raises:
-        InputError: the recipe, a key or a value is wrong; one line with the key, what was expected and what came.
+        InputError: a source, a key or a value is wrong; one line with the key, what was expected and what came.
     """
-    values = _values(name_or_file) if name_or_file is not None else {}
+    values: dict[str, Any] = {}
+    for source in [sources] if isinstance(sources, str) else sources or ():
+        values.update(_values(source))
     values.update(_pairs(overrides))
-    for key in values:
+    for key, value in values.items():
         if key not in KEYS:
             raise InputError(f"unknown key {key}{_nearest(key)}")
-    typed: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        typed[section][name] = _typed(key, value)
-    return RunConfig(**{name: SECTIONS[name](**keys) for name, keys in typed.items()})
+        if value is None:
+            require(fits(None, KEYS[key].type), key, words(KEYS[key].type), value)
+    read = _read(values)
+    if read is None:
+        key = next((key for key, value in values.items() if _read({key: value}) is None), "configuration")
+        kind = words(KEYS[key].type) if key in KEYS else "values that fit together"
+        raise InputError(f"{key}: expected {kind}, got {shown(values.get(key, values))}")
+    return RunConfig(**{name: section(**read[name]) for name, section in SECTIONS.items()})
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Give a command `--config`, `--print_config` and one option per key, the keys with their help and default.
 
-    The parser must have `allow_abbrev=False` and be read by `parse_known_args`; then
-    `load_config(arguments.config, [*arguments.overrides, *unknown])` is the configuration, and names an unknown key.
+    The parser must have `allow_abbrev=False`; then `load_config(arguments.config, arguments.overrides)` is the
+    configuration.
     """
     names = ", ".join(recipe_names())
-    parser.add_argument("--config", metavar="NAME|FILE.yaml", help=f"a recipe ({names}) or a YAML file")
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="NAME|FILE.yaml",
+        help=f"a recipe ({names}) or a YAML file; given again, the later one goes over the earlier ones",
+    )
     parser.add_argument("--print_config", action="store_true", help="print the resolved configuration and stop")
     group = parser.add_argument_group("configuration")
     for key, item in KEYS.items():
@@ -224,73 +247,56 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
             action="append",
             default=[],
             type=f"--{key}={{}}".format,
-            metavar="|".join(_choices(item)) or key.rpartition(".")[2].upper(),
+            metavar="|".join(_choices(item.type)) or key.rpartition(".")[2].upper(),
             help=f"{item.metadata['help']} (default: {_written(item.default)})".replace("%", "%%"),
         )
 
 
-def _choices(item: Field) -> list[str]:
-    """The values of a key that takes one of a few, as they are written; none for another key."""
-    if item.type is bool:
+def _choices(kind: Any) -> list[str]:
+    """Return the values of a type with only a few, as they are written; none for another type."""
+    if kind is bool:
         return ["true", "false"]
-    if get_origin(item.type) is Literal:
-        return list(get_args(item.type))
-    # ResiduaConfig checks these itself; its documentation quotes them.
-    quoted = re.findall(r'"(\w+)"', item.metadata["help"]) if item.type == str | None else []
-    return [*quoted, "null"] if quoted else []
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    listed = [choice for option in get_args(kind) for choice in _choices(option)]
+    return [*listed, "null"] if listed and NoneType in get_args(kind) else listed
 
 
 def _written(value: Any) -> str:
-    """A value as it is written in YAML and as an override."""
+    """Return a value as it is written in YAML and as an override."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _values(name_or_file: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The values of a recipe or file under dotted keys, over those of its base."""
-    if name_or_file in above:
-        raise InputError(f"base: {' -> '.join([*above, name_or_file])} leads back to where it began")
-    document = _read(name_or_file)
-    base = document.get("base") if isinstance(document, Mapping) else None
-    if base is None:
-        return dict(_flat(document))
-    if not isinstance(base, str):
-        raise InputError(f"base: expected a recipe's name or a YAML file, got {base!r}")
-    own = {name: section for name, section in document.items() if name != "base"}
-    return _values(base, (*above, name_or_file)) | dict(_flat(own))
+def _values(source: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the values of a recipe or file under dotted keys, over its base's."""
+    if source in above:
+        raise InputError(f"base: {' -> '.join([*above, source])} leads back to where it began")
+    document = parse_yaml(_text(source), source)
+    base = document.pop("base", None) if isinstance(document, dict) else None
+    require(base is None or isinstance(base, str), "base", "a recipe's name or a YAML file", base)
+    below = {} if base is None else _values(base, (*above, source))
+    return below | dict(_flat(document))
 
 
-def _read(name_or_file: str) -> Any:
-    if name_or_file in recipe_names():
-        text = (resources.files("residua") / "recipes" / f"{name_or_file}.yaml").read_text(encoding="utf-8")
-    elif Path(name_or_file).is_file():
-        try:
-            text = Path(name_or_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{name_or_file}: expected a YAML file, got: {error}") from error
-    else:
-        close = difflib.get_close_matches(name_or_file, recipe_names(), n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise InputError(
-            f"--config: expected a recipe ({', '.join(recipe_names())}) or a YAML file, got {name_or_file!r}{hint}"
-        )
-    try:
-        return read_yaml(text)
-    except yaml.YAMLError as error:
-        line = " ".join(str(error).split())
-        raise InputError(f"{name_or_file}: expected YAML, got: {line}") from error
+def _text(source: str) -> str:
+    known = recipe_names()
+    if source in known:
+        return (resources.files("residua") / "recipes" / f"{source}.yaml").read_text(encoding="utf-8")
+    if "\0" not in source and Path(source).exists():
+        return read_text(source, "YAML")
+    expected = f"a recipe ({', '.join(known)}) or a YAML file"
+    raise InputError(f"--config: expected {expected}, got {shown(source)}{did_you_mean(source, known)}")
 
 
 def _flat(document: Any) -> Iterator[tuple[str, Any]]:
-    """The values of a document under dotted keys. A section left empty has none; an unknown one stands for itself."""
-    if not isinstance(document, Mapping):
-        raise InputError(f"configuration: expected the sections {', '.join(SECTIONS)}, got {document!r}")
+    """Yield the values of a document under dotted keys. An empty section has none; an unknown one stands for itself."""
+    require(isinstance(document, Mapping), "configuration", f"the sections {', '.join(SECTIONS)}", document)
     for name, section in document.items():
         if name not in SECTIONS:
             yield str(name), section
-        elif isinstance(section, Mapping):
-            yield from ((f"{name}.{key}", value) for key, value in section.items())
         elif section is not None:
-            raise InputError(f"{name}: expected a mapping of keys to values, got {section!r}")
+            require(isinstance(section, Mapping), name, "a mapping of keys to values", section)
+            yield from ((f"{name}.{key}", value) for key, value in section.items())
 
 
 def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -299,62 +305,39 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         key, equals, value = argument.removeprefix("--").partition("=")
         if not equals:
             if not argument.startswith("--"):
-                raise InputError(f"unexpected argument {argument!r}; an override reads --train.lr=3e-4")
+                raise InputError(f"unexpected argument {shown(argument)}; an override reads --train.lr=3e-4")
             value = next(remaining, None)
             if value is None and key in KEYS:
-                raise InputError(f"{key}: expected {_description(KEYS[key].type)}, got nothing")
+                raise InputError(f"{key}: expected {words(KEYS[key].type)}, got nothing")
         yield key, value
 
 
 def _nearest(key: str) -> str:
-    """The valid key that was perhaps meant, by its full name or by the part behind the dot."""
+    """Return a phrase with the key that was perhaps meant, by its full name or by the part behind the dot."""
     if key in SECTIONS:
         return f": expected one with a dot, such as {key}.{fields(SECTIONS[key])[0].name}"
     known = {name.rpartition(".")[2]: name for name in KEYS} | {name: name for name in (*SECTIONS, *KEYS)}
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {known[close[0]]}?" if close else "; --print_config shows every key"
+    return did_you_mean(key, known) or "; --print_config shows every key"
 
 
 @cache
-def _parser(key: str) -> jsonargparse.ArgumentParser:
-    """Reads one key: an error is then that key's, and a parser for all of them costs fifty times as much per value."""
+def _parser() -> Any:
+    with extra("lab"):
+        import jsonargparse
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--value", type=KEYS[key].type)
+    for key, item in KEYS.items():
+        parser.add_argument(f"--{key}", type=item.type, default=item.default)
     return parser
 
 
-def _typed(key: str, value: Any) -> Any:
-    """One value, which may still be text, in the type of its field."""
-    kind = KEYS[key].type
-    if NoneType in get_args(kind) and value in (None, "null"):
-        return None
+def _read(values: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """Return the sections with these values in the types of their fields and defaults for the rest, None for a wrong
+    value. jsonargparse names the wrong one in words of its own, so a caller looks for it."""
+    nested: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        nested[section][name] = value
     try:
-        typed = _parser(key).parse_object({"value": value})["value"]
-    except jsonargparse.ArgumentError:
-        typed = None
-    if typed is None:
-        raise InputError(f"{key}: expected {_description(kind)}, got {value!r}")
-    return typed
-
-
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    dict: "a mapping",
-    NoneType: "null",
-}
-
-
-def _description(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(_description, get_args(kind)))
-    return _WORDS.get(get_origin(kind) or kind, str(kind))
-
-
-def _require(config: Any, section: str, name: str, condition: bool, expected: str) -> None:
-    if not condition:
-        raise InputError(f"{section}.{name}: expected {expected}, got {getattr(config, name)!r}")
+        return _parser().parse_object(nested, env=False).as_dict()
+    except (argparse.ArgumentError, ArithmeticError, ValueError, RecursionError):
+        return None

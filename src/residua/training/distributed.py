@@ -71,12 +71,16 @@ class Ranks:
         return bool(flags.item())
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in their order."""
-        return gather(value, self.control) if self.joined else [value]
+        """Return the value of every rank, in their order."""
+        return gather(value, self.control)
 
     def together(self) -> "Together":
         """A context that ends on all ranks if it ends on one, whose error is the one that is reported."""
         return Together(self.control, lambda failure: ReportedElsewhere(failure.status))
+
+    def together_saving(self) -> "Together":
+        """The same for the threads that save: an error of one rank is an OSError of the others."""
+        return Together(self.saving, lambda failure: OSError(f"rank {failure.rank}: {failure.reason}"))
 
     @contextmanager
     def alike(self) -> Iterator[None]:
@@ -316,7 +320,9 @@ def recompute_layers(model: nn.Module) -> None:
 
 
 def gather(value: Any, group: Any) -> list[Any]:
-    """The value of every rank of a group, in their order."""
+    """Return the value of every rank of a group, in their order; of this process alone where the group is None."""
+    if group is None:
+        return [value]
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from residua.errors import RunError
+from residua.errors import Diverged
 
 SHOWN = 5
 
@@ -51,7 +51,7 @@ class FiniteCheck:
         return norm
 
     def check(self, last_good: Callable[[], Path | None]) -> None:
-        """Wait for the device and raise RunError if a step failed: its number, loss and largest gradient norms, and
+        """Wait for the device and raise Diverged if a step failed: its number, loss and largest gradient norms, and
         the checkpoint that `last_good` finds.
         """
         if not self._failed.item():
@@ -60,7 +60,7 @@ class FiniteCheck:
         # NaN first, then infinity, then by size: the first ones are where to look.
         order = sorted(range(len(norms)), key=lambda i: (norms[i] != norms[i], norms[i]), reverse=True)[:SHOWN]
         largest = ", ".join(f"{self._named[i][0]} {norms[i]:.3g}" for i in order)
-        raise RunError(
+        raise Diverged(
             f"step {self._step.item()}: expected a finite loss and gradient, got loss {self._loss.item():.4g}; "
             f"the update was not applied; last good checkpoint: {last_good() or 'none'}; "
             f"largest gradient norms: {largest}"

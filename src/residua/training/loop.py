@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import InputError
+from residua.runs.folder import RunFolder, flatten, refuse_changes
+from residua.runs.jsonlines import read_metrics
+from residua.runs.progress import say
 from residua.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, saved_steps
 from residua.training.distributed import ALONE, Ranks, Share, spread
 from residua.training.finite import FiniteCheck
-from residua.training.folder import RunFolder, claim, flatten, refuse_changes, settings_hash
-from residua.training.log import Display, MetricsLog, Rows, read_metrics, say, write_facts
+from residua.training.folder import claim, settings_hash
+from residua.training.log import Display, MetricsLog, Rows, write_facts
 from residua.training.optimizer import adamw, learning_rate_factor, set_learning_rate
 from residua.training.saving import Saver, writing
 
@@ -183,7 +186,7 @@ def train(
                     with writing(run, step, saver.newest):
                         if logging:
                             log.write(row)
-                            display.update(row)
+                            display.show(row)
                         if saving:
                             log.sync()
                             if observe_every:
@@ -251,8 +254,7 @@ def _restore(
     checkpoint = ranks.gather(found)[0]
     if checkpoint is None:
         return None
-    with ranks.alike():
-        return load_checkpoint(checkpoint, model, optimizer, device=device, ranks=ranks)
+    return load_checkpoint(checkpoint, model, optimizer, device=device, ranks=ranks)
 
 
 @contextmanager

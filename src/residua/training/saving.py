@@ -10,42 +10,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from residua.errors import RunError, extra
-from residua.training.checkpoint import (
-    Checkpoint,
-    digest,
-    drop_old,
-    own_tensors,
-    publish_checkpoint,
-    save_checkpoint,
-    saved_steps,
-    unfinished,
-)
-from residua.training.distributed import Ranks, Together, gather
-from residua.training.folder import RunFolder
-from residua.training.shards import snapshot, write_shards
-
-with extra("train"):
-    from safetensors import SafetensorError
+from residua.errors import RunError
+from residua.runs.folder import RunFolder
+from residua.training.checkpoint import Blocks, Checkpoint, drop_old, saved_steps, snapshot, write_checkpoint
+from residua.training.distributed import Ranks
 
 if TYPE_CHECKING:
     from residua.training.config import TrainConfig
 
 
-# torch and safetensors have exceptions of their own for a disk that fails.
-REFUSED = (OSError, RuntimeError, SafetensorError)
-
-
 @contextmanager
-def writing(
-    run: RunFolder, step: int, checkpoint: Checkpoint | None, refused: tuple[type[Exception], ...] = REFUSED
-) -> Iterator[None]:
-    """Say what was kept when the disk fails, which it does with the exceptions `refused`. Raises RunError."""
+def writing(run: RunFolder, step: int, checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Say what is kept when the disk fails, which an OSError tells. Raises RunError."""
     try:
         yield
-    except refused as error:
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error
-        reason = " ".join(str(cause).split())
+    except OSError as error:
+        reason = " ".join(str(error).split())
         kept = checkpoint.path if checkpoint else "none"
         raise RunError(
             f"step {step}: cannot write into {run.path}: {reason}; last good checkpoint: {kept}; "
@@ -88,23 +68,11 @@ class Saver:
         """Save what is there after `step`. Raises as `finish` does."""
         self.finish()
         checkpoint = Checkpoint(self._run.checkpoints / f"step-{step}", step, seconds, self._settings, val_loss)
+        blocks = snapshot(self._model, self._optimizer, self._device, self._ranks)
         if self._ranks.joined:
-            state = snapshot(own_tensors(self._model), self._optimizer, self._device, self._ranks)
-            self._pending = _behind(lambda: self._write(state, checkpoint))
-            return
-        with writing(self._run, step, self.newest):
-            self.newest = save_checkpoint(
-                self._run.checkpoints,
-                step=step,
-                seconds=seconds,
-                settings=self._settings,
-                model=self._model,
-                optimizer=self._optimizer,
-                device=self._device,
-                val_loss=val_loss,
-            )
-        with writing(self._run, step, self.newest):
-            self._drop_old()
+            self._pending = _behind(lambda: self._write(blocks, checkpoint))
+        else:
+            self._write(blocks, checkpoint)
 
     def finish(self) -> Path | None:
         """Wait until the last checkpoint is on the disk; returns the newest.
@@ -116,34 +84,19 @@ class Saver:
             self._pending = None
         return self.newest.path if self.newest else None
 
-    def _drop_old(self) -> None:
-        self._damaged.discard(self.newest.step)
-        drop_old(self._run.checkpoints, self.newest.step, damaged=self._damaged, **self._kept)
+    def _write(self, blocks: Blocks, checkpoint: Checkpoint) -> None:
+        """Write the checkpoint and drop the old ones; in a thread where there are several ranks.
 
-    def _write(self, state: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> None:
-        """In the thread: every rank its part, then the first one the manifest and the name.
-
-        Raises RunError on all ranks where one of them cannot write: each OSError in here is one that all know of. Other
-        exceptions are of this rank alone, a RuntimeError where another rank is gone among them.
+        Raises RunError on all ranks where one of them cannot write. Other exceptions are of this rank alone, a
+        RuntimeError where another rank is gone among them.
         """
         ranks, step = self._ranks, checkpoint.step
-
-        def together() -> Together:
-            return Together(ranks.saving, lambda failure: OSError(f"rank {failure.rank}: {failure.reason}"))
-
-        with writing(self._run, step, self.newest, (OSError,)), unfinished(checkpoint.path) as temporary:
-            write_shards(state, temporary, ranks)
-            with together():
-                mine = sorted(temporary.iterdir())[ranks.rank :: ranks.world_size]
-                files = {path.name: digest(path) for path in mine}
-            parts = gather(files, ranks.saving)
-            with together():
-                if ranks.first:
-                    publish_checkpoint(checkpoint, {name: file for part in parts for name, file in part.items()})
-        self.newest = checkpoint
-        with writing(self._run, step, self.newest, (OSError,)), together():
+        with writing(self._run, step, self.newest):
+            self.newest = write_checkpoint(checkpoint, blocks, ranks)
+        with writing(self._run, step, self.newest), ranks.together_saving():
             if ranks.first:
-                self._drop_old()
+                self._damaged.discard(step)
+                drop_old(self._run.checkpoints, step, damaged=self._damaged, **self._kept)
 
 
 def _behind(work: Callable[[], None]) -> Future[None]:
@@ -156,7 +109,7 @@ def _behind(work: Callable[[], None]) -> Future[None]:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # is handed over; torch's CheckpointException is no Exception
+        except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=run, name="save", daemon=True).start()

@@ -1,120 +1,194 @@
-"""What several processes save of a model and its optimizer, each its part, with torch.distributed.checkpoint.
+"""The tensors of a checkpoint: each rank writes its part in safetensors, and any number of ranks reads it.
 
-Every tensor has a flat name: `model.NAME` for weights, `optimizer.NAME.KEY` for what the optimizer keeps of a weight,
-`rng.cpu` and `rng.cuda` for the random states, a row for each rank. Learning rates and the rest of the optimizer's
-settings follow from the configuration and the step.
+A file holds whole tensors and blocks of tensors under their names. The metadata of a file with blocks has one entry,
+`blocks`: JSON that says for each of them the shape of the tensor and where in it the block begins,
+{"NAME": {"shape": [512, 64], "offset": [256, 0]}}.
 """
 
-import warnings
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from residua.errors import InputError
-from residua.training.distributed import Ranks
+from residua.errors import InputError, extra
+from residua.runs.reading import parse_json
 
-METADATA = ".metadata"  # torch.distributed.checkpoint's table of contents
+with extra("lab"):
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
 
-
-def snapshot(
-    own: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, device: torch.device, ranks: Ranks
-) -> dict[str, Tensor]:
-    """Copies on the CPU of everything that a checkpoint holds; DTensors stay such, with the shard of this rank."""
-    state = {f"model.{name}": tensor.detach() for name, tensor in own.items()}
-    names = {id(tensor): name for name, tensor in own.items()}
-    for parameter, kept in optimizer.state.items():
-        state |= {f"optimizer.{names[id(parameter)]}.{key}": value for key, value in kept.items()}
-    copies = {name: _copy(tensor) for name, tensor in state.items()}
-    copies["rng.cpu"] = torch.stack(ranks.gather(torch.get_rng_state()))
-    if device.type == "cuda":
-        copies["rng.cuda"] = torch.stack(ranks.gather(torch.cuda.get_rng_state(device)))
-    return copies
+BLOCKS = "blocks"
 
 
-def write_shards(state: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Write a snapshot, every rank its part, in the group `ranks.saving`.
+class Block(NamedTuple):
+    """A box of a tensor of `shape`: its values and where they begin. A whole tensor is a box too."""
+
+    values: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        return tuple(self.values.shape) == self.shape
+
+
+def local_block(tensor: Tensor) -> Block:
+    """Return what this rank holds of a tensor: all of it, or its shard of a DTensor.
 
     Raises:
-        OSError: a rank could not write; then all raise it.
+        ValueError: a DTensor is spread over more than one dimension of a mesh, or in another way than in shards.
     """
-    from torch.distributed.checkpoint import FileSystemWriter, save
-    from torch.distributed.checkpoint.api import CheckpointException
+    shape = tuple(tensor.shape)
+    offset = [0] * len(shape)
+    values = tensor.detach()
+    if _is_sharded(tensor):
+        placement, *others = tensor.placements
+        if others or not placement.is_shard():
+            raise ValueError(f"expected a tensor in shards over one dimension of a mesh, got {tensor.placements}")
+        chunk = -(-shape[placement.dim] // tensor.device_mesh.size())
+        offset[placement.dim] = min(chunk * tensor.device_mesh.get_local_rank(), shape[placement.dim])
+        values = values.to_local()
+    return Block(values, shape, tuple(offset))
 
+
+def blocks_of_rank(tensors: Mapping[str, Tensor], rank: int, world_size: int, *, copy: bool) -> dict[str, Block]:
+    """Return what `rank` saves, on the CPU: its shards, and its part of the tensors that all ranks hold.
+
+    copy: the values are copied, so that training may go on while they are written.
+    """
+    chosen: dict[str, Block] = {}
+    assigned = [0] * world_size  # bytes of whole tensors for each rank; all ranks compute the same
+    for name, tensor in tensors.items():
+        block = local_block(tensor)
+        if not _is_sharded(tensor):
+            writer = assigned.index(min(assigned))
+            assigned[writer] += tensor.nbytes
+            if writer != rank:
+                continue
+        if block.values.numel() or block.whole:  # the last ranks may have no rows of a small tensor
+            values = block.values.to("cpu", copy=copy or block.values.device.type != "cpu").contiguous()
+            chosen[name] = block._replace(values=values)
+    return chosen
+
+
+def write_blocks(path: Path, blocks: Mapping[str, Block]) -> None:
+    """Write a new file. Raises OSError where the disk refuses."""
+    parts = {name: {"shape": block.shape, "offset": block.offset} for name, block in blocks.items() if not block.whole}
+    metadata = {"format": "pt"} | ({BLOCKS: json.dumps(parts)} if parts else {})
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode  # safetensors lets only the owner read its files
     try:
-        save(dict(state), storage_writer=FileSystemWriter(folder), process_group=ranks.saving)
-    except CheckpointException as error:
-        raise OSError(_reason(error)) from error
+        save_file({name: block.values for name, block in blocks.items()}, path, metadata)
+    except SafetensorError as error:
+        raise OSError(" ".join(str(error).split())) from error
+    path.chmod(mode)
 
 
-def read_shards(
-    folder: Path, own: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None, ranks: Ranks
-) -> dict[str, Tensor]:
-    """Fill the weights in place, and with an `optimizer` its state; returns the random states of this rank.
+class StoredTensors:
+    """The tensors of several files, put together from their blocks. A context manager, which keeps the files open.
 
-    Raises:
-        InputError: the checkpoint was not made by such a model, or a rank cannot read it.
+    `shapes` gives the shape of each tensor by name. Files are mapped into memory, and `read` touches only what it
+    returns.
     """
-    from torch.distributed.checkpoint import FileSystemReader, load
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    reader = FileSystemReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
-    sizes = {name.removeprefix("model."): found.size for name, found in stored.items() if name.startswith("model.")}
-    refuse_other_weights(folder, sizes, own)
-    state = {f"model.{name}": tensor.detach() for name, tensor in own.items()}
-    if optimizer is not None:
-        for name, found in stored.items():
-            kind, _, rest = name.partition(".")
-            if kind == "optimizer":
-                parameter_name, _, key = rest.rpartition(".")
-                parameter = own[parameter_name]
-                if found.size == parameter.shape:
-                    value = torch.zeros_like(parameter.detach(), dtype=found.properties.dtype)
-                else:
-                    value = torch.zeros(found.size, dtype=found.properties.dtype, device=parameter.device)
-                state[name] = optimizer.state[parameter][key] = value
-            elif kind == "rng":
-                state[name] = torch.zeros(found.size, dtype=found.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is meant
-        try:
-            load(state, storage_reader=reader, process_group=ranks.control, no_dist=not ranks.joined)
-        except CheckpointException as error:
-            raise InputError(f"{folder}: expected a checkpoint, got: {_reason(error)}") from error
-    random = {name.removeprefix("rng."): rows for name, rows in state.items() if name.startswith("rng.")}
-    # A rank that was not there before begins with random numbers of its own.
-    # Copies: torch does not look where in its storage a random state begins.
-    return {name: rows[ranks.rank].clone() for name, rows in random.items() if ranks.rank < len(rows)}
+    def __init__(self, paths: Iterable[Path], source: Path):
+        self._source = source
+        self._parts: dict[str, list[_Part]] = {}
+        with ExitStack() as stack, _named(self._source):
+            for path in paths:
+                file = stack.enter_context(safe_open(path, "pt"))
+                blocks = parse_json((file.metadata() or {}).get(BLOCKS, "{}"), path)
+                for name in file.keys():  # noqa: SIM118, a file is no mapping
+                    self._parts.setdefault(name, []).append(_part(file, name, blocks.get(name)))
+            for name, parts in self._parts.items():
+                _check_whole(name, parts)
+            self._open = stack.pop_all()
+        self.shapes = {name: parts[0].shape for name, parts in self._parts.items()}
 
+    def __enter__(self) -> "StoredTensors":
+        return self
 
-def refuse_other_weights(source: Path, stored: Mapping[str, Sequence[int]], own: Mapping[str, Tensor]) -> None:
-    """Compare the shapes of what is stored with a model's.
+    def __exit__(self, *error: Any) -> None:
+        self._open.close()
 
-    Raises:
-        InputError: they differ; it names where.
-    """
-    there = {name: str(list(size)) for name, size in stored.items()}
-    here = {name: str(list(tensor.shape)) for name, tensor in own.items()}
-    differences = [
-        f"{name} ({there.get(name, 'absent')} in the file, {here.get(name, 'absent')} in the model)"
-        for name in sorted(there.keys() | here.keys())
-        if there.get(name) != here.get(name)
-    ]
-    if differences:
-        shown = ", ".join(differences[:5]) + (" and others" if len(differences) > 5 else "")
-        raise InputError(f"{source}: expected the weights of this model, which differ in {shown}")
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        """Fill a tensor of the stored shape in place; of a DTensor, the shard of this rank."""
+        here = local_block(tensor)
+        with torch.no_grad(), _named(self._source):
+            for part in self._parts[name]:
+                begin = [max(a, b) for a, b in zip(here.offset, part.offset)]
+                end = [
+                    min(a + size, b + other)
+                    for a, size, b, other in zip(here.offset, here.values.shape, part.offset, part.size)
+                ]
+                if all(a < b for a, b in zip(begin, end)):
+                    inside = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, here.offset))
+                    here.values[inside].copy_(part.read(begin, end))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a tensor is stored."""
+        with _named(self._source):
+            part = self._parts[name][0]
+            return part.read(part.offset, [a + min(size, 1) for a, size in zip(part.offset, part.size)]).dtype
 
 
-def _reason(error: Any) -> str:
-    """What the first of the ranks in a CheckpointException of torch has to say, in one line."""
-    rank = min(error.failures)
-    cause, _ = error.failures[rank]
-    return f"rank {rank}: {' '.join(str(cause).split()) or type(cause).__name__}"
+class _Part(NamedTuple):
+    """A block in an open file: the whole tensor's shape, and the block's size and offset."""
+
+    file: Any
+    name: str
+    shape: tuple[int, ...]
+    size: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def read(self, begin: Sequence[int], end: Sequence[int]) -> Tensor:
+        """Return the values from `begin` to before `end`, which count from the beginning of the whole tensor."""
+        if not self.shape:
+            return self.file.get_tensor(self.name)
+        return self.file.get_slice(self.name)[tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, self.offset))]
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, which training does not change."""
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
+def _part(file: Any, name: str, block: Any) -> _Part:
+    size = tuple(file.get_slice(name).get_shape())
+    if block is None:
+        return _Part(file, name, size, size, (0,) * len(size))
+    shape, offset = tuple(block["shape"]), tuple(block["offset"])
+    if not len(shape) == len(offset) == len(size):
+        raise ValueError(f"{name} has {len(size)} dimensions, its place in the tensor has {len(offset)}")
+    return _Part(file, name, shape, size, offset)
+
+
+def _check_whole(name: str, parts: list[_Part]) -> None:
+    """Raise ValueError unless the blocks are a tensor that was cut along one axis, without gaps and overlaps."""
+    parts.sort(key=lambda part: part.offset)
+    shape, end = list(parts[0].shape), 0
+    cut = [axis for axis, size in enumerate(parts[0].size) if size != shape[axis]]
+    axis = cut[0] if cut else None
+    for part in parts:
+        begin = [end if here == axis else 0 for here in range(len(shape))]
+        size = [part.size[here] if here == axis else whole for here, whole in enumerate(shape)]
+        if (list(part.shape), list(part.offset), list(part.size)) != (shape, begin, size):
+            raise ValueError(f"the blocks of {name} do not make up a tensor of {shape}")
+        end += 0 if axis is None else part.size[axis]
+    if (len(parts) > 1) if axis is None else (end != shape[axis]):
+        raise ValueError(f"the blocks of {name} do not make up a tensor of {shape}")
+
+
+@contextmanager
+def _named(source: Path) -> Iterator[None]:
+    """Turn what a damaged file raises into an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{source}: expected a checkpoint, got a damaged file ({reason})") from error
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "device_mesh") and tensor.numel() > 0

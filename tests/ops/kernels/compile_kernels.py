@@ -7,8 +7,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from residua.ops.kernels import boundary, delta, sinkhorn, streams, token_boundary
-from residua.ops.kernels.tiling import num_warps, tiling, whole_row
+from residua.ops.kernels import channel_boundary, delta, replay, sinkhorn, streams, token_boundary
+from residua.ops.kernels.launch import num_warps, tiling, whole_row
 
 CHANNELS, DIM = 4, 768
 TILE, WHOLE = tiling(CHANNELS, DIM), whole_row(CHANNELS, DIM)
@@ -16,19 +16,19 @@ SIZES = {"DIM": DIM, "CHANNELS": CHANNELS, "ROWS": TILE.rows}
 BLOCKS = {**SIZES, "BLOCK": TILE.block, "BLOCKS": TILE.blocks}
 BLOCK = {**SIZES, "BLOCK": WHOLE.block}
 TAPS = {**BLOCK, "KERNEL": 4}
-FIRST = {"NORMALISE": "rms", "FROM_CONTEXT": False}
-SECOND = {"NORMALISE": "add", "FROM_CONTEXT": True}
+FIRST = {"K_NORM": "rms", "FROM_CONTEXT": False}
+SECOND = {"K_NORM": "add", "FROM_CONTEXT": True}
 KERNELS = [
-    (delta._forward, {**BLOCKS, "NORMALISE": "rms"}, num_warps(TILE, 120)),
-    (delta._forward, {**BLOCKS, "NORMALISE": "none"}, num_warps(TILE, 120)),
-    (delta._backward, {**BLOCKS, "NORMALISE": "rms"}, num_warps(TILE, 120)),
-    (delta._backward, {**BLOCKS, "NORMALISE": "clamp"}, num_warps(TILE, 120)),
-    (delta._replay, BLOCKS, num_warps(TILE, 120)),
+    (delta._forward, {**BLOCKS, "K_NORM": "rms"}, num_warps(TILE, 120)),
+    (delta._forward, {**BLOCKS, "K_NORM": "none"}, num_warps(TILE, 120)),
+    (delta._backward, {**BLOCKS, "K_NORM": "rms"}, num_warps(TILE, 120)),
+    (delta._backward, {**BLOCKS, "K_NORM": "clamp"}, num_warps(TILE, 120)),
+    (replay._replay, BLOCKS, num_warps(TILE, 120)),
 ]
 for options in (FIRST, SECOND):
     KERNELS += [
-        (boundary._forward, {**BLOCKS, **options}, num_warps(TILE, 120)),
-        (boundary._backward, {**BLOCK, **options}, num_warps(WHOLE, 40)),
+        (channel_boundary._forward, {**BLOCKS, **options}, num_warps(TILE, 120)),
+        (channel_boundary._backward, {**BLOCK, **options}, num_warps(WHOLE, 40)),
         (token_boundary._forward, {**TAPS, **options}, num_warps(WHOLE, 40)),
         (token_boundary._backward, {**TAPS, **options}, num_warps(WHOLE, 20)),
     ]
@@ -67,7 +67,9 @@ def since(writes: int) -> tuple:
 
 
 for kernel, constants, warps in KERNELS:
-    for writes in (0, 3) if "since" in kernel.arg_names else (0,):
+    # With one set of options; with the other the replay is the same code.
+    replays = "since" in kernel.arg_names and not constants.get("FROM_CONTEXT")
+    for writes in (0, 3) if replays else (0,):
         signature = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
         # Pointers and strides are multiples of 16, as they are for such widths.
         aligned = {

@@ -17,14 +17,14 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert len(lines) == 28
+    assert len(lines) == 26
     for _, name, _, size, wide, _ in lines:
         assert int(size) > 1000
         assert int(wide) > 0, f"{name} has no loads of 16 bytes"
     # A replay is made of fused products and sums. If it had others, or if the compiler fused the rest of a kernel in
     # another way beside it, gradients would have other bits than those from states that were kept.
     pairs = [(kept, replayed) for kept, replayed in pairwise(lines) if replayed[2] != "0"]
-    assert len(pairs) == 7
+    assert len(pairs) == 5
     for kept, replayed in pairs:
         assert kept[:2] == replayed[:2]
         assert kept[-1] == replayed[-1], f"{kept[1]} computes differently beside a replay"

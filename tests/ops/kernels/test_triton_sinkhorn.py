@@ -4,19 +4,20 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_cases import DEVICE, assert_as_good, normal, results
 
 from residua.ops import sinkhorn
+from support.kernel_cases import DEVICE, assert_as_good, normal, results
 
 triton = pytest.importorskip("triton")
 
-from residua.ops.implementation import implementation_of, run  # noqa: E402
-from residua.ops.kernels import sinkhorn as kernels  # noqa: E402
+from residua.ops.kernels.sinkhorn import sinkhorn_backward_op, sinkhorn_op  # noqa: E402
+
+kernel = partial(sinkhorn, implementation="triton")
 
 
 def assert_matrices_as_good(logits, iterations):
     options = {"iterations": iterations}
-    assert_as_good(partial(kernels.sinkhorn, **options), partial(sinkhorn, **options), [logits])
+    assert_as_good(partial(kernel, **options), partial(sinkhorn, **options), [logits])
 
 
 @pytest.mark.parametrize("iterations", [1, 20])
@@ -44,7 +45,7 @@ def test_large_logits_stay_finite_and_right(n, iterations):
     assert logits.min() == -200
     assert_matrices_as_good(logits, iterations)
     for size in (1e4, 1e30):
-        matrices, gradient = results(partial(kernels.sinkhorn, iterations=iterations), [size / 100 * logits])
+        matrices, gradient = results(partial(kernel, iterations=iterations), [size / 100 * logits])
         torch.testing.assert_close(matrices.sum(-2), torch.ones(16, n, device=DEVICE))
         assert gradient.isfinite().all()
 
@@ -53,37 +54,37 @@ def test_an_entry_that_must_stay_zero():
     logits = normal(3, 4, 4)
     logits[:, 0, 1] = -torch.inf
     assert_matrices_as_good(logits, 20)
-    assert not kernels.sinkhorn(logits)[:, 0, 1].any()
+    assert not kernel(logits)[:, 0, 1].any()
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's
 def test_not_a_number_stays_in_its_matrix():
     logits = normal(3, 4, 4)
     logits[1, 2, 0] = torch.nan
-    matrices = kernels.sinkhorn(logits)
+    matrices = kernel(logits)
     assert matrices[1].isnan().all()
     assert matrices[[0, 2]].isfinite().all()
 
 
 def test_logits_and_gradients_of_any_strides():
     logits = normal(4, 4, 6).permute(2, 1, 0).requires_grad_()
-    expected = kernels.sinkhorn(logits.detach().contiguous(), 3)
-    assert torch.equal(kernels.sinkhorn(logits, 3), expected)
-    (ours,) = torch.autograd.grad((kernels.sinkhorn(logits, 3) ** 2).mT.sum(0).trace(), logits)
+    expected = kernel(logits.detach().contiguous(), 3)
+    assert torch.equal(kernel(logits, 3), expected)
+    (ours,) = torch.autograd.grad((kernel(logits, 3) ** 2).mT.sum(0).trace(), logits)
     (plain,) = torch.autograd.grad((sinkhorn(logits, 3) ** 2).mT.sum(0).trace(), logits)
     torch.testing.assert_close(ours, plain)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 4), (2, 0, 0)], ids=str)
 def test_no_numbers(shape):
-    for made in results(kernels.sinkhorn, [normal(*shape)]):
+    for made in results(kernel, [normal(*shape)]):
         assert made.shape == shape
 
 
 def test_every_number_of_the_results_is_written(monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(float("nan")))
-    for made in results(partial(kernels.sinkhorn, iterations=2), [normal(20, 3, 3)]):
+    for made in results(partial(kernel, iterations=2), [normal(20, 3, 3)]):
         assert made.isfinite().all()
 
 
@@ -91,36 +92,29 @@ def test_the_logits_alone_are_kept_for_the_backward_pass():
     kept = []
     logits = normal(5, 4, 4, dtype=torch.bfloat16).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        kernels.sinkhorn(logits)
+        kernel(logits)
     assert [x.data_ptr() for x in kept] == [logits.data_ptr()]
 
 
 def test_compiles_into_one_graph():
     torch.compiler.reset()
-    compiled = torch.compile(partial(run, "sinkhorn", "triton", iterations=2), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(partial(kernel, iterations=2), fullgraph=True, backend="aot_eager")
     logits = normal(2, 3, 3)
-    for actual, expected in zip(
-        results(compiled, [logits]), results(partial(kernels.sinkhorn, iterations=2), [logits])
-    ):
+    for actual, expected in zip(results(compiled, [logits]), results(partial(kernel, iterations=2), [logits])):
         assert torch.equal(actual, expected)
 
 
 def test_the_operator_is_registered_as_torch_demands():
-    torch.library.opcheck(kernels.sinkhorn_op, (normal(2, 3, 3).requires_grad_(), 2))
+    torch.library.opcheck(sinkhorn_op, (normal(2, 3, 3).requires_grad_(), 2))
+    torch.library.opcheck(sinkhorn_backward_op, (normal(2, 3, 3), normal(2, 3, 3, seed=1), 2))
 
 
 def test_what_the_kernel_does_not_take_is_an_error():
     with pytest.raises(ValueError, match=r"^logits: expected \(\.\.\., n, n\) = \(2, 3, 3\), got \(2, 3, 4\)"):
-        kernels.sinkhorn(normal(2, 3, 4))
+        kernel(normal(2, 3, 4))
     with pytest.raises(ValueError, match=r"^iterations: expected 1 or more, got 0"):
-        kernels.sinkhorn(normal(3, 3), 0)
-    with pytest.raises(ValueError, match=r"at most 16 rows, got 17: use 'reference'"):
-        kernels.sinkhorn(normal(17, 17))
+        kernel(normal(3, 3), 0)
+    with pytest.raises(ValueError, match=r"1 to 16 rows, got 17: use implementation='reference'"):
+        kernel(normal(17, 17))
     with pytest.raises(TypeError, match=r"logits: .*float64.*'reference'"):
-        kernels.sinkhorn(normal(3, 3).double())
-
-
-def test_the_kernel_is_chosen_by_name():
-    logits = normal(2, 3, 3)
-    assert implementation_of("sinkhorn", "triton", logits) is kernels.sinkhorn
-    assert implementation_of("sinkhorn", "reference", logits) is sinkhorn
+        kernel(normal(3, 3).double())

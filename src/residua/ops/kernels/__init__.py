@@ -1,7 +1,7 @@
-"""Triton kernels with the names and signatures of plain definitions in `residua.ops`, chosen by `ops.implementation`.
+"""Triton kernels of operations in `residua.ops`, under the same names; the operation with `implementation=` runs them.
 
-Importing this package needs triton; importing residua does not. All arithmetic is in float32, whatever the tensors are
-in, and every kernel is a custom operator of torch.library, so that torch.compile meets no graph break.
+Importing this package needs triton; importing residua does not. All arithmetic is in float32, whatever the dtype of the
+tensors. Every kernel is a custom operator of torch.library, so that torch.compile meets no graph break.
 """
 
 try:

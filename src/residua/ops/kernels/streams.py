@@ -1,23 +1,21 @@
-"""Reading, mixing and writing n streams in Triton, with coefficients that each token has or that tokens share.
+"""Reading, mixing and writing n streams in Triton, with coefficients of each token or shared by tokens.
 
 For one token of n streams of d numbers, a read moves n d + d of them forward and 2 n d + d backward, a mix 2 n d and
-3 n d, a write 2 n d + d and 3 n d + 2 d, or, where nothing is mixed, 2 n d + d and n d + 2 d; beside these there are
-only the coefficients, at most n^2 + n numbers for a token each way.
+3 n d, a write 2 n d + d and 3 n d + 2 d, or, where nothing is mixed, 2 n d + d and n d + 2 d. To these come the
+coefficients, at most n^2 + n numbers per token each way.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops.implementation import MAX_CHANNELS
-from residua.ops.kernels.delta import load_row, store_row
-from residua.ops.kernels.tiling import expect_dtypes, on_device_of, token_rows
-from residua.ops.shapes import expand_leading, expect_shape
+from residua.ops.kernels.launch import empty, expect_taken, launch, operator, runs, token_rows
+from residua.ops.kernels.tiles import load_row, store_row
 
 # One program is one token and one warp. It goes along the columns with the rows of all streams in registers: a product
 # of matrices this small is sums of rows times numbers, which need no other thread. Only sums along the columns do, for
@@ -32,13 +30,13 @@ def load_number(start, index):
 
 @triton.jit
 def row_of(numbers, every, count, SIZE: tl.constexpr):
-    """Where the SIZE coefficients of this program's token begin, see `_Shared`."""
+    """Return where the SIZE coefficients of this program's token begin, see `_Shared`."""
     return numbers + ((tl.program_id(0) // every) % count).to(tl.int64) * SIZE
 
 
 @triton.jit
 def partial_sums(row, GROUP: tl.constexpr):
-    """Sums of neighbours, GROUP of them: as many as one thread loads at once, so that no thread needs another."""
+    """Sum GROUP neighbours, as many as one thread loads at once, so that no thread needs another."""
     return tl.sum(tl.reshape(row, [row.shape[0] // GROUP, GROUP]), 1)
 
 
@@ -205,7 +203,7 @@ def _write_backward(
             weight_sums = later
             store_row(grad_y + token * DIM, back, column, DIM)
         if MIXES:
-            later = ()  # a column of the matrix after the other
+            later = ()  # one column of the matrix after another
             for i in tl.static_range(STREAMS):
                 x = load_row(streams + token * token_stride + i * stream_stride, column, DIM)
                 back = tl.zeros([BLOCK], tl.float32)
@@ -232,9 +230,9 @@ class _Shared(NamedTuple):
 
 
 def _shared(x: Tensor | None, leading: Sequence[int], axes: int) -> _Shared:
-    """The rows of coefficients (*some leading, *own), with `axes` axes of their own, for tokens of shape `leading`.
+    """Arrange coefficients (*some leading, *own), with `axes` own axes, as rows for tokens of shape `leading`.
 
-    The leading axes along which they differ lie side by side; those between two such axes are copied out.
+    Only axes between two leading axes along which the coefficients differ are copied out.
     """
     if x is None:
         return _Shared(None, 1, 1)
@@ -248,249 +246,138 @@ def _shared(x: Tensor | None, leading: Sequence[int], axes: int) -> _Shared:
     return _Shared(numbers.contiguous(), math.prod(leading[end:]), math.prod(leading[first:end]))
 
 
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 def _of_tokens(x: Tensor | None, leading: Sequence[int], axes: int) -> Tensor | None:
-    """Room for the gradient of every token's coefficients, in float32 where those of several tokens will be added."""
+    """Allocate the gradient of every token's coefficients, in float32 where several tokens will be added."""
     if x is None:
         return None
     shape = (*leading, *x.shape[x.dim() - axes :])
-    dtype = x.dtype if x.numel() == math.prod(shape) else torch.float32
-    return torch.empty(shape, dtype=dtype, device=x.device)
+    return empty(x, shape, x.dtype if x.numel() == math.prod(shape) else torch.float32)
 
 
 def _added(sums: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x from the sums of every token."""
+    """Return the gradient of x from the sums of every token."""
     return sums.sum_to_size(x.shape).to(x.dtype)
 
 
+def _rows(x: Tensor | None, width: int) -> tuple[Tensor | None, Sequence[int]]:
+    """Return `token_rows` and their strides, 0 for None."""
+    rows = None if x is None else token_rows(x, width)
+    return rows, (0,) * width if rows is None else rows.stride()[:width]
+
+
 class Columns(NamedTuple):
-    """Columns that a warp takes at a time, and those of them that one of its threads takes."""
+    """How many columns a warp takes at a time, and how many of them each of its threads takes."""
 
     block: int
     group: int
 
 
 def columns(x: Tensor) -> Columns:
-    """16 bytes in every thread, in rows like those of x."""
+    """Give every thread 16 bytes of rows in the dtype of x."""
     group = 16 // x.element_size()
     return Columns(min(max(triton.next_power_of_2(x.shape[-1]), 32), 32 * group), group)
 
 
-@torch.library.custom_op("residua::hyper_read", mutates_args=())
+@operator("hyper_read")
 def read_op(streams: Tensor, h_pre: Tensor) -> Tensor:
     *leading, n, dim = streams.shape
-    x = torch.empty(*leading, dim, dtype=streams.dtype, device=streams.device)
-    if streams.numel():
-        rows, pre = token_rows(streams, 2), _shared(h_pre, leading, 1)
-        cut = columns(streams)
-        with on_device_of(streams):
-            _read[(rows.shape[0],)](
-                rows,
-                pre.numbers,
-                x,
-                *rows.stride()[:2],
-                pre.every,
-                pre.count,
-                dim,
-                n,
-                cut.block,
-                num_warps=1,
-            )
+    x = empty(streams, (*leading, dim))
+    if runs(streams):
+        (rows, strides), pre = _rows(streams, 2), _shared(h_pre, leading, 1)
+        arguments = (rows, pre.numbers, x, *strides, pre.every, pre.count, dim, n, columns(streams).block)
+        launch(_read, (rows.shape[0],), *arguments, num_warps=1)
     return x
 
 
-@read_op.register_fake
-def _(streams, h_pre):
-    *leading, _, dim = streams.shape
-    return torch.empty(*leading, dim, dtype=streams.dtype, device=streams.device)
-
-
-@torch.library.custom_op("residua::hyper_read_backward", mutates_args=())
+@operator("hyper_read_backward")
 def read_backward_op(grad: Tensor, streams: Tensor, h_pre: Tensor) -> tuple[Tensor, Tensor]:
-    if not streams.numel():
-        return torch.zeros_like(streams), torch.zeros_like(h_pre)
+    if not runs(streams):
+        return streams.new_zeros(streams.shape), h_pre.new_zeros(h_pre.shape)
     *leading, n, dim = streams.shape
-    grad_streams, grad_pre = _empty(streams), _of_tokens(h_pre, leading, 1)
-    g, rows, pre = token_rows(grad, 1), token_rows(streams, 2), _shared(h_pre, leading, 1)
-    cut = columns(streams)
-    with on_device_of(streams):
-        _read_backward[(rows.shape[0],)](
-            g,
-            rows,
-            pre.numbers,
-            grad_streams,
-            grad_pre,
-            g.stride(0),
-            *rows.stride()[:2],
-            pre.every,
-            pre.count,
-            dim,
-            n,
-            *cut,
-            num_warps=1,
-        )
+    grad_streams, grad_pre = empty(streams), _of_tokens(h_pre, leading, 1)
+    (g, (stride,)), (rows, strides), pre = _rows(grad, 1), _rows(streams, 2), _shared(h_pre, leading, 1)
+    inputs = (g, rows, pre.numbers, grad_streams, grad_pre, stride, *strides, pre.every, pre.count)
+    launch(_read_backward, (rows.shape[0],), *inputs, dim, n, *columns(streams), num_warps=1)
     return grad_streams, _added(grad_pre, h_pre)
 
 
-@read_backward_op.register_fake
-def _(grad, streams, h_pre):
-    return _empty(streams), _empty(h_pre)
-
-
-def _save_read(ctx, inputs, output):
+def _save_read(ctx: Any, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-def _read_gradients(ctx, grad):
+def _read_gradients(ctx: Any, grad):
     return read_backward_op(grad, *ctx.saved_tensors)
 
 
 read_op.register_autograd(_read_gradients, setup_context=_save_read)
 
 
-@torch.library.custom_op("residua::hyper_write", mutates_args=())
+@operator("hyper_write")
 def write_op(streams: Tensor, y: Tensor | None, h_res: Tensor | None, h_post: Tensor | None) -> Tensor:
-    """The written streams; None for h_res is the identity, None for y and h_post writes nothing (`hyper_mix`)."""
+    """Return the written streams; None for h_res is the identity, None for y and h_post only mixes (`hyper_mix`)."""
     *leading, n, dim = streams.shape
-    written = _empty(streams)
-    if streams.numel():
-        rows, ys = token_rows(streams, 2), None if y is None else token_rows(y, 1)
+    written = empty(streams)
+    if runs(streams):
+        (rows, strides), (ys, y_stride) = _rows(streams, 2), _rows(y, 1)
         res, post = _shared(h_res, leading, 2), _shared(h_post, leading, 1)
-        cut = columns(streams)
-        with on_device_of(streams):
-            _write[(rows.shape[0],)](
-                rows,
-                ys,
-                res.numbers,
-                post.numbers,
-                written,
-                *rows.stride()[:2],
-                0 if ys is None else ys.stride(0),
-                res.every,
-                res.count,
-                post.every,
-                post.count,
-                dim,
-                n,
-                cut.block,
-                h_res is not None,
-                y is not None,
-                num_warps=1,
-            )
+        inputs = (rows, ys, res.numbers, post.numbers, written, *strides, *y_stride, *res[1:], *post[1:], dim, n)
+        options = (columns(streams).block, h_res is not None, y is not None)
+        launch(_write, (rows.shape[0],), *inputs, *options, num_warps=1)
     return written
 
 
-@write_op.register_fake
-def _(streams, y, h_res, h_post):
-    return _empty(streams)
-
-
-@torch.library.custom_op("residua::hyper_write_backward", mutates_args=())
+@operator("hyper_write_backward")
 def write_backward_op(
     grad: Tensor, streams: Tensor | None, y: Tensor | None, h_res: Tensor | None, h_post: Tensor | None
 ) -> list[Tensor]:
-    """The gradients of those inputs that are given; `streams` without h_res is not: its gradient is `grad`."""
+    """Return the gradients of the inputs that are given; `streams` is None without h_res: its gradient is `grad`."""
     inputs = (streams, y, h_res, h_post)
-    if not grad.numel():
-        return [torch.zeros_like(x) for x in inputs if x is not None]
+    if not runs(grad):
+        return [x.new_zeros(x.shape) for x in inputs if x is not None]
     *leading, n, dim = grad.shape
-    made = [
-        None if streams is None else _empty(streams),
-        None if y is None else _empty(y),
+    found = [
+        None if streams is None else empty(streams),
+        None if y is None else empty(y),
         _of_tokens(h_res, leading, 2),
         _of_tokens(h_post, leading, 1),
     ]
-    g, ys = token_rows(grad, 2), None if y is None else token_rows(y, 1)
-    rows = None if streams is None else token_rows(streams, 2)
+    (g, g_strides), (rows, strides), (ys, y_stride) = _rows(grad, 2), _rows(streams, 2), _rows(y, 1)
     res, post = _shared(h_res, leading, 2), _shared(h_post, leading, 1)
-    cut = columns(grad)
-    with on_device_of(grad):
-        _write_backward[(g.shape[0],)](
-            g,
-            rows,
-            ys,
-            res.numbers,
-            post.numbers,
-            *made,
-            *g.stride()[:2],
-            *((0, 0) if rows is None else rows.stride()[:2]),
-            0 if ys is None else ys.stride(0),
-            res.every,
-            res.count,
-            post.every,
-            post.count,
-            dim,
-            n,
-            *cut,
-            h_res is not None,
-            y is not None,
-            num_warps=1,
-        )
-    return [_added(ours, x) for ours, x in zip(made, inputs) if x is not None]
+    arguments = (g, rows, ys, res.numbers, post.numbers, *found, *g_strides, *strides, *y_stride, *res[1:], *post[1:])
+    options = (dim, n, *columns(grad), h_res is not None, y is not None)
+    launch(_write_backward, (g.shape[0],), *arguments, *options, num_warps=1)
+    return [_added(ours, x) for ours, x in zip(found, inputs) if x is not None]
 
 
-@write_backward_op.register_fake
-def _(grad, streams, y, h_res, h_post):
-    return [_empty(x) for x in (streams, y, h_res, h_post) if x is not None]
-
-
-def _save_write(ctx, inputs, output):
+def _save_write(ctx: Any, inputs, output):
     streams, y, h_res, h_post = inputs
     ctx.save_for_backward(None if h_res is None else streams, y, h_res, h_post)
 
 
-def _write_gradients(ctx, grad):
-    made = iter(write_backward_op(grad, *ctx.saved_tensors))
-    streams, *others = (None if x is None else next(made) for x in ctx.saved_tensors)
+def _write_gradients(ctx: Any, grad):
+    found = iter(write_backward_op(grad, *ctx.saved_tensors))
+    streams, *others = (None if x is None else next(found) for x in ctx.saved_tensors)
     return grad if streams is None else streams, *others
 
 
 write_op.register_autograd(_write_gradients, setup_context=_save_write)
 
 
-def hyper_read(streams: Tensor, h_pre: Tensor) -> Tensor:
-    """x = sum_i h_pre[i] X[i] as `residua.ops.hyper_read` computes it, with up to 16 streams.
+# Each computes the op of the same name, with one derivative, for 1 to 16 streams in float32, bfloat16 or float16; a
+# gradient has the dtype of its tensor. Kept for the backward pass: the inputs, without h_res not the streams. Raises
+# ValueError for other numbers of streams, TypeError for other dtypes.
 
-    streams: (..., n, d), h_pre: (..., n), whose leading axes broadcast against those of the streams, each in float32,
-    bfloat16 or float16. Returns (..., d) in the dtype of `streams`; gradients have the dtypes of the inputs, and can be
-    taken once. Kept for the backward pass: the inputs. Other shapes raise ValueError, other dtypes TypeError.
-    """
-    _expect_coefficients(streams, h_pre=h_pre)
+
+def hyper_read(streams: Tensor, h_pre: Tensor) -> Tensor:
+    expect_taken("streams", streams.shape[-2], streams=streams, h_pre=h_pre)
     return read_op(streams, h_pre)
 
 
 def hyper_mix(streams: Tensor, h_res: Tensor) -> Tensor:
-    """X'[o] = sum_i h_res[o, i] X[i] as `residua.ops.hyper_mix` computes it, with up to 16 streams.
-
-    streams: (..., n, d), h_res: (..., n, n); all else as for `hyper_read`. Returns (..., n, d).
-    """
-    _expect_coefficients(streams, h_res=h_res)
+    expect_taken("streams", streams.shape[-2], streams=streams, h_res=h_res)
     return write_op(streams, None, h_res, None)
 
 
 def hyper_write(streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor) -> Tensor:
-    """X'[o] = sum_i h_res[o, i] X[i] + h_post[o] y as `residua.ops.hyper_write` computes it, with up to 16 streams.
-
-    streams: (..., n, d), y: (..., d), h_res: (..., n, n) or None, which is the identity, h_post: (..., n); all else as
-    for `hyper_read`. Returns (..., n, d). Without h_res the streams are not kept for the backward pass.
-    """
-    *leading, _, dim = streams.shape
-    expect_shape("y", y, (*leading, dim), "(..., d)")
-    _expect_coefficients(streams, h_post=h_post, h_res=h_res)
-    expect_dtypes(y=y)
+    expect_taken("streams", streams.shape[-2], streams=streams, y=y, h_res=h_res, h_post=h_post)
     return write_op(streams, y, h_res, h_post)
-
-
-def _expect_coefficients(streams: Tensor, **coefficients: Tensor | None) -> None:
-    """Raise ValueError or TypeError for streams and coefficients, h_res or vectors, that no kernel takes."""
-    *leading, n, _ = streams.shape
-    if not 1 <= n <= MAX_CHANNELS:
-        raise ValueError(f"streams: the Triton kernels take 1 to {MAX_CHANNELS} streams, got {n}: use 'reference'")
-    given = {name: x for name, x in coefficients.items() if x is not None}
-    for name, x in given.items():
-        own, meaning = ((n, n), "(..., n, n)") if name == "h_res" else ((n,), "(..., n)")
-        expand_leading(name, x, leading, own, meaning)
-    expect_dtypes(streams=streams, **given)

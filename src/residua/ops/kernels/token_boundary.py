@@ -1,9 +1,9 @@
 """The boundary between two sublayers with a read that looks back over tokens, in Triton.
 
-A program walks along a chunk of one sequence. Forward it keeps kernel - 1 rows: what the tokens so far will add to the
-next reads. It starts kernel - 1 tokens early, so that its first read is whole; that is all that is read twice. Backward
-it also runs kernel - 1 tokens late, because the gradient of a state needs those of the reads that follow: a token is
-finished kernel - 1 tokens after its read was, when its state comes from the nearest cache. A state that was not kept is
+A program walks along a chunk of one sequence. Forward it carries kernel - 1 rows: what the tokens so far add to the
+next reads. It starts kernel - 1 tokens early, so that its first read is whole; nothing else is read twice. Backward it
+also runs kernel - 1 tokens late, because the gradient of a state needs the gradients of the reads that follow: a token
+is finished kernel - 1 tokens after its read, when its state comes from the nearest cache. A state that was not kept is
 replayed both times.
 """
 
@@ -14,38 +14,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops.boundary import Boundary, ValueInput, expect_following
-from residua.ops.delta import Guard
-from residua.ops.kernels.boundary import (
-    channel_boundary,
-    differentiable,
-    made,
-    through_norm,
-    through_write,
+from residua.ops.kernels.channel_boundary import allocated, channel_boundary, differentiable
+from residua.ops.kernels.launch import (
+    chunk_length,
+    empty,
+    launch,
+    num_warps,
+    operator,
+    packed,
+    runs,
+    token_rows,
+    whole_row,
 )
-from residua.ops.kernels.delta import (
-    guarded_scale,
+from residua.ops.kernels.replay import since_kept
+from residua.ops.kernels.tiles import (
+    inverse_norm,
     load_channels,
     load_row,
     load_state,
     load_tile,
-    since_kept,
     stepped,
     store_channels,
     store_row,
     store_tile,
+    through_norm,
+    through_write,
 )
-from residua.ops.kernels.tiling import (
-    chunk_length,
-    expect_dtypes,
-    expect_kernel_write,
-    num_warps,
-    on_device_of,
-    token_rows,
-    whole_row,
-)
-from residua.ops.precision import fresh
-from residua.ops.shapes import expect_shape
 
 
 @triton.jit
@@ -77,7 +71,7 @@ def _forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     KERNEL: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    K_NORM: tl.constexpr,
     FROM_CONTEXT: tl.constexpr,
 ):
     channel = tl.arange(0, ROWS)
@@ -92,7 +86,7 @@ def _forward(
         token = sequence + index
         x = load_tile(state + token * state_stride, channel, column, channel_stride, CHANNELS, DIM)
         raw = load_row(k + token * k_stride, column, DIM)
-        inverse = guarded_scale(tl.sum(raw * raw, 0), eps, DIM, NORMALISE)
+        inverse = inverse_norm(tl.sum(raw * raw, 0), eps, DIM, K_NORM)
         rest = load_channels(v + token * CHANNELS, channel, CHANNELS) - inverse * tl.sum(x * raw[None, :], 1)
         after = stepped(x, tl.load(beta + token).to(tl.float32) * rest, inverse * raw)
 
@@ -106,7 +100,7 @@ def _forward(
             later = later + (part,)
         ahead = later
 
-        # Tokens before the chunk belong to the program before.
+        # Tokens before the chunk belong to the previous program, which stores their results.
         width = tl.where(index >= start, DIM, 0)
         count = tl.where(index >= start, CHANNELS, 0)
         inverse_root = 1.0 / tl.sqrt(tl.sum(read * read, 0) / DIM + norm_eps)
@@ -160,7 +154,7 @@ def _backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     KERNEL: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    K_NORM: tl.constexpr,
     FROM_CONTEXT: tl.constexpr,
 ):
     channel = tl.arange(0, ROWS)
@@ -182,7 +176,7 @@ def _backward(
     grad_gate_weight = tl.zeros([BLOCK], tl.float32)
 
     for step_index in range(tl.maximum(start - (KERNEL - 1), 0), end + (KERNEL - 1)):
-        # The read of this token once more, and its gradient. Behind the sequence all is zero.
+        # Recompute the read of this token, then its gradient. After the end of the sequence everything is zero.
         index = tl.cast(step_index, tl.int64)
         token = sequence + index
         within = index < seq
@@ -192,7 +186,7 @@ def _backward(
         rest = load_channels(error + token * CHANNELS, channel, count)
         x = load_state(state, since, token, state_stride, channel_stride, channel, column, CHANNELS, width, count)
         if REPLAYED:
-            # For the second time: until the gradient of this state is known, there is room in its place.
+            # Store the state for its second use, where its gradient will be written later.
             own_width = tl.where((index >= start) & (index < end), DIM, 0)
             store_tile(grad_state + token * CHANNELS * DIM, x, channel, column, DIM, CHANNELS, own_width)
         step = tl.load(beta + token, mask=within, other=0.0).to(tl.float32) * rest
@@ -221,14 +215,14 @@ def _backward(
         on_read = through_norm(on_context, normed, gains, inverse_root, DIM)
         if not FROM_CONTEXT:
             on_read += on_seen
-        # The tokens around the chunk are summed by the programs that they belong to.
+        # Tokens outside the chunk are summed by the programs they belong to.
         own = tl.where(index >= start, 1.0, 0.0) * tl.where(index < end, 1.0, 0.0)
         seen = gains * normed if FROM_CONTEXT else read
         grad_value_weight += (own * on_value)[:, None] * seen[None, :]
         grad_gain += own * (on_context * normed)
         grad_gate_weight += (own * on_gate) * (gains * normed)
 
-        # All reads of the token KERNEL - 1 steps back have their gradients now.
+        # Now every read of the token KERNEL - 1 steps back has its gradient.
         index -= KERNEL - 1
         token -= KERNEL - 1
         done = index >= start
@@ -239,8 +233,8 @@ def _backward(
         direction = inverse * load_row(k + token * k_stride, column, width)
         rest = load_channels(error + token * CHANNELS, channel, count)
         wanted = load_channels(v + token * CHANNELS, channel, count)
-        # All threads have written what is read here. It also keeps a compiler from loading the tiles below early, for
-        # which there are no registers: without it, about a hundred of them go to memory and back for every token.
+        # Wait until all threads have written what is read here. The barrier also keeps the compiler from loading the
+        # tiles below early: without it, about a hundred registers spill to memory for every token.
         tl.debug_barrier()
         if REPLAYED:
             x = load_tile(grad_state + token * CHANNELS * DIM, channel, column, DIM, CHANNELS, width)
@@ -258,7 +252,7 @@ def _backward(
                 remaining = remaining + (on_later,)
         on_reads = remaining
         grad_taps = next_grad_taps
-        out, back, erased, on_beta = through_write(g, x, direction, gate, rest, wanted, inverse, eps, NORMALISE)
+        out, back, erased, on_beta = through_write(g, x, direction, gate, rest, wanted, inverse, eps, K_NORM)
         store_row(grad_k + token * DIM, back, column, width)
         store_tile(grad_state + token * CHANNELS * DIM, out, channel, column, DIM, CHANNELS, width)
         store_channels(grad_v + token * CHANNELS, erased, channel, count)
@@ -274,209 +268,72 @@ def _backward(
     store_row(sums + ((KERNEL + 1) * CHANNELS + 1) * DIM, grad_gate_weight, column, DIM)
 
 
-@torch.library.custom_op("residua::token_boundary", mutates_args=())
+@operator("token_boundary")
 def token_op(
     state: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    taps: Tensor,
-    gain: Tensor,
-    gate_weight: Tensor,
-    value_weight: Tensor,
-    normalise: str,
+    write: Sequence[Tensor],
+    reader: Sequence[Tensor],
+    k_norm: str,
     eps: float,
     norm_eps: float,
     from_context: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = made(state)
-    seq, channels, dim = state.shape[-3:]
-    x, raw = token_rows(state, 2), token_rows(k, 1)
-    if state.numel():
-        tile = whole_row(channels, dim)
+) -> list[Tensor]:
+    """As `channel_boundary.channel_op`; the first tensor of `reader` is the taps."""
+    results = allocated(state)
+    if runs(state):
+        k, v, beta = write
+        seq, channels, dim = state.shape[-3:]
+        x, raw, tile = token_rows(state, 2), token_rows(k, 1), whole_row(channels, dim)
         chunk = chunk_length(state, x.shape[0], 3)
-        with on_device_of(state):
-            _forward[(triton.cdiv(seq, chunk), x.shape[0] // seq)](
-                x,
-                raw,
-                *(t.contiguous() for t in (v, beta, taps, gain, gate_weight, value_weight)),
-                *outputs,
-                seq,
-                chunk,
-                *x.stride()[:2],
-                raw.stride(0),
-                eps,
-                norm_eps,
-                dim,
-                channels,
-                tile.rows,
-                tile.block,
-                taps.shape[0],
-                normalise,
-                from_context,
-                num_warps=num_warps(tile, 40),
-            )
-    return outputs
+        sizes = (eps, norm_eps, dim, channels, tile.rows, tile.block, reader[0].shape[0])
+        arguments = (x, raw, *packed(v, beta, *reader), *results, seq, chunk, *x.stride()[:2], raw.stride(0), *sizes)
+        grid = (triton.cdiv(seq, chunk), x.shape[0] // seq)
+        launch(_forward, grid, *arguments, k_norm, from_context, num_warps=num_warps(tile, 40))
+    return results
 
 
-@token_op.register_fake
-def _(state, k, v, beta, taps, gain, gate_weight, value_weight, normalise, eps, norm_eps, from_context):
-    return made(state)
-
-
-@torch.library.custom_op("residua::token_boundary_backward", mutates_args=())
+@operator("token_boundary_backward")
 def token_backward_op(
-    grad_written: Tensor,
-    grad_context: Tensor,
-    grad_gate: Tensor,
-    grad_value: Tensor,
+    grads: Sequence[Tensor],
     state: Tensor,
     since: Sequence[Tensor],
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    taps: Tensor,
-    gain: Tensor,
-    gate_weight: Tensor,
-    value_weight: Tensor,
-    error: Tensor,
-    scale: Tensor,
-    root: Tensor,
-    normalise: str,
+    write: Sequence[Tensor],
+    reader: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    k_norm: str,
     eps: float,
     from_context: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
+    """Return the gradients of state, write and reader."""
+    if not runs(state):
+        return [x.new_zeros(x.shape) for x in (state, *write, *reader)]
+    k, v, beta = write
+    grad_written, grad_context, grad_gate, grad_value = grads
     seq, channels, dim = state.shape[-3:]
-    kernel = taps.shape[0]
-    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (state, k, v, beta))
+    kernel = reader[0].shape[0]
+    found = [empty(x) for x in (state, *write)]
     g, x = token_rows(grad_written, 2), token_rows(state, 2)
     raw, on_context = token_rows(k, 1), token_rows(grad_context, 1)
     tile = whole_row(channels, dim)
-    chunk = chunk_length(state, max(1, x.shape[0]), 1)
-    grid = (triton.cdiv(seq, chunk), x.shape[0] // seq) if state.numel() else (0, 0)
-    partial = torch.empty(grid[0] * grid[1], (kernel + 1) * channels + 2, dim, dtype=torch.float32, device=state.device)
-    if state.numel():
-        with on_device_of(state):
-            _backward[grid](
-                g,
-                on_context,
-                *(t.contiguous() for t in (grad_gate, grad_value)),
-                x,
-                since_kept(since),
-                raw,
-                *(t.contiguous() for t in (v, beta, taps, gain, gate_weight, value_weight, error, scale, root)),
-                *grads,
-                partial,
-                seq,
-                chunk,
-                *g.stride()[:2],
-                *x.stride()[:2],
-                raw.stride(0),
-                on_context.stride(0),
-                eps,
-                dim,
-                channels,
-                tile.rows,
-                tile.block,
-                kernel,
-                normalise,
-                from_context,
-                num_warps=num_warps(tile, 20),
-            )
+    chunk = chunk_length(state, x.shape[0], 1)
+    grid = (triton.cdiv(seq, chunk), x.shape[0] // seq)
+    partial = empty(state, (grid[0] * grid[1], (kernel + 1) * channels + 2, dim), torch.float32)
+    beside = packed(v, beta, *reader, *saved)
+    inputs = (g, on_context, *packed(grad_gate, grad_value), x, since_kept(since), raw, *beside)
+    strides = (*g.stride()[:2], *x.stride()[:2], raw.stride(0), on_context.stride(0))
+    arguments = (*inputs, *found, partial, seq, chunk, *strides, eps, dim, channels, tile.rows, tile.block, kernel)
+    launch(_backward, grid, *arguments, k_norm, from_context, num_warps=num_warps(tile, 20))
     sums = partial.sum(0)
     small = (sums[: kernel * channels].view(kernel, channels, dim), sums[-2], sums[-1], sums[kernel * channels : -2])
     # Copies: the results of an operator share no memory.
-    return *grads, *(s.to(t.dtype, copy=True) for s, t in zip(small, (taps, gain, gate_weight, value_weight)))
+    return found + [s.to(x.dtype, copy=True) for s, x in zip(small, reader)]
 
 
-@token_backward_op.register_fake
-def _(
-    grad_written,
-    grad_context,
-    grad_gate,
-    grad_value,
-    state,
-    since,
-    k,
-    v,
-    beta,
-    taps,
-    gain,
-    gate_weight,
-    value_weight,
-    error,
-    scale,
-    root,
-    normalise,
-    eps,
-    from_context,
-):
-    inputs = (state, k, v, beta, taps, gain, gate_weight, value_weight)
-    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs)
+_several_taps = differentiable(token_op, token_backward_op, "taps")
 
 
-_boundary = differentiable(token_op, token_backward_op)
-
-
-def token_boundary(
-    state: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    taps: Tensor,
-    gain: Tensor,
-    gate_weight: Tensor,
-    value_weight: Tensor,
-    *,
-    normalise: Guard | None = "rms",
-    eps: float = 1e-5,
-    norm_eps: float = 1e-5,
-    value_input: ValueInput = "stream",
-    rebuild_every: int = 1,
-) -> Boundary:
-    """The write and the read as `residua.ops.boundary.token_boundary` computes them, with up to 16 value channels.
-
-    Arguments as there, each in float32, bfloat16 or float16. What is read is the state before it is rounded to its
-    dtype. Gradients have the dtypes of the inputs, and can be taken once. Kept for the backward pass: the inputs, of
-    the states one of `rebuild_every` along a chain of writes, and value_channels + 2 float32 numbers for every token,
-    not x_in.
-
-    Other shapes and other options raise ValueError, other dtypes TypeError.
-    """
-    if state.dim() < 3:
-        raise ValueError(f"state: expected (..., seq, value_channels, dim), got {tuple(state.shape)}")
-    expect_kernel_write(state, k, v, beta, normalise)
-    expect_shape("taps", taps, (taps.shape[0], *state.shape[-2:]), "(kernel, value_channels, dim)")
-    expect_following(state, gain, gate_weight, value_weight, value_input)
-    expect_dtypes(taps=taps, gain=gain, gate_weight=gate_weight, value_weight=value_weight)
+def token_boundary(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, taps: Tensor, *others) -> tuple[Tensor, ...]:
+    """Compute `ops.write_read.token_boundary`; arguments and results as in `differentiable`."""
     if taps.shape[0] == 1:
-        return channel_boundary(
-            state,
-            k,
-            v,
-            beta,
-            taps[0],
-            gain,
-            gate_weight,
-            value_weight,
-            normalise=normalise,
-            eps=eps,
-            norm_eps=norm_eps,
-            value_input=value_input,
-            rebuild_every=rebuild_every,
-        )
-    return _boundary(
-        state,
-        k,
-        v,
-        beta,
-        taps,
-        gain,
-        gate_weight,
-        value_weight,
-        normalise or "none",
-        fresh(eps),
-        fresh(norm_eps),
-        value_input == "context",
-        rebuild_every,
-    )
+        return channel_boundary(state, k, v, beta, taps[0], *others)
+    return _several_taps(state, k, v, beta, taps, *others)

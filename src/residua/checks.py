@@ -1,0 +1,69 @@
+"""Check values that come from outside, and say what was expected, what came and what was perhaps meant."""
+
+import types
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, Literal, Union, get_args, get_origin
+
+from residua.errors import InputError
+
+LONGEST = 300
+"""Characters of a wrong value that an error shows."""
+
+
+def require(condition: bool, name: str, expected: str, got: Any) -> None:
+    """Raise InputError for the value `got` of `name` unless `condition` holds."""
+    if not condition:
+        raise InputError(f"{name}: expected {expected}, got {shown(got)}")
+
+
+def shown(value: Any) -> str:
+    """Return the repr of a value as an error shows it: cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write integers of more than 4300 digits
+        text = "a number with thousands of digits"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def did_you_mean(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return "; did you mean X?" with the nearest of the `known` names, or "" where none is near.
+
+    A mapping gives the text to show for each name.
+    """
+    close = get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    if not close:
+        return ""
+    return f"; did you mean {known[close[0]] if isinstance(known, Mapping) else close[0]}?"
+
+
+def fits(value: Any, declared: Any) -> bool:
+    """Return whether `value` is of the declared type. An int is a float too; a bool is neither."""
+    if get_origin(declared) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(declared))
+    if get_origin(declared) in (Union, types.UnionType):
+        return any(fits(value, option) for option in get_args(declared))
+    if declared is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if declared is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, declared)
+
+
+def words(declared: Any) -> str:
+    """Return a type in words, as a configuration file has it: "a whole number or null"."""
+    if get_origin(declared) is Literal:
+        return f"one of {', '.join(map(str, get_args(declared)))}"
+    if get_origin(declared) in (Union, types.UnionType):
+        return " or ".join(map(words, get_args(declared)))
+    return _WORDS.get(declared, getattr(declared, "__name__", str(declared)))
+
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a mapping",
+    type(None): "null",
+}

@@ -1,0 +1,148 @@
+"""What the commands share: their shape, exit statuses, their parser, and options that several of them have."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from residua.checks import did_you_mean, shown
+from residua.errors import InputError
+from residua.terminal import one_line
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+"""Exit statuses."""
+Arguments = argparse.Namespace
+
+
+class Command(Protocol):
+    """What a module in this package has."""
+
+    HELP: str
+    """One line for the overview and for `--help`."""
+    EXAMPLES: str
+    """Command lines, one a line."""
+
+    def add_arguments(self, parser: "Parser") -> None:
+        """Add the options to the command's parser."""
+
+    def run(self, arguments: Arguments) -> int | None:
+        """Do it; return an exit status, None for 0. InputError and RunError become one line."""
+
+
+class SubCommand(NamedTuple):
+    """One of several things that a command does. Its arguments are added when it is chosen."""
+
+    help: str
+    description: str
+    add_arguments: Callable[["Parser"], None]
+    run: Callable[[Arguments], int | None]
+
+
+class HelpShown(Exception):
+    """argparse has printed what `--help` asked for."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises instead of ending the process, and that says what a misspelt option was meant to be."""
+
+    def __init__(self, *args: Any, fill: Callable[["Parser"], None] | None = None, **options: Any):
+        super().__init__(*args, allow_abbrev=False, **options)
+        self._fill = fill
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Arguments, list[str]]:
+        """Parse all arguments; an unknown one is an error."""
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
+            fill(self)
+        arguments, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown[0])
+        return arguments, unknown
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; {self.prog} --help shows what there is")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise HelpShown
+
+    def add_subcommands(self, table: Mapping[str, SubCommand]) -> None:
+        """Expect the name of one of these; `arguments.chosen` is then its `run`."""
+        parsers = self.add_subparsers(required=True, dest="subcommand", metavar="|".join(table))
+        for name, (help, description, add_arguments, run) in table.items():
+            child = parsers.add_parser(name, help=help, description=description, fill=add_arguments)
+            child.set_defaults(chosen=run)
+
+    def _refuse(self, argument: str) -> NoReturn:
+        if not argument.startswith("-"):
+            self.error(f"unexpected argument {shown(argument)}")
+        option = argument.partition("=")[0]
+        known = {name: name for name in self._option_string_actions}
+        # `--lr` for `--train.lr`
+        known = {f"--{name.rpartition('.')[2]}": name for name in known if "." in name} | known
+        self.error(f"unknown option {option}{did_you_mean(option, known)}")
+
+
+def whole(low: int = -(2**63), high: int = 2**63 - 1) -> Callable[[str], int]:
+    """Return the type of an option that takes a whole number from `low` to `high`; the default is 64 bits."""
+    limits = f" from {low} to {high}" if low > -(2**63) else " of at most 64 bits"
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:  # also for more digits than Python reads
+            raise argparse.ArgumentTypeError(f"expected a whole number, got {shown(text)}") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"expected a whole number{limits}, got {shown(value)}")
+        return value
+
+    return read
+
+
+def finite(text: str) -> float:
+    """Read the value of an option that takes a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {shown(text)}") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"expected a finite number, got {text}")
+    return value
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="folder of a run, made by residua train")
+    add_checkpoint(parser)
+
+
+def add_checkpoint(parser: Any) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        type=_step,
+        metavar="STEP",
+        help="the checkpoint of this step, or best: the one with the lowest validation loss among the kept ones "
+        "(default: the newest)",
+    )
+
+
+def _step(text: str) -> int | str:
+    if text == "best" or (text.isascii() and text.isdecimal() and len(text) < 20):
+        return text if text == "best" else int(text)
+    raise argparse.ArgumentTypeError(f"expected the number of a step or best, got {shown(text)}")
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def fail(error: object, status: int) -> int:
+    """Print one line on stderr, where there is one; return `status`."""
+    with suppress(OSError):  # nobody reads it
+        print(f"residua: {one_line(error)}", file=sys.stderr, flush=True)
+    return status

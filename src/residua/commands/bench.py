@@ -1,0 +1,248 @@
+"""The command `residua bench` and what it can measure."""
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import fields
+from itertools import count
+from typing import Any, get_args
+
+from residua.commands.base import Arguments, Parser, SubCommand, add_json, print_json, whole
+from residua.tables import print_table
+from residua.terminal import one_line
+
+HELP = "measure speed and memory of the schemes, and of single operations"
+EXAMPLES = """\
+residua bench models --device cpu --presets ddl-cc ddl-tc
+residua bench memory --presets ddl-cc ddl-cc:rebuild=none
+residua bench generate --presets ddl ddl-cc
+residua bench ops --device cuda"""
+Advance = Callable[[], None]
+MOST_THREADS = 4096
+
+NUMBERS: Mapping[str, str] = {
+    "layers": "layers of attention and MLP",
+    "dim": "width",
+    "heads": "attention heads",
+    "head_dim": "width of a head",
+    "sequence_length": "tokens in a sequence",
+    "batch_size": "sequences in a step",
+    "prompt_length": "tokens before the timed ones",
+    "new_tokens": "tokens that are written in one measurement",
+    "vocab_size": "rows of the embedding",
+    "rounds": "times each candidate is measured",
+    "warmup": "rounds before that which do not count",
+    "threads": "of the CPU; with more than one, wall-clock time is measured in place of CPU time",
+    "seed": "of weights and inputs",
+}
+"""What the help says of settings that are whole numbers. A sub-command has the ones that its settings have."""
+LISTS: Mapping[str, str] = {
+    "tokens": "tokens of all sequences together",
+    "dims": "widths",
+    "channels": "value channels, or streams",
+    "batch_sizes": "sequences that are written at once",
+}
+"""The same for lists of whole numbers."""
+COMPILE = "compile every model, the plain residual included"
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_subcommands(SUBCOMMANDS)
+
+
+def run(arguments: Arguments) -> int | None:
+    return arguments.chosen(arguments)
+
+
+def _shared(parser: Parser, settings: type) -> None:
+    """Add the device, everything of `settings` that `NUMBERS` and `LISTS` explain, and where results go."""
+    from residua.benchmarks.settings import Device
+
+    parser.add_argument("--device", default=settings.device, choices=get_args(Device), help="(default: %(default)s)")
+    for field in fields(settings):
+        option = f"--{field.name.replace('_', '-')}"
+        if field.name in NUMBERS:
+            meaning = f"{NUMBERS[field.name]} (default: %(default)s)"
+            kind = whole(high=MOST_THREADS) if field.name == "threads" else whole()
+            parser.add_argument(option, type=kind, default=field.default, metavar="N", help=meaning)
+        elif field.name in LISTS:
+            meaning = f"{LISTS[field.name]} (default: {' '.join(map(str, field.default))})"
+            parser.add_argument(option, type=whole(), nargs="+", default=field.default, metavar="N", help=meaning)
+    parser.add_argument("--out", metavar="FILE", help="append one JSON line for each result")
+    add_json(parser)
+
+
+def _of_models(parser: Parser, settings: type, precision: str) -> None:
+    from residua.benchmarks.settings import BASELINE, Precision
+
+    parser.add_argument(
+        "--presets",
+        nargs="+",
+        default=settings.presets,
+        metavar="NAME",
+        help=f"schemes to measure beside {BASELINE}, with options where wanted, as in ddl-cc:rebuild=none "
+        "(default: all that residua schemes lists)",
+    )
+    _shared(parser, settings)
+    parser.add_argument(
+        "--precision",
+        default=settings.precision,
+        choices=get_args(Precision),
+        help=f"{precision} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--state-dtype", choices=get_args(Precision), help="of the residual state (default: as the embeddings)"
+    )
+
+
+def _models_arguments(parser: Parser) -> None:
+    from residua.benchmarks import models
+
+    _of_models(parser, models.ModelSettings, "bfloat16 is autocast")
+    parser.add_argument("--compile", action="store_true", help=COMPILE)
+
+
+def _generate_arguments(parser: Parser) -> None:
+    from residua.benchmarks import generate
+
+    _of_models(parser, generate.GenerateSettings, "of the weights")
+    parser.add_argument("--compile", action="store_true", help=f"{COMPILE}; with CUDA graphs on a CUDA device")
+
+
+def _memory_arguments(parser: Parser) -> None:
+    from residua.benchmarks import memory
+
+    _of_models(parser, memory.MemorySettings, "bfloat16 is autocast")
+    parser.add_argument("--compile", action="store_true", help=COMPILE)
+    parser.add_argument(
+        "--no-peak", dest="peak", action="store_false", help="only count what is kept, without running a step"
+    )
+
+
+def _ops_arguments(parser: Parser) -> None:
+    from residua.benchmarks import ops
+    from residua.benchmarks.cases import CASES, CONNECTIONS, Dtype
+
+    parser.add_argument(
+        "--operations",
+        nargs="+",
+        default=ops.OpSettings.operations,
+        metavar="NAME",
+        help=f"of {', '.join(CASES)}, and {CONNECTIONS[0]} or another preset: the connection around a sublayer "
+        "(default: all, and some connections)",
+    )
+    parser.add_argument(
+        "--implementation",
+        dest="implementations",
+        nargs="+",
+        default=ops.OpSettings.implementations,
+        choices=get_args(ops.Implementation),
+        help="(default: auto)",
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", default=ops.OpSettings.dtypes, choices=get_args(Dtype), help="(default: float32)"
+    )
+    _shared(parser, ops.OpSettings)
+
+
+def _chosen(arguments: Arguments, settings: type) -> Any:
+    values = {
+        field.name: getattr(arguments, field.name) for field in fields(settings) if hasattr(arguments, field.name)
+    }
+    return settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _models(arguments: Arguments) -> int:
+    from residua.benchmarks import models
+
+    settings = _chosen(arguments, models.ModelSettings)
+    steps = len(settings.presets) * (settings.warmup + settings.rounds)
+    return _measure(arguments, steps, lambda advance: models.benchmark(settings, advance=advance))
+
+
+def _generate(arguments: Arguments) -> int:
+    from residua.benchmarks import generate
+
+    settings = _chosen(arguments, generate.GenerateSettings)
+    steps = len(settings.batch_sizes) * len(settings.presets) * (settings.warmup + settings.rounds)
+    return _measure(arguments, steps, lambda advance: generate.benchmark(settings, advance=advance))
+
+
+def _memory(arguments: Arguments) -> int:
+    from residua.benchmarks import memory
+
+    settings = _chosen(arguments, memory.MemorySettings)
+    return _measure(arguments, len(settings.presets), lambda advance: memory.benchmark(settings, advance=advance))
+
+
+def _ops(arguments: Arguments) -> int:
+    from residua.benchmarks import ops
+
+    settings = _chosen(arguments, ops.OpSettings)
+    return _measure(arguments, len(settings.plan()), lambda advance: ops.benchmark(settings, advance=advance))
+
+
+def _measure(arguments: Arguments, steps: int, benchmark: Callable[[Advance], Any]) -> int:
+    """Run the benchmark with a bar of so many steps; write and print its results, and its notes on stderr."""
+    from residua.runs.folder import writable
+    from residua.runs.jsonlines import JsonLines
+    from residua.runs.progress import Progress
+
+    with ExitStack() as stack:
+        lines = None
+        if arguments.out is not None:
+            with writable(arguments.out, "a file to append to"):  # before hours are spent on the records
+                lines = stack.enter_context(JsonLines(arguments.out))
+        bar = stack.enter_context(Progress("checking, then measuring", steps, lines=False, threaded=False))
+        done = count()
+
+        def advance() -> None:
+            bar.update(number := next(done), f"{number}/{steps}")
+
+        advance()
+        result = benchmark(advance)
+        records = result.records()
+        if lines is not None:
+            for record in records:
+                lines.write(record)
+            lines.sync()
+    if arguments.json:
+        print_json(records)
+    else:
+        print_table(*result.table())
+    for note in getattr(result, "notes", []):
+        print(one_line(note), file=sys.stderr)
+    return 0
+
+
+SUBCOMMANDS: Mapping[str, SubCommand] = {
+    "ops": SubCommand(
+        "single operations against the bandwidth of a copy",
+        "Time operations, forward and with backward, from cold caches, and say what share of the bandwidth of a copy "
+        "they reach with the bytes that they must move. Check every implementation against float64 first. "
+        "Liger-Kernel and hyper-connections take part where they are installed.",
+        _ops_arguments,
+        _ops,
+    ),
+    "models": SubCommand(
+        "training step of whole language models",
+        "Time the training step (forward, backward, fused AdamW) of language models under each scheme, and its ratio "
+        "to the plain residual's in the same rounds. Check all models against float64 first.",
+        _models_arguments,
+        _models,
+    ),
+    "generate": SubCommand(
+        "writing a token, after a prompt",
+        "Time the writing of a token under each scheme, with a cache of constant size, and its ratio to the plain "
+        "residual's in the same rounds. Check all models against float64 first.",
+        _generate_arguments,
+        _generate,
+    ),
+    "memory": SubCommand(
+        "memory of a training step",
+        "Count what each scheme keeps for the backward pass, in vectors of the model's width for each token and layer, "
+        "and measure the peak of a training step. Check all models against float64 first.",
+        _memory_arguments,
+        _memory,
+    ),
+}

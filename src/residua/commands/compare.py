@@ -1,0 +1,55 @@
+"""The command `residua compare`."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from residua.commands.base import Arguments, Parser, add_json, print_json
+from residua.errors import extra
+from residua.tables import print_table
+from residua.terminal import one_line
+
+if TYPE_CHECKING:
+    from residua.evaluation.compare import Comparison
+
+HELP = "compare runs over seeds with a baseline, as a table and as pictures"
+EXAMPLES = """\
+residua compare runs/residual-* runs/ddl-*
+residua compare runs/a runs/b --baseline 'residual train.lr=0.002' --out figures/"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs")
+    parser.add_argument("--baseline", metavar="NAME", help="a name from the table (default: the plain residual)")
+    parser.add_argument("--out", metavar="DIR", help="write the pictures, comparison.md and comparison.json here")
+    add_json(parser)
+
+
+def run(arguments: Arguments) -> None:
+    if arguments.out is not None:
+        with extra("lab"):  # before anything is read
+            import_module("matplotlib")
+    from residua.evaluation.compare import compare
+
+    comparison = compare(arguments.runs, baseline=arguments.baseline)
+    written = []
+    if arguments.out is not None:
+        from residua.evaluation.plots import draw
+
+        out = Path(arguments.out)
+        written = [*draw(comparison, out), out / "comparison.md", out / "comparison.json"]
+        (out / "comparison.md").write_text(comparison.to_markdown(), encoding="utf-8")
+        (out / "comparison.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n", encoding="utf-8")
+    if arguments.json:
+        print_json(comparison.to_json())
+        return
+    print_comparison(comparison)
+    for path in written:
+        print(f"written: {path}")
+
+
+def print_comparison(comparison: "Comparison") -> None:
+    print_table(*comparison.table())
+    for note in comparison.notes:
+        print(f"note: {one_line(note)}")

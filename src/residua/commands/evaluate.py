@@ -1,0 +1,109 @@
+"""The command `residua evaluate`."""
+
+import math
+from pathlib import Path
+
+from residua.commands.base import Arguments, Parser, add_checkpoint, add_json, print_json, whole
+from residua.errors import InputError
+from residua.tables import print_table
+
+HELP = "validation loss, perplexity and bits per byte of a run, or its scores on tasks"
+EXAMPLES = """\
+residua evaluate runs/ddl
+residua evaluate runs/ddl --checkpoint 200 --json
+residua evaluate runs/ddl --tasks paper --num-fewshot 1
+residua evaluate a-folder --tasks mine --include-path my-tasks/"""
+NAMES = {
+    "step": "step",
+    "val_loss": "validation loss (nats per token)",
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits per byte",
+    "tokens": "held-out tokens",
+}
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN|HF_DIR", help="folder of a run, or with --tasks of a transformers model")
+    add_checkpoint(parser)
+    group = parser.add_argument_group("tasks, by lm-evaluation-harness")
+    group.add_argument(
+        "--tasks", metavar="paper|NAME,NAME", help="the paper's eight or any others, in place of the validation loss"
+    )
+    group.add_argument(
+        "--num-fewshot", type=whole(0, 1000), default=0, metavar="N", help="solved examples in the prompt (0)"
+    )
+    group.add_argument(
+        "--batch-size", type=whole(1, 2**20), default=8, metavar="N", help="changes speed and no result (8)"
+    )
+    group.add_argument("--include-path", metavar="DIR", help="a folder of local task files; needs no network")
+    group.add_argument("--limit", type=whole(1), metavar="N", help="only the first documents of each task")
+    group.add_argument(
+        "--published", choices=("small", "medium"), help="show the paper's rows of this size (default: if it matches)"
+    )
+    add_json(parser)
+
+
+def run(arguments: Arguments) -> None:
+    if arguments.tasks is not None:
+        _score(arguments)
+        return
+    from residua.experiment import evaluate, open_run
+
+    folder = Path(arguments.run)
+    if (folder / "config.json").is_file() and not (folder / "config.yaml").is_file():
+        raise InputError(f"{folder}: this model has no validation text of its own; give --tasks paper")
+    opened = open_run(arguments.run, arguments.checkpoint)
+    result = {"step": opened.step, **evaluate(opened)}
+    if arguments.json:
+        print_json({key: value if math.isfinite(value) else None for key, value in result.items()})
+        return
+    cells = {key: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for key, value in result.items()}
+    print_table(["what", arguments.run], [[name, cells[key]] for key, name in NAMES.items()])
+
+
+def _score(arguments: Arguments) -> None:
+    from residua.evaluation.harness import PAPER, score
+    from residua.evaluation.published import TASKS, rows
+    from residua.experiment import open_model, open_run
+    from residua.models import SIZES
+
+    if (Path(arguments.run) / "config.yaml").is_file():
+        opened = open_run(arguments.run, arguments.checkpoint)
+        model, tokenizer, bfloat16 = opened.model, opened.tokenizer, opened.config.train.precision == "bfloat16"
+    else:
+        if arguments.checkpoint is not None:
+            raise InputError(f"--checkpoint: expected a run folder, got {arguments.run}")
+        (model, tokenizer), bfloat16 = open_model(arguments.run), False
+    names = arguments.tasks.split(",")
+    found = score(
+        model,
+        tokenizer,
+        name=Path(arguments.run).name,
+        tasks=names,
+        num_fewshot=arguments.num_fewshot,
+        batch_size=arguments.batch_size,
+        include_path=arguments.include_path,
+        limit=arguments.limit,
+        bfloat16=bfloat16,
+    )
+    size = arguments.published
+    if size is None:
+        shape = ("num_hidden_layers", "hidden_size")
+        alike = (
+            name
+            for name in ("small", "medium")
+            if all(getattr(model.config, field, None) == SIZES[name][field] for field in shape)
+        )
+        size = next(alike, None)
+    comparable = size is not None and (names == [PAPER] or set(names) <= TASKS.keys())
+    published = rows(size, arguments.num_fewshot) if comparable else []
+    if arguments.json:
+        print_json(found.to_json(published))
+        return
+    print_table(*found.table(published))
+    versions = ", ".join(f"{result.task} {result.version}" for result in found.scores)
+    metrics = ", ".join(f"{result.task} {result.metric}" for result in found.scores)
+    print(f"\n{arguments.num_fewshot}-shot, percent; ours: {metrics}; the paper does not name its metrics")
+    print(f"lm_eval {found.harness}; task versions: {versions}")
+    if arguments.limit is not None:
+        print(f"note: only the first {arguments.limit} documents of each task: do not compare this with anything")

@@ -1,0 +1,64 @@
+"""The command `residua generate`."""
+
+from residua.checks import require
+from residua.commands.base import Arguments, Parser, add_run, finite, whole
+from residua.errors import InputError
+
+HELP = "let the model of a run write text"
+EXAMPLES = """\
+residua generate runs/ddl --prompt 'The function returns'
+residua generate runs/ddl --prompt '' --temperature 0.6 --seed 3"""
+COLDEST, HOTTEST = 1e-6, 1e6
+"""Outside of these logits overflow, or all tokens are equally probable."""
+
+
+def add_arguments(parser: Parser) -> None:
+    add_run(parser)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue; '' for a new document")
+    parser.add_argument("--max-new-tokens", type=whole(), metavar="N", help="(default: 200, or what fits the context)")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="lower is more predictable (0.8)")
+    parser.add_argument(
+        "--top-p", type=finite, default=0.95, metavar="P", help="sample from this probability mass (0.95)"
+    )
+    parser.add_argument(
+        "--top-k", type=whole(), default=0, metavar="K", help="sample from the K most probable (0: all)"
+    )
+    parser.add_argument("--seed", type=whole(), default=0, metavar="N", help="of the sampling (0)")
+    parser.add_argument("--greedy", action="store_true", help="always the most probable token")
+
+
+def run(arguments: Arguments) -> None:
+    if not arguments.greedy:
+        if not arguments.temperature > 0:
+            raise InputError(
+                f"--temperature: expected a number above 0, got {arguments.temperature:g}; for the most probable text "
+                "use --greedy"
+            )
+        warm = COLDEST <= arguments.temperature <= HOTTEST
+        require(warm, "--temperature", f"a number from {COLDEST:g} to {HOTTEST:g}", arguments.temperature)
+    from residua.evaluation.generate import complete
+    from residua.experiment import open_run
+
+    opened = open_run(arguments.run, arguments.checkpoint)
+    shown = False
+
+    def show(piece: str) -> None:
+        nonlocal shown
+        # The prompt waits for the first piece, so that an input that cannot be used prints nothing but its error.
+        text = piece if shown else arguments.prompt + piece
+        print(text, end="", flush=True)
+        shown = True
+
+    complete(
+        opened.model,
+        opened.tokenizer,
+        arguments.prompt,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        greedy=arguments.greedy,
+        seed=arguments.seed,
+        on_text=show,
+    )
+    print("" if shown else arguments.prompt)

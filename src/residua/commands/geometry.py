@@ -1,0 +1,270 @@
+"""The command `residua geometry`: the benchmarks of arXiv 2605.06729 with what their comparison lacks."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from residua.commands.base import INTERRUPTED, Arguments, Parser, SubCommand, add_json, fail, print_json, whole
+from residua.errors import InputError, extra
+from residua.tables import print_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from residua.geometry.study import Settings
+    from residua.geometry.tasks import Task
+    from residua.runs.sweep import Job
+
+HELP = "the geometric benchmarks of arXiv 2605.06729, with controls and references"
+EXAMPLES = """\
+residua geometry reflection
+residua geometry quick --tasks gyroscope --models residual ddl edelta-token:num_streams=8
+residua geometry quick --full --device cuda --out runs/full
+residua geometry sizes --full"""
+SEEDS = (42, 123, 456)
+NOT_QUICK = ("hc", "edelta-stream", "linear")
+"""Models that `quick` trains only when asked: they are not in the publication."""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_subcommands(SUBCOMMANDS)
+
+
+def run(arguments: Arguments) -> int | None:
+    return arguments.chosen(arguments)
+
+
+def _reflection_arguments(parser: Parser) -> None:
+    from residua.geometry.reflection import CONTROLS, TOYS, ReflectionSettings
+
+    _add_runs(parser, models=[*TOYS, *CONTROLS], seeds=SEEDS, out="runs/geometry/reflection")
+    parser.add_argument(
+        "--samples",
+        nargs="+",
+        type=whole(),
+        default=[ReflectionSettings.num_train],
+        metavar="N",
+        help="sizes of the training set (default: %(default)s)",
+    )
+
+
+def _quick_arguments(parser: Parser) -> None:
+    from residua.geometry.models import MODELS
+    from residua.geometry.study import STUDY_TASKS
+
+    models = [name for name in MODELS if name not in NOT_QUICK]
+    _add_runs(parser, models=models, seeds=SEEDS[:2], out="runs/geometry/quick, or full with --full")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=list(STUDY_TASKS),
+        metavar="NAME",
+        help=f"(default: {' '.join(STUDY_TASKS)})",
+    )
+    parser.add_argument("--full", action="store_true", help="the published sizes and steps")
+    parser.add_argument("--device", metavar="cpu|cuda", help="(default: cuda where there is one)")
+
+
+def _sizes_arguments(parser: Parser) -> None:
+    from residua.geometry.models import MODELS
+
+    parser.add_argument("--task", default="gyroscope", metavar="NAME", help="(default: %(default)s)")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME", help="(default: all)")
+    parser.add_argument("--full", action="store_true", help="the published sizes, not the quick ones")
+    add_json(parser)
+
+
+def _add_runs(parser: Parser, *, models: Sequence[str], seeds: Sequence[int], out: str) -> None:
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=list(models),
+        metavar="NAME",
+        help=f"(default: {' '.join(models)})",
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=whole(0, 2**32 - 1),
+        default=list(seeds),
+        metavar="N",
+        help=f"of weights and batches (default: {' '.join(map(str, seeds))})",
+    )
+    parser.add_argument("--steps", type=whole(), metavar="N", help="of each run (default: as the recipe has it)")
+    parser.add_argument("--out", metavar="DIR", help=f"a new folder, or one to resume (default: {out})")
+    parser.add_argument(
+        "--workers", type=whole(1, 1024), metavar="N", help="runs at the same time (default: one for each core)"
+    )
+    add_json(parser)
+
+
+def _reflection(arguments: Arguments) -> int:
+    import torch
+
+    from residua.geometry.reflection import ReflectionSettings, reflection_job
+    from residua.geometry.tasks import task
+
+    steps = ReflectionSettings.steps if arguments.steps is None else arguments.steps
+    recipe = ReflectionSettings(steps=steps)
+    jobs = [
+        reflection_job(name, seed, replace(recipe, num_train=count))
+        for count in _distinct(arguments.samples)
+        for name in _distinct(arguments.models)
+        for seed in _distinct(arguments.seeds)
+    ]
+    settings = {"experiment": "reflection"} | {k: v for k, v in asdict(recipe).items() if k != "num_train"}
+    out = Path(arguments.out or "runs/geometry/reflection")
+    return _study(arguments, out, settings, jobs, [task("reflection")], torch.device("cpu"))
+
+
+def _quick(arguments: Arguments) -> int:
+    from residua.geometry.study import STUDY_TASKS, job
+
+    settings = _settings(arguments)
+    if arguments.steps is not None:
+        settings = replace(settings, steps=arguments.steps)
+    device = _device(arguments.device)
+    tasks = [settings.task(name) for name in _distinct(arguments.tasks)]
+    jobs = [
+        job(model, one.name, seed, settings, device)
+        for one in tasks
+        for model in _distinct(arguments.models)
+        for seed in _distinct(arguments.seeds)
+    ]
+    out = Path(arguments.out or f"runs/geometry/{'full' if arguments.full else 'quick'}")
+    known = [settings.task(name) for name in STUDY_TASKS]
+    return _study(arguments, out, {"experiment": "sequences", **asdict(settings)}, jobs, known, device)
+
+
+def _study(
+    arguments: Arguments,
+    out: Path,
+    settings: dict[str, Any],
+    jobs: "Sequence[Job]",
+    tasks: "Sequence[Task]",
+    device: "torch.device",
+) -> int:
+    """Make the runs, then the tables and pictures of all runs in the folder."""
+    from residua.geometry.references import references
+    from residua.geometry.report import table, write_tables
+    from residua.provenance import available_cores, circumstances
+    from residua.runs.sweep import open_runs, run_jobs
+
+    workers = arguments.workers
+    if workers is None:
+        workers = min(4, available_cores()) if device.type == "cuda" else available_cores()
+    with extra("lab"):  # before hours are spent on what it will draw
+        from residua.geometry.pictures import draw
+    here = {"circumstances": circumstances(device) | {"threads": 1}}
+    with open_runs(out, settings) as made:
+        try:
+            asked = run_jobs(
+                jobs, made, processes=workers, finish=lambda job, record: {"key": job.key, **record, **here}
+            )
+        except KeyboardInterrupt:
+            return fail(f"interrupted; what is done is in {out}, the same command goes on from there", INTERRUPTED)
+        keys = {record["key"] for record in asked}
+        records = [*asked, *(record for key, record in made.finished.items() if key not in keys)]
+        trained = {record["task"] for record in records}
+        for one in tasks:
+            if one.name in trained:
+                records += references(one)
+        markdown, numbers = write_tables(records, out)
+        pictures = draw(records, out)
+    if arguments.json:
+        print(numbers.read_text(encoding="utf-8"), end="")
+        return 0
+    for one in tasks:
+        if one.name in trained:
+            print(f"{one.name}:")
+            print_table(*table(records, one.name))
+            print()
+    for path in (made.path, markdown, numbers, *pictures):
+        print(f"written: {path}")
+    return 0
+
+
+def _sizes(arguments: Arguments) -> None:
+    from residua.geometry import published
+    from residua.geometry.models import match
+    from residua.geometry.tasks import task
+
+    settings = _settings(arguments)
+    chosen = task(arguments.task) if arguments.task == "reflection" else settings.task(arguments.task)
+    found = [
+        match(name, features=chosen.dim, length=chosen.length, sizes=settings.sizes)
+        for name in _distinct(arguments.models)
+    ]
+    # What was published says nothing about smaller models.
+    counts = {name: model.parameters for name, model in published.MODELS.items()} if arguments.full else {}
+    if arguments.json:
+        records = [one.describe() | {"published_without_wrapper": counts.get(one.name)} for one in found]
+        print_json(records)
+        return
+    rows = [
+        [
+            one.name,
+            str(one.layers),
+            str(one.width),
+            str(one.hidden),
+            f"{one.parameters:,}",
+            f"{one.ratio:.3f}",
+            *([f"{counts[one.name]:,}" if one.name in counts else ""] if counts else []),
+        ]
+        for one in found
+    ]
+    header = ["model", "layers", "width", "MLP", "parameters", "ratio"]
+    header += ["published, without wrapper"] if counts else []
+    print_table(header, rows)
+    print(
+        f"\n{chosen.name}: {chosen.length} inputs of {chosen.dim} features. parameters: ours, all of the model; "
+        "ratio: to the plain residual."
+    )
+
+
+def _settings(arguments: Arguments) -> "Settings":
+    from residua.geometry.study import FULL, QUICK
+
+    return FULL if arguments.full else QUICK
+
+
+def _device(name: str | None) -> "torch.device":
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise InputError(f"--device: expected cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device: expected a GPU that torch can use for cuda, found none; use --device cpu")
+    return torch.device(name)
+
+
+def _distinct(values: Sequence[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+SUBCOMMANDS = {
+    "reflection": SubCommand(
+        "learn y = -x with one operator, with gate controls and baselines; about 2 minutes",
+        "Learn y = -x on R^64 with one operator: the published ones, exact ones, a linear map, and the hybrid from "
+        "other gates and penalties. Print ours beside the published numbers.",
+        _reflection_arguments,
+        _reflection,
+    ),
+    "quick": SubCommand(
+        "train residual schemes on all tasks at reduced sizes; 20 minutes",
+        "Train every scheme in the published wrapper at matched parameters, and measure causality, the loss online, "
+        "norms inside the residual stream and more. --full is the published size, which wants a GPU.",
+        _quick_arguments,
+        _quick,
+    ),
+    "sizes": SubCommand(
+        "parameters of every model, the wrapper's included",
+        "Print the layers, MLP width and parameters at which every model matches the plain residual, counting the "
+        "wrapper, beside the published counts, which leave it out.",
+        _sizes_arguments,
+        _sizes,
+    ),
+}

@@ -1,0 +1,77 @@
+"""The command `residua schemes`."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from residua.commands.base import Arguments, Parser, add_json, print_json
+from residua.tables import print_table
+
+if TYPE_CHECKING:
+    from residua.connections import Scheme
+
+HELP = "list the residual schemes: equation, options, state, parameters added, paper"
+EXAMPLES = "residua schemes\nresidua schemes --json"
+
+
+def add_arguments(parser: Parser) -> None:
+    add_json(parser)
+
+
+def run(arguments: Arguments) -> None:
+    from residua.connections import PRESETS
+
+    try:
+        from residua.models import SIZES
+    except ModuleNotFoundError as error:
+        sizes, missing = {}, str(error)
+    else:
+        sizes, missing = {name: SIZES[name] for name in ("small", "medium")}, ""
+
+    plain = {name: _parameters(PRESETS["residual"], size) for name, size in sizes.items()}
+    records = []
+    for name, scheme in PRESETS.items():
+        added = {size: _parameters(scheme, sizes[size]) - count for size, count in plain.items()}
+        records.append(
+            {
+                "name": name,
+                "equation": scheme.equation,
+                "options": _options(scheme),
+                "paper": scheme.paper,
+                "state_per_token": f"{scheme.state_rows if scheme.state_rows > 1 else ''}d",
+                "parameters_added": added or None,
+            }
+        )
+    if arguments.json:
+        print_json(records)
+        return
+    rows = [
+        [
+            record["name"],
+            record["equation"],
+            record["state_per_token"],
+            *(f"{count:+,}" for count in (record["parameters_added"] or {}).values()),
+            record["paper"],
+            " ".join(f"{key}={value}" for key, value in record["options"].items()),
+        ]
+        for record in records
+    ]
+    print_table(["name", "equation", "state", *plain, "paper", "options"], rows)
+    columns = f"; {' and '.join(plain)}: parameters added to the plain residual" if plain else ""
+    print(f"\nstate: values per token, d the width{columns}.")
+    if missing:
+        print(f"note: the parameters that a scheme adds are left out: {missing}")
+
+
+def _options(scheme: "Scheme") -> dict[str, Any]:
+    """Return the options that differ from the defaults of the scheme's class."""
+    standard = type(scheme)()
+    values = {field.name: getattr(scheme, field.name) for field in fields(scheme)}
+    return {name: value for name, value in values.items() if value != getattr(standard, name)}
+
+
+def _parameters(scheme: "Scheme", size: dict[str, int]) -> int:
+    import torch
+
+    with torch.device("meta"):
+        stream = scheme.build(size["hidden_size"], 2 * size["num_hidden_layers"])
+    return sum(parameter.numel() for parameter in stream.parameters())

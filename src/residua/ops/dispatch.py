@@ -1,0 +1,43 @@
+"""Choose between the plain definition of an operation and its Triton kernel: `implementation=` of the public ops."""
+
+import importlib.util
+from typing import Literal, get_args
+
+from torch import Tensor
+
+Implementation = Literal["auto", "reference", "triton"]
+IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def choose(implementation: Implementation, state: Tensor, *others: Tensor | None) -> Literal["reference", "triton"]:
+    """Return the implementation that runs for these tensors; None among them is ignored.
+
+    "reference" is the plain PyTorch definition. "triton" is the kernel, and an error where it cannot run: raises
+    ModuleNotFoundError without triton, ValueError for tensors that are not on a CUDA device. "auto" is "triton" where
+    triton is installed and the kernels take the tensors: all on a CUDA device, in float32, bfloat16 or float16, with 1
+    to 16 value channels or streams in the last axis but one of `state`; otherwise it is "reference". Raises ValueError
+    for any other name.
+
+    Interpreted kernels (TRITON_INTERPRET=1 when triton was imported) run on every device, slowly; "auto" never takes
+    them.
+    """
+    if implementation == "reference":
+        return "reference"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    tensors = [x for x in (state, *others) if x is not None]
+    if implementation == "auto" and not (_INSTALLED and all(x.is_cuda for x in tensors)):
+        return "reference"
+    from residua.ops.kernels.launch import DTYPES, INTERPRETED, MAX_CHANNELS
+
+    if implementation == "auto":
+        taken = 1 <= state.shape[-2] <= MAX_CHANNELS and all(x.dtype in DTYPES for x in tensors)
+        return "triton" if taken and not INTERPRETED else "reference"
+    for x in () if INTERPRETED else tensors:
+        if not x.is_cuda:
+            raise ValueError(
+                "implementation='triton': expected tensors on a CUDA device, "
+                f"got one on {x.device}: move it there, or use 'auto' or 'reference'"
+            )
+    return "triton"

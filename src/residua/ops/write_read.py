@@ -1,0 +1,127 @@
+"""One operation for everything between two sublayers: the write of the first and the read of the second."""
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from residua.ops.conv import causal_read
+from residua.ops.delta import KNorm, delta_write, expect_write
+from residua.ops.dispatch import Implementation, choose
+from residua.ops.norm import rms_norm
+from residua.ops.precision import linear_at_least_float32
+from residua.ops.shapes import expect_shape
+from residua.ops.streams import stream_read
+
+ValueInput = Literal["stream", "context"]
+
+
+class Boundary(NamedTuple):
+    """The written state: (..., value_channels, dim), the context c = RMSNorm(x_in): (..., dim), and in at least float32
+    the products gate: (...,) and value: (..., value_channels), still without biases and activations.
+    """
+
+    state: Tensor
+    context: Tensor
+    gate: Tensor
+    value: Tensor
+
+
+def channel_boundary(
+    state: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    weights: Tensor,
+    gain: Tensor,
+    gate_weight: Tensor,
+    value_weight: Tensor,
+    *,
+    k_norm: KNorm | None = "rms",
+    eps: float = 1e-5,
+    norm_eps: float = 1e-5,
+    value_input: ValueInput = "stream",
+    rebuild_every: int = 1,
+    implementation: Implementation = "reference",
+) -> Boundary:
+    """X' = X + beta k (v^T - k^T X); x_in = sum_j weights[j] X'[j]; c = gain x_in / rms(x_in); the gate's product
+    gate_weight . c and the value's products value_weight x_in, or value_weight c with `value_input="context"`.
+
+    state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), `rebuild_every` and
+    `implementation` as in `delta_write`; weights: (value_channels, dim) as in `stream_read`, gain and gate_weight:
+    (dim,), value_weight: (value_channels, dim) belong to the sublayer that follows. Results in the dtype of `state`,
+    products in at least float32. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel
+    compression.
+    """
+    expect_following(state, gain, gate_weight, value_weight, value_input)
+    tensors = (state, k, v, beta, weights, gain, gate_weight, value_weight)
+    if choose(implementation, *tensors) == "triton":
+        from residua.ops.kernels.channel_boundary import channel_boundary as kernel
+
+        expect_write(state, k, v, beta, k_norm)
+        expect_shape("weights", weights, state.shape[-2:], "(value_channels, dim)")
+        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, rebuild_every))
+    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
+    x = stream_read(written, weights)
+    return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
+
+
+def token_boundary(
+    state: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    taps: Tensor,
+    gain: Tensor,
+    gate_weight: Tensor,
+    value_weight: Tensor,
+    *,
+    k_norm: KNorm | None = "rms",
+    eps: float = 1e-5,
+    norm_eps: float = 1e-5,
+    value_input: ValueInput = "stream",
+    rebuild_every: int = 1,
+    implementation: Implementation = "reference",
+) -> Boundary:
+    """As `channel_boundary`, but x_in[t] = sum_{s, j} taps[s, j] X'[t - s, j] as in `causal_read`.
+
+    state: (..., seq, value_channels, dim) with the other arguments to match; taps: (kernel, value_channels, dim).
+    arXiv 2601.00417v2 section 4.2, token compression.
+    """
+    expect_following(state, gain, gate_weight, value_weight, value_input)
+    tensors = (state, k, v, beta, taps, gain, gate_weight, value_weight)
+    if choose(implementation, *tensors) == "triton":
+        from residua.ops.kernels.token_boundary import token_boundary as kernel
+
+        if state.dim() < 3:
+            raise ValueError(f"state: expected (..., seq, value_channels, dim), got {tuple(state.shape)}")
+        expect_write(state, k, v, beta, k_norm)
+        expect_shape("taps", taps, (taps.shape[0], *state.shape[-2:]), "(kernel, value_channels, dim)")
+        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, rebuild_every))
+    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
+    x = causal_read(written, taps)
+    return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
+
+
+def expect_following(state: Tensor, gain: Tensor, gate_weight: Tensor, value_weight: Tensor, value_input: str) -> None:
+    """Check the norm, gate and value weights of the sublayer that follows; raise ValueError if they do not fit."""
+    channels, dim = state.shape[-2:]
+    expect_shape("gain", gain, (dim,), "(dim,)")
+    expect_shape("gate_weight", gate_weight, (dim,), "(dim,)")
+    expect_shape("value_weight", value_weight, (channels, dim), "(value_channels, dim)")
+    if value_input not in ("stream", "context"):
+        raise ValueError(f"value_input: expected 'stream' or 'context', got {value_input!r}")
+
+
+def _following(
+    written: Tensor,
+    x: Tensor,
+    gain: Tensor,
+    gate_weight: Tensor,
+    value_weight: Tensor,
+    norm_eps: float,
+    value_input: ValueInput,
+) -> Boundary:
+    context = rms_norm(x, gain, norm_eps)
+    gate = linear_at_least_float32(context, gate_weight.unsqueeze(0)).squeeze(-1)
+    value = linear_at_least_float32(x if value_input == "stream" else context, value_weight)
+    return Boundary(written, context, gate, value)

@@ -1,0 +1,42 @@
+"""Foreign text on its way to a terminal, which control characters could steer."""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+# Control characters but \n and \t, marks that reverse the direction of text, line separators and half surrogate pairs.
+_UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: object) -> str:
+    """Return a text that is safe to print: characters that could steer a terminal appear as \\u001b and the like.
+
+    Newlines, tabs and all letters stay. What was JSON is JSON of the same value.
+    """
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", str(text))
+
+
+def one_line(text: object) -> str:
+    """Return a `printable` text in one line: newlines and tabs become spaces."""
+    return printable(text).replace("\n", " ").replace("\t", " ")
+
+
+@contextmanager
+def printable_output() -> Iterator[None]:
+    """Let standard output show only what is `printable`."""
+    with redirect_stdout(_Printable(sys.stdout)):
+        yield
+
+
+class _Printable:
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(printable(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,94 @@
+"""The choice between a plain definition and its Triton kernel: explicit, and an error where it cannot be had."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from residua.ops import delta_write, dispatch, hyper_mix, hyper_read, hyper_write, sinkhorn
+from residua.ops.dispatch import choose
+from residua.ops.write_read import channel_boundary, token_boundary
+
+STATE = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+K, V, BETA = STATE[:, :, 0], STATE[..., 0], STATE[:, :, 0, 0]
+READER = (STATE[0, 0, 0], STATE[0, 0, 1], STATE[0, 1])  # gain, gate_weight, value_weight
+OPS = {  # the op, its arguments, and where its kernel is
+    "delta_write": (delta_write, (STATE, K, V, BETA), "delta"),
+    "channel_boundary": (channel_boundary, (STATE, K, V, BETA, STATE[0, 0], *READER), "channel_boundary"),
+    "token_boundary": (token_boundary, (STATE, K, V, BETA, STATE[0], *READER), "token_boundary"),
+    "hyper_read": (hyper_read, (STATE, V), "streams"),
+    "hyper_mix": (hyper_mix, (STATE, STATE[..., :4]), "streams"),
+    "hyper_write": (hyper_write, (STATE, K, None, V), "streams"),
+    "sinkhorn": (sinkhorn, (STATE[..., :4],), "sinkhorn"),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_public_op_runs_the_kernel_of_its_name_where_it_is_asked_to(name, monkeypatch):
+    pytest.importorskip("triton")
+    op, arguments, module = OPS[name]
+    calls = []
+    kernels = __import__(f"residua.ops.kernels.{module}", fromlist=[name])
+    kernel = getattr(kernels, name)
+    monkeypatch.setattr(kernels, name, lambda *args, **options: calls.append(name) or kernel(*args, **options))
+    expected = op(*arguments)
+    for implementation in ("reference", "auto"):  # "auto" takes no kernel on the CPU
+        for a, b in zip(op(*arguments, implementation=implementation), expected):
+            assert torch.equal(a, b)
+    assert calls == []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    moved = [None if x is None else x.to(device) for x in arguments]
+    for a, b in zip(op(*moved, implementation="triton"), expected):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-4)
+    assert calls == [name]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_unknown_implementation_is_an_error(name):
+    op, arguments, _ = OPS[name]
+    with pytest.raises(ValueError, match="expected one of auto, reference, triton, got 'cuda'"):
+        op(*arguments, implementation="cuda")
+
+
+class OnGPU:
+    """What `choose` asks of a tensor, answered as a tensor on a GPU would."""
+
+    is_cuda = True
+    device = torch.device("cuda")
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16):
+        self.shape, self.dtype = shape, dtype
+
+
+def test_auto_takes_kernels_where_they_can_run(monkeypatch):
+    launch = pytest.importorskip("residua.ops.kernels.launch", exc_type=ModuleNotFoundError)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    assert choose("auto", OnGPU(1, 2, 4, 8), OnGPU(1, 2), None) == "triton"
+    assert choose("auto", OnGPU(1, 2, 17, 8), OnGPU(1, 2)) == "reference"
+    assert choose("auto", OnGPU(1, 2, 0, 8), OnGPU(1, 2)) == "reference"
+    assert choose("auto", OnGPU(1, 2, 4, 8), OnGPU(1, 2, dtype=torch.float64)) == "reference"
+    assert choose("auto", OnGPU(1, 2, 4, 8), STATE) == "reference"
+    assert choose("reference", OnGPU(1, 2, 4, 8)) == "reference"
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    assert choose("auto", OnGPU(1, 2, 4, 8)) == "reference"
+    monkeypatch.setattr(dispatch, "_INSTALLED", False)
+    assert choose("auto", OnGPU(1, 2, 4, 8)) == "reference"
+
+
+def test_triton_without_a_gpu_is_an_error(monkeypatch):
+    launch = pytest.importorskip("residua.ops.kernels.launch", exc_type=ModuleNotFoundError)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="expected tensors on a CUDA device, got one on cpu"):
+        choose("triton", OnGPU(1, 2, 4, 8), STATE)
+
+
+def test_a_missing_triton_says_how_to_install_it():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\nfrom residua.ops.dispatch import choose\n"
+        "try:\n    choose('triton', torch.zeros(1, 2, 3))\n"
+        "except ModuleNotFoundError as error:\n    print(error)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'residua[kernels]'" in result.stdout

@@ -1,0 +1,113 @@
+"""Foreign files: plain data is read, everything else is one line that names the file."""
+
+import os
+
+import pytest
+
+from residua.errors import InputError
+from residua.runs.reading import file_inside, parse_json, parse_yaml, read_json, read_json_files, read_text, read_yaml
+
+
+def refused(read, *arguments):
+    with pytest.raises(InputError) as error:
+        read(*arguments)
+    message = str(error.value)
+    assert "\n" not in message
+    assert len(message) < 300
+    return message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "nan", "{'a': 1}", '"\\ud800"', '{"\\uDEAD": 1}'),
+        *("1" * 5000, "[-" + "9" * 21 + "]"),
+        *("[" * 100_000, "[" * 70 + "]" * 70, '{"a":' * 90 + "1" + "}" * 90),
+    ],
+)
+def test_refused_json(text):
+    assert refused(parse_json, text, "some/file").startswith("some/file: expected JSON, got: ")
+
+
+def test_plain_json():
+    text = '{"a": [1, -2.5, 18446744073709551615, null, true, "\\ud83d\\ude00"], "b": {"c": NaN}}'
+    value = parse_json(text, "file")
+    assert value["a"] == [1, -2.5, 2**64 - 1, None, True, "\U0001f600"]
+    assert value["b"]["c"] != value["b"]["c"]
+    assert parse_json("[" * 60 + "]" * 60, "file")
+
+
+BOMB = "a: &a [1, 1]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '!!python/object/apply:os.system ["touch ran"]',
+        "!!python/name:os.system",
+        "!custom {}",
+        BOMB,
+        "a: &a [*a]",
+        "a: 1\nb: &x {}\nc: {<<: *x}",
+        "[" * 100_000,
+        "[" * 70 + "]" * 70,
+        "- " * 80 + "1",
+        "1" * 5000,
+        "9" * 30,
+        "0x" + "f" * 40,
+        "0b" + "1" * 70,
+        "!!int abc",
+        "2001-99-99",
+        "? [a]\n: b",
+        "a: \x1b[31m",
+        "a: b: c",
+        "!!binary x",
+        "a: 1\n---\nb: 2",
+    ],
+)
+def test_refused_yaml(text):
+    assert refused(parse_yaml, text, "some/file").startswith("some/file: expected YAML, got: ")
+
+
+def test_plain_yaml():
+    text = "a: 3e-4\nb: [1, 0x1f, -7, 1_000]\nc: {d: null, e: 'x'}\nf: true\ng: 1.5e3\n'h': |\n  two\n  lines\n"
+    assert parse_yaml(text, "file") == {
+        "a": 3e-4, "b": [1, 31, -7, 1000], "c": {"d": None, "e": "x"}, "f": True, "g": 1500.0, "h": "two\nlines\n"
+    }  # fmt: skip
+
+
+def test_files_that_are_not_there_or_never_end(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe{}")
+    for name in ("pipe", "zero", "circle", "bytes", "none", "."):
+        for read in (read_text, read_json, read_yaml):
+            assert refused(read, tmp_path / name).startswith(f"{tmp_path / name}: expected ")
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ".", "", None, 3, ["x"], "a\0b", "a\\b", "c:x"])
+def test_only_names_of_files_in_the_folder_are_followed(name, tmp_path):
+    assert "expected the name of a file" in refused(file_inside, tmp_path, name)
+
+
+def test_links_are_followed_inside_the_folder(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "secret").write_text("")
+    for link, target in {"out": "../secret", "far": "/etc/passwd", "in": "file", "circle": "circle"}.items():
+        (folder / link).symlink_to(target)
+    (tmp_path / "link").symlink_to(folder)
+    for name in ("out", "far", "circle"):
+        refused(file_inside, folder, name)
+    for place in (folder, tmp_path / "link"):
+        assert file_inside(place, "in") == place / "in"
+        assert file_inside(place, "not-there-yet") == place / "not-there-yet"
+
+
+def test_a_folder_of_json_files(tmp_path):
+    (tmp_path / "a.json").write_text(f"[{10**30}]")
+    (tmp_path / "notes.txt").write_text("[")
+    assert read_json_files(tmp_path) == {"a.json": [10**30]}
+    (tmp_path / "b.json").write_text("[" * 100_000)
+    assert refused(read_json_files, tmp_path).startswith(f"{tmp_path / 'b.json'}: ")

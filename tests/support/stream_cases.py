@@ -1,0 +1,100 @@
+"""What the schemes of several streams are asked in common: how they start, and whether what they compute is used."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from residua import Connection, Residual, Scheme, Stream
+from support.variants import bare_sublayers, normal, perturbed
+
+DIM, SUBLAYERS = 8, 6
+
+
+def built(scheme: Scheme, *, noise: float = 0.0, dim: int = DIM, count: int = SUBLAYERS) -> Stream:
+    torch.manual_seed(0)
+    stream = scheme.build(dim, count).double()
+    return perturbed(stream, scale=noise) if noise else stream
+
+
+def output_beside_residual(scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """What the scheme and the plain residual make of the same input with the same sublayers, at the start."""
+    x, sublayers = 3 * normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
+    return built(scheme)(x, sublayers), built(Residual())(x, sublayers)
+
+
+def states(stream: Stream) -> Iterator[tuple[Connection, Tensor]]:
+    """Every connection with the state that it reads, and then None with the last state."""
+    state = stream.expand(normal(2, 5, DIM))
+    for connection, sublayer in zip(stream.connections, bare_sublayers(DIM, len(stream.connections))):
+        yield connection, state
+        state = connection(state, sublayer)
+    yield None, state
+
+
+def loss(stream: Stream) -> Tensor:
+    x, weights = normal(2, 5, DIM), normal(2, 5, DIM, seed=3)
+    return (stream(x, bare_sublayers(DIM, len(stream.connections))) * weights).sum()
+
+
+def gradients(stream: Stream) -> dict[str, Tensor]:
+    """The gradient of every parameter, by name."""
+    stream.zero_grad()
+    loss(stream).backward()
+    return {name: parameter.grad.clone() for name, parameter in stream.named_parameters()}
+
+
+def step(stream: Stream, lr: float = 0.05) -> None:
+    """One step of plain gradient descent, which moves nothing that has no gradient."""
+    found = gradients(stream)
+    with torch.no_grad():
+        for name, parameter in stream.named_parameters():
+            parameter -= lr * found[name]
+
+
+def influence(stream: Stream) -> list[dict[str, Tensor]]:
+    """For each connection and each entry of its coefficients, the largest gradient over the tokens that it gets from
+    the output of the whole stream: (n,) for h_pre and h_post, (n, n) for h_res. A constant is left out.
+    """
+    state, kept = stream.expand(normal(2, 5, DIM)), []
+    for connection, sublayer in zip(stream.connections, bare_sublayers(DIM, len(stream.connections))):
+        x, carry = connection.read(state)
+        found = {key: value for key, value in carry.coefficients._asdict().items() if value is not None}
+        for value in found.values():
+            if value.requires_grad:
+                value.retain_grad()
+        kept.append(found)
+        state = connection.write(sublayer(x), carry)
+    (stream.collapse(state) * normal(2, 5, DIM, seed=3)).sum().backward()
+    for found in kept:
+        for key, value in list(found.items()):
+            found[key] = value.grad
+            if value.grad is not None:
+                tokens = tuple(range(value.dim() - (2 if key == "h_res" else 1)))
+                found[key] = value.grad.abs().amax(tokens) if tokens else value.grad.abs()
+    return [{key: value for key, value in found.items() if value is not None} for found in kept]
+
+
+def spread_over_streams(state: Tensor) -> float:
+    """How far the streams lie apart, beside their size. state: (batch, seq, streams, dim)."""
+    return ((state - state.mean(-2, keepdim=True)).norm() / state.norm()).item()
+
+
+class RunningSums:
+    """The part of `Memory` that a running mean uses. padding: (batch, all tokens), 0 at padding."""
+
+    keeps = True
+
+    def __init__(self, padding: Tensor | None = None):
+        self.padding, self.total, self.seen = padding, None, 0
+
+    def mask(self, x: Tensor) -> Tensor:
+        if self.padding is None:
+            return x
+        return x * self.padding[:, self.seen : self.seen + x.shape[1], None].to(x.dtype)
+
+    def recall(self, like: Tensor) -> Tensor | None:
+        return self.total
+
+    def keep(self, rows: Tensor) -> None:
+        self.total, self.seen = rows[:, -1:], self.seen + rows.shape[1]

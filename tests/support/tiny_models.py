@@ -1,0 +1,50 @@
+"""Language models small enough to compare number by number."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from residua.models import ResiduaConfig, ResiduaForCausalLM
+from support.variants import ALL, perturbed
+
+VOCAB = 48
+# The token that ends a text, and the one that fills a batch. Prompts below never contain either.
+EOS, PAD = 0, 1
+
+
+def tiny_config(name: str = "ddl", **options: Any) -> ResiduaConfig:
+    """Two blocks of width 16 with two heads, for a scheme of `variants.ALL`."""
+    given = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "connection": ALL[name],
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+    }
+    return ResiduaConfig(**(given | options))
+
+
+def tiny_model(
+    name: str = "ddl", dtype: torch.dtype = torch.float64, *, scale: float = 0.3, **options: Any
+) -> ResiduaForCausalLM:
+    """The model in evaluation mode, perturbed by `scale`: filters are no identity, gates depend on the token."""
+    torch.manual_seed(0)
+    return perturbed(ResiduaForCausalLM(tiny_config(name, **options)), scale=scale).to(dtype).eval()
+
+
+def prompt(*shape: int, seed: int = 0) -> Tensor:
+    """Token ids without the padding and the end of text."""
+    return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(prompts: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
+    """Prompts of several lengths as one batch: ids and attention mask, (batch, longest) each."""
+    longest = max(len(ids) for ids in prompts)
+    rows = [torch.cat([torch.full((longest - len(ids),), pad), ids]) for ids in prompts]
+    masks = [torch.cat([torch.zeros(longest - len(ids)), torch.ones(len(ids))]) for ids in prompts]
+    return torch.stack(rows), torch.stack(masks).long()
