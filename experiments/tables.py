@@ -126,7 +126,8 @@ def memory_table() -> str:
     rows = []
     for record in records("bench-memory.jsonl"):
         baseline = record["preset"] == record["baseline"]
-        row = [f"`{record['preset']}`", "0" if baseline else f"{record['vectors_above_baseline']:+.2f}"]
+        name = record["preset"].replace("rebuild=", "recompute=")  # the option's name in these records
+        row = [f"`{name}`", "0" if baseline else f"{record['vectors_above_baseline']:+.2f}"]
         if record["peak_bytes"] is not None:
             row += [f"{record['peak_bytes'] / 2**20:.0f}", f"{record['peak_ratio']:.3f}"]
         rows.append(row)
@@ -238,7 +239,7 @@ def memory_small_table() -> str:
     for preset in ("ddl", "ddl-cc", "ddl-tc"):
         for kind in [kind for name, dtype, kind in totals if (name, dtype) == (preset, "float32")]:
             ratios = [totals[preset, d, kind] / totals["residual", d, "all"] for d in ("bfloat16", "float32")]
-            name = f"`{preset}:rebuild=none`" if kind == "none" else f"`{preset}`"
+            name = f"`{preset}:recompute=none`" if kind == "none" else f"`{preset}`"
             rows.append([name, *(f"{ratio:.3f}" for ratio in ratios)])
     return markdown(["preset", "bfloat16 state", "float32 state"], rows)
 
