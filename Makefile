@@ -5,7 +5,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS)
 
-.PHONY: demo check test lint types clean
+.PHONY: demo check test lint types docs clean
 
 demo: $(READY)
 	$(VENV)/bin/residua demo --out runs/demo
@@ -23,6 +23,10 @@ lint: $(READY)
 
 types: $(READY)
 	$(VENV)/bin/mypy
+
+docs: $(READY)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(VENV)/bin/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) runs

@@ -1,11 +1,12 @@
-"""The tables of the README, docs/results.md and docs/geometry.md, made from the records in this folder.
+"""Make the tables of the pages in docs/ from the records in this folder (and the levels from their test).
 
-python experiments/tables.py            exit status 1 if a page says anything else
+python experiments/tables.py            exit with status 1 if a page differs from the records
 python experiments/tables.py --write    write them into the pages
 python experiments/tables.py --demo runs/demo    record a finished demo as demo.json first
 """
 
 import argparse
+import ast
 import json
 import re
 import statistics
@@ -29,11 +30,11 @@ def records(name: str) -> list[dict[str, Any]]:
 
 
 CONTROLS = {"ddl-cc": "ddl-cc-ec"}
-"""Schemes that were not tuned themselves but run at the best point of another."""
+"""Schemes that were not tuned but ran at the best point of another."""
 
 
 def tuned() -> dict[str, tuple[tuple[float, ...], list[float]]]:
-    """For every scheme of the sweep its best point over three seeds: (lr, embedding, hidden), losses by seed."""
+    """Return the best point of every scheme over three seeds: (lr, embedding, hidden) and the losses by seed."""
     points: dict[str, dict[tuple[float, ...], dict[int, float]]] = {}
     for row in records("tune-demo.jsonl"):
         point = row["lr"], row["embedding_init_std"], row["hidden_init_std_factor"]
@@ -106,7 +107,7 @@ def speed_table() -> str:
 
 
 def generation_table() -> str:
-    """A column for every width and batch size, compiled or not, in the order of the records."""
+    """Give every width and batch size a column, compiled or not, in the order of the records."""
     cells: dict[str, dict[str, str]] = {}
     presets: dict[str, None] = {}
     for record in records("bench-generate-cpu.jsonl"):
@@ -149,7 +150,7 @@ def state_dtype_table() -> str:
 
 
 def connections_table() -> str:
-    """What connections take around a sublayer that is somewhere else, ours and other libraries'."""
+    """Time connections without their sublayer, ours and other libraries'."""
     times: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
     for record in records("bench-ops-cpu.jsonl"):
         name = record["operation"].removeprefix("connection:")
@@ -171,7 +172,7 @@ GEOMETRY = {
 
 
 def geometry(study: str, task: str, *sources: str) -> list[dict[str, Any]]:
-    """The rows of a task's table in a study of the geometry laboratory that come from `sources`."""
+    """Return the rows of a task in a geometry study that come from `sources`."""
     found = json.loads((HERE / "geometry" / study / "tables.json").read_text(encoding="utf-8"))["tasks"]
     return [row for row in found[task] if row["source"] in sources]
 
@@ -184,7 +185,7 @@ def plus_minus(value: dict[str, float | None] | None, style: str) -> str:
 
 
 def sequences_table(*sources: str) -> str:
-    """One row for each model, one column for each task: mean squared errors on full sequences."""
+    """Give each model a row and each task a column: mean squared errors on full sequences."""
     cells: dict[str, dict[str, str]] = {}
     causal: dict[str, bool] = {}
     for task in GEOMETRY:
@@ -217,7 +218,7 @@ def quick_reflection_table() -> str:
 
 
 def online_table() -> str:
-    """What a model that is not causal loses when it is used: the error online above the error on full sequences."""
+    """Compare the online error of models that are not causal with their error on full sequences."""
     rows = []
     for row in records("geometry/quick/records.jsonl"):
         if row["causal"] is False:
@@ -228,7 +229,7 @@ def online_table() -> str:
 
 
 def memory_small_table() -> str:
-    """Peaks as ratios to the plain residual with a state of the same dtype."""
+    """Give peaks as ratios to the plain residual with a state of the same dtype."""
     totals = {
         (row["config"].removeprefix("small-"), row["state_dtype"], kind): part["total"]
         for row in records("memory-small.jsonl")
@@ -261,10 +262,18 @@ def results_table() -> str:
     )  # fmt: skip
 
 
+def levels_table() -> str:
+    """Give each level of the imports that the test of layers allows a row, the highest first."""
+    tree = ast.parse((HERE.parent / "tests" / "test_layers.py").read_text(encoding="utf-8"))
+    found = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "LEVELS")
+    levels: dict[int, list[str]] = {}
+    for name, level in ast.literal_eval(found).items():
+        levels.setdefault(level, []).append(f"`{name}`")
+    return markdown(["level", "packages and modules"], [[str(i), ", ".join(levels[i])] for i in sorted(levels)[::-1]])
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {
-        "sweep": sweep_table,
-        "demo": demo_table,
+    "docs/speed.md": {
         "speed": speed_table,
         "connections": connections_table,
         "memory": memory_table,
@@ -272,7 +281,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "generation": generation_table,
         "state-dtype": state_dtype_table,
     },
-    "docs/results.md": {"results": results_table},
+    "docs/results.md": {"demo": demo_table, "sweep": sweep_table, "results": results_table},
+    "docs/architecture.md": {"levels": levels_table},
     "docs/geometry.md": {
         "ours": partial(sequences_table, "ours"),
         "references": partial(sequences_table, "reference"),
@@ -285,17 +295,17 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def filled(page: str, text: str) -> str:
-    """The `text` of a page with every table between its markers made anew."""
+    """Return the `text` of a page with every table between its markers replaced."""
     for name, table in PAGES[page].items():
-        pattern = rf"(<!-- {name}: experiments/tables.py -->\n).*?(\n<!-- /{name} -->)"
-        text, count = re.subn(pattern, lambda match: match[1] + table() + match[2], text, flags=re.DOTALL)  # noqa: B023
+        pattern = rf"(<!-- {name}: experiments/tables.py -->\n).*?(<!-- /{name} -->)"
+        text, count = re.subn(pattern, lambda match: f"{match[1]}{table()}\n{match[2]}", text, flags=re.DOTALL)  # noqa: B023
         if count != 1:
             raise SystemExit(f"{page}: expected the markers of {name} once, found them {count} times")
     return text
 
 
 def record_demo(folder: Path) -> None:
-    """Write demo.json: the comparison of the runs in `folder`, and the facts of their process."""
+    """Write demo.json: the comparison of the runs in `folder`, and the metadata of their process."""
     from residua.demo import RECIPES
     from residua.evaluation.compare import compare
 
@@ -321,7 +331,7 @@ def main() -> int:
         if arguments.write:
             path.write_text(made, encoding="utf-8")
         elif made != text:
-            print(f"{page} does not say what the records say: python experiments/tables.py --write", file=sys.stderr)
+            print(f"{page} differs from the records; run python experiments/tables.py --write", file=sys.stderr)
             status = 1
     return status
 

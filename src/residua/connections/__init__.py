@@ -9,7 +9,7 @@ from residua.connections.hyper import HyperConnections
 from residua.connections.jpmhc import JacobianHyperConnections
 from residua.connections.memory import Memory, StreamMemory
 from residua.connections.mhc import ManifoldHyperConnections
-from residua.connections.norm import RMSNorm
+from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import named
 from residua.connections.pooled_householder import PooledHouseholder
 from residua.connections.projection import Projection
@@ -44,6 +44,7 @@ __all__ = [
     "Traffic",
     "describe",
     "named",
+    "norms",
     "presets",
     "register",
     "resolve",

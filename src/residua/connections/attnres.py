@@ -59,8 +59,6 @@ class AttentionResiduals(Scheme):
 class OpenSources(nn.Module):
     """The state that holds the embedding alone: (batch, seq, dim) -> a tuple of one such tensor."""
 
-    window = 0
-
     def forward(self, x: Tensor, memory: Memory | None = None) -> tuple[Tensor, ...]:
         return (x,)
 
@@ -88,8 +86,6 @@ class DepthRead(nn.Module):
 
 class DepthCollapse(nn.Module):
     """The readout: the same attention over all sources, (batch, seq, dim)."""
-
-    window = 0
 
     def __init__(self, dim: int, *, attends: bool, eps: float):
         super().__init__()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from residua.connections.memory import Memory, StreamMemory, memory_of
+from residua.connections.memory import Memory, StreamMemory, memory_of, window_of
 from residua.ops.shapes import expect_shape
 
 State = Any  # a pytree of tensors
@@ -138,7 +138,7 @@ def expect_memory(part: nn.Module, memory: StreamMemory | None, x: Tensor) -> No
 
     Token by token without a memory, every number would be wrong.
     """
-    if part.window and memory is None and x.dim() > 2 and x.shape[-2] == 1:
+    if window_of(part) and memory is None and x.dim() > 2 and x.shape[-2] == 1:
         raise ValueError(
             "memory: this scheme looks back on earlier tokens and got a single one; pass the same "
             "memory=StreamMemory() with every piece of a sequence (a new one for a sequence of one token)"
@@ -169,7 +169,7 @@ class Stream(nn.Module):
 
     @property
     def parts(self) -> list[nn.Module]:
-        """Expand, every connection and collapse, in this order: whatever may look back (`window > 0`)."""
+        """Expand, every connection and collapse, in this order: the parts that may look back (`window` above 0)."""
         return [self.expand, *self.connections, self.collapse]
 
     def forward(
@@ -267,4 +267,4 @@ class Scheme(ABC):
 @lru_cache(maxsize=256)
 def _num_memories(scheme: Scheme, dim: int, num_sublayers: int) -> int:
     with torch.device("meta"):
-        return sum(part.window > 0 for part in scheme.build(dim, num_sublayers).parts)
+        return sum(window_of(part) > 0 for part in scheme.build(dim, num_sublayers).parts)

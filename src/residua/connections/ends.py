@@ -23,16 +23,12 @@ from residua.ops.precision import widened
 class Same(nn.Module):
     """The end of a stream whose state is (batch, seq, dim): nothing changes."""
 
-    window = 0
-
     def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
         return x
 
 
 class OnlyStream(nn.Module):
     """The compressor of a state with a single stream. (batch, seq, 1, dim) -> (batch, seq, dim)."""
-
-    window = 0
 
     def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
         return streams.squeeze(-2)
@@ -43,8 +39,6 @@ class OnlyStream(nn.Module):
 
 class Repeat(nn.Module):
     """X[j] = x for every stream j. (batch, seq, dim) -> (batch, seq, streams, dim)."""
-
-    window = 0
 
     def __init__(self, num_streams: int):
         super().__init__()
@@ -57,16 +51,12 @@ class Repeat(nn.Module):
 class SumStreams(nn.Module):
     """sum_j X[j], the collapse of hyper-connections. (batch, seq, streams, dim) -> (batch, seq, dim)."""
 
-    window = 0
-
     def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
         return streams.sum(-2)
 
 
 class MeanStreams(nn.Module):
     """The mean over the streams. (batch, seq, streams, dim) -> (batch, seq, dim)."""
-
-    window = 0
 
     def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
         return streams.mean(-2)
@@ -146,8 +136,6 @@ class ChannelCompress(nn.Module):
     streams; `init="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2).
     (batch, seq, streams, dim) -> (batch, seq, dim).
     """
-
-    window = 0
 
     def __init__(
         self,

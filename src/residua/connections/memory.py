@@ -83,9 +83,14 @@ class _PartMemory:
         self._rows[self._part] = rows[:, -1:]
 
 
+def window_of(part: nn.Module) -> int:
+    """How many earlier tokens a part of a stream looks back on: its `window`, or 0 without one."""
+    return getattr(part, "window", 0)
+
+
 def memory_of(part: nn.Module, memory: StreamMemory | None, padding: Tensor | None) -> Memory | None:
     """What `part` is given for this call: None where it does not look back, or has neither memory nor padding."""
-    if not part.window or (memory is None and padding is None):
+    if not window_of(part) or (memory is None and padding is None):
         return None
     return _PartMemory(part, None if memory is None else memory._rows, padding)
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from residua.connections import Stream
+from residua.connections.memory import window_of
 from residua.errors import extra
 
 with extra("lab"):
@@ -21,7 +22,7 @@ class Place(NamedTuple):
 def places(stream: Stream, num_layers: int) -> list[Place | None]:
     """For expand, every connection and collapse, in this order: its place if it looks back, spread over the layers."""
     numbers = iter(range(len(stream.parts)))
-    looking = [next(numbers) if part.window else None for part in stream.parts]
+    looking = [next(numbers) if window_of(part) else None for part in stream.parts]
     return [None if i is None else Place(i % num_layers, i // num_layers) for i in looking]
 
 

@@ -85,7 +85,7 @@ def parse_yaml(text: str, source: object) -> Any:
 
     try:
         return yaml.load(text, _loader())
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, LookupError, TypeError, RecursionError) as error:
         raise InputError(f"{source}: expected YAML, got: {_reason(error)}") from error
 
 

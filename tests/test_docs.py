@@ -1,0 +1,271 @@
+"""The README and docs/ keep their promises: Python runs, commands work, links lead somewhere, tables are true."""
+
+import importlib
+import json
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import residua
+from residua.cli import main
+from support.variants import ALL
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = {"README.md": (ROOT / "README.md").read_text(encoding="utf-8")}
+PAGES |= {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def scheme_pages():
+    """The module that generates the pages of schemes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)
+        return importlib.import_module("scheme_pages")
+
+
+@pytest.fixture(scope="module")
+def hooks(scheme_pages):
+    """The module that adds pages to the site."""
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)
+        return importlib.import_module("hooks")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """The commands in the `sh` blocks of all pages, each once; a page comes after the pages that make its runs."""
+    order = ["README.md", "docs/language-models.md", *PAGES]
+    lines = "\n".join(block for page in order for block in blocks(PAGES[page], "sh")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in dict.fromkeys(lines) if line.strip()]
+
+
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if blocks(text, "python")])
+def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
+    """One block after the other in one namespace, as a reader would paste them; only what is theirs is provided."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    theirs = {"x": torch.randn(8, 16, 64), "attention": nn.Linear(64, 64), "norm": nn.RMSNorm(64)}
+    namespace = theirs if page == "README.md" else {}
+    for block in blocks(PAGES[page], "python"):
+        exec(compile(block, page, "exec"), namespace)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(900)  # every command of every page, one after the other
+def test_the_commands_run(monkeypatch, tmp_path, capsys):
+    """`make` is checked against the Makefile; every residua command runs, training for a few steps only."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    seen = set()
+    for command in commands():
+        if command[0] == "make":
+            assert re.search(rf"^{command[1]}:", MAKEFILE, re.MULTILINE), command
+        elif command[0] == "residua":
+            status = main([*command[1:], *shortened(command)])
+            assert status == 0, (command, capsys.readouterr().err)
+            seen.add(command[1])
+        else:
+            assert command[:2] == ["pip", "install"], command
+    expected = {"schemes", "prepare", "train", "evaluate", "generate", "compare", "demo", "bench", "estimate"}
+    assert expected | {"export", "sweep", "analyze", "explore", "geometry"} <= seen
+
+
+def shortened(command: list[str]) -> list[str]:
+    """The options that make a command quick enough for a test."""
+    match command[1]:
+        case "demo" | "geometry":
+            return [] if "sizes" in command else ["--steps", "4"]
+        case "sweep":
+            return ["--train.steps", "4", "--train.warmup_steps", "1"]
+        case "train" if "--resume" not in command:
+            return ["--train.steps", "4", "--train.warmup_steps", "1"]
+        case "bench":
+            shape = ["--layers", "1", "--dim", "32", "--heads", "2", "--head-dim", "16", "--vocab-size", "64"]
+            return [*shape, "--rounds", "1", "--sequence-length", "16", "--warmup", "0"]
+    return []
+
+
+def test_the_commands_that_need_more_than_a_laptop_exist(capsys):
+    """In `console` blocks: they do not run, but their own help knows every command and option."""
+    lines = [line for text in PAGES.values() for block in blocks(text, "console") for line in block.splitlines()]
+    assert len(lines) >= 3
+    for line in (shlex.split(line, comments=True) for line in dict.fromkeys(lines)):
+        command = line[line.index("residua") + 1 :]
+        assert main([command[0], "--help"]) == 0
+        told = capsys.readouterr().out
+        assert {option for option in command if option.startswith("--")} <= set(re.findall(r"--[\w.-]+", told)), line
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    """To a file of the repository, or to a page that the site generates; an anchor is a heading of its page."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (ROOT / page).parent / path if path else ROOT / page
+        assert found.exists() or (page, path) in GENERATED, target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
+
+
+GENERATED = {("docs/own-model.md", "examples.md")}
+
+
+@pytest.mark.parametrize("page", ["docs/deviations.md", "docs/equations.md"])
+def test_the_options_that_a_page_names_exist(page):
+    """`name="value"` or `name=value` in code spans: an option of a scheme or of ResiduaConfig, and a value that it
+    takes beside the options of some variant."""
+    from residua.models import ResiduaConfig
+
+    for span in re.findall(r"`([^`]*)`", PAGES[page]):
+        for name, value in re.findall(r"\b([a-z_]+)=(\"[a-z0-9_]+\"|\d[\d.]*|True|False)", span):
+            options = {name: eval(value)}
+            takers = [scheme for scheme in ALL.values() if name in scheme.__dataclass_fields__]
+            assert not takers or any(takes(scheme, options) for scheme in takers), span
+            if not takers:
+                ResiduaConfig(**options)
+
+
+def takes(scheme, options) -> bool:
+    try:
+        replace(scheme, **options)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def test_the_schemes_are_listed_with_their_state_and_their_parameters(scheme_pages):
+    """The parameters that a scheme adds to the plain residual at the paper's two sizes, counted on the whole model."""
+    from residua import PRESETS
+    from residua.estimate import parameters
+    from residua.models import SIZES, ResiduaConfig
+
+    pattern = r"^\| `([a-z-]+)` \| .* \| (d|\d+d|d to \d+d) \| ([\d,]+)(?: / ([\d,]+))? \|$"
+    rows = re.findall(pattern, PAGES["docs/schemes.md"], flags=re.MULTILINE)
+    assert [name for name, *_ in rows] == list(PRESETS)
+    sizes = [SIZES[name] for name in ("small", "medium")]
+    totals = {name: [parameters(ResiduaConfig(connection=name, **size))["total"] for size in sizes] for name in PRESETS}
+    for name, state, small, medium in rows:
+        assert state == scheme_pages.state(PRESETS[name])
+        told = [int(count.replace(",", "")) for count in (small, medium or small)]
+        assert told == [total - plain for total, plain in zip(totals[name], totals["residual"])], name
+
+
+@pytest.mark.parametrize("name", residua.SCHEMES)
+def test_the_page_of_a_scheme_is_whole(name, scheme_pages):
+    """Its code runs and prints, every preset has a row, and every option a meaning."""
+    page = scheme_pages.page(name)
+    assert residua.SCHEMES[name].equation in page
+    assert "torch.Size([2, 16, 64])" in page
+    for preset, scheme in residua.PRESETS.items():
+        assert (f"\n| `{preset}` | " in page) or type(scheme) is not residua.SCHEMES[name]
+    for field in fields(residua.SCHEMES[name]):
+        assert scheme_pages.meaning(residua.SCHEMES[name], field.name), field.name
+
+
+def test_the_start_of_a_scheme_is_measured(scheme_pages):
+    assert scheme_pages.start(residua.PRESETS["residual"]) == "0"
+    assert float(scheme_pages.start(residua.PRESETS["hc"])) < 1e-6
+    assert float(scheme_pages.start(residua.PRESETS["ddl"])) > 0.1
+
+
+def test_the_site_has_every_page_in_its_navigation():
+    told = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r": ([\w-]+\.md)$", told, flags=re.MULTILINE))
+    assert listed == {path.name for path in DOCS.glob("*.md")} | {"index.md", "examples.md"}
+
+
+def test_the_home_page_and_the_copies_of_the_site(hooks):
+    home = hooks.home()
+    assert "](docs/" not in home
+    assert "](results.md)" in home
+    assert {"CITATION.cff", "experiments/LOG.md"} <= hooks.outside()
+    for name in hooks.EXAMPLES:
+        assert (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()[-1] in hooks.examples()
+
+
+def test_the_api_page_names_what_exists():
+    from pkgutil import resolve_name
+
+    names = re.findall(r"^::: ([\w.]+)$", PAGES["docs/api.md"], flags=re.MULTILINE)
+    assert len(names) > 10
+    for name in names:
+        resolve_name(name)
+
+
+def test_the_tables_agree_with_the_records():
+    done = subprocess.run([sys.executable, ROOT / "experiments/tables.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def runs(name: str) -> list[dict]:
+    """The records of a file in experiments/."""
+    return [json.loads(line) for line in (ROOT / "experiments" / name).read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_network_without_layers_is_ahead_where_the_pages_say_so():
+    """Of every scheme, with any seeds of both, but for `mhc` on rotations in every plane."""
+    losses = {}
+    for run in runs("geometry/quick/records.jsonl"):
+        if run["kind"] == "run":
+            losses.setdefault(run["task"], {}).setdefault(run["model"], []).append(run["loss"])
+    level = {}
+    for task in ("stability", "near-pi", "near-pi-multi"):
+        without = losses[task].pop("zero-layer")
+        level[task] = {name for name, found in losses[task].items() if min(found) <= max(without)}
+    assert level == {"stability": set(), "near-pi": set(), "near-pi-multi": {"mhc"}}
+
+
+def deviations() -> dict[int, str]:
+    return {int(number): row for number, row in re.findall(r"^\| (\d+) \| (.*) \|$", PAGES["docs/deviations.md"], re.M)}
+
+
+def test_the_rows_of_the_deviations_are_numbered_in_order():
+    numbers = re.findall(r"^\| (\d+) \|", PAGES["docs/deviations.md"], flags=re.MULTILINE)
+    assert len(numbers) > 50
+    assert list(map(int, numbers)) == list(range(1, len(numbers) + 1))
+
+
+def test_the_cited_rows_of_the_deviations_are_the_right_ones():
+    ((first, last),) = re.findall(r"\(deviations\.md\), rows (\d+) to (\d+)", PAGES["docs/geometry.md"])
+    cited = [deviations()[number].split(" | ")[:2] for number in range(int(first), int(last) + 1)]
+    assert cited == [["EDelta", "initial gate"], ["EDelta", "initial rotation"], ["EDelta", "H_pre, H_post"]]
+
+
+def test_the_limits_of_the_reproduction_agree_with_its_records():
+    """Which rows were tuned over the initial scale, and what the sweep of the demo says of the others."""
+    tried = {}
+    for run in runs("reproduction.jsonl"):
+        tried.setdefault(run["variant"], set()).add(run["embedding_init_std"])
+    assert tried.pop("residual") == {0.06, 0.12, 0.24}
+    assert set(map(tuple, tried.values())) == {(0.12,)}
+
+    losses = {}
+    for run in runs("tune-demo.jsonl"):
+        place = run["scheme"], run["embedding_init_std"], run["hidden_init_std_factor"]
+        losses.setdefault(place, {}).setdefault(run["lr"], []).append(run["val_loss"])
+    best = {
+        place: min(statistics.mean(found) for found in rates.values() if len(found) == 3)
+        for place, rates in losses.items()
+        if any(len(found) == 3 for found in rates.values())
+    }
+    told = PAGES["docs/results.md"]
+    for own, shared in ((("ddl", 0.06, 0.5), ("ddl", 0.12, 0.5)), (("ddl-cc-ec", 0.12, 1.0), ("ddl-cc-ec", 0.12, 0.5))):
+        assert best[own] == min(loss for place, loss in best.items() if place[0] == own[0])
+        assert re.search(rf"\({best[own]:.3f}\b[^)]*\b{best[shared]:.3f}\b[^)]*\)", told), own
