@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 import residua
 from residua import SCHEMES, Carry, Connection, DeepDelta, StreamMemory
 from residua.connections import Readout, resolve
+from residua.connections.memory import window_of
 from support.tolerances import assert_close
 from support.variants import ALL, KERNELS, LOOKING_BACK, NON_CAUSAL, bare_sublayers, normal, perturbed
 
@@ -199,7 +200,7 @@ def test_streaming_equals_the_full_pass(name, split):
 
 @every_scheme
 def test_num_memories_counts_the_parts_that_look_back(name):
-    assert ALL[name].num_memories(DIM, SUBLAYERS) == sum(part.window > 0 for part in build(name).parts)
+    assert ALL[name].num_memories(DIM, SUBLAYERS) == sum(window_of(part) > 0 for part in build(name).parts)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if getattr(ALL[name], "context", None) != "cumulative"])

@@ -26,7 +26,7 @@ from residua.connections.base import (
 )
 from residua.connections.branches import Direction, Gate, Pool, Value
 from residua.connections.ends import ChannelCompress, Collapse, ConvExpand, OnlyStream, Repeat, Same, TokenCompress
-from residua.connections.memory import Memory, current, remembered
+from residua.connections.memory import Memory, current, remembered, window_of
 from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import check_types, expect_used, require
 from residua.connections.projection import Projection
@@ -278,7 +278,7 @@ class DeltaConnection(Connection):
             rank = scheme.phi_k_rank or (dim if scheme.phi_k in ("pool_mlp", "flatten_mlp") else max(1, dim // 4))
             self.direction = Direction(scheme.phi_k, dim, m, rank, source=scheme.phi_k_input, norm_eps=norm_eps)
         self.k_proj = Projection(dim, dim) if scheme.k_proj else None
-        self.window = max(self.compressor.window, self.pool.window if self.pool else 0)
+        self.window = max(window_of(self.compressor), self.pool.window if self.pool else 0)
 
     @property
     def compressor(self) -> TokenCompress | ChannelCompress | OnlyStream:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from residua.connections.memory import Memory, current, expect_tokens, masked, remembered
+from residua.connections.memory import Memory, current, expect_tokens, masked, remembered, window_of
 from residua.ops import (
     at_least_float32,
     causal_expand,
@@ -191,7 +191,7 @@ class Collapse(nn.Module):
     def __init__(self, compress: TokenCompress | ChannelCompress):
         super().__init__()
         self.compress = compress
-        self.window = compress.window
+        self.window = window_of(compress)
 
     def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
         return self.compress(streams, memory)
