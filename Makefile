@@ -5,7 +5,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS)
 
-.PHONY: demo check test lint docs clean
+.PHONY: demo check test lint types docs clean
 
 demo: $(READY)
 	$(VENV)/bin/residua demo --out runs/demo
@@ -20,6 +20,9 @@ test: $(READY)
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+types: $(READY)
+	$(VENV)/bin/mypy
 
 docs: $(READY)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'

@@ -1,11 +1,10 @@
-"""How fast text becomes tokens, and that memory does not grow with it: `residua prepare` on parquet files made here.
+"""Measure how fast `residua prepare` turns text into tokens, and that its memory does not grow with the text.
 
-The text is the embedded corpus, shuffled by sentences into documents of about 4 kB in which every fiftieth word is
-scrambled, so that words keep coming that the tokenizer has not met; the tokenizer is a BPE of the corpus itself. Each
-row of the record is one run of the command: tokens per second as seen on the clock, and for each second that a core
-worked on it (all processes together); what of that the main process took, which bounds how many cores can share the
-work; and the largest memory of the main process and of all its processes together, which for a quarter of the text
-should be as for all of it.
+The text is the embedded corpus, shuffled by sentences into documents of about 4 kB. Every fiftieth word is scrambled,
+so that the tokenizer keeps meeting new words; it is a BPE of the corpus itself. Each row of the record is one run of
+the command on parquet files made here. It has the tokens per second of wall time and per second of core time (all
+processes together), the core time of the main process, which bounds the useful number of workers, and the peak memory
+of the main process and of all processes. A quarter of the text should need as much memory as all of it.
 
     python experiments/prepare_throughput.py [--bytes 1100000000] [--workers 2 1] [--record experiments/prepare.jsonl]
 """
@@ -35,11 +34,11 @@ DOCUMENT = 4_000
 FILES = 8
 VOCABULARY = 50_257
 SCRAMBLED = 50
-"""One word of so many is scrambled."""
+"""One word in this many is scrambled."""
 
 
 def write_corpus(folder: Path, size: int, texts: list[str], seed: int = 0) -> int:
-    """Parquet files of about `size` bytes of text. Returns the bytes written."""
+    """Write parquet files with about `size` bytes of text. Returns the bytes written."""
     draw = random.Random(seed)
     sentences = [s for text in texts for s in re.split(r"(?<=[.:])\s+", text) if 20 < len(s) < 2000]
     average = sum(map(len, sentences)) / len(sentences)
@@ -67,7 +66,7 @@ def resident(pid: int) -> int:
 
 
 def core_seconds(pid: int) -> float:
-    """What a process has worked so far, without those that it started."""
+    """Return the core time of a process so far, without its children."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -76,7 +75,7 @@ def core_seconds(pid: int) -> float:
 
 
 def measure(source: Path, tokenizer: Path, workers: int, out: Path) -> dict:
-    """One run of the command, watched from outside."""
+    """Run the command once and watch it from outside."""
     command = [
         *(sys.executable, "-m", "residua", "prepare", "--source", source, "--tokenizer", tokenizer, "--out", out),
         *("--workers", str(workers), "--json"),
@@ -117,7 +116,7 @@ def measure(source: Path, tokenizer: Path, workers: int, out: Path) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=Path(__file__).with_name("prepare.jsonl"))
-    parser.add_argument("--bytes", type=int, default=1_100_000_000, help="of text in the larger of the two corpora")
+    parser.add_argument("--bytes", type=int, default=1_100_000_000, help="size of the larger of the two corpora")
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 1])
     args = parser.parse_args()
     texts = [document.text for document in open_corpus("stdlib")]

@@ -31,6 +31,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         name = item.path.relative_to(tests)
         marks = {mark for pattern, mark in MARKED_FILES.items() if name.match(pattern)}
-        marks |= {mark for fixture, mark in MARKED_FIXTURES.items() if fixture in item.fixturenames}
+        # A parameter may have the name of a fixture.
+        fixtures = set(item.fixturenames) - set(item.callspec.params if hasattr(item, "callspec") else ())
+        marks |= {mark for fixture, mark in MARKED_FIXTURES.items() if fixture in fixtures}
         for mark in marks:
             item.add_marker(mark)

@@ -119,6 +119,8 @@ def test_schemes_lists_every_preset_with_the_parameters_of_the_paper(capsys):
     assert records["ddl"]["parameters_added"] == {"small": 36_912, "medium": 98_400}
     assert records["ddl-cc-ec"]["parameters_added"] == {"small": 144_556, "medium": 364_884}
     assert (records["ddl"]["state_per_token"], records["ddl-cc-ec"]["state_per_token"]) == ("d", "4d")
+    assert records["attnres"]["state_per_token"] == "d to 25d"
+    assert records["attnres-block"]["state_per_token"] == "d to 3d"
     table = output(capsys, ["schemes"])
     assert all(any(line.startswith(f"{name} ") for line in table.splitlines()) for name in PRESETS)
     assert "+144,556" in table
@@ -260,6 +262,7 @@ def extras():
     return {name: modules(name) for name in listed}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "argv",
     [
@@ -283,6 +286,7 @@ def test_the_extra_lab_is_enough_for_a_command_and_its_hint_names_it(argv, runs,
     assert status == 0, err
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("blocked", ["transformers", "matplotlib", "plotly"])
 def test_the_demo_says_what_it_lacks_before_it_trains(blocked, tmp_path):
     status, _, err = without({blocked}, ["demo", "--out", tmp_path / "demo"])
@@ -291,6 +295,7 @@ def test_the_demo_says_what_it_lacks_before_it_trains(blocked, tmp_path):
     assert not (tmp_path / "demo").exists()
 
 
+@pytest.mark.processes
 def test_schemes_are_listed_where_there_is_torch_alone():
     blocked = set().union(*extras().values())
     status, table, err = without(blocked, ["schemes"])
@@ -303,6 +308,7 @@ def test_schemes_are_listed_where_there_is_torch_alone():
     assert {record["parameters_added"] for record in json.loads(records)} == {None}
 
 
+@pytest.mark.processes
 def test_interrupting_saves_says_how_to_go_on_and_is_status_130(prepared, tmp_path):
     run = tmp_path / "run"
     argv = ["train", "--run", str(run), *SMALL, "--data.path", str(prepared), "--train.steps", "1000000"]
@@ -319,12 +325,14 @@ def test_interrupting_saves_says_how_to_go_on_and_is_status_130(prepared, tmp_pa
     assert "Traceback" not in err
 
 
+@pytest.mark.processes
 def test_a_reader_that_stops_reading_is_no_error_to_shout_about():
     command = f"{sys.executable} -m residua --help | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert result.stderr == ""
 
 
+@pytest.mark.processes
 def test_the_command_is_installed():
     script = Path(sys.executable).parent / "residua"
     if not script.exists():

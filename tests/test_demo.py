@@ -114,7 +114,7 @@ def test_other_settings_in_the_same_folder_are_refused(small, tmp_path, capsys):
     assert "train.steps" in capsys.readouterr().err
 
 
-def test_shortened_keeps_proportions_and_refuses_what_is_no_run():
+def test_shortened_keeps_proportions_and_refuses_zero_steps():
     config = load_config("tiny")
     assert shortened(config, None) is config
     half = shortened(config, config.train.steps // 2).train

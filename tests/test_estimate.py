@@ -11,15 +11,10 @@ from residua import PRESETS
 from residua.cli import main
 from residua.connections import resolve
 from residua.errors import InputError
-from residua.estimate import (
-    GPUS,
-    activation_memory,
-    boundary_bytes,
-    bytes_per_token,
-    estimate,
-    flops_per_token,
-    parameters,
-)
+from residua.estimate import estimate
+from residua.estimate.counts import bytes_per_token, flops_per_token, parameters
+from residua.estimate.memory import activation_memory
+from residua.estimate.speed import GPUS
 from residua.models import SIZES, ResiduaConfig, ResiduaForCausalLM
 from residua.training import load_config
 
@@ -45,7 +40,7 @@ RATIOS = [
 def kept(name):
     """A preset that keeps every state, as the figures below assume."""
     scheme = PRESETS[name]
-    return resolve({"preset": name, "rebuild": "none"}) if hasattr(scheme, "rebuild") else scheme
+    return resolve({"preset": name, "recompute": "none"}) if hasattr(scheme, "recompute") else scheme
 
 
 @pytest.mark.parametrize(
@@ -61,14 +56,23 @@ def kept(name):
     ],
 )
 def test_bytes_of_a_boundary(name, state_bytes, expected):
-    assert boundary_bytes(kept(name), state_bytes=state_bytes) == expected
+    assert kept(name).traffic(1, state_bytes=state_bytes) == expected
 
 
-def test_bytes_of_rebuilding_and_of_separate_kernels():
-    assert boundary_bytes(PRESETS["ddl-cc"], state_bytes=2) == (20, 33)
-    assert boundary_bytes(PRESETS["ddl-tc"], state_bytes=4) == (40, 63)
-    assert boundary_bytes(kept("ddl-cc"), state_bytes=2, kernels="separate") == (30, 58)
-    assert boundary_bytes(kept("ddl-cc"), state_bytes=4, kernels="separate") == (54, 106)
+def test_bytes_of_recomputing_and_of_separate_kernels():
+    assert PRESETS["ddl-cc"].traffic(1, state_bytes=2) == (20, 33)
+    assert PRESETS["ddl-tc"].traffic(1, state_bytes=4) == (40, 63)
+    assert kept("ddl-cc").traffic(1, state_bytes=2, fused=False) == (30, 58)
+    assert kept("ddl-cc").traffic(1, state_bytes=4, fused=False) == (54, 106)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_traffic_of_a_model_is_the_sum_of_its_boundaries(name):
+    config = ResiduaConfig(connection=name, **SMALL)
+    found = bytes_per_token(config, state_bytes=2, fused=False)["connections"]
+    each = [sum(PRESETS[name].traffic(i, state_bytes=2, fused=False)) for i in range(1, 2 * 3 + 1)]
+    assert found == 32 * sum(each)
+    assert (each[0] == each[-1]) == (name != "attnres"), "it grows with depth where the state does"
 
 
 def seconds(name, size, state_bytes):
@@ -88,10 +92,28 @@ def test_ratios_at_the_ceilings(name, size, state_bytes, ratio):
     assert seconds(name, size, state_bytes) / seconds("residual", size, 2) == pytest.approx(ratio, abs=3e-3)
 
 
-def test_the_connections_do_little_arithmetic():
-    for name in PRESETS:
-        flops = flops_per_token(ResiduaConfig(connection=name, **SIZES["small"]), sequence_length=1024)
-        assert 0 < flops["connections"] < 0.01 * sum(flops.values())
+@pytest.mark.parametrize("options", [{}, {"attention_output_gate": True, "head_dim": 24, "tie_word_embeddings": False}])
+def test_the_products_are_six_for_each_weight_and_the_causal_half_of_attention(options):
+    """Of the plain residual, whose matrices are all linear maps: 2 forward and 4 backward, the head among them."""
+    config = ResiduaConfig(connection="residual", **SMALL | options)
+    weights = sum(m.weight.numel() for m in ResiduaForCausalLM(config).modules() if isinstance(m, nn.Linear))
+    width = config.num_attention_heads * config.head_dim
+    found = flops_per_token(config, sequence_length=16)
+    assert found == {"matrices": 6 * weights, "attention": 7 * 16 * width * 3, "connections": 0}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_products_of_the_connections_are_those_of_their_linear_maps_at_least(name):
+    config = ResiduaConfig(connection=name, **SMALL)
+    linear = [
+        module.weight.numel()
+        for name, module in ResiduaForCausalLM(config).named_modules()
+        if isinstance(module, nn.Linear) and ".stream." in name
+    ]
+    found = flops_per_token(config, sequence_length=16)
+    plain = flops_per_token(ResiduaConfig(connection="residual", **SMALL), sequence_length=16)
+    assert found["connections"] >= 6 * sum(linear)
+    assert (found["matrices"], found["attention"]) == (plain["matrices"], plain["attention"])
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -115,7 +137,7 @@ def test_parameters_of_the_papers_models(recipe, connection, count):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", ["residual", "ddl", "ddl-ec", "ddl-cc", "mhc"])
+@pytest.mark.parametrize("name", ["residual", "ddl", "ddl-ec", "ddl-cc", "mhc", "attnres", "attnres-block"])
 def test_memory_counted_without_data_is_that_of_a_real_step(name, autocast):
     config = ResiduaConfig(connection=name, **SMALL)
     size = {"batch_size": 3, "sequence_length": 16, "autocast": autocast}
@@ -126,7 +148,7 @@ def test_memory_counted_without_data_is_that_of_a_real_step(name, autocast):
     assert 0 < again.kept < found.kept
 
 
-@pytest.mark.parametrize("name", ["residual", "ddl-tc", "ddl-cc"])
+@pytest.mark.parametrize("name", ["residual", "ddl-tc", "ddl-cc", "attnres"])
 def test_what_is_kept_is_what_autograd_saves(name):
     """An independent count: the storages that autograd is handed, and the logits, which the caller holds."""
     config = ResiduaConfig(connection=name, **SMALL)
@@ -157,6 +179,21 @@ def test_memory_grows_with_the_batch_and_autocast_copies_weights():
     assert three.logits == pytest.approx(3 * one.logits, rel=0.01)
     linear = [m.weight.numel() for m in ResiduaForCausalLM(config).modules() if isinstance(m, nn.Linear)]
     assert one.casts == three.casts == 2 * sum(linear)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("attnres", 2), ("attnres", 6), ("attnres:block_size=4", 6)])
+def test_attention_over_depth_keeps_one_vector_for_each_sublayer_and_numbers(name, layers):
+    """Beside the plain residual: the source that the sublayer wrote (in a block: the running sum), and two numbers for
+    each source of each read. A stack of the sources for each read would be 13 vectors for the last one alone."""
+
+    def vectors(connection):
+        config = ResiduaConfig(connection=connection, **SMALL | {"num_hidden_layers": layers})
+        kept = activation_memory(config, batch_size=2, sequence_length=32, autocast=False).kept
+        return kept / (2 * 32 * 32 * 4)
+
+    scheme = resolve(name)
+    read = sum(len(scheme.state_spec(boundary, 32)) for boundary in range(1, 2 * layers + 1))
+    assert vectors(name) - vectors("residual") == pytest.approx(2 * layers + 2 * read / 32, abs=0.25)
 
 
 def test_an_estimate_adds_up():

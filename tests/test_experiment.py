@@ -10,7 +10,7 @@ from torch import Tensor
 
 from residua import PRESETS, SCHEMES, Carry, Connection, Scheme, Stream
 from residua.connections import RMSNorm
-from residua.connections.boundary import Same
+from residua.connections.ends import Same
 from residua.data import PreparedData, prepare
 from residua.errors import InputError
 from residua.experiment import build_model, evaluate, open_run, run, trace_run
@@ -100,7 +100,7 @@ def test_a_new_scheme_needs_its_class_and_a_line_in_schemes(config, tmp_path, mo
     config = replace(config, model=replace(config.model, connection={"scheme": "scaled"}))
     assert math.isfinite(run(config, tmp_path / "run", progress=False)["val_loss"])
     found = trace_run(open_run(tmp_path / "run", device="cpu"))
-    assert (found.family, found.facts["scheme"]) == ("other", {"scheme": "scaled"})
+    assert (found.facts["shortcut"], found.facts["scheme"]["scheme"]) == (None, "scaled")
     norms = {"state_norm", "input_norm", "output_norm", "change_norm"}
     assert found.values.keys() == norms | {"token_ids", "token_loss"}
     assert not (tmp_path / "run" / "connections.jsonl").exists()

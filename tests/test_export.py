@@ -96,7 +96,8 @@ def test_the_folder_loads_with_transformers_and_computes_the_same(trained, expor
     assert names >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "README.md"}
 
 
-def test_it_loads_generates_trains_and_is_saved_again_where_the_package_is_not_installed(trained, exported, tmp_path):
+@pytest.mark.processes
+def test_it_loads_generates_trains_and_saves_without_the_package(trained, exported, tmp_path):
     opened = open_run(trained, device="cpu")
     ids = torch.arange(20).unsqueeze(0)
     with torch.no_grad():
@@ -177,8 +178,9 @@ def test_the_card_tells_what_the_records_tell(trained, exported):
     assert str(trained.parent) not in card, "no place on the machine that trained it"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("remote_code", [False, True])
-def test_the_lines_of_the_card_run_as_they_stand_and_ask_nothing(trained, tmp_path, remote_code):
+def test_the_lines_of_the_card_run_unchanged_and_ask_nothing(trained, tmp_path, remote_code):
     """transformers prints what it asks; with nobody at stdin it goes on unanswered. Either line may be first."""
     folder = export(trained, tmp_path / "model", remote_code=remote_code)
     block = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]

@@ -155,3 +155,13 @@ def test_type_checkers_see_the_names_of_a_lazy_package(package):
 def test_the_overview_of_the_command_line_loads_neither_torch_nor_an_extra():
     loaded = loaded_by("from residua.cli import main; main(['--help'])")
     assert loaded & (EXTRAS | {"torch"}) == set()
+
+
+def test_the_help_of_a_command_loads_neither_torch_nor_transformers():
+    code = (
+        "import contextlib, io\n"
+        "from residua.cli import COMMANDS, main\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    assert [main([name, '--help']) for name in COMMANDS] == [0] * len(COMMANDS)"
+    )
+    assert loaded_by(code) & {"torch", "transformers", "jsonargparse", "numpy", "rich"} == set()

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from residua.connections import (
         PRESETS,
         SCHEMES,
+        AttentionResiduals,
         Carry,
         Connection,
         DeepDelta,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
         Residual,
         Scheme,
         Stream,
+        StreamMemory,
+        register,
     )
 
 __version__ = "0.1.0"
@@ -32,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PRESETS",
     "SCHEMES",
+    "AttentionResiduals",
     "Carry",
     "Connection",
     "DeepDelta",
@@ -45,7 +49,9 @@ __all__ = [
     "Residual",
     "Scheme",
     "Stream",
+    "StreamMemory",
     "ops",
+    "register",
 ]
 
 __getattr__, __dir__ = lazy.attributes(__name__, __all__, ["connections", "ops"])

@@ -26,15 +26,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def did_you_mean(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+def did_you_mean(
+    name: object, known: Iterable[str], *, show: Mapping[str, str] | None = None, cutoff: float = 0.6
+) -> str:
     """Return "; did you mean X?" with the nearest of the `known` names, or "" where none is near.
 
-    A mapping gives the text to show for each name.
+    `show` gives the text to show for each name in place of the name.
     """
     close = get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
     if not close:
         return ""
-    return f"; did you mean {known[close[0]] if isinstance(known, Mapping) else close[0]}?"
+    return f"; did you mean {close[0] if show is None else show[close[0]]}?"
 
 
 def fits(value: Any, declared: Any) -> bool:

@@ -17,7 +17,7 @@ from residua.explorer.collect import collect
 from residua.training import RunConfig, load_config
 
 RECIPES = {"residual": "tiny", "ddl": "tiny-ddl", "ddl-cc-ec": "tiny-ddl-cc-ec"}
-"""The preset of each run, and its recipe: they differ in the preset and in what was tuned for it, in nothing else."""
+"""The recipe of each run's preset. They differ only in the preset and in what was tuned for it."""
 PROMPT = "The function returns"
 SAMPLE_TOKENS = 80
 PAGE = "explorer.html"
@@ -25,8 +25,8 @@ PAGE = "explorer.html"
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What came out: the comparison, the paths of its pictures and of the explorer's page about the runs, and what each
-    model writes after `PROMPT`.
+    """The comparison, the paths of its pictures and of the explorer's page about the runs, and the text that each model
+    writes after `PROMPT`.
     """
 
     comparison: Comparison
@@ -36,19 +36,19 @@ class Demonstration:
 
 
 def demonstrate(out: str | Path, *, steps: int | None = None, progress: bool = True) -> Demonstration:
-    """Train what is not trained yet into `out`, one run after the other, and compare.
+    """Train whatever is not trained yet into `out`, one run after the other, and compare.
 
     Args:
-        out: a folder, in which runs that were begun go on and finished ones stay as they are.
+        out: a folder. Runs that were begun resume; finished ones stay as they are.
         steps: training steps of each run, with warmup and evaluations moved in proportion; None as in the recipes.
 
     Raises:
         InputError: `out` holds runs with other settings.
         RunError: a run failed.
-        KeyboardInterrupt: a run was interrupted; what it had done is saved.
+        KeyboardInterrupt: a run was interrupted; its work is saved.
     """
     out = Path(out)
-    with extra("lab"):  # known to be there before minutes are spent on what it shall show
+    with extra("lab"):  # before minutes are spent on what it will show
         importlib.import_module("plotly")
     configs = {
         name: shortened(load_config(recipe, [f"--model.connection={name}"]), steps) for name, recipe in RECIPES.items()
@@ -69,7 +69,7 @@ def demonstrate(out: str | Path, *, steps: int | None = None, progress: bool = T
 
 
 def shortened(config: RunConfig, steps: int | None) -> RunConfig:
-    """The same run with `steps` steps: warmup, evaluations and checkpoints keep their proportion to it."""
+    """Return the same run with `steps` steps; warmup, evaluations and checkpoints keep their proportion to it."""
     if steps is None:
         return config
     scaled = {

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from residua.analysis import Trace, gate_quantiles, has_gates, pieces, trace
+from residua.connections import describe, resolve
 from residua.data import Batches, HeldOutBatches, PreparedData, prepare
 from residua.errors import InputError, extra
 from residua.evaluation.loss import dealt, held_out_loss
@@ -38,6 +39,7 @@ with extra("lab"):
         PreTrainedTokenizerBase,
         PreTrainedTokenizerFast,
     )
+    from transformers.utils import logging
 
 # An embedding with a multiple of 64 rows is faster on accelerators; the rows beyond the tokenizer's are never labels.
 VOCABULARY_MULTIPLE = 64
@@ -81,6 +83,9 @@ def run(config: RunConfig, folder: str | Path, *, resume: bool = False, progress
     if config.data.path is not None:
         # The run shall find its data again from wherever it is opened.
         config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
+    described = describe(resolve(config.model.connection))
+    if "package" in described:  # its name says what to install where the run is opened without it
+        config = replace(config, model=replace(config.model, connection=described))
     with join(config.train.device) as ranks, _held(config, folder, resume, ranks) as held:
         with ranks.together():
             share = Share.of(config.train, ranks)
@@ -105,7 +110,7 @@ def run(config: RunConfig, folder: str | Path, *, resume: bool = False, progress
             config.train,
             held,
             evaluate=evaluator,
-            observe=gate_quantiles if has_gates(model.config.scheme) else None,
+            observe=gate_quantiles if has_gates(model.model.stream, model.config.hidden_size) else None,
             facts=data.facts,
             progress=progress,
             ranks=ranks,
@@ -193,10 +198,11 @@ def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedM
     files = read_json_files(folder)
     try:
         _refuse_what_leads_elsewhere(folder, files)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, output_loading_info=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with _quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except InputError:
         raise
     except Exception as error:  # transformers and tokenizers raise many kinds
@@ -206,6 +212,20 @@ def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedM
     if differences:
         raise InputError(f"{folder}: expected the weights of the model in config.json, found {'; '.join(differences)}")
     return model.to(pick_device(device)).eval(), tokenizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from printing what it finds in the files: it becomes one error here."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _refuse_what_leads_elsewhere(folder: Path, files: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from residua.data.tokenizer import save_tokenizer
 from residua.errors import InputError, RunError, extra
 from residua.experiment import OpenRun, open_run
-from residua.runs.durable import partial, publish
+from residua.runs.durable import unfinished
 from residua.runs.jsonlines import read_metrics
 from residua.runs.reading import read_json
 from residua.terminal import printable
@@ -27,7 +26,7 @@ ENTRY = "residua.models.transformer"
 FILES = {ENTRY: "modeling_residua", "residua.models.configuration": "configuration_residua"}
 CLASSES = {"AutoConfig": "ResiduaConfig", "AutoModel": "ResiduaModel", "AutoModelForCausalLM": "ResiduaForCausalLM"}
 OPTIONAL = {"triton"}
-"""Packages that a module of the copy imports but that a machine may lack."""
+"""Packages that a copied module imports but that may not be installed."""
 
 
 def export(
@@ -51,31 +50,25 @@ def export(
     if place == Path.cwd():
         raise InputError(f"{folder}: expected a folder that can be replaced, got the working one; name another")
     opened = open_run(run, checkpoint, device="cpu")
-    temporary = partial(place)
     try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        save_tokenizer(opened.tokenizer, temporary)
-        opened.model.save_pretrained(temporary)
-        if remote_code:
-            for name, text in model_code().items():
-                (temporary / f"{name}.py").write_text(text, encoding="utf-8")
-            _name_the_code(temporary / "config.json")
-        card = model_card(opened, Path(run), name=place.name, remote_code=remote_code)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-        publish(place)
+        with unfinished(place) as temporary:
+            save_tokenizer(opened.tokenizer, temporary)
+            opened.model.save_pretrained(temporary)
+            if remote_code:
+                for name, text in model_code().items():
+                    (temporary / f"{name}.py").write_text(text, encoding="utf-8")
+                _name_the_code(temporary / "config.json")
+            card = model_card(opened, Path(run), name=place.name, remote_code=remote_code)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise RunError(f"{folder}: cannot write the export: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
 def model_code() -> dict[str, str]:
-    """The modules that the model needs, as flat files by name, with relative imports: what transformers can load.
+    """Return the text of the modules that the model needs by file name: flat, with relative imports, for transformers.
 
-    They are found by following the imports of `ENTRY` and are this package's own text, import lines excepted.
+    The modules are found by following the imports of `ENTRY`. Only their import lines are changed.
     """
     files: dict[str, str] = {}
     waiting = [ENTRY]
@@ -95,7 +88,7 @@ def model_code() -> dict[str, str]:
 
 
 def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> str:
-    """README.md: how to load the model, and what its records say about how it came to be."""
+    """Return the text of README.md: how to load the model, and how it was trained."""
     config = opened.model.config
     facts = read_json(run / "facts.json") if (run / "facts.json").exists() else {}
     data = facts.get("data", {}) if isinstance(facts, dict) else None
@@ -161,7 +154,7 @@ def _connection(opened: OpenRun) -> str:
 
 
 def _measured(run: Path, step: int) -> Iterator[tuple[str, str]]:
-    """Tokens, speed and the last validation up to `step`, out of metrics.jsonl."""
+    """Yield tokens, seconds and the last validation up to `step`, from metrics.jsonl."""
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] <= step]
     known = {key: value for row in rows for key, value in row.items()}
     names = {
@@ -192,13 +185,13 @@ def _file(module: str) -> str:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module of this package, None if there is none. Nothing is imported: a module may need a GPU's."""
+    """Return the file of a module of this package, or None. Nothing is imported: a module may need triton."""
     path = PACKAGE.joinpath(*module.split(".")[1:])
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
 def _imports(text: str) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The import statements that cannot stay as they are, wherever they stand in the module."""
+    """Yield the import statements that must change, wherever they stand in the module."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             top = node.module.partition(".")[0]
@@ -211,7 +204,7 @@ def _imports(text: str) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
-    """The lines that take an import's place, and the modules of this package that they need."""
+    """Return the lines that replace an import, and the modules of this package that they need."""
     if isinstance(node, ast.Import) or node.module.partition(".")[0] != "residua":
         # transformers refuses a model with an import that fails, unless it stands in a try statement.
         return ["try:", textwrap.indent(ast.unparse(node), "    "), "except ImportError:", "    raise"], []

@@ -1,4 +1,4 @@
-"""The coordinate check of muP: how large activations are, and how far training moves them, at several widths.
+"""Check muP by coordinates: how large activations are, and how far training moves them, at several widths.
 
 Under muP (arXiv 2203.03466, appendix D.1) both stay the same as the width grows; with one learning rate for everything
 the change after a few steps grows with the width, most of all in the logits. The models learn one fixed batch.
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from residua.errors import InputError, extra
+from residua.checks import require
+from residua.errors import extra
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.training import TrainConfig, adamw
 
@@ -61,14 +62,13 @@ def check(
         seeds: runs to average over.
 
     Raises:
-        InputError: fewer than two widths, one that is no multiple of 32, or a number out of range.
+        InputError: there are fewer than two widths, one is not a multiple of 32, or a number is out of range.
     """
     widths = sorted(set(widths))
-    if len(widths) < 2 or any(width < HEAD_DIM or width % HEAD_DIM for width in widths):
-        raise InputError(f"--widths: expected at least two multiples of {HEAD_DIM}, got {', '.join(map(str, widths))}")
+    multiples = len(widths) > 1 and all(width >= HEAD_DIM and width % HEAD_DIM == 0 for width in widths)
+    require(multiples, "--widths", f"at least two multiples of {HEAD_DIM}", widths)
     for name, value in (("steps", steps), ("seeds", seeds), ("lr", lr)):
-        if value <= 0:
-            raise InputError(f"--{name}: expected a positive number, got {value}")
+        require(0 < value < math.inf, f"--{name}", "a positive number", value)
     found: dict[tuple[str, str], list[dict[int, float]]] = {}
     for name, mup in PARAMETERISATIONS.items():
         for width in widths:
@@ -81,14 +81,14 @@ def check(
 
 
 def to_json(coordinates: Sequence[Coordinate]) -> list[dict[str, Any]]:
-    """Plain values, those that are not finite as None."""
+    """Return plain values; numbers that are not finite become None."""
     return [
         {**asdict(c), "slope": c.slope if math.isfinite(c.slope) else None, "verdict": c.verdict} for c in coordinates
     ]
 
 
 def draw(coordinates: Sequence[Coordinate], path: str | Path) -> None:
-    """A picture: the change of every activation against the width, one panel for each parameterisation."""
+    """Draw the change of every activation against the width, one panel for each parameterisation."""
     with extra("lab"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -114,7 +114,7 @@ def draw(coordinates: Sequence[Coordinate], path: str | Path) -> None:
 def _run(
     connection: str | Mapping[str, Any], width: int, base: int, mup: bool, steps: int, lr: float, seed: int
 ) -> dict[str, tuple[float, float]]:
-    """By site: the root mean square at the start, and of the change after `steps`."""
+    """Return by site the root mean square at the start, and of the change after `steps`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # A few tokens are frequent, as in text.
@@ -144,7 +144,7 @@ def _run(
 
 
 def _activations(model: ResiduaForCausalLM, ids: Tensor) -> dict[str, Tensor]:
-    """What the embedding, the last sublayers and the stream give, and the logits."""
+    """Return the outputs of the embedding, the last sublayers and the stream, and the logits."""
     last = model.model.layers[-1]
     sites: dict[str, nn.Module] = {
         "embedding": model.model.embed_tokens,

@@ -1,4 +1,4 @@
-"""What a number needs beside it to be believed: which code ran, on what machine, and when."""
+"""Record which code ran, on what machine, and when: what makes a number believable."""
 
 import os
 import platform
@@ -12,12 +12,12 @@ import torch
 
 
 def available_cores() -> int:
-    """How many cores this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:
-    """Commit, versions, hardware, threads, load and date of this process, as plain values.
+    """Return commit, versions, hardware, threads, load and date of this process, as plain values.
 
     `load` is the average number of busy processes in the last minute, this one included, or None where it is unknown.
     """
@@ -36,7 +36,7 @@ def circumstances(device: torch.device) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """That of an installed distribution, None where there is none."""
+    """Return the version of an installed distribution, None where there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -44,7 +44,7 @@ def version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that holds this file, with "-dirty" if files differ from it; None outside of one."""
+    """Return the commit of the checkout that holds this file, with "-dirty" if files differ; None outside of one."""
     here = Path(__file__)
     if not _git(here.parent, "ls-files", "--error-unmatch", here.name):
         return None

@@ -35,7 +35,7 @@ def test_a_trace_survives_its_file(name, tmp_path):
 def test_it_holds_run_and_checkpoint_and_replaces_what_was_there(saved):
     assert (Trace.load(saved).facts["run"], Trace.load(saved).facts["checkpoint"]) == ("mine", 3)
     trace(small_model("residual"), [1, 2]).save(saved)
-    assert Trace.load(saved).family == "residual"
+    assert Trace.load(saved).facts["preset"] == "residual"
 
 
 def rewritten(path, **metadata):

@@ -31,7 +31,9 @@ def test_every_preset_has_a_table_and_figures(name):
     json.dumps(figures(found), allow_nan=False)
     first, *others, legend = overview(found)
     assert first.startswith(f"{name}, 12 tokens, loss ")
-    assert any(line.startswith("product of all shortcuts") for line in others) == (name != "residual")
+    assert any(line.startswith("product of all shortcuts") for line in others) == (
+        name not in ("residual", "attnres", "attnres-block")
+    )
     assert ("erase beta |k^T X|" in legend) == ("erase" in table.header)
 
 
@@ -49,7 +51,7 @@ def test_figures_are_means_and_quantiles_over_the_tokens():
 @pytest.mark.parametrize("name", PRESETS)
 def test_an_untrained_model_is_where_it_started(name):
     found = warnings(trace(small_model(name, torch.float32, scale=0.0), words(12)))
-    expected = {"residual": [], "edelta": ["gamma"], "edelta-stream": ["gamma"]}
+    expected = {"residual": [], "attnres": [], "attnres-block": [], "edelta": ["gamma"], "edelta-stream": ["gamma"]}
     expected |= {name: ["the mixing matrix"] for name in ("hc", "mhc", "jpmhc")}
     starts = expected.get(name, ["beta"])
     assert len(found) == len(starts)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from residua import DeepDelta, EDelta, PooledHouseholder
 from residua.analysis import Trace, trace
-from residua.analysis.measure import measured
+from residua.analysis.measure import measured, norm
 from residua.analysis.watch import watching
 from residua.connections.deep_delta import DeltaCoefficients
 from residua.errors import InputError
@@ -19,25 +19,18 @@ from support.tolerances import assert_close
 from support.traced_models import VOCAB, passages, small_model, words
 from support.variants import ALL, PRESETS
 
-FAMILY = {
-    "residual": "residual",
-    "hc": "streams",
-    "mhc": "streams",
-    "jpmhc": "streams",
-    "edelta": "geometric",
-    "edelta-stream": "geometric",
-    "pooled-householder": "geometric",
-}
+WITHOUT = ("residual", "attnres", "attnres-block")  # no linear map of the state but the identity
+MIXING = ("hc", "mhc", "jpmhc", "edelta", "edelta-stream")
 EVERYWHERE = {"token_ids", "token_loss", "state_norm", "input_norm", "output_norm", "change_norm"}
 DELTA = {
     *("beta", "readout", "target", "erase_norm", "write_norm", "discrepancy_norm", "direction", "alignment"),
     "effective_rank",
 }
 STREAMS = {"h_pre", "h_post", "h_res", "row_error", "column_error", "orthogonality_error"}
-BLEND = {"gamma", "angle", "cayley_beta", "h_res", "orthogonality_error"}
+BLEND = {"gamma", "angle", "cayley_beta", "h_res", "row_error", "column_error", "orthogonality_error"}
 DEPTH = {"determinant", "singular_max", "singular_min", "defect", "singular_values"}
 KEYS = {
-    "residual": set(),
+    **{name: set() for name in WITHOUT},
     "edelta": BLEND | DEPTH,
     "edelta-stream": BLEND | {"h_pre", "h_post"} | DEPTH,
     "pooled-householder": {"beta", "readout", "erase_norm", "direction", "alignment", "effective_rank"} | DEPTH,
@@ -47,18 +40,18 @@ KEYS = {
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_what_applies_to_it(name):
     found = trace(small_model(name), words(20), sample=6)
-    family = FAMILY.get(name, "delta")
-    own = KEYS.get(name, {"delta": DELTA, "streams": STREAMS}.get(family, set()) | DEPTH)
+    kind = None if name in WITHOUT else "mixing" if name in MIXING else "rank-one"
+    own = KEYS.get(name, (STREAMS if kind == "mixing" else DELTA) | DEPTH)
     compressed = {"compress_share"} if getattr(PRESETS[name], "compress", None) else set()
     assert found.values.keys() == EVERYWHERE | own | compressed
-    assert (found.family, found.facts["preset"]) == (family, name)
+    assert (found.facts["shortcut"], found.facts["preset"]) == (kind, name)
     assert found.facts["sublayers"] == ["1 attention", "1 mlp", "2 attention", "2 mlp"]
     assert found.facts["sampled"] == [0, 4, 8, 11, 15, 19]
     assert (found.num_sublayers, found.num_tokens) == (4, 20)
     sizes = {"state_norm": (5, 20), "direction": (4, 6, 16), "alignment": (4, 4), "effective_rank": (6,)}
     sizes |= {"token_ids": (20,), "token_loss": (20,), **dict.fromkeys(DEPTH, (4, 6)), "singular_values": (6, 4)}
     for key, value in found.values.items():
-        n = 1 if key in ("readout", "target") and found.facts["streams"] == 1 else 4
+        n = 1 if key in ("readout", "target") and found.facts["rows"] == 1 else 4
         tail = {"readout": (n,), "target": (n,), "h_pre": (4,), "h_post": (4,), "h_res": (4, 4)}.get(key, ())
         expected = (4, 4) if key == "compress_share" else sizes.get(key, (4, 20, *tail))
         assert value.shape == expected, key
@@ -80,7 +73,7 @@ def test_the_numbers_are_those_of_the_model(name):
     losses = cross_entropy(plain.logits[0, :-1], ids[1:], reduction="none")
     assert_close(found.values["token_loss"][:-1], losses.float())
     assert found.values["token_loss"][-1].isnan()
-    states = [state[0].flatten(1).norm(dim=-1).float() for state in plain.hidden_states[:-1]]
+    states = [norm(state).float() for state in plain.hidden_states[:-1]]
     assert_close(found.values["state_norm"][::2], torch.stack(states))
 
 
@@ -88,7 +81,7 @@ def test_the_numbers_are_those_of_the_model(name):
 def test_a_delta_write_is_rebuilt_from_its_trace(name):
     for passage in passages(small_model(name), words(12)):
         assert isinstance(passage.carry.coefficients, DeltaCoefficients)
-        found = measured(passage, "delta")
+        found = measured(passage, passage.shortcut())
         streams, after = passage.before[0].reshape(12, -1, 16), passage.after[0].reshape(12, -1, 16)
         beta, k, v = found["beta"], found["direction"], found["target"]
         assert_close(delta_write(streams, k, v, beta), after)
@@ -102,7 +95,7 @@ def test_a_delta_write_is_rebuilt_from_its_trace(name):
 def test_a_mixture_is_rebuilt_from_its_trace(name):
     """Also where a connection leaves out a mapping: the trace holds what that amounts to."""
     for passage in passages(small_model(name), words(12)):
-        found = measured(passage, "streams")
+        found = measured(passage, passage.shortcut())
         n = found["h_pre"].shape[-1]
         streams, after, y = passage.before[0], passage.after[0], passage.y[0]
         if name == "mhc-split":
@@ -120,7 +113,7 @@ def test_a_mixture_is_rebuilt_from_its_trace(name):
 @pytest.mark.parametrize("name", ["edelta", "edelta-n2", "edelta-stream", "edelta-stream-cumulative"])
 def test_a_blend_is_rebuilt_from_its_trace(name):
     for passage in passages(small_model(name), words(12)):
-        found, gamma = measured(passage, "geometric"), passage.carry.coefficients.gamma[0]
+        found, gamma = measured(passage, passage.shortcut()), passage.carry.coefficients.gamma[0]
         n = found["h_res"].shape[-1]
         rows, g = (x[0].reshape(12, n, -1) for x in (passage.before, passage.carry.residual))
         assert_close(found["h_res"] @ rows, g)
@@ -130,7 +123,7 @@ def test_a_blend_is_rebuilt_from_its_trace(name):
 
 def test_the_erasure_of_the_pooled_householder_shortcut():
     for passage in passages(small_model("pooled-householder"), words(12)):
-        found = measured(passage, "geometric")
+        found = measured(passage, passage.shortcut())
         erased = (delta_operator(found["direction"], found["beta"]) @ passage.before[0].unsqueeze(-1)).squeeze(-1)
         assert_close(erased, passage.carry.residual[0])
         assert_close(found["erase_norm"], (passage.before[0] - erased).norm(dim=-1), factor=10)
@@ -147,14 +140,12 @@ def test_the_input_norm_is_that_of_what_enters_the_norm(name):
     assert_close(found, expected.float())
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in WITHOUT])
 def test_products_over_depth_are_those_of_dense_operators(name):
-    if name == "residual":
-        return
     model, ids = small_model(name), words(10)
     product, found = None, trace(model, ids)
     for i, passage in enumerate(passages(model, ids)):
-        seen = measured(passage, PRESETS[name].family)
+        seen = measured(passage, passage.shortcut())
         rank_one = "direction" in seen
         shortcut = delta_operator(seen["direction"], seen["beta"]) if rank_one else seen["h_res"]
         product = shortcut if product is None else shortcut @ product
@@ -303,7 +294,7 @@ def test_regimes_have_thresholds_and_need_a_beta():
     assert_close(shares[:, 2], (beta > 1.1).float().mean(1))
     assert_close(shares.sum(1), torch.ones(4))
     assert trace(small_model(PooledHouseholder()), words(4)).regimes().shape == (4, 3)
-    with pytest.raises(InputError, match="a scheme with beta, got family 'streams'"):
+    with pytest.raises(InputError, match="a scheme with beta, got one of"):
         trace(small_model("hc"), words(4)).regimes()
 
 

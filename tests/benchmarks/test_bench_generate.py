@@ -66,6 +66,7 @@ def test_a_memory_that_is_lost_gets_no_speed(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.compiler
 def test_a_compiled_step_is_one_graph(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch, "compile", lambda model, mode, compiled=torch.compile, **rest: compiled(model, **rest))
@@ -104,8 +105,8 @@ def test_the_table_of_writing_has_a_line_for_each_preset_and_batch(capsys):
     ("arguments", "message"),
     [
         (["--presets", "dll"], "did you mean 'ddl'"),
-        (["--presets", "ddl:rebild=none"], "did you mean 'rebuild'"),
-        (["--presets", "ddl:rebuild"], "expected NAME:OPTION=VALUE"),
+        (["--presets", "ddl:recompte=none"], "did you mean 'recompute'"),
+        (["--presets", "ddl:recompute"], "expected NAME:OPTION=VALUE"),
         (["--batch-sizes", "1", "0"], "batch_sizes: expected at least 1, got 0"),
         (["--new-tokens", "0"], "new_tokens: expected at least 1, got 0"),
         (["--warmup", "-1"], "warmup: expected at least 0, got -1"),

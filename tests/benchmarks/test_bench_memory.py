@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from residua.benchmarks import memory
-from residua.benchmarks.memory import MemorySettings, benchmark, kept_bytes, peak_bytes, with_and_without_rebuilding
+from residua.benchmarks.memory import MemorySettings, benchmark, kept_bytes, peak_bytes, with_and_without_recompute
 from residua.benchmarks.models import TrainingStep
 from residua.commands import bench
 from residua.commands.base import Parser
@@ -26,14 +26,21 @@ def command(*arguments):
     return bench.run(parser.parse_args(["memory", *sizes, *arguments]))
 
 
-def test_rebuilt_states_are_not_kept():
+def test_recomputed_states_are_not_kept():
     """Eight sublayers of four channels: two states are kept of eight, or all, and then the values as well."""
-    result = benchmark(settings("ddl-cc", "ddl-cc:rebuild=none", "ddl-cc:rebuild_every=8", layers=4))
+    result = benchmark(settings("ddl-cc", "ddl-cc:recompute=none", "ddl-cc:recompute_every=8", layers=4))
     replayed, everything, rarely = (result.above_baseline(name) for name in list(result.kept)[1:])
     assert everything - replayed == pytest.approx(6 * 4 / 4 + 2 * 4 / TINY["dim"], abs=0.05)
     assert replayed - rarely == pytest.approx(1 * 4 / 4, abs=0.05)
     numbers = 2 * (2 * 4 + 4) / TINY["dim"]
     assert replayed <= 4.5 + numbers
+
+
+def test_a_state_of_several_tensors_is_kept_once():
+    """Beside the plain residual: a source for each sublayer, and two numbers for each source of each read."""
+    result = benchmark(settings("attnres", layers=4))
+    read = sum(1 + boundary for boundary in range(1, 9))
+    assert result.above_baseline("attnres") == pytest.approx((8 + 2 * read / TINY["dim"]) / 4, abs=0.05)
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": "bfloat16"}, {"state_dtype": "bfloat16"}])
@@ -44,9 +51,9 @@ def test_counting_gives_the_same_number_again_and_leaves_no_gradient(changes):
 
 
 def test_a_narrow_state_keeps_less():
-    narrow = benchmark(settings("ddl-tc:rebuild=none", state_dtype="bfloat16"))
-    wide = benchmark(settings("ddl-tc:rebuild=none"))
-    assert narrow.above_baseline("ddl-tc:rebuild=none") < 0.8 * wide.above_baseline("ddl-tc:rebuild=none")
+    narrow = benchmark(settings("ddl-tc:recompute=none", state_dtype="bfloat16"))
+    wide = benchmark(settings("ddl-tc:recompute=none"))
+    assert narrow.above_baseline("ddl-tc:recompute=none") < 0.8 * wide.above_baseline("ddl-tc:recompute=none")
 
 
 def test_what_is_kept_grows_with_the_batch():
@@ -54,22 +61,22 @@ def test_what_is_kept_grows_with_the_batch():
     assert two == pytest.approx(2 * one, rel=0.02)
 
 
-def test_every_preset_that_rebuilds_states_is_measured_without_that_too():
-    names = with_and_without_rebuilding()
+def test_every_preset_that_recomputes_states_is_measured_without_that_too():
+    names = with_and_without_recompute()
     assert names[:3] == ("residual", "ddl", "ddl-v")
-    assert names[3:5] == ("ddl-tc", "ddl-tc:rebuild=none")
-    assert "mhc:rebuild=none" not in names
+    assert names[3:5] == ("ddl-tc", "ddl-tc:recompute=none")
+    assert "mhc:recompute=none" not in names
     assert MemorySettings(peak=False).presets == names
 
 
 @pytest.mark.skipif(not memory.STATUS.exists(), reason="only Linux tells the peak of a process")
 def test_the_peak_is_that_of_a_training_step():
     sizes = {"sequence_length": 256, "batch_size": 16, "vocab_size": 32, "dim": 128, "head_dim": 64}
-    found = settings("ddl-cc:rebuild=none", **sizes)
-    step = TrainingStep("ddl-cc:rebuild=none", found)
+    found = settings("ddl-cc:recompute=none", **sizes)
+    step = TrainingStep("ddl-cc:recompute=none", found)
     weights = 4 * step.parameters
     least = kept_bytes(step) + 3 * weights  # with both moments of AdamW
-    assert least < peak_bytes("ddl-cc:rebuild=none", found) < 2 * least + 64 * memory.MEBIBYTE
+    assert least < peak_bytes("ddl-cc:recompute=none", found) < 2 * least + 64 * memory.MEBIBYTE
 
 
 def killed(preset, settings):

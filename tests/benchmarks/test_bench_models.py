@@ -73,6 +73,7 @@ def test_a_wrong_fast_path_gets_no_speed(monkeypatch, capsys, tmp_path, fault):
     assert (tmp_path / "out.jsonl").read_text() == ""
 
 
+@pytest.mark.compiler
 def test_compiled_steps_are_each_one_graph_however_many_there_are(monkeypatch):
     # The backend decides how fast the graph is, not whether there is one; this backend takes no time to build it.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

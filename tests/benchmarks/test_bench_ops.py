@@ -49,7 +49,7 @@ def test_every_operation_passes_the_check(dtype):
     assert all(low < error < high for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("operation", ["delta_write", "causal_read", "connection:ddl-cc"])
+@pytest.mark.parametrize("operation", ["delta_write", "causal_read", "connection:ddl-cc", "connection:attnres"])
 @pytest.mark.parametrize("sequences", [1, 2, 17])
 def test_the_check_by_parts_is_the_check_of_the_whole(operation, sequences):
     sizes = Sizes(6 * sequences, 6, 8, 3, "float32")
@@ -112,6 +112,10 @@ def test_bytes_count_every_token_and_both_passes():
     )
     assert model_bytes("connection:residual", sizes, "forward") == 1000 * 4 * 64 * 2
     assert model_bytes("connection:mhc", sizes, "forward") == model_bytes("channel_boundary", sizes, "forward")
+    # Three sources, y in and out, x out; backward three gradients are added up.
+    assert model_bytes("connection:attnres", sizes, "forward") == 1000 * (3 + 3) * 64 * 2
+    assert model_bytes("connection:attnres", sizes, "forward+backward") == 1000 * (6 + 9 + 3) * 64 * 2
+    assert model_bytes("connection:attnres:block_size=2", sizes, "forward") == 1000 * (2 + 3) * 64 * 2
 
 
 def test_records_are_complete(tmp_path, capsys):

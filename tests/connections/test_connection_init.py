@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from residua import DeepDelta
 from residua.connections import Projection
@@ -60,9 +61,9 @@ def test_compressors_start_as_the_average_of_the_channels(name):
 def test_expansion_starts_as_repetition(name):
     """Drawn as the authors draw, too: they reset this convolution to the identity."""
     x = states[:, :, 0]
-    state = ALL[name].build(DIM, 2).expand(x)
-    expected = x if state.dim() == 3 else x.unsqueeze(-2).expand_as(state)
-    assert torch.equal(state, expected)
+    for leaf in tree_leaves(ALL[name].build(DIM, 2).expand(x)):
+        expected = x if leaf.dim() == 3 else x.unsqueeze(-2).expand_as(leaf)
+        assert torch.equal(leaf, expected)
 
 
 @pytest.mark.parametrize("name", AVERAGE)

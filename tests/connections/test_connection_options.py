@@ -147,8 +147,8 @@ def test_a_wrong_option_is_one_clear_line(options, words):
         {"map": "v", "v_input": "context"},
         {"v_activation": "constant", "v_input": "context"},
         {"phi_k": "linear"},
-        {"phi_k_input": "stream"},
-        {"map": "v", "phi_k": "attention", "phi_k_input": "stream"},
+        {"phi_k_input": "x_in"},
+        {"map": "v", "phi_k": "attention", "phi_k_input": "x_in"},
         {"phi_k_rank": 3},
         {"map": "v", "phi_k": "linear", "phi_k_rank": 3},
     ],
@@ -194,5 +194,5 @@ def test_a_scheme_without_a_name_is_one_clear_line():
     class Mine(Residual):
         pass
 
-    with pytest.raises(ValueError, match=r"Mine has no name: add it to residua\.SCHEMES"):
+    with pytest.raises(ValueError, match=r"Mine has no name: call residua\.register\(name, Mine\) first"):
         describe(Mine())

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 import residua
-from residua import SCHEMES, Carry, Connection, DeepDelta
-from residua.connections import Memory, Readout, resolve
+from residua import SCHEMES, Carry, Connection, DeepDelta, StreamMemory
+from residua.connections import Readout, resolve
 from support.tolerances import assert_close
 from support.variants import ALL, KERNELS, LOOKING_BACK, NON_CAUSAL, bare_sublayers, normal, perturbed
 
@@ -49,6 +49,13 @@ def test_every_choice_of_every_option_is_tried():
             assert len(values) > 1, f"{option}: tried with one value only"
 
 
+def matches(state: Any, spec: Any, batch: tuple[int, ...]) -> bool:
+    """Whether a state has the structure and the shapes that its scheme describes."""
+    described, structure = tree_flatten(spec)
+    tensors, found = tree_flatten(state)
+    return structure == found and [(*batch, *one.shape) for one in described] == [tuple(one.shape) for one in tensors]
+
+
 @every_scheme
 def test_shapes(name):
     scheme, stream = ALL[name], build(name)
@@ -56,16 +63,16 @@ def test_shapes(name):
     assert len(stream.connections) == SUBLAYERS
 
     state = stream.expand(x)
-    shapes = [leaf.shape for leaf in leaves(state)]
-    assert sum(shape.numel() for shape in shapes) == scheme.state_rows * x.numel()
-    for connection in stream.connections:
+    assert matches(state, scheme.state_spec(0, DIM), (2, 5))
+    for boundary, connection in enumerate(stream.connections, start=1):
         seen, carry = connection.read(state)
         assert seen.shape == (2, 5, DIM)
         assert isinstance(carry, Carry)
         assert carry._fields == ("residual", "coefficients")
         assert hasattr(carry.coefficients, "_fields"), "coefficients are a NamedTuple of the paper's symbols"
         state = connection.write(torch.tanh(seen), carry)
-        assert [leaf.shape for leaf in leaves(state)] == shapes, "a write keeps the shape of the state"
+        assert matches(state, scheme.state_spec(boundary, DIM), (2, 5))
+        assert scheme.state_size(boundary, DIM) == sum(leaf[0, 0].numel() for leaf in leaves(state))
     assert stream.collapse(state).shape == x.shape
 
 
@@ -178,56 +185,21 @@ def test_batch_entries_do_not_mix(name):
     assert_close(torch.cat([outputs(stream, row[None]) for row in x]), outputs(stream, x))
 
 
-class ListMemory:
-    """The protocol of `Memory` in its plainest form: all that came before. It is all that connections may use."""
-
-    keeps = True
-    padding = None
-
-    def __init__(self):
-        self.seen: Tensor | None = None
-
-    def mask(self, x: Tensor) -> Tensor:
-        return x
-
-    def extend(self, x: Tensor, window: int) -> Tensor:
-        both = x if self.seen is None else torch.cat([self.seen[:, max(0, self.seen.shape[1] - window) :], x], 1)
-        self.seen = x if self.seen is None else torch.cat([self.seen, x], 1)
-        return both
-
-    def recall(self, like: Tensor) -> Tensor | None:
-        if self.seen is not None:
-            assert (self.seen.shape[2:], self.seen.dtype) == (like.shape[2:], like.dtype)
-        return None if self.seen is None else self.seen[:, -1:]
-
-    def keep(self, rows: Tensor) -> None:
-        self.seen = rows
-
-
 @pytest.mark.parametrize("split", [(1, 1, 1, 1, 1, 1, 1), (3, 4), (1, 6), (2, 1, 4)])
 @pytest.mark.parametrize("name", LOOKING_BACK)
 def test_streaming_equals_the_full_pass(name, split):
-    """Any split of the sequence, prefixes shorter than every kernel included."""
+    """Any split of the sequence, pieces shorter than every kernel included."""
     stream = build(name)
     x = normal(2, 7, DIM)
     sublayers = bare_sublayers(DIM, SUBLAYERS)
-    parts = [stream.expand, *stream.connections, stream.collapse]
-    memories: list[Memory | None] = [ListMemory() if part.window else None for part in parts]
-    pieces = []
-    for piece in x.split(split, 1):
-        state = stream.expand(piece, memories[0])
-        for connection, sublayer, memory in zip(stream.connections, sublayers, memories[1:]):
-            seen, carry = connection.read(state, memory)
-            state = connection.write(sublayer(seen), carry)
-        pieces.append(stream.collapse(state, memories[-1]))
+    memory = StreamMemory()
+    pieces = [stream(piece, sublayers, memory=memory) for piece in x.split(split, 1)]
     assert_close(torch.cat(pieces, 1), outputs(stream, x))
 
 
 @every_scheme
 def test_num_memories_counts_the_parts_that_look_back(name):
-    scheme, stream = ALL[name], build(name)
-    parts = [stream.expand, *stream.connections, stream.collapse]
-    assert scheme.num_memories(SUBLAYERS) == sum(part.window > 0 for part in parts)
+    assert ALL[name].num_memories(DIM, SUBLAYERS) == sum(part.window > 0 for part in build(name).parts)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if getattr(ALL[name], "context", None) != "cumulative"])
@@ -238,10 +210,10 @@ def test_the_window_is_as_long_as_the_look_back(name):
     state = stream.expand(normal(1, 9, DIM))
     for connection, sublayer in zip(stream.connections, bare_sublayers(DIM, SUBLAYERS), strict=True):
         full, _ = connection.read(state)
-        cut, _ = connection.read(state[:, -connection.window - 1 :])
+        cut, _ = connection.read(tree_map(lambda leaf: leaf[:, -connection.window - 1 :], state))  # noqa: B023
         assert_close(cut[:, -1], full[:, -1])
         if connection.window and ALL[name].beta_input != "conv":
-            shorter, _ = connection.read(state[:, -connection.window :])
+            shorter, _ = connection.read(tree_map(lambda leaf: leaf[:, -connection.window :], state))  # noqa: B023
             assert not torch.allclose(shorter[:, -1], full[:, -1])
         state = connection(state, sublayer)
 
@@ -399,5 +371,5 @@ def test_a_mean_over_tokens_does_not_take_a_batch_for_a_sequence(name):
 def test_a_narrow_model_and_a_wide_state_or_the_other_way(name):
     for weights, state in [(torch.float64, torch.float32), (torch.float32, torch.float64)]:
         connection = build(name, weights).connections[0]
-        after = connection(build(name).expand(normal(2, 5, DIM)).to(state), lambda x: x)
-        assert after.dtype == state
+        before = tree_map(lambda leaf: leaf.to(state), build(name).expand(normal(2, 5, DIM)))  # noqa: B023
+        assert {leaf.dtype for leaf in leaves(connection(before, lambda x: x))} == {state}

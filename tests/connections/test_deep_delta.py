@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from residua import DeepDelta, DeltaResidual
-from residua.connections.boundary import ChannelCompress, ConvExpand, TokenCompress
 from residua.connections.branches import Direction, Gate
+from residua.connections.ends import ChannelCompress, ConvExpand, TokenCompress
 from support.tolerances import assert_close
 from support.variants import ALL, bare_sublayers, normal, perturbed
 
@@ -73,7 +73,7 @@ def value(scheme: DeepDelta, p: dict[str, Tensor], inputs: Tensor) -> Tensor:
 
 
 def phi_k(scheme: DeepDelta, p: dict[str, Tensor], x_in: Tensor, c: Tensor, X: Tensor) -> Tensor:
-    source = x_in if scheme.phi_k_input == "stream" else c
+    source = x_in if scheme.phi_k_input == "x_in" else c
     if scheme.phi_k == "linear":
         return source @ p["direction.map.weight"].T
     if scheme.phi_k == "attention":
@@ -114,7 +114,7 @@ def reference_update(scheme: DeepDelta, p: dict[str, Tensor], X: Tensor, sublaye
     h = sublayer(c)
     if scheme.map == "k":
         raw = h @ p["k_proj.weight"].T if scheme.k_proj else h
-        v = value(scheme, p, x_in if scheme.v_input == "stream" else c)
+        v = value(scheme, p, x_in if scheme.v_input == "x_in" else c)
     else:
         raw, v = phi_k(scheme, p, x_in, c, X), value(scheme, p, h)
     if scheme.beta_input == "context":
@@ -211,7 +211,7 @@ def test_one_compressor_for_the_two_sublayers_of_a_block():
 
 
 WITHOUT_SEQUENCE = {
-    name: scheme for name, scheme in DEEP_DELTA.items() if not scheme.num_memories(2) and scheme.beta_input != "conv"
+    name: scheme for name, scheme in DEEP_DELTA.items() if not scheme.num_memories(8, 2) and scheme.beta_input != "conv"
 }
 
 

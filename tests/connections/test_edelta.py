@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residua import EDelta, EDeltaStream, Stream, ops
-from residua.connections.boundary import Repeat
+from residua import EDelta, EDeltaStream, Stream, StreamMemory, ops
 from residua.connections.edelta import EDeltaConnection, EDeltaStreamConnection
-from support.stream_cases import RunningSums
+from residua.connections.ends import Repeat
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
 
@@ -41,7 +40,7 @@ def state_for(name: str, batch: int = 2, seq: int = 5, seed: int = 0) -> Tensor:
 
 
 def outputs(stream: Stream, x: Tensor) -> Tensor:
-    return stream(x, bare_sublayers(DIM, len(stream.connections)))
+    return stream(x, bare_sublayers(DIM, len(stream.connections)), memory=StreamMemory() if x.shape[1] == 1 else None)
 
 
 # The reference: one token after another, dense matrices, a solve for Q, nothing of the library.
@@ -160,10 +159,8 @@ def test_states(name):
     scheme, stream, x = HYBRIDS[name], build(name, "token"), normal(2, 5, DIM)
     state = stream.expand(x)
     if isinstance(scheme, EDelta):
-        assert scheme.state_rows == 1
         assert state.shape == (2, 5, DIM)
     else:
-        assert scheme.state_rows == scheme.num_streams
         assert state.shape == (2, 5, scheme.num_streams, DIM)
         rows = state_for(name)
         assert_close(stream.collapse(rows), rows.mean(2))
@@ -195,18 +192,11 @@ def test_the_context_of_the_sequence_is_not_causal(name):
 
 
 def streamed(stream: Stream, x: Tensor, split: tuple[int, ...], padding: Tensor | None = None) -> Tensor:
-    """x piece by piece, each connection with a memory of its own."""
-    memories = [RunningSums(padding) for _ in stream.connections]
-    pieces = []
-    for piece in x.split(split, 1):
-        state = stream.expand(piece)
-        for connection, sublayer, memory in zip(
-            stream.connections, bare_sublayers(DIM, len(memories)), memories, strict=True
-        ):
-            seen, carry = connection.read(state, memory if connection.window else None)
-            state = connection.write(sublayer(seen), carry)
-        pieces.append(stream.collapse(state))
-    return torch.cat(pieces, 1)
+    """x piece by piece, with one memory."""
+    memory, sublayers = StreamMemory(), bare_sublayers(DIM, len(stream.connections))
+    masks = [None] * len(split) if padding is None else padding.split(split, 1)
+    pieces = zip(x.split(split, 1), masks, strict=True)
+    return torch.cat([stream(piece, sublayers, memory=memory, attention_mask=mask) for piece, mask in pieces], 1)
 
 
 @pytest.mark.parametrize("split", [(1, 1, 1, 1, 1, 1, 1), (3, 4), (1, 6), (2, 1, 4)])
@@ -221,7 +211,7 @@ def test_streaming_equals_the_full_pass(name, context, split):
 def test_only_the_running_mean_needs_a_memory(name):
     for context, needed in (("token", 0), ("cumulative", 1), ("sequence", 0)):
         scheme = replace(HYBRIDS[name], context=context)
-        assert scheme.num_memories(6) == 6 * needed
+        assert scheme.num_memories(DIM, 6) == 6 * needed
         assert {connection.window for connection in scheme.build(DIM, 6).connections} == {needed}
 
 
@@ -398,7 +388,7 @@ def test_penalty(name):
 def test_descent_on_the_penalty_alone(scheme, gamma_init, moves):
     """It pushes the gate away from 1/2 to the nearer end, and exactly at 1/2 not at all."""
     (connection,) = replace(scheme, gamma_init=gamma_init).build(8, 1).double().connections
-    state = normal(2, 5, 4, 8) if scheme.state_rows > 1 else normal(2, 5, 8)
+    state = normal(2, 5, *scheme.state_spec(0, 8).shape)
     coefficients = connection.read(state)[1].coefficients
     connection.penalty(coefficients).backward()
     gamma = connection.gamma.bias.detach().sigmoid()

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residua import DeepDelta, PooledHouseholder, Stream
-from support.stream_cases import RunningSums
+from residua import DeepDelta, PooledHouseholder, Stream, StreamMemory
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
 
@@ -21,7 +20,7 @@ def build(context: str, sublayers: int = 2, dtype: torch.dtype = torch.float64) 
 
 
 def outputs(stream: Stream, x: Tensor) -> Tensor:
-    return stream(x, bare_sublayers(DIM, len(stream.connections)))
+    return stream(x, bare_sublayers(DIM, len(stream.connections)), memory=StreamMemory() if x.shape[1] == 1 else None)
 
 
 def with_beta(connection: nn.Module, beta: float) -> nn.Module:
@@ -91,16 +90,11 @@ def test_causality_is_a_matter_of_the_context():
 
 
 def streamed(stream: Stream, x: Tensor, split: tuple[int, ...], padding: Tensor | None = None) -> Tensor:
-    memories = [RunningSums(padding) for _ in stream.connections]
-    pieces = []
-    for state in x.split(split, 1):
-        for connection, sublayer, memory in zip(
-            stream.connections, bare_sublayers(DIM, len(memories)), memories, strict=True
-        ):
-            seen, carry = connection.read(state, memory)
-            state = connection.write(sublayer(seen), carry)
-        pieces.append(state)
-    return torch.cat(pieces, 1)
+    """x piece by piece, with one memory."""
+    memory, sublayers = StreamMemory(), bare_sublayers(DIM, len(stream.connections))
+    masks = [None] * len(split) if padding is None else padding.split(split, 1)
+    pieces = zip(x.split(split, 1), masks, strict=True)
+    return torch.cat([stream(piece, sublayers, memory=memory, attention_mask=mask) for piece, mask in pieces], 1)
 
 
 @pytest.mark.parametrize("split", [(1, 1, 1, 1, 1, 1, 1), (3, 4), (1, 6), (2, 1, 4)])
@@ -123,7 +117,7 @@ def test_padding_does_not_enter_the_running_mean(split):
 def test_only_the_running_mean_needs_a_memory():
     for context, needed in (("token", 0), ("cumulative", 1), ("sequence", 0)):
         scheme = PooledHouseholder(context=context)
-        assert scheme.num_memories(6) == 6 * needed
+        assert scheme.num_memories(DIM, 6) == 6 * needed
         assert {connection.window for connection in scheme.build(DIM, 6).connections} == {needed}
 
 

@@ -59,6 +59,7 @@ def test_stdlib_topics_do_not_repeat_their_sections(stdlib):
     assert sum("parameter_list_starargs" in document.text for document in stdlib) == 1
 
 
+@pytest.mark.processes
 def test_stdlib_does_not_depend_on_the_process(stdlib, tmp_path):
     (tmp_path / "pydoc_data.py").write_text("raise RuntimeError('taken from the working folder')")
     # The module alone, without the packages above it, because they import torch.

@@ -90,7 +90,7 @@ def test_what_a_source_names(hub, source, sample, expected):
     assert settings["revision"] == corpus.facts["revision"] == COMMIT
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
 def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path, workers):
     for name, value in {"SAVE_TEXT": 3000, "ENCODE_TEXT": 500}.items():
         monkeypatch.setattr(writer, name, value)

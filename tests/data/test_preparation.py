@@ -28,6 +28,7 @@ from residua.data.staging import Staging
 from residua.data.tokenizer import byte_tokenizer
 from residua.data.writer import ShardWriter
 from residua.errors import InputError, RunError
+from residua.runs import progress as runs_progress
 
 SMALL = {"SAVE_TEXT": 12_000, "ENCODE_TEXT": 2_000}
 SETTINGS = {
@@ -84,6 +85,7 @@ def staging(out):
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_number_of_workers_does_not_matter(folder, undisturbed, small, tmp_path, workers, settings):
@@ -91,6 +93,7 @@ def test_the_number_of_workers_does_not_matter(folder, undisturbed, small, tmp_p
     assert contents(tmp_path / "out") == undisturbed[settings]
 
 
+@pytest.mark.processes
 def test_a_script_may_prepare_without_guarding_its_main_module(folder, undisturbed, tmp_path):
     """Spawned processes usually import the script that started them, and would prepare again."""
     script = tmp_path / "script.py"
@@ -110,6 +113,7 @@ def test_a_script_may_prepare_without_guarding_its_main_module(folder, undisturb
     assert contents(out) == undisturbed["fraction"]
 
 
+@pytest.mark.processes
 def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path):
     """A terminal sends it to all processes at once."""
     program = textwrap.dedent("""
@@ -131,7 +135,7 @@ def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_pa
     argv = [sys.executable, "-c", program, json.dumps(SMALL), *command, "--workers", "2"]
     done = subprocess.run(argv, capture_output=True, text=True, start_new_session=True)
     assert done.returncode == 130
-    lines = [line for line in done.stderr.splitlines() if not re.search(r" on the disk, |/s, .* left", line)]
+    lines = [line for line in done.stderr.splitlines() if not re.search(r" on the disk, |/s  .* left", line)]
     assert "tokens are kept in" in lines[0]
     assert lines[1:] in ([], ["residua: interrupted"])
     prepare(folder, out, workers=0, **SETTINGS["fraction"])
@@ -165,6 +169,7 @@ def test_all_documents_are_there_in_order(folder, undisturbed, tmp_path):
     assert data.facts["copies_left_out"] == len(expected) - len(held_out) - len(training) > 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("settings", "workers"), [("fraction", 0), ("tokens", 2), ("bpe", 1)])
 def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed, tmp_path, settings, workers):
     out = tmp_path / "out"
@@ -353,6 +358,7 @@ def test_a_broken_file_far_on_keeps_what_came_before(folder, small, tmp_path):
         prepare(source, tmp_path / "out", **SETTINGS["fraction"])
 
 
+@pytest.mark.processes
 def test_an_interrupt_says_what_is_kept(folder, small, tmp_path, monkeypatch, capsys):
     save = Staging.save
 
@@ -379,13 +385,14 @@ def test_the_disk_need_is_said_first_and_a_disk_too_small_refused(folder, small,
 
 
 def test_progress_without_a_terminal_is_lines_with_the_time_left(folder, small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "UPDATE_SECONDS", 0.0)
+    monkeypatch.setattr(runs_progress, "LINE_SECONDS", 0.0)
     prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
     line = capsys.readouterr().err.splitlines()[3]
     assert line.startswith("prepare: tokens: ")
     assert "%), " in line
-    assert "/s, " in line
-    assert line.endswith(" min left")
+    assert "/s  " in line
+    assert line.endswith(" left")
     prepare(folder, tmp_path / "quiet", progress=False, **SETTINGS["fraction"])
     assert capsys.readouterr().err == ""
 
@@ -415,6 +422,7 @@ def test_a_first_document_that_is_too_long_to_be_held_out_is_said(folder, tmp_pa
         prepare(folder, tmp_path / "out", tokenizer="byte", validation_tokens=2)
 
 
+@pytest.mark.processes
 def test_the_command_takes_the_settings(folder, undisturbed, small, tmp_path, capsys):
     argv = ["prepare", "--source", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
     argv += ["--shard-tokens", "9000", "--validation-tokens", "30000", "--workers", "1", "--json"]
@@ -461,6 +469,7 @@ def test_the_state_of_a_leading_split_is_all_there_is():
     assert split.facts() == whole.facts() == {"copies_left_out": 24}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("survive", [0, 40])
 def test_a_worker_that_dies_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path, monkeypatch, survive):
     out = tmp_path / "out"
@@ -497,6 +506,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.processes
 def test_workers_end_with_the_process_that_started_them(tmp_path):
     program = textwrap.dedent("""
         import os, signal
@@ -516,6 +526,19 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.processes
+def test_a_tokenizing_process_loads_neither_torch_nor_transformers():
+    program = textwrap.dedent("""
+        import sys
+        from residua.data.encode import Encoder
+        print(Encoder(sys.argv[1], 256, "<u2")([b"ab"]).ids.tolist(), *{"torch", "transformers"} & set(sys.modules))
+    """)
+    command = [sys.executable, "-c", program, byte_tokenizer().backend_tokenizer.to_str()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[97, 98, 256]\n"
+
+
+@pytest.mark.processes
 def test_encoders_hold_few_groups_at_a_time():
     taken = []
 

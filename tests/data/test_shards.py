@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from residua.data import Batches, PreparedData, Tokens, preparation, prepare, staging, writer
+from residua.data import Batches, PreparedData, Tokens, preparation, prepare, writer
 from residua.data import shards as shards_module
 from residua.data.corpus import Document
 from residua.data.shards import Shard
 from residua.data.sources import open_corpus
 from residua.data.split import split_documents
 from residua.errors import InputError, RunError
+from residua.runs.folder import hold
 
 TEXTS = [f"Document {n}: the quick brown fox jumps over {n * n} lazy dogs. <|endoftext|> é\n" for n in range(200)]
 
@@ -219,6 +220,12 @@ def edit_shard(folder, **changes):
     edit_index(folder, splits=splits)
 
 
+def link_outside(folder):
+    path = folder / "train-00001.bin"
+    path.rename(folder.parent / "elsewhere.bin")
+    path.symlink_to(folder.parent / "elsewhere.bin")
+
+
 def truncate(folder):
     os.truncate(folder / "train-00001.bin", 1001)
 
@@ -276,7 +283,9 @@ def edit_tokenizer(folder):
         (lambda f: edit_shard(f, file="/etc/passwd"), "expected the name of a file in this folder, got '/etc/passwd'"),
         (lambda f: edit_shard(f, file="..\\train.bin"), "expected the name of a file in this folder"),
         (lambda f: edit_shard(f, file=None), "expected the name of a file in this folder, got None"),
+        (link_outside, "train-00001.bin: expected a file in this folder, found a link"),
         (lambda f: edit_shard(f, tokens=[1000]), "damaged .*expected a count"),
+        (lambda f: edit_shard(f, tokens=10**18), "expected 2000000000000000000 bytes, got 2000"),
         (lambda f: edit_shard(f, tokens=10**30), "not a readable index .*an integer of 31 digits"),
         (lambda f: edit_shard(f, sha256=5), "damaged .*expected a sha256, got 5"),
         (lambda f: edit_shard(f, more=1), "damaged .*more"),
@@ -330,6 +339,7 @@ def test_tokens_are_read_where_the_system_has_no_pread(copy, prepared, monkeypat
         data.train.window(1000, 900)
 
 
+@pytest.mark.processes
 def test_processes_that_share_open_shards_read_the_same(prepared):
     """A fork shares the file and its position: reads must not depend on it."""
     expected = [prepared.train.window(start, 300) for start in range(0, 3000, 7)]
@@ -421,6 +431,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(source, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_a_killed_preparation_is_cleared_away_by_the_next(source, tmp_path):
     program = (
         "import os, signal, sys; from residua.data import prepare;"
@@ -438,12 +449,9 @@ def test_a_killed_preparation_is_cleared_away_by_the_next(source, tmp_path):
 def test_a_preparation_beside_this_one_is_left_alone(source, tmp_path):
     other = tmp_path / ".out.preparing-0123"
     other.mkdir()
-    lock = staging._lock(other)
-    try:
+    with hold(other):
         prepare(source, tmp_path / "out", tokenizer="byte")
         assert other.exists()
-    finally:
-        os.close(lock)
 
 
 def test_stdlib_is_prepared_into_a_usable_corpus(tmp_path):

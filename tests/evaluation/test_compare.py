@@ -215,7 +215,7 @@ def test_markdown_has_a_column_for_every_heading(make_run):
 
 
 @pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl"])
-def test_a_folder_that_is_no_run_is_an_input_error(make_run, missing):
+def test_a_folder_without_a_run_is_an_input_error(make_run, missing):
     folder = make_run("a")
     (folder / missing).unlink()
     with pytest.raises(InputError, match=missing):

@@ -74,7 +74,7 @@ def test_every_module_is_back_in_its_mode_even_after_an_error():
     assert not model.dropout.training
 
 
-def test_a_diverged_model_is_told_instead_of_raising():
+def test_a_diverged_model_is_reported_instead_of_raising():
     model, tokens = Bigram(), text(5)
     with torch.no_grad():
         model.table.weight.zero_()[:, 0] = 1e5

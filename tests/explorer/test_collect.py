@@ -163,7 +163,7 @@ def test_what_was_checked_is_what_the_trace_has():
         assert all(text.startswith(beginning) for text, beginning in zip(own, beginnings))
 
 
-def test_a_missing_numpy_is_told_with_what_installs_it(monkeypatch):
+def test_a_missing_numpy_is_named_with_its_install_command(monkeypatch):
     real = builtins.__import__
 
     def without(name, scope=None, *arguments, **options):

@@ -4,7 +4,7 @@ from torch import nn
 
 from residua.connections import PRESETS, EDelta, Residual
 from residua.errors import InputError
-from residua.geometry.measure import causality
+from residua.geometry.measure import causality, stream_norms
 from residua.geometry.models import MODELS, LinearModel, RegressionModel, Sizes, match, row
 from residua.geometry.study import QUICK
 from support.variants import perturbed
@@ -95,6 +95,35 @@ def test_states_and_coefficients_are_collected():
     coefficients = []
     plain(x, coefficients=coefficients)
     assert plain.penalty(coefficients) is None
+
+
+def test_states_that_grow_with_depth_are_collected():
+    """And sequences of one token are whole: nothing before them is missing, so no memory is asked for."""
+    for name in ("attnres", "attnres:block_size=2", "pooled-householder"):
+        model, states = perturbed(architecture(name).build(), scale=0.1), []
+        x = torch.randn(2, 5, 6)
+        y = model(x, states=states)
+        assert torch.allclose(model(x[:, :1]), y[:, :1], atol=1e-5)
+        norms = stream_norms(states)
+        assert norms[0] == 1
+        assert len(norms) == len(model.sublayers) + 1
+    assert causality(model, 6, 5).causal
+
+
+@pytest.mark.parametrize("name", ["attnres", "attnres-block"])
+def test_attention_over_depth_is_matched_and_trains(name):
+    found = architecture(name)
+    assert abs(found.ratio - 1) <= 0.03
+    model = perturbed(found.build(), scale=0.1)
+    assert causality(model, 6, 5).causal
+    model(torch.randn(3, 5, 6)).square().mean().backward()
+    assert all(parameter.grad.any() for parameter in model.parameters())
+
+
+def test_a_state_without_rows_cannot_be_wide():
+    for name in ("residual", "attnres"):
+        with pytest.raises(ValueError, match="wide: expected a scheme whose state is one tensor of several rows"):
+            RegressionModel(PRESETS[name], features=6, length=5, dim=8, num_layers=1, wide=True)
 
 
 def test_a_wide_model_writes_and_reads_every_row_of_the_state():

@@ -209,6 +209,12 @@ def test_stream_norms_take_the_whole_state_of_a_token():
     assert stream_norms([first.flatten(2)]) == [1]
 
 
+def test_stream_norms_take_every_tensor_of_a_state_that_grows():
+    first = torch.tensor([[[3.0, 0.0], [0.0, 1.0]]])  # norms 3 and 1
+    written = torch.tensor([[[0.0, 4.0], [0.0, 0.0]]])  # with the first: 5 and 1
+    assert stream_norms([(first,), (first, written)]) == pytest.approx([1, (5 / 3 + 1) / 2])
+
+
 def test_stream_norms_refuse_what_they_cannot_relate():
     with pytest.raises(ValueError, match="at least one"):
         stream_norms([])

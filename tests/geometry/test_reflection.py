@@ -99,7 +99,7 @@ def test_a_run_that_diverges_says_so():
     json.dumps(record, allow_nan=False)
 
 
-def test_bad_input_is_told():
+def test_bad_input_is_refused():
     with pytest.raises(InputError, match=r"did you mean householder\?"):
         toy("housholder")
     with pytest.raises(InputError, match="steps: expected at least 1"):

@@ -152,6 +152,7 @@ def any_state(folder):
     return [path for path in (folder / "runs").glob("*") if not path.name.startswith(".")]
 
 
+@pytest.mark.processes
 def test_killed_in_the_middle_it_goes_on_and_ends_the_same(undisturbed, tmp_path):
     folder = tmp_path / "out"
     records = folder / "records.jsonl"
@@ -167,6 +168,7 @@ def test_killed_in_the_middle_it_goes_on_and_ends_the_same(undisturbed, tmp_path
     assert not any_state(folder)
 
 
+@pytest.mark.processes
 def test_several_workers_change_no_number(undisturbed, tmp_path):
     assert run_all(tmp_path / "out", jobs()[:2], workers=2) == undisturbed[:2]
 
@@ -210,6 +212,7 @@ def instant(*, place, report):
     return {"kind": "run"}
 
 
+@pytest.mark.processes
 def test_a_process_that_dies_is_told_and_what_is_finished_stays(tmp_path):
     chosen = [Job("good", instant, (), 1, cost=2.0), Job("bad", dies, (), 1), Job("late", instant, (), 1, cost=0.5)]
     with open_runs(tmp_path / "out", {}) as made:

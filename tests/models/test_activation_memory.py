@@ -66,7 +66,7 @@ def test_four_channels_keep_little_more_than_one(name, dtype):
     extra = kept(name, dtype) - kept("residual", dtype)
     numbers = 2 * (2 * 4 + 4) * 4 / dtype.itemsize / DIM  # of float32, as a share of a vector this short
     assert extra <= 4.5 + numbers
-    everything = kept({"preset": name, "rebuild": "none"}, dtype) - kept("residual", dtype)
+    everything = kept({"preset": name, "recompute": "none"}, dtype) - kept("residual", dtype)
     assert everything == pytest.approx(extra + 6, abs=0.5), "three of four states more"
 
 
@@ -77,8 +77,8 @@ def test_kernels_keep_less(name, dtype):
     pytest.importorskip("triton", reason="triton is not installed: pip install 'residua[kernels]'")
     device = "cuda" if torch.cuda.is_available() else "meta"
     found = {
-        rebuild: kept({"preset": name, "implementation": "triton", "rebuild": rebuild}, dtype, device=device)
-        for rebuild in ("replay", "none")
+        recompute: kept({"preset": name, "implementation": "triton", "recompute": recompute}, dtype, device=device)
+        for recompute in ("replay", "none")
     }
     assert found["replay"] <= kept("residual", dtype, device=device) + 4.5
     assert found["replay"] < kept(name, dtype, device=device) - 1
@@ -92,8 +92,8 @@ def test_one_channel_keeps_the_directions(dtype):
 
 
 def test_longer_chains_keep_less():
-    extra = [kept({"preset": "ddl-cc", "rebuild_every": m}) for m in (1, 2, 4, 8)]
-    assert extra[0] == kept({"preset": "ddl-cc", "rebuild": "none"})
+    extra = [kept({"preset": "ddl-cc", "recompute_every": m}) for m in (1, 2, 4, 8)]
+    assert extra[0] == kept({"preset": "ddl-cc", "recompute": "none"})
     assert extra == sorted(extra, reverse=True)
     assert extra[0] - extra[3] == pytest.approx(7, abs=0.5)
 

@@ -264,7 +264,7 @@ def test_options_that_do_not_fit_are_refused(option, words):
     assert all(word in message for word in words), message
 
 
-def test_the_number_of_heads_must_be_told():
+def test_the_number_of_heads_must_be_given():
     config, state = made()
     del config["num_attention_heads"]
     assert "num_attention_heads" in refused(config, state)

@@ -176,7 +176,7 @@ def test_the_cache_has_room_for_every_look_back(name):
     """Each part that looks back has its own place, and there are no more places than needed in the fullest layer."""
     model = tiny_model(name)
     places = [place for place in model.model.places if place is not None]
-    assert len(set(places)) == len(places) == ALL[name].num_memories(4)
+    assert len(set(places)) == len(places) == ALL[name].num_memories(16, 4)
     assert max(place.slot for place in places) + 1 == model.config.number_of_conv_states
     assert all(place.layer < 2 for place in places)
 

@@ -174,6 +174,7 @@ def test_the_tests_exist(number):
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
 
 
+@pytest.mark.processes
 def test_importing_the_models_needs_no_device_package():
     """triton and causal_conv1d are for some machines; the models, and all that they import, do without."""
     code = (

@@ -115,7 +115,7 @@ def test_evaluation_of_a_padded_batch_compiles(name):
     assert_close(out[real], model(ids, attention_mask=mask).logits[real])
 
 
-@pytest.mark.parametrize("name", ["beta-conv-dv1", "v1-operator"])
+@pytest.mark.parametrize("name", ["beta-conv-dv1", "v1-operator", "attnres-block-s2"])
 def test_a_stream_alone_compiles(name):
     """Outside a language model, and with the code that no preset runs."""
     stream, sublayers = perturbed(ALL[name].build(8, 2)), bare_sublayers(8, 2)

@@ -71,7 +71,7 @@ def test_beta_through_every_door(asked, got, tmp_path):
     "name", ["ddl-tc", "ddl-ec", "ddl-cc", "ddl-cc-ec", "channel-dv3-direct", "channel-dv5-k3-causal"]
 )
 def test_compressors_average_and_expansion_repeats_through_every_door(name, tmp_path):
-    streams = DEEP_DELTA[name].state_rows
+    streams = DEEP_DELTA[name].value_channels
     state = torch.randn(2, 5, streams, 16, generator=torch.Generator().manual_seed(0))
     for door, model in doors(tiny_config(name), tmp_path).items():
         stream = model.model.stream

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from support.tiny_models import prompt, tiny_config, tiny_model
 from support.tolerances import assert_close
@@ -9,7 +10,8 @@ from support.variants import PRESETS
 
 
 def state_dtypes(model, ids) -> set[torch.dtype]:
-    return {state.dtype for state in model(ids, output_hidden_states=True).hidden_states[:-1]}
+    states = model(ids, output_hidden_states=True).hidden_states[:-1]
+    return {leaf.dtype for leaf in tree_leaves(states)}
 
 
 @pytest.mark.parametrize("name", PRESETS)

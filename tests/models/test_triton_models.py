@@ -38,11 +38,11 @@ def test_losses_and_gradients_are_those_of_the_reference(name):
 
 
 @pytest.mark.parametrize("name", ["channel", "token", "v-map"])
-def test_rebuilding_states_changes_no_bit(name):
+def test_recomputing_states_changes_no_bit(name):
     ids, scheme = prompt(2, 5).to(DEVICE), KERNELS[name]
-    assert (scheme.rebuild, scheme.rebuild_every) == ("replay", 4)
+    assert (scheme.recompute, scheme.recompute_every) == ("replay", 4)
     ours = loss_and_gradients(model_of(scheme), ids)
-    theirs = loss_and_gradients(model_of(replace(scheme, rebuild="none")), ids)
+    theirs = loss_and_gradients(model_of(replace(scheme, recompute="none")), ids)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
 

@@ -17,6 +17,7 @@ from residua.ops import (
     delta_operator,
     delta_write,
     delta_write_v1,
+    depth_read,
     determinant,
     eigenvalues,
     gate_penalty,
@@ -72,6 +73,7 @@ OPS = {
     "householder-gate": (householder, [STREAMS, (2, 3, 4), (2, 3)]),
     "hybrid": (hybrid, [STREAMS, (2, 3, 4), (2, 3, 4), (2, 3), (2, 3, 4), (2, 3)]),
     "gate_penalty": (gate_penalty, [(2, 3)]),
+    "depth_read": (lambda query, *sources: depth_read(sources, query)[0], [(4,), *[(2, 3, 4)] * 3]),
 }
 
 HYPER = ["hyper_read", "hyper_mix", "hyper_write", "sinkhorn"]

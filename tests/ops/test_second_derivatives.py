@@ -60,21 +60,21 @@ def test_second_derivatives_of_bfloat16_inputs(name):
         assert (narrow.double() - wide).norm() <= 0.03 * wide.norm()
 
 
-def test_a_gradient_that_needs_a_rebuilt_state_is_not_differentiated():
-    def penalty(rebuild_every):
+def test_a_gradient_that_needs_a_recomputed_state_is_not_differentiated():
+    def penalty(recompute_every):
         state, *rest = (x.clone().requires_grad_() for x in WRITE)
         for _ in range(3):
-            state = ops.delta_write(state, *rest, k_norm="rms", rebuild_every=rebuild_every)
+            state = ops.delta_write(state, *rest, k_norm="rms", recompute_every=recompute_every)
         return torch.autograd.grad(state.sum(), rest, create_graph=True)[0].square().sum()
 
     penalty(1).backward()
-    with pytest.raises(RuntimeError, match="rebuild='none'"):
+    with pytest.raises(RuntimeError, match="recompute='none'"):
         penalty(4)
 
 
 @pytest.mark.parametrize("value_channels", [1, 3])
 def test_hessian_vector_products_of_a_stack(value_channels):
-    stream = DeepDelta(value_channels=value_channels, rebuild="none").build(4, 2).double()
+    stream = DeepDelta(value_channels=value_channels, recompute="none").build(4, 2).double()
     start = normal(generator(1), 1, 3, 4)
 
     def loss(x):

@@ -10,7 +10,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
 def delta(beta: Tensor, *, directions: Tensor | None = None, tokens: list[str] | None = None, **facts: object) -> Trace:
-    """A trace of the delta family (d_v = 1). beta: (sublayers, tokens). directions: (sublayers, dim) unit rows,
+    """A trace of delta writes (d_v = 1). beta: (sublayers, tokens). directions: (sublayers, dim) unit rows,
     the same at every token; the first axes without it."""
     sublayers, count = beta.shape
     if directions is None:
@@ -36,11 +36,11 @@ def delta(beta: Tensor, *, directions: Tensor | None = None, tokens: list[str] |
         "effective_rank": rank.expand(len(sampled)).contiguous(),
         **operators,
     }
-    return Trace(described("delta", sublayers, sampled, preset="ddl", **facts), words(count, tokens), values)
+    return Trace(described("rank-one", sublayers, sampled, preset="ddl", **facts), words(count, tokens), values)
 
 
 def streams(sublayers: int = 4, count: int = 10, n: int = 3, **facts: object) -> Trace:
-    """A trace of the streams family whose mixing matrix of sublayer s is a mixture of the identity and the mean."""
+    """A trace of mixed streams whose mixing matrix of sublayer s is a mixture of the identity and the mean."""
     sampled = sampled_positions(count)
     weight = torch.linspace(0, 0.6, sublayers)
     mix = (1 - weight)[:, None, None] * torch.eye(n) + weight[:, None, None] / n
@@ -57,11 +57,11 @@ def streams(sublayers: int = 4, count: int = 10, n: int = 3, **facts: object) ->
         "orthogonality_error": weight[:, None].expand(-1, count).contiguous(),
         **products(mix, len(sampled)),
     }
-    return Trace(described("streams", sublayers, sampled, preset="mhc", streams=n, **facts), words(count), values)
+    return Trace(described("mixing", sublayers, sampled, preset="mhc", rows=n, **facts), words(count), values)
 
 
 def geometric(sublayers: int = 4, count: int = 10, **facts: object) -> Trace:
-    """A trace of the geometric family: gamma rises with the tokens, the angle with the sublayers."""
+    """A trace of a blend of rotation and reflection: gamma rises with the tokens, the angle with the sublayers."""
     sampled = sampled_positions(count)
     gamma = torch.linspace(0, 1, count).expand(sublayers, -1).contiguous()
     angle = torch.linspace(0.1, 1.5, sublayers)[:, None].expand(-1, count).contiguous()
@@ -71,20 +71,20 @@ def geometric(sublayers: int = 4, count: int = 10, **facts: object) -> Trace:
         "cayley_beta": torch.tan(angle / 2),
         **products(torch.eye(2).expand(sublayers, -1, -1), len(sampled)),
     }
-    return Trace(described("geometric", sublayers, sampled, preset="edelta", **facts), words(count), values)
+    return Trace(described("mixing", sublayers, sampled, preset="edelta", **facts), words(count), values)
 
 
 def residual(sublayers: int = 4, count: int = 10, **facts: object) -> Trace:
     """A trace of the plain residual."""
     return Trace(
-        described("residual", sublayers, sampled_positions(count), preset="residual", **facts),
+        described(None, sublayers, sampled_positions(count), preset="residual", **facts),
         words(count),
         shared(sublayers, count),
     )
 
 
 def shared(sublayers: int, count: int) -> dict[str, Tensor]:
-    """What every family has. The state's norm is 1 at the start and grows by one half in every sublayer."""
+    """What every trace has. The state's norm is 1 at the start and grows by one half in every sublayer."""
     loss = torch.linspace(5, 3, count)
     loss[-1] = torch.nan
     ones = torch.ones(sublayers, count)
@@ -98,19 +98,19 @@ def shared(sublayers: int, count: int) -> dict[str, Tensor]:
     }
 
 
-def described(family: str, sublayers: int, sampled: list[int], *, streams: int = 1, **facts: object) -> dict:
+def described(shortcut: str | None, sublayers: int, sampled: list[int], *, rows: int = 1, **facts: object) -> dict:
     names = [f"{number // 2 + 1} {('attention', 'mlp')[number % 2]}" for number in range(sublayers)]
     return {
         "version": 1,
         "residua": "0.1.0",
         "preset": None,
-        "scheme": {"scheme": family},
-        "family": family,
+        "scheme": {"scheme": facts.get("preset")},
+        "shortcut": shortcut,
         "causal": True,
         "constraint": None,
         "left_out": {},
         "dim": 8,
-        "streams": streams,
+        "rows": rows,
         "sublayers": names,
         "run": None,
         "checkpoint": None,

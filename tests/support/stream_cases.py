@@ -78,23 +78,3 @@ def influence(stream: Stream) -> list[dict[str, Tensor]]:
 def spread_over_streams(state: Tensor) -> float:
     """How far the streams lie apart, beside their size. state: (batch, seq, streams, dim)."""
     return ((state - state.mean(-2, keepdim=True)).norm() / state.norm()).item()
-
-
-class RunningSums:
-    """The part of `Memory` that a running mean uses. padding: (batch, all tokens), 0 at padding."""
-
-    keeps = True
-
-    def __init__(self, padding: Tensor | None = None):
-        self.padding, self.total, self.seen = padding, None, 0
-
-    def mask(self, x: Tensor) -> Tensor:
-        if self.padding is None:
-            return x
-        return x * self.padding[:, self.seen : self.seen + x.shape[1], None].to(x.dtype)
-
-    def recall(self, like: Tensor) -> Tensor | None:
-        return self.total
-
-    def keep(self, rows: Tensor) -> None:
-        self.total, self.seen = rows[:, -1:], self.seen + rows.shape[1]

@@ -7,6 +7,7 @@ from torch import nn
 
 from residua import (
     PRESETS,
+    AttentionResiduals,
     DeepDelta,
     EDelta,
     EDeltaStream,
@@ -23,7 +24,7 @@ VARIANTS: dict[str, Scheme] = {
     "residual-ec4": Residual(expand="conv"),
     "residual-ec1": Residual(expand="conv", expand_kernel=1),
     # Compression over the tokens: every kernel, shared or not, also of a single channel.
-    "token-dv2-k1": DeepDelta(value_channels=2, compress="token", compress_kernel=1, rebuild_every=2),
+    "token-dv2-k1": DeepDelta(value_channels=2, compress="token", compress_kernel=1, recompute_every=2),
     "token-dv3-k2-separate": DeepDelta(value_channels=3, compress_kernel=2, compress_sharing="separate"),
     "token-dv1-k3": DeepDelta(value_channels=1, compress="token", compress_kernel=3),
     # The embedding convolution, alone and beside each compression.
@@ -35,7 +36,7 @@ VARIANTS: dict[str, Scheme] = {
     "channel-dv5-k3-causal": DeepDelta(
         value_channels=5, compress="channel", compress_kernel=3, compress_causal=True, compress_sharing="separate"
     ),
-    "channel-dv3-k1": DeepDelta(value_channels=3, compress="channel", compress_kernel=1, rebuild="none"),
+    "channel-dv3-k1": DeepDelta(value_channels=3, compress="channel", compress_kernel=1, recompute="none"),
     "channel-dv3-direct": DeepDelta(value_channels=3, compress="channel", compress_form="direct"),
     # The direction.
     "guard-add": DeepDelta(k_norm="add", k_eps=0.1),
@@ -59,7 +60,7 @@ VARIANTS: dict[str, Scheme] = {
     "v-context": DeepDelta(v_input="context", v_scale=1.0, beta_init=0.01),
     # The v-Map with every phi_k.
     "phi-linear": DeepDelta(value_channels=2, compress="channel", map="v", phi_k="linear"),
-    "phi-mlp-stream": DeepDelta(map="v", phi_k="mlp", phi_k_input="stream", phi_k_rank=3, v_activation="linear"),
+    "phi-mlp-stream": DeepDelta(map="v", phi_k="mlp", phi_k_input="x_in", phi_k_rank=3, v_activation="linear"),
     "phi-pool-mlp": DeepDelta(value_channels=2, compress="channel", map="v", phi_k="pool_mlp"),
     "phi-flatten-mlp": DeepDelta(value_channels=3, compress_kernel=2, map="v", phi_k="flatten_mlp", phi_k_rank=4),
     # Behind the embedding convolution, because channels that are all equal leave nothing to attend to.
@@ -85,6 +86,9 @@ VARIANTS: dict[str, Scheme] = {
     "edelta-bare": EDelta(projections=False, gamma_init=0.5, penalty=0.3),
     "edelta-stream-n2": EDeltaStream(num_streams=2, hidden=5, gamma_init=0.3, penalty=0.0),
     "edelta-stream-cumulative": EDeltaStream(num_streams=3, context="cumulative", beta_init=0.7),
+    # Attention over depth: blocks that end inside a stack and at its end.
+    "attnres-block-s2": AttentionResiduals(block_size=2),
+    "attnres-block-s3": AttentionResiduals(block_size=3),
     # The pooled shortcut without a delta write.
     "pooled-householder-token": PooledHouseholder(context="token", beta_init=0.4),
 }
@@ -123,7 +127,7 @@ KERNELS: dict[str, Scheme] = {
 ALL: dict[str, Scheme] = PRESETS | VARIANTS
 
 # Schemes whose stream looks back on earlier tokens: what generation could get wrong.
-LOOKING_BACK: dict[str, Scheme] = {name: scheme for name, scheme in ALL.items() if scheme.num_memories(2)}
+LOOKING_BACK: dict[str, Scheme] = {name: scheme for name, scheme in ALL.items() if scheme.num_memories(8, 2)}
 
 
 def perturbed(module: nn.Module, *, scale: float = 0.3, seed: int = 1) -> nn.Module:

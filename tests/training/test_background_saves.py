@@ -71,7 +71,7 @@ def _leave_a_save_behind():
     saving._behind(threading.Event().wait)
 
 
-def test_a_save_that_waits_for_ever_does_not_hold_the_process(start):
+def test_a_save_that_never_ends_does_not_hold_the_process(start):
     process = start(_leave_a_save_behind)
     process.join(60)
     assert process.exitcode == 0

@@ -19,7 +19,7 @@ from support.ranks import (
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("connection", ["residual", "ddl-tc", "edelta"])
+@pytest.mark.parametrize("connection", ["residual", "ddl-tc", "edelta", "attnres"])
 def test_two_ranks_compute_what_one_does(connection, parallel, data, alone, tmp_path, start, rows):
     """Two ranks with a micro-batch each add the gradients that one process accumulates: equal to the last bit, but for
     the norm of sharded gradients, which is added in another order. A penalty is part of it, shared compressors and

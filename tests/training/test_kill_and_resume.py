@@ -99,7 +99,7 @@ def test_killed_at_random_moments_it_ends_as_if_undisturbed(seed, undisturbed, t
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_killed_in_a_save_it_goes_on_from_a_whole_checkpoint(death, tmp_path, start, fit, rows, capsys):
+def test_a_run_killed_in_a_save_resumes_from_a_whole_checkpoint(death, tmp_path, start, fit, rows, capsys):
     fit(tmp_path / "undisturbed")
     folder = tmp_path / "run"
     process = start(_child_dying_in_a_save, folder, death)

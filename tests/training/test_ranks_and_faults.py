@@ -142,7 +142,7 @@ def test_what_the_disk_refuses_one_rank_in_a_save_is_said_once(rank, name, call,
         (1, "_write_files", 3, ValueError, "step 6: cannot write into "),
     ],
 )
-def test_a_mistake_of_one_rank_in_the_last_save_is_no_success(rank, name, call, error, line, data, tmp_path, start):
+def test_an_error_of_one_rank_in_the_last_save_fails_the_run(rank, name, call, error, line, data, tmp_path, start):
     """What nobody expects there is raised with its traceback; the other rank neither waits nor ends well."""
     folder = tmp_path / "run"
     job = run_ranks(start, 2, folder, options(data), {rank: [(fail_in_save, name, call, error("no such thing"))]})
@@ -197,6 +197,7 @@ def children(pid):
     return found
 
 
+@pytest.mark.processes
 def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, rows):
     """From outside, at a random step, without --resume: the second attempt goes on by itself."""
     longer = {"steps": 30, "checkpoint_every": 5, "evaluate_every": 15}
@@ -224,6 +225,7 @@ def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, ro
     assert_same_run(folder, alone(**longer), rows, exact=True)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("wrong", "reason"), [({"GLOO_SOCKET_IFNAME": "nosuch0"}, "nosuch0"), ({"MASTER_PORT": "abc"}, "'abc'")]
 )

@@ -1,5 +1,6 @@
 import argparse
 import dataclasses
+import random
 import re
 
 import pytest
@@ -159,6 +160,23 @@ def test_a_mistake_is_one_line(given, message, tmp_path):
     assert len(said) < 600
     if message is not None:
         assert said == message
+
+
+def test_a_damaged_file_is_one_line_or_a_configuration(tmp_path):
+    text = load_config("tiny-ddl").to_yaml()
+    chance = random.Random(0)
+    wrong = ["", ":", "{", "[1]", "nan", "1e400", "null", "true", "- ", "\t", "&a", "*a", "!!int", "9" * 25, "é\0", "'"]
+    for _ in range(150):
+        first, last = sorted(chance.sample(range(len(text)), 2))
+        damaged = text[:first] + chance.choice(wrong) + text[chance.choice([first, first + 3, last]) :]
+        (tmp_path / "config.yaml").write_text(damaged, encoding="utf-8")
+        said = ""
+        try:
+            load_config(str(tmp_path / "config.yaml"))
+        except InputError as error:
+            said = str(error)
+        assert "\n" not in said, damaged
+        assert len(said) < 2000, damaged
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from residua.training import claim, read_metrics, train
 from support.toy_language_model import ToyBatches, ToyModel, toy_config
 
 
-def test_a_folder_with_a_run_is_not_begun_again(tmp_path, fit):
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path, fit):
     fit(tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with pytest.raises(InputError, match=r"holds a run already; go on with --resume or choose another folder"):
@@ -27,7 +27,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, fit):
     assert (tmp_path / "config.yaml").read_text() == "mine"
 
 
-def test_a_run_that_ended_before_its_first_step_is_begun_again(tmp_path):
+def test_a_run_that_ended_before_its_first_step_starts_over(tmp_path):
     with claim(tmp_path / "run", {"train": {"lr": 1.0}}) as run:
         (run.path / "data").mkdir()
     with claim(tmp_path / "run", {"train": {"lr": 2.0}}) as run:
@@ -84,7 +84,7 @@ def test_resume_takes_one_for_one_point_zero_and_a_tuple_for_a_list(tmp_path):
         pass
 
 
-def test_a_config_that_is_no_config(tmp_path, fit):
+def test_a_broken_config_file_is_refused(tmp_path, fit):
     fit(tmp_path / "run")
     for text in ("a: [", "- 1", "train: 3"):
         (tmp_path / "run" / "config.yaml").write_text(text)

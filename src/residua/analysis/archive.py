@@ -1,8 +1,8 @@
-"""The file of a trace: safetensors, with what is no tensor as JSON in its metadata.
+"""Trace files: tensors in safetensors, everything else as JSON in the file's metadata.
 
 metadata: residua_trace   the version of this format, "1"
           facts, tokens   JSON: an object, and the list of the tokens' pieces of text
-tensors:  those of `Trace.values`, by name
+tensors:  `Trace.values`, by name
 """
 
 import json
@@ -37,10 +37,10 @@ def write(path: str | Path, facts: Mapping[str, Any], tokens: Sequence[str], val
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]]:
-    """Facts, tokens and values of a trace.
+    """Return the facts, tokens and values of a trace.
 
     Raises:
-        InputError: there is no such file, it is no trace, it is damaged, or it is of another version.
+        InputError: the file is missing, damaged, of another version, or not a trace.
     """
     with extra("lab"):
         from safetensors import SafetensorError, safe_open
@@ -72,7 +72,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
 
 
 def _check(facts: Any, tokens: Any, values: Mapping[str, Tensor]) -> None:
-    """ValueError where the parts do not belong together: a view would fail on them later, and say less."""
+    """Raise ValueError for parts that do not belong together; a view would fail later, and say less."""
     if not isinstance(facts, dict) or not isinstance(tokens, list) or not all(isinstance(text, str) for text in tokens):
         raise ValueError("facts or tokens are of another kind")
     sublayers, sampled, length = len(facts["sublayers"]), len(facts["sampled"]), len(tokens)
@@ -85,12 +85,12 @@ def _check(facts: Any, tokens: Any, values: Mapping[str, Tensor]) -> None:
 
 
 def place(folder: str | Path, step: int | None) -> Path:
-    """Where a run folder keeps the trace of its checkpoint of a step, or a folder without checkpoints its trace."""
+    """Return the path of the trace of a step in a run folder, or of the one trace of a folder without checkpoints."""
     return Path(folder) / "analysis" / ("trace.safetensors" if step is None else f"trace-step-{step}.safetensors")
 
 
 def saved(folder: str | Path) -> list[tuple[int, Path]]:
-    """The traces of checkpoints that a run folder has, by step."""
+    """Return step and path of each trace in a run folder, by step."""
     paths = place(folder, None).parent.glob("trace-step-*.safetensors")
     steps = ((path.stem.removeprefix("trace-step-"), path) for path in paths)
     return sorted((int(step), path) for step, path in steps if step.isdecimal())

@@ -1,145 +1,85 @@
-"""What is measured where a forward pass goes through one connection, for every family of schemes.
+"""What is measured where a forward pass goes through one connection, for every scheme.
 
-All take a `Passage` of one sequence (batch 1) and return tensors with one row for each of its T tokens, by the names
-under which `Trace.values` keeps them for all sublayers.
+All functions take a `Passage` of one sequence (batch 1) and return tensors with one row for each of its T tokens, by
+the names under which `Trace.values` keeps them for all sublayers. What the state is, only the connection knows.
 """
-
-import math
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from residua.analysis.spectrum import orthogonality_error
 from residua.analysis.watch import Passage
-from residua.connections.deep_delta import DeltaCoefficients
-from residua.connections.mhc import SplitConnection
-from residua.ops import at_least_float32, cayley_angle, hybrid, hyper_read, unit
+from residua.connections import Mixing, RankOne
+from residua.connections.base import State
+from residua.ops import at_least_float32
 
 
-def measured(passage: Passage, family: str) -> dict[str, Tensor]:
-    """Norms, coefficients and what they did; the keys depend on the scheme alone, whose `Scheme.family` is given."""
-    found = {
-        "input_norm": norm(passage.before),
-        "output_norm": norm(passage.y),
-        "change_norm": norm(at_least_float32(passage.after) - at_least_float32(passage.before)),
-    }
-    if family == "delta":
-        return found | delta(passage)
-    if family == "streams":
-        return found | mixing(passage)
-    if family == "geometric":
-        return found | (blend(passage) if hasattr(passage.carry.coefficients, "gamma") else erasure(passage))
-    return found
+def measured(passage: Passage, shortcut: RankOne | Mixing | None) -> dict[str, Tensor]:
+    """Norms, and what the connection says of its shortcut. The keys depend on the connection alone."""
+    found = {"output_norm": norm(passage.y), "change_norm": change(passage.before, passage.after)}
+    if passage.normed is not None:
+        found["input_norm"] = norm(passage.normed)
+    if isinstance(shortcut, RankOne):
+        return found | rank_one(shortcut, passage.y)
+    return found if shortcut is None else found | mixing(shortcut, passage.y)
 
 
-def norm(state: Tensor) -> Tensor:
-    """The Frobenius norm of every token: (1, T, ...) -> (T)."""
-    return at_least_float32(state)[0].flatten(1).norm(dim=-1)
+def norm(state: State) -> Tensor:
+    """The Frobenius norm of every token over all that the state holds of it: (1, T, ...) -> (T)."""
+    norms = [at_least_float32(leaf)[0].flatten(1).norm(dim=-1) for leaf in tree_leaves(state)]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm(dim=0)
+
+
+def change(before: State, after: State) -> Tensor:
+    """|X' - X| of every token, where a tensor that X' adds to the state counts whole: (T)."""
+    earlier = tree_leaves(before)
+    return norm(
+        [
+            at_least_float32(leaf) - at_least_float32(earlier[i]) if i < len(earlier) else leaf
+            for i, leaf in enumerate(tree_leaves(after))
+        ]
+    )
 
 
 def gates(passage: Passage) -> dict[str, Tensor]:
-    """The gates alone, beta of a Householder shortcut and gamma, (batch, T) each; empty for other schemes."""
-    coefficients = passage.carry.coefficients
-    if isinstance(coefficients, DeltaCoefficients):
-        return {"beta": passage.connection.completed(passage.y, coefficients).beta}
-    name = "gamma" if hasattr(coefficients, "gamma") else "beta"
-    return {name: getattr(coefficients, name)} if hasattr(coefficients, name) else {}
+    """The gates of a shortcut by name, (batch, T) each: beta, or those that decide a mixing matrix."""
+    shortcut = passage.shortcut()
+    return {"beta": shortcut.beta} if isinstance(shortcut, RankOne) else dict(shortcut.gates) if shortcut else {}
 
 
-def delta(passage: Passage) -> dict[str, Tensor]:
-    """Every form of the delta write as X + beta k (v^T - k^T X), with |k| = 1 up to `k_norm`'s eps.
-
-    The first version's I - beta k k^T / (k^T k + eps) and beta k v^T are this with k / sqrt(k^T k + eps) and
-    sqrt(k^T k + eps) v.
-    """
-    connection, scheme = passage.connection, passage.connection.scheme
-    beta, v, k = (at_least_float32(x) for x in connection.completed(passage.y, passage.carry.coefficients))
-    if scheme.operator == "unit":
-        k = unit(k, k_norm=scheme.k_norm, eps=scheme.k_eps)
-    else:
-        length = (k.square().sum(-1, keepdim=True) + scheme.k_eps).sqrt()
-        k, v = k / length, length * v
-    streams = passage.before if scheme.has_stream_axis else passage.before.unsqueeze(-2)
-    readout = (at_least_float32(streams) * k.unsqueeze(-2)).sum(-1)
-    return {
-        "input_norm": norm(connection.compressor(streams)),
-        "beta": beta[0],
-        "readout": readout[0],
-        "target": v[0],
-        "erase_norm": beta[0] * readout[0].norm(dim=-1),
-        "write_norm": beta[0] * v[0].norm(dim=-1),
-        "discrepancy_norm": (v - readout)[0].norm(dim=-1),
-        "direction": k[0],
-    }
+def rank_one(shortcut: RankOne, y: Tensor) -> dict[str, Tensor]:
+    """Gate, readout and direction of X - beta (X k) k^T, and what was written along k, if anything was."""
+    beta, k, readout = (
+        each_token(x, y, axes) for x, axes in ((shortcut.beta, 0), (shortcut.k, 1), (shortcut.readout, 1))
+    )
+    found = {"beta": beta, "readout": readout, "erase_norm": beta * readout.norm(dim=-1), "direction": k}
+    if shortcut.v is not None:
+        v = each_token(shortcut.v, y, 1)
+        found |= {
+            "target": v,
+            "write_norm": beta * v.norm(dim=-1),
+            "discrepancy_norm": (v - readout).norm(dim=-1),
+        }
+    return found if shortcut.read_share is None else found | {"compress_share": shortcut.read_share}
 
 
-def erasure(passage: Passage) -> dict[str, Tensor]:
-    """X - beta k (k^T X) of the pooled Householder shortcut, with one k for the whole width; nothing is written."""
-    beta, k = (each_token(at_least_float32(c), passage.y) for c in passage.carry.coefficients)
-    readout = (at_least_float32(passage.before)[0] * k).sum(-1, keepdim=True)
-    return {
-        "input_norm": norm(passage.carry.residual),
-        "beta": beta,
-        "readout": readout,
-        "erase_norm": beta * readout.norm(dim=-1),
-        "direction": k,
-    }
-
-
-def mixing(passage: Passage) -> dict[str, Tensor]:
-    """h_pre, h_post and h_res; a mapping that a connection leaves out is what its leaving out amounts to."""
-    h_pre, h_res, h_post = passage.carry.coefficients
-    split = isinstance(passage.connection, SplitConnection)
-    streams = passage.connection.pieces(passage.before) if split else passage.before
-    n = streams.shape[-2]
-    identity = torch.eye(n, dtype=h_post.dtype, device=h_post.device)
-    h_pre = identity[0] if h_pre is None else h_pre
-    h_res = identity if h_res is None else h_res
-    h_pre, h_res, h_post = (each_token(h, passage.y, axes) for h, axes in ((h_pre, 1), (h_res, 2), (h_post, 1)))
-    # The mixture of the pieces is repeated as often as there are pieces.
-    width = math.sqrt(n) if split else 1.0
-    return {
-        "input_norm": width * norm(hyper_read(streams, h_pre[None])),
-        "h_pre": h_pre,
-        "h_post": h_post,
+def mixing(shortcut: Mixing, y: Tensor) -> dict[str, Tensor]:
+    """The matrix that mixes the rows, its gates and its errors, and the weights that read and write the rows."""
+    h_res = each_token(shortcut.h_res, y, 2)
+    found = {
         "h_res": h_res,
         "row_error": (h_res.sum(-1) - 1).abs().amax(-1),
         "column_error": (h_res.sum(-2) - 1).abs().amax(-1),
         "orthogonality_error": orthogonality_error(h_res),
     }
+    for name in ("h_pre", "h_post"):
+        if getattr(shortcut, name) is not None:
+            found[name] = each_token(getattr(shortcut, name), y, 1)
+    return found | {name: each_token(gate, y, 0) for name, gate in shortcut.gates.items()}
 
 
-def blend(passage: Passage) -> dict[str, Tensor]:
-    """gamma Q + (1 - gamma) H as the n x n matrix h_res, the rotation's angle, and the router where there is one."""
-    coefficients, g = passage.carry.coefficients, passage.carry.residual
-    n = coefficients.k.shape[-1]
-    gamma, beta, k, u, v = (at_least_float32(c) for c in coefficients[:5])
-    identity = torch.eye(n, dtype=gamma.dtype, device=gamma.device).expand(*passage.y.shape[:2], n, n)
-    h_res = hybrid(identity, u, v, beta, k, gamma)[0]
-    found = {
-        "input_norm": norm(g),
-        "gamma": each_token(gamma, passage.y),
-        "cayley_beta": each_token(beta, passage.y),
-        "angle": each_token(cayley_angle(u, v, beta), passage.y),
-        "h_res": h_res,
-        "orthogonality_error": orthogonality_error(h_res),
-    }
-    if not hasattr(coefficients, "h_pre"):
-        return found
-    h_pre, h_post = coefficients.h_pre, coefficients.h_post
-    h_pre = gamma.new_full((n,), 1 / n) if h_pre is None else h_pre
-    h_post = gamma.new_ones(n) if h_post is None else h_post
-    h_pre, h_post = each_token(h_pre, passage.y, 1), each_token(h_post, passage.y, 1)
-    return found | {"input_norm": norm(hyper_read(g, h_pre[None])), "h_pre": h_pre, "h_post": h_post}
-
-
-def each_token(coefficient: Tensor, y: Tensor, axes: int | None = None) -> Tensor:
+def each_token(coefficient: Tensor, y: Tensor, axes: int) -> Tensor:
     """A row for each token of y: (1, T, dim), also of a coefficient for all of them, with `axes` axes of its own."""
-    own = coefficient.shape[coefficient.dim() - axes :] if axes is not None else coefficient.shape[2:]
-    return coefficient.expand(1, y.shape[1], *own)[0]
-
-
-def left_out(coefficients: Any) -> list[str]:
-    """The mappings that this connection leaves out, because they could not change anything."""
-    return [name for name in ("h_pre", "h_res", "h_post") if getattr(coefficients, name, 0) is None]
+    own = coefficient.shape[coefficient.dim() - axes :]
+    return at_least_float32(coefficient).expand(1, y.shape[1], *own)[0]

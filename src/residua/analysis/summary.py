@@ -74,7 +74,7 @@ _MEANS = (
 
 
 def summary(trace: Trace) -> Table:
-    """The sublayers' `figures` as a table: one row each, with the columns of the scheme's family."""
+    """The sublayers' `figures` as a table: one row each, with the columns that the scheme has."""
     found = figures(trace)
     columns = [column for column in _COLUMNS if column.key in found[0]]
     if trace.facts["constraint"] != "doubly stochastic":

@@ -1,4 +1,4 @@
-"""What a training run tells of its gates: beta and gamma of every sublayer, as a mean and quantiles."""
+"""The gates that a training run logs: those of every sublayer, as a mean and quantiles."""
 
 from typing import Any
 
@@ -7,14 +7,23 @@ from torch import Tensor, nn
 
 from residua.analysis.measure import gates
 from residua.analysis.watch import Passage, as_written, watching
-from residua.connections import Scheme
+from residua.connections import Stream
+from residua.connections.base import as_inputs
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 
 
-def has_gates(scheme: Scheme) -> bool:
-    """Whether the scheme has a beta or gamma of which `gate_quantiles` tells."""
-    return scheme.family in ("delta", "geometric")
+@torch.no_grad()
+def has_gates(stream: Stream, dim: int) -> bool:
+    """Whether the connections of a stream have gates for `gate_quantiles`: one token goes through the first."""
+    for connection in stream.connections[:1]:
+        weights = next(stream.parameters(), None)
+        like = {} if weights is None else {"dtype": weights.dtype, "device": weights.device}
+        before = stream.expand(torch.ones(1, 1, dim, **like))
+        x, carry = connection.read(before)
+        y = as_inputs(x)[0]
+        return bool(gates(Passage(0, connection, before, None, y, carry, y, before)))
+    return False
 
 
 def gate_quantiles(model: nn.Module, tokens: Tensor) -> dict[str, dict[str, list[float]]]:
@@ -31,10 +40,10 @@ def gate_quantiles(model: nn.Module, tokens: Tensor) -> dict[str, dict[str, list
 
     with torch.no_grad(), as_written(model):
         model(input_ids=tokens, use_cache=False, logits_to_keep=1, watch=watching(see))
-    return {name: _told(torch.stack(rows)) for name, rows in found.items()}
+    return {name: _quantiles(torch.stack(rows)) for name, rows in found.items()}
 
 
-def _told(gates: Tensor) -> dict[str, Any]:
+def _quantiles(gates: Tensor) -> dict[str, Any]:
     """gates: (S, tokens). One copy to the host for all numbers, each of which may have to wait for the device."""
     shares = torch.tensor(list(QUANTILES.values()), device=gates.device)
     table = torch.cat([gates.mean(-1, keepdim=True).T, gates.quantile(shares, -1)]).tolist()

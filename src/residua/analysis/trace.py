@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residua.analysis import archive
-from residua.analysis.measure import left_out, measured, norm
+from residua.analysis.measure import measured, norm
 from residua.analysis.spectrum import alignment, effective_rank, matrix_products, rank_one_products
 from residua.analysis.watch import Passage, as_written, watching
-from residua.connections import PRESETS
-from residua.connections.deep_delta import DeltaConnection
+from residua.connections import Mixing, RankOne, presets
 from residua.errors import InputError
 from residua.models import ResiduaForCausalLM, ResiduaModel
 from residua.ops import at_least_float32
@@ -40,26 +39,25 @@ class Trace:
     every scheme
         token_ids (T); token_loss (T): of predicting the next token, in nats, NaN for the last
         state_norm (S + 1, T): |X| before each sublayer and after the last
-        input_norm (S, T): |x| before its norm; output_norm (S, T): |y|; change_norm (S, T): |X' - X|
-    family "delta"
-        beta (S, T); readout (S, T, n): k^T X; target (S, T, n): v
-        erase_norm, write_norm, discrepancy_norm (S, T): beta |k^T X|, beta |v|, |v - k^T X|
-        compress_share (S, n): of a compressor's weights, the share of each channel
-    families "streams" and "geometric"
+        input_norm (S, T): |x| before its norm, where the connection has one; output_norm (S, T): |y|
+        change_norm (S, T): |X' - X|
+    shortcut "rank-one" (`connections.RankOne`)
+        beta (S, T); readout (S, T, n): k^T X; erase_norm (S, T): beta |k^T X|
+        target (S, T, n): v; write_norm, discrepancy_norm (S, T): beta |v|, |v - k^T X|, where something is written
+        compress_share (S, n): how much each row weighs in what the sublayer reads
+        direction (S, P, d): the unit vector k; alignment (S, S): mean |cos(k_i, k_j)|; effective_rank (P): of the k's
+    shortcut "mixing" (`connections.Mixing`)
         h_pre, h_post (S, T, n); h_res (S, T, n, n): the shortcut's matrix, target stream first
         row_error, column_error (S, T): largest |sum - 1|; orthogonality_error (S, T): |H^T H - I|, spectral
-        gamma, angle, cayley_beta (S, T): of the blend of rotation and reflection, angle in radians
-        beta, readout (S, T, 1), erase_norm: of the pooled Householder shortcut
-    directions in R^d, of "delta" and the pooled Householder shortcut
-        direction (S, P, d): the unit vector k; alignment (S, S): mean |cos(k_i, k_j)|; effective_rank (P): of the k's
+        gates of the matrix by name (S, T): gamma, angle (radians) and cayley_beta blend a rotation and a reflection
     products M_l ... M_0 of the shortcuts of sublayers 0 to l, on R^d for rank-1 shortcuts, otherwise on R^n
         determinant, singular_max, singular_min, defect (S, P): defect is |M^T M - I|, spectral
         singular_values (P, r): after the last sublayer; r = min(S, d), the others being 1, or r = n
 
-    `facts`, which JSON can hold: version of the format; residua, commit, date; preset (or None) and scheme; family;
-    causal; constraint on h_res ("doubly stochastic", "orthogonal" or None); left_out: by the name of a mapping, the
-    sublayers that do without it; dim; streams (rows of the state); sublayers (their names); run and checkpoint (or
-    None); sampled (token positions); loss (mean of token_loss, or None).
+    `facts`, which JSON can hold: version of the format; residua, commit, date; preset (or None) and scheme; shortcut
+    ("rank-one", "mixing" or None); causal; constraint on h_res ("doubly stochastic", "orthogonal" or None); left_out:
+    by the name of a mapping, the sublayers that do without it; dim; rows (of width dim in the last state); sublayers
+    (their names); run and checkpoint (or None); sampled (token positions); loss (mean of token_loss, or None).
     """
 
     facts: dict[str, Any]
@@ -70,10 +68,6 @@ class Trace:
         scheme = self.facts.get("preset") or (self.facts.get("scheme") or {}).get("scheme")
         sizes = f"{self.num_tokens} tokens, {len(self.facts.get('sublayers', ()))} sublayers"
         return f"Trace({scheme}, {sizes}: {', '.join(sorted(self.values))})"
-
-    @property
-    def family(self) -> str:
-        return self.facts["family"]
 
     @property
     def num_sublayers(self) -> int:
@@ -90,7 +84,7 @@ class Trace:
             InputError: the scheme has no beta.
         """
         if "beta" not in self.values:
-            raise InputError(f"regimes: expected a trace of a scheme with beta, got family {self.family!r}")
+            raise InputError(f"regimes: expected a trace of a scheme with beta, got one of {sorted(self.values)}")
         beta = self.values["beta"]
         between = (beta >= identity) & (beta <= reflection)
         return torch.stack([beta < identity, between, beta > reflection], -1).float().mean(1)
@@ -136,7 +130,7 @@ def trace(
     sampled = torch.linspace(0, len(ids) - 1, min(sample, len(ids)), dtype=torch.float64).round().long()
     trunk = model.model if isinstance(model, ResiduaForCausalLM) else model
     scheme = trunk.config.scheme
-    recorder = _Recorder(sampled, scheme.family)
+    recorder = _Recorder(sampled)
     ids = ids.to(trunk.embed_tokens.weight.device)
     with torch.no_grad(), as_written(model):
         hidden = trunk(input_ids=ids.unsqueeze(0), use_cache=False, watch=watching(recorder.see)).last_hidden_state
@@ -147,14 +141,14 @@ def trace(
     found = {
         "version": archive.VERSION,
         **{name: here[name] for name in ("residua", "commit", "date")},
-        "preset": next((name for name, preset in PRESETS.items() if preset == scheme), None),
+        "preset": next((name for name, preset in presets().items() if preset == scheme), None),
         "scheme": trunk.config.connection,
-        "family": scheme.family,
+        "shortcut": recorder.shortcut,
         "causal": scheme.causal,
-        "constraint": _constraint(trunk.config.connection["scheme"]),
+        "constraint": scheme.constraint,
         "left_out": recorder.left_out,
         "dim": trunk.config.hidden_size,
-        "streams": scheme.state_rows,
+        "rows": scheme.state_size(2 * len(trunk.layers), trunk.config.hidden_size) // trunk.config.hidden_size,
         "sublayers": [f"{i + 1} {kind}" for i in range(len(trunk.layers)) for kind in ("attention", "mlp")],
         "run": None,
         "checkpoint": None,
@@ -173,40 +167,49 @@ def pieces(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[
 class _Recorder:
     """Collects the values of every sublayer that passes; `sampled`: (P) positions of tokens."""
 
-    def __init__(self, sampled: Tensor, family: str):
+    def __init__(self, sampled: Tensor):
         self.sampled = sampled
-        self.family = family
+        self.shortcut: str | None = None
         self.left_out: dict[str, list[int]] = {}
-        self._rows: dict[str, list[Tensor]] = {}
-        self._shortcuts: dict[str, list[Tensor]] = {}
+        self._states: list[Tensor] = []
+        self._rows: list[dict[str, Tensor]] = []
+        self._exact: list[dict[str, Tensor]] = []
 
     def see(self, passage: Passage) -> None:
-        found = measured(passage, self.family) | {"state_norm": norm(passage.after)}
         if passage.index == 0:
-            self._rows["state_norm"] = [norm(passage.before).to("cpu", torch.float32)]
-        if isinstance(passage.connection, DeltaConnection):
-            share = _compress_share(passage.connection)
-            found |= {} if share is None else {"compress_share": share}
-        for name in left_out(passage.carry.coefficients):
-            self.left_out.setdefault(name, []).append(passage.index)
+            self._states.append(norm(passage.before).to("cpu", torch.float32))
+        self._states.append(norm(passage.after).to("cpu", torch.float32))
+        shortcut = passage.shortcut()
+        self.shortcut = "rank-one" if isinstance(shortcut, RankOne) else "mixing" if shortcut else self.shortcut
+        if isinstance(shortcut, Mixing):
+            for name in shortcut.left_out:
+                self.left_out.setdefault(name, []).append(passage.index)
+        found = measured(passage, shortcut)
         # What becomes a product over the whole depth keeps its digits, at the sampled tokens.
-        shortcut = ("direction", "beta") if "direction" in found else ("h_res",) if "h_res" in found else ()
-        for name in shortcut:
-            self._shortcuts.setdefault(name, []).append(found[name].cpu()[self.sampled].double())
+        exact = {name: found[name].cpu()[self.sampled].double() for name in _MULTIPLIED if name in found}
         found.pop("direction", None)
-        for name, rows in found.items():
-            self._rows.setdefault(name, []).append(rows.to("cpu", torch.float32))
+        self._rows.append({name: rows.to("cpu", torch.float32) for name, rows in found.items()})
+        self._exact.append(exact)
 
     def values(self) -> dict[str, Tensor]:
-        values = {name: torch.stack(self._rows.pop(name)) for name in list(self._rows)}
-        shortcuts = {name: torch.stack(rows) for name, rows in self._shortcuts.items()}
-        if "direction" in shortcuts:
-            k = shortcuts["direction"]
+        values = {"state_norm": torch.stack(self._states), **_stacked(self._rows)}
+        exact = _stacked(self._exact)
+        if "direction" in exact:
+            k = exact["direction"]
             values |= {"direction": k, "alignment": alignment(k), "effective_rank": effective_rank(k)}
-            values |= rank_one_products(k, shortcuts["beta"])._asdict()
-        elif "h_res" in shortcuts:
-            values |= matrix_products(shortcuts["h_res"])._asdict()
+            values |= rank_one_products(k, exact["beta"])._asdict()
+        elif "h_res" in exact:
+            values |= matrix_products(exact["h_res"])._asdict()
         return values
+
+
+_MULTIPLIED = ("direction", "beta", "h_res")
+
+
+def _stacked(sublayers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The values that every sublayer has, with an axis of sublayers in front."""
+    names = [name for name in sublayers[0] if all(name in found for found in sublayers)] if sublayers else []
+    return {name: torch.stack([found[name] for found in sublayers]) for name in names}
 
 
 def _token_ids(tokens: Sequence[int] | Tensor, model: ResiduaForCausalLM | ResiduaModel) -> Tensor:
@@ -232,18 +235,3 @@ def _losses(model: ResiduaForCausalLM | ResiduaModel, hidden: Tensor, ids: Tenso
             logits = at_least_float32(model.logits(hidden[:, start : start + len(labels)])[0])
             losses[start : start + len(labels)] = F.cross_entropy(logits, labels, reduction="none").double()
     return losses
-
-
-def _compress_share(connection: DeltaConnection) -> Tensor | None:
-    """The share of each channel in the weights by which x_in is read, (n); None where there is nothing to weigh."""
-    compress = connection.compressor
-    if not hasattr(compress, "weights"):
-        return None
-    sizes = at_least_float32(compress.weights()).abs()
-    sizes = sizes.sum(-1).reshape(-1, sizes.shape[-2]).sum(0)
-    return sizes / sizes.sum()
-
-
-def _constraint(scheme: str) -> str | None:
-    """What the mixing matrices of a scheme are meant to be."""
-    return {"mhc": "doubly stochastic", "jpmhc": "orthogonal"}.get(scheme)

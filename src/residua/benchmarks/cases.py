@@ -1,4 +1,4 @@
-"""Operations with random inputs, in the dtype that is measured and again, part by part, in float64."""
+"""Operations with random inputs: in the dtype to measure, and again, part by part, in float64."""
 
 import copy
 import inspect
@@ -10,16 +10,19 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from residua import ops
 from residua.benchmarks.settings import perturb
 from residua.connections import Connection, named, resolve
+from residua.connections.base import as_inputs
 from residua.errors import InputError
 from residua.ops.write_read import channel_boundary, token_boundary
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 KERNEL = 4  # taps over the tokens
 CONNECTION = "connection:"
+SUBLAYERS, MEASURED = 4, 2  # of a connection that is measured: neither the first nor the last, which may differ
 
 
 class Sizes(NamedTuple):
@@ -37,7 +40,7 @@ class Sizes(NamedTuple):
 
 
 class Draw:
-    """Random inputs: large ones in the dtype that is measured, coefficients in float32."""
+    """Draw random inputs: large ones in the dtype to measure, coefficients in float32."""
 
     def __init__(self, sizes: Sizes, device: torch.device, seed: int):
         self.dtype = getattr(torch, sizes.dtype)
@@ -53,7 +56,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Case:
-    """An operation and its inputs. `shared`: those that all tokens share, as they do the parameters of a module."""
+    """An operation and its inputs. `shared`: inputs that all tokens share, as they share a module's parameters."""
 
     function: Callable[..., Any]
     inputs: Mapping[str, Tensor]
@@ -65,7 +68,7 @@ class Case:
         return self.module is None and "implementation" in inspect.signature(self.function).parameters
 
     def leaves(self) -> list[Tensor]:
-        """What has a gradient: the inputs in their order, then the parameters of the module."""
+        """Return the tensors with a gradient: the inputs in their order, then the parameters of the module."""
         return [*self.inputs.values(), *(self.module.parameters() if self.module is not None else ())]
 
     def __call__(self) -> tuple[Tensor, ...]:
@@ -73,7 +76,7 @@ class Case:
         return results if isinstance(results, tuple) else (results,)
 
     def part(self, low: int, high: int) -> "Case":
-        """The sequences from `low` to below `high`, in float64."""
+        """Return the sequences from `low` to below `high`, in float64."""
         module = None if self.module is None else copy.deepcopy(self.module).double()
         inputs = {
             name: (x if name in self.shared else x[low:high]).detach().double().requires_grad_()
@@ -162,29 +165,37 @@ def _boundary(function: Callable[..., Any], taps: str, sizes: Sizes, draw: Draw)
 
 
 class Around(nn.Module):
-    """A connection around a sublayer that is somewhere else: its input comes out, its output y goes in."""
+    """A connection without its sublayer: the sublayer's input comes out, its output y goes in.
 
-    def __init__(self, connection: Connection):
+    The tensors of the state are arguments and results of their own; `spec` is the scheme's `state_spec`.
+    """
+
+    def __init__(self, connection: Connection, spec: Any):
         super().__init__()
         self.connection = connection
+        self.spec = spec
 
-    def forward(self, state: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        x, carry = self.connection.read(state)
-        return x, self.connection.write(y, carry)
+    def forward(self, y: Tensor, **state: Tensor) -> tuple[Tensor, ...]:
+        x, carry = self.connection.read(tree_unflatten(state.values(), tree_structure(self.spec)))
+        return *as_inputs(x), *tree_leaves(self.connection.write(y, carry))
 
 
 def _connection(preset: str, sizes: Sizes, draw: Draw) -> Case:
     name, options = named(preset)
     scheme = resolve(name)
     for rows in ("value_channels", "num_streams"):
-        if scheme.state_rows > 1 and rows in scheme.__dataclass_fields__:
+        if scheme.state_size(0, 1) > 1 and rows in scheme.__dataclass_fields__:
             options.setdefault(rows, sizes.channels)
-    stream = resolve({"preset": name, **options}).build(sizes.dim, 4)
+    scheme = resolve({"preset": name, **options})
+    stream = scheme.build(sizes.dim, SUBLAYERS)
     perturb(stream)
-    module = Around(stream.connections[2]).to(draw.device)  # neither the first nor the last, which may differ
-    own = stream.expand(torch.zeros(1, 1, sizes.dim)).shape[2:]
-    inputs = {"state": draw.large(*sizes.leading, *own), "y": draw.large(*sizes.leading, sizes.dim)}
-    return Case(module, inputs, module=module)
+    state = scheme.state_spec(MEASURED, sizes.dim)
+    module = Around(stream.connections[MEASURED], state).to(draw.device)
+    inputs = {
+        f"state{i}": draw.coefficients(*sizes.leading, *spec.shape).to(spec.dtype or draw.dtype)
+        for i, spec in enumerate(tree_leaves(state))
+    }
+    return Case(module, {**inputs, "y": draw.large(*sizes.leading, sizes.dim)}, module=module)
 
 
 CASES: dict[str, Callable[[Sizes, Draw], Case]] = {
@@ -199,13 +210,13 @@ CASES: dict[str, Callable[[Sizes, Draw], Case]] = {
     "hybrid": _hybrid,
     "rms_norm": _rms_norm,
 }
-CONNECTIONS = tuple(CONNECTION + preset for preset in ("residual", "ddl-cc", "ddl-tc", "hc", "mhc"))
+CONNECTIONS = tuple(CONNECTION + preset for preset in ("residual", "ddl-cc", "ddl-tc", "hc", "mhc", "attnres"))
 
 
 def make(operation: str, sizes: Sizes, draw: Draw) -> Case:
-    """The operation, one of `CASES` or "connection:PRESET", with random inputs.
+    """Return the operation, one of `CASES` or "connection:PRESET", with random inputs.
 
-    Raises InputError for an operation that there is not, or sizes that it cannot have.
+    Raises InputError for an unknown operation, or sizes that it cannot have.
     """
     try:
         if operation.startswith(CONNECTION):

@@ -1,4 +1,4 @@
-"""Writing text: the time of a token under every scheme, as a ratio to the plain residual's in the same run."""
+"""Time the generation of a token under every scheme, relative to the plain residual in the same run."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -17,18 +17,18 @@ from residua.provenance import circumstances
 with extra("lab"):
     from transformers import StaticCache
 
-# Of logits, relatively to those of a float64 copy that sees all tokens at once, without a cache.
+# Relative errors of logits against a float64 copy that sees all tokens at once, without a cache.
 TOLERANCES: Mapping[Precision, float] = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True)
 class GenerateSettings(Settings):
-    """What is measured, and how (`Settings`).
+    """The models to measure, and how (`Settings`).
 
-    prompt_length  tokens before those that are timed; reading them does not count
-    new_tokens     tokens that are written in one measurement, each the most probable one
-    batch_sizes    sequences that are written at once; each size is a comparison of its own
-    precision      the dtype of the weights, and so of everything
+    prompt_length  tokens of the prompt; reading them does not count
+    new_tokens     tokens to generate in one measurement, greedily
+    batch_sizes    sequences to generate at once; each size is a comparison of its own
+    precision      the dtype of weights and activations
     compile        the model through `torch.compile`, as one graph; on a CUDA device replayed as a CUDA graph
     rounds, warmup see `timing.compare`
     """
@@ -51,9 +51,9 @@ class GenerateSettings(Settings):
 
 
 class Decoding:
-    """The model of one preset behind a prompt; calling it writes `new_tokens` tokens, one after the other.
+    """The model of one preset behind a prompt; a call generates `new_tokens` tokens, one after the other.
 
-    Shapes and addresses are the same for every token: the cache is as long as it will be from the start.
+    Shapes and addresses are the same for every token: the cache has its full length from the start.
     """
 
     def __init__(self, preset: str, batch: int, settings: GenerateSettings):
@@ -98,10 +98,10 @@ class Decoding:
 
     @torch.inference_mode()
     def check(self) -> float:
-        """The relative error of the logits after each given token, against a float64 copy without a cache.
+        """Return the relative error of the logits after each token, against a float64 copy without a cache.
 
         Raises:
-            RunError: larger than `TOLERANCES` allows.
+            RunError: it is larger than `TOLERANCES` allows.
         """
         start = self.settings.prompt_length
         self.prepare()
@@ -122,7 +122,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """The timing of all presets at every batch size, and for each preset what the check before found."""
+    """The timing and the errors of all presets at every batch size, and the parameter count of each."""
 
     settings: GenerateSettings
     timing: Mapping[int, Timing]
@@ -131,11 +131,11 @@ class GenerateResult:
     circumstances: Mapping[str, Any]
 
     def seconds_per_token(self, preset: str, batch: int) -> float:
-        """The time of one step, in which every sequence of the batch is given a token."""
+        """The time of one step, which adds a token to every sequence of the batch."""
         return self.timing[batch].median_seconds(preset) / self.settings.new_tokens
 
     def records(self) -> list[dict[str, Any]]:
-        """One record for each preset and batch size, complete in itself."""
+        """Return one complete record per preset and batch size."""
         return [
             {
                 "benchmark": "generate",
@@ -176,7 +176,7 @@ class GenerateResult:
 
 
 def benchmark(settings: GenerateSettings, *, advance: Callable[[], None] = lambda: None) -> GenerateResult:
-    """Check the tokens of every preset against float64, then time all of them in turns, for every batch size.
+    """Check the logits of every preset against float64, then time all of them in turns, for every batch size.
 
     `advance` is called after every measurement or warm-up, `len(batch_sizes) * len(presets) * (warmup + rounds)` times.
 

@@ -1,4 +1,4 @@
-"""The memory of training: what is kept for the backward pass, counted exactly, and the peak of a step, measured."""
+"""The memory of training: the bytes kept for the backward pass, counted, and the peak of a step, measured."""
 
 import multiprocessing
 from collections.abc import Callable, Mapping
@@ -21,39 +21,39 @@ MEBIBYTE = 2**20
 STATUS = Path("/proc/self/status")
 
 
-def with_and_without_rebuilding() -> tuple[str, ...]:
-    """All presets, and those that rebuild states of several rows once more without that."""
+def with_and_without_recompute() -> tuple[str, ...]:
+    """Return all presets, and the ones that recompute states a second time with every state kept."""
     names = []
     for preset, scheme in PRESETS.items():
         names.append(preset)
-        if scheme.state_rows > 1 and getattr(scheme, "rebuild", "none") != "none":
-            names.append(f"{preset}:rebuild=none")
+        if scheme.state_size(0, 1) > 1 and getattr(scheme, "recompute", "none") != "none":
+            names.append(f"{preset}:recompute=none")
     return tuple(names)
 
 
 @dataclass(frozen=True)
 class MemorySettings(ModelSettings):
-    """What is measured (`ModelSettings`; there are no rounds, because one step shows it).
+    """The models to measure (`ModelSettings`; one step is enough, so there are no rounds).
 
-    presets   all of them, and those that rebuild states also without doing so
-    peak      whether the peak of a training step is measured too; on the CPU that takes Linux
+    presets   all of them; the ones that recompute states also with every state kept
+    peak      whether to measure the peak of a training step too; on the CPU this needs Linux
     """
 
-    presets: tuple[str, ...] = with_and_without_rebuilding()
+    presets: tuple[str, ...] = with_and_without_recompute()
     peak: bool = True
 
     def __post_init__(self):
         super().__post_init__()
         if self.peak and self.device == "cpu" and not STATUS.exists():
-            raise InputError("peak: expected Linux, whose processes know their peak; measure without it")
+            raise InputError("peak: expected Linux, which records the peak of a process; measure without it")
 
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """kept: bytes kept for the backward pass by preset, those of logits and loss included, parameters not counted.
+    """kept: bytes kept for the backward pass by preset, with logits and loss, without parameters.
 
-    peak: the most bytes in use in a training step by preset, weights, gradients and the state of AdamW included, or
-    None where they were not measured. On the CPU, by which the process grew, in a process of its own.
+    peak: most bytes in use during a training step by preset, with weights, gradients and the state of AdamW, or None if
+    not measured. On the CPU: how much a process of its own grew.
     """
 
     settings: MemorySettings
@@ -63,7 +63,7 @@ class MemoryResult:
     circumstances: Mapping[str, Any]
 
     def vectors(self, preset: str) -> float:
-        """Kept for each token and layer, in vectors of width dim in the dtype of the precision."""
+        """Return what each token keeps in each layer, in vectors of width dim in the dtype of the precision."""
         settings = self.settings
         size = settings.batch_size * settings.sequence_length * settings.layers * settings.dim
         return self.kept[preset] / (size * getattr(torch, settings.precision).itemsize)
@@ -118,7 +118,7 @@ def benchmark(settings: MemorySettings, *, advance: Callable[[], None] = lambda:
     `advance` is called after every preset.
 
     Raises:
-        RunError: a step computes something wrong, or there was not enough memory for one.
+        RunError: a step computes something wrong, or runs out of memory.
     """
     kept, peak, errors = {}, {}, {}
     with threads(settings.threads):
@@ -135,14 +135,14 @@ def benchmark(settings: MemorySettings, *, advance: Callable[[], None] = lambda:
 
 
 def kept_bytes(step: TrainingStep) -> int:
-    """Bytes that autograd keeps of the forward pass of a step: every storage once, parameters not counted."""
+    """Count the bytes that autograd keeps of the forward pass: every storage once, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in step.model.parameters()}
     storages = {}
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage  # held, so that no other tensor is given the same address
+            storages[storage.data_ptr()] = storage  # held, so that no other tensor gets the same address
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
@@ -152,15 +152,15 @@ def kept_bytes(step: TrainingStep) -> int:
 
 
 def peak_bytes(preset: str, settings: MemorySettings) -> int:
-    """The peak of a training step: of PyTorch's allocations on a CUDA device, of a process of its own on the CPU.
+    """Measure the peak of a training step: of PyTorch's allocations on a CUDA device, of a new process on the CPU.
 
     Raises:
-        RunError: there was not enough memory.
+        RunError: the step ran out of memory.
     """
     settings = replace(settings, presets=(preset,))
     if settings.device == "cuda":
         return _cuda_peak(preset, settings)
-    # Every measurement starts from a process that has imported all this and nothing else: copies of one, because
+    # Every measurement starts from a copy of one process that has imported this module and nothing else, because
     # importing takes longer than the step.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -175,7 +175,7 @@ def _cuda_peak(preset: str, settings: MemorySettings) -> int:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     step = TrainingStep(preset, settings)
-    step()  # makes the state of the optimiser, and compiles where that is asked for
+    step()  # makes the state of the optimiser, and compiles if asked to
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()
@@ -184,7 +184,7 @@ def _cuda_peak(preset: str, settings: MemorySettings) -> int:
 
 
 def _process_peak(preset: str, settings: MemorySettings) -> int:
-    """By how much this process grows at most, from before the model to the end of its second training step."""
+    """Measure how much this process grows at most, from before the model to the end of its second step."""
     torch.set_num_threads(settings.threads)
     before = _status("VmRSS")
     step = TrainingStep(preset, settings)
@@ -194,6 +194,6 @@ def _process_peak(preset: str, settings: MemorySettings) -> int:
 
 
 def _status(name: str) -> int:
-    """A size in the status of this process, in bytes: VmRSS now, VmHWM at most so far."""
+    """Read a size from the status of this process, in bytes: VmRSS now, VmHWM the largest so far."""
     lines = STATUS.read_text(encoding="utf-8").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

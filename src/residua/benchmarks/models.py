@@ -1,4 +1,4 @@
-"""The training step of a language model under every scheme, as a ratio to the plain residual's in the same run."""
+"""Time the training step of a language model under every scheme, relative to the plain residual in the same run."""
 
 import copy
 import math
@@ -17,20 +17,20 @@ from residua.provenance import circumstances
 
 
 class Errors(NamedTuple):
-    """How far a step is from its float64 copy: the loss relatively, the gradient at its worst parameter (`_errors`)."""
+    """Relative errors of a step against its float64 copy: of the loss, and of the worst parameter's gradient."""
 
     loss: float
     gradient: float
 
 
-# Several times what rounding alone does to models of the default size; a wrong term does far more.
+# Several times the effect of rounding on models of the default size; a wrong term does far more.
 TOLERANCES: Mapping[Precision, Errors] = {"float32": Errors(1e-5, 1e-4), "bfloat16": Errors(1e-3, 0.2)}
 CHECKED_TOKENS = 4096  # at once
 
 
 @dataclass(frozen=True)
 class ModelSettings(Settings):
-    """What is measured, and how (`Settings`).
+    """The models to measure, and how (`Settings`).
 
     sequence_length, batch_size   a batch of random tokens
     precision      "bfloat16": autocast around the forward pass, as in training; weights stay in float32
@@ -59,7 +59,7 @@ class ModelSettings(Settings):
 
 
 class TrainingStep:
-    """The model of one preset; calling it does one training step: forward, backward, fused AdamW."""
+    """The model of one preset; a call runs one training step: forward, backward, fused AdamW."""
 
     def __init__(self, preset: str, settings: ModelSettings):
         self.preset = preset
@@ -88,15 +88,15 @@ class TrainingStep:
         self.optimizer.zero_grad()
 
     def check(self) -> Errors:
-        """How far the loss and the gradient are from those of a float64 copy that is neither compiled nor autocast.
+        """Compare loss and gradients with a float64 copy that is neither compiled nor autocast; return the errors.
 
         Raises:
-            RunError: further than `TOLERANCES` allows, or not finite.
+            RunError: an error larger than `TOLERANCES` allows, or not finite.
         """
         reference = copy.deepcopy(self.model).double()
         reference.config.state_dtype = None
         expected = torch.zeros((), dtype=torch.float64, device=self.device)
-        # Some sequences at a time: float64 takes twice the memory or four times, and gradients add up.
+        # Some sequences at a time: float64 takes two or four times the memory. Gradients add up.
         part = max(1, CHECKED_TOKENS // self.inputs.shape[1])
         for inputs, labels in zip(self.inputs.split(part), self.labels.split(part)):
             share = self._loss(reference, inputs, labels) * (len(inputs) / len(self.inputs))
@@ -114,12 +114,12 @@ class TrainingStep:
         return errors
 
     def loss(self) -> Tensor:
-        """The forward pass."""
+        """Run the forward pass and return the loss."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16"):
             return self._loss(self.forward, self.inputs, self.labels)
 
     def _backward(self) -> Tensor:
-        """The loss, detached, with its gradient in the parameters."""
+        """Run forward and backward; return the loss, detached."""
         loss = self.loss()
         loss.backward()
         return loss.detach()
@@ -131,7 +131,7 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class ModelResult:
-    """The timing of all presets, and for each its size and what the check before found."""
+    """The timing of all presets, and the parameter count and errors of each."""
 
     settings: ModelSettings
     timing: Timing
@@ -143,7 +143,7 @@ class ModelResult:
         return self.settings.batch_size * self.settings.sequence_length / self.timing.median_seconds(preset)
 
     def records(self) -> list[dict[str, Any]]:
-        """One record for each preset, complete in itself: results, every round, settings and circumstances."""
+        """Return one complete record per preset: results, every round, settings and circumstances."""
         return [
             {
                 "benchmark": "models",
@@ -187,7 +187,7 @@ def benchmark(settings: ModelSettings, *, advance: Callable[[], None] = lambda: 
     `advance` is called after every timed or warm-up step, `len(presets) * (warmup + rounds)` times.
 
     Raises:
-        RunError: a step computes something wrong, or its loss is no longer finite at the end.
+        RunError: a step computes something wrong, or its last loss is not finite.
     """
     with threads(settings.threads), many_graphs(len(settings.presets)):
         steps = {preset: TrainingStep(preset, settings) for preset in settings.presets}
@@ -206,7 +206,7 @@ def benchmark(settings: ModelSettings, *, advance: Callable[[], None] = lambda: 
 def _errors(loss: Tensor, expected: Tensor, model: torch.nn.Module, reference: torch.nn.Module) -> Errors:
     """|loss - loss'| / |loss'|, and the largest |g - g'| / max(|g'|, |all gradients'| / 1000) of a parameter.
 
-    The floor is there because rounding is all that is left of some gradients.
+    The floor is for gradients that are nothing but rounding.
     """
     pairs = [
         (ours.grad.double(), theirs.grad)

@@ -1,4 +1,4 @@
-"""Single operations against the memory bus: how much of the bandwidth of a copy their bytes (`roofline`) reach."""
+"""Time single operations: how much of the bandwidth of a copy their bytes (`roofline`) reach."""
 
 import math
 import statistics
@@ -10,12 +10,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from residua.benchmarks.cases import CASES, CONNECTION, CONNECTIONS, Case, Draw, Dtype, Sizes, make
+from residua.benchmarks.cases import CASES, CONNECTION, CONNECTIONS, MEASURED, Case, Draw, Dtype, Sizes, make
 from residua.benchmarks.peers import peers
 from residua.benchmarks.roofline import TRAFFIC
 from residua.benchmarks.settings import Device, expect_device, threads
 from residua.benchmarks.timing import Clock, Quartiles, Timing, cold, compare, process_clock, wall_clock
-from residua.connections import resolve
+from residua.connections import TensorSpec, resolve
 from residua.errors import InputError, RunError
 from residua.ops.dispatch import choose
 from residua.provenance import circumstances, version
@@ -25,35 +25,42 @@ Pass = Literal["forward", "forward+backward"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 COPY = "copy"
 
-# Relative errors of results and gradients: several times those of rounding, and less than a wrong term makes.
+# Relative errors of results and gradients: several times rounding, and less than a wrong term makes.
 TOLERANCES: Mapping[Dtype, float] = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 
 def model_bytes(operation: str, sizes: Sizes, kind: Pass) -> int:
-    """Bytes that one call has to move, see `roofline`. A connection has those of what lies between two sublayers."""
-    if operation.startswith(CONNECTION):
-        rows = resolve(operation.removeprefix(CONNECTION)).state_rows
-        operation = "residual" if rows == 1 else "channel_boundary"
+    """Return the bytes that one call has to move, see `roofline`: for a connection, of all between two sublayers."""
+    forward, backward = _bytes_per_token(operation, sizes)
+    return sizes.tokens * (forward if kind == "forward" else forward + backward)
+
+
+def _bytes_per_token(operation: str, sizes: Sizes) -> tuple[int, ...]:
     width = getattr(torch, sizes.dtype).itemsize
-    forward, backward = (
+    if operation.startswith(CONNECTION):
+        scheme = resolve(operation.removeprefix(CONNECTION))
+        if not isinstance(scheme.state_spec(MEASURED, 1), TensorSpec):  # of several tensors the scheme knows which move
+            # With a state of two bytes a number, as `traffic` counts everything else, bytes are proportional to width.
+            return tuple(int(moved * sizes.dim * width / 2) for moved in scheme.traffic(MEASURED, state_bytes=2))
+        operation = "residual" if scheme.state_size(MEASURED, 1) == 1 else "channel_boundary"
+    return tuple(
         passes.bytes(dim=sizes.dim, channels=sizes.channels, state_bytes=width, vector_bytes=width)
         for passes in TRAFFIC[operation](sizes.channels)
     )
-    return sizes.tokens * (forward if kind == "forward" else forward + backward)
 
 
 @dataclass(frozen=True)
 class OpSettings:
-    """What is measured, and how. Every operation at every combination of sizes and dtypes.
+    """What to measure, and how: every operation at every combination of sizes and dtypes.
 
     operations       names of `CASES`, or "connection:PRESET": a whole connection around a sublayer
-    implementations  "reference": the plain definition; "compiled": that through `torch.compile`; "triton": the kernel;
-                     "auto": what the library would choose
+    implementations  "reference": the plain definition; "compiled": the same through `torch.compile`; "triton": the
+                     kernel; "auto": the library's choice
     tokens, dims, channels, dtypes   sizes
-    sequence_length  tokens in a sequence; all of them where there are fewer
+    sequence_length  tokens in a sequence; all tokens if there are fewer
     threads          as for `Settings`
 
-    Raises InputError where a value cannot be used.
+    Raises InputError for a value that cannot be used.
     """
 
     operations: tuple[str, ...] = (*CASES, *CONNECTIONS)
@@ -91,7 +98,7 @@ class OpSettings:
             make(operation, smallest, Draw(smallest, torch.device("cpu"), 0))
 
     def plan(self) -> list[tuple[str, Sizes]]:
-        """Every operation at every combination of sizes, in the order in which they are measured."""
+        """Return every operation at every combination of sizes, in the order of measurement."""
         return [
             (operation, Sizes(tokens, min(self.sequence_length, tokens), dim, channels, dtype))
             for dtype in self.dtypes
@@ -104,7 +111,7 @@ class OpSettings:
 
 @dataclass(frozen=True)
 class OpResult:
-    """One operation at one size under one implementation: `runs` is what "auto" came to, or which version of a peer."""
+    """One operation at one size under one implementation; `runs`: what "auto" chose, or the version of a peer."""
 
     operation: str
     sizes: Sizes
@@ -131,11 +138,11 @@ class OpResult:
         return copy_bytes(self.sizes)
 
     def share_of_copy(self) -> Quartiles:
-        """Model bytes in a second over the bytes that a copy moves in a second, round by round."""
+        """Model bytes per second over bytes per second of a copy, round by round."""
         return Quartiles.of([self.bytes / self.copied / ratio for ratio in self.timing.ratios(self.name)])
 
     def speedup(self, over: str) -> float | None:
-        """Median, over the rounds, of the time of another implementation to this one's; None where it took no part."""
+        """Median over the rounds of another implementation's time over this one's; None if it took no part."""
         seconds = self.timing.seconds
         other = f"{over} {self.kind}"
         if other not in seconds:
@@ -181,14 +188,14 @@ class OpResults:
         rows = []
         for result in self.results:
             sizes, share, speedup = result.sizes, result.share_of_copy(), result.speedup("reference")
-            # A peer runs a version of itself, "auto" something of another name.
-            told = result.runs.startswith(result.implementation)
+            # A peer runs a version of itself, "auto" an implementation with another name.
+            same = result.runs.startswith(result.implementation)
             rows.append(
                 [
                     result.operation,
                     f"{sizes.tokens} x {sizes.dim} x {sizes.channels}",
                     sizes.dtype,
-                    result.runs if told else f"{result.implementation} ({result.runs})",
+                    result.runs if same else f"{result.implementation} ({result.runs})",
                     result.kind,
                     f"{1e6 * result.seconds:.1f}",
                     f"{result.bytes / result.seconds / 1e9:.1f}",
@@ -200,7 +207,7 @@ class OpResults:
 
 
 def copy_bytes(sizes: Sizes) -> int:
-    """What the copy moves that everything is compared with: a state, once read and once written."""
+    """Bytes of the copy that everything is compared with: a state, read once and written once."""
     return 2 * sizes.tokens * sizes.channels * sizes.dim * getattr(torch, sizes.dtype).itemsize
 
 
@@ -211,7 +218,7 @@ def benchmark(settings: OpSettings, *, advance: Callable[[], None] = lambda: Non
 
     Raises:
         RunError: an implementation computes something wrong.
-        InputError: "triton" where the kernels cannot run.
+        InputError: "triton" on a machine that cannot run the kernels.
     """
     device = torch.device(settings.device)
     own = process_clock if settings.threads == 1 else wall_clock
@@ -243,11 +250,11 @@ def _measure(operation: str, sizes: Sizes, settings: OpSettings, clock: Clock) -
     for name, (_, candidate) in candidates.items():
         for leaf in candidate.leaves():
             leaf.requires_grad_()
-        # A peer is checked against its own definition in float64, which is ours where it has no module.
+        # Check a peer against its own definition in float64, or against ours if it has no module.
         reference = candidate if candidate.module is not None else case
         grads = _output_gradients(candidate, Draw(sizes, device, settings.seed + 1))
         error = check(candidate, reference, grads)
-        if not error <= TOLERANCES[sizes.dtype]:  # also where it is not a number
+        if not error <= TOLERANCES[sizes.dtype]:  # also if it is not a number
             message = (
                 f"{operation}, {name}, {sizes.dtype}: expected results and gradients within "
                 f"{TOLERANCES[sizes.dtype]:g} of float64, relatively, got {error:.2g}; what is wrong has no speed"
@@ -276,13 +283,13 @@ def _measure(operation: str, sizes: Sizes, settings: OpSettings, clock: Clock) -
 def _implementations(
     operation: str, case: Case, wanted: Sequence[str]
 ) -> tuple[dict[str, tuple[str, Case]], list[str]]:
-    """For every implementation that there is: what it runs, and the case with it; a line for those there are not."""
+    """Return for every available implementation what it runs and its case, and a note for each missing one."""
     found: dict[str, tuple[str, Case]] = {}
     notes = []
     tensors = list(case.inputs.values())
     for name in wanted:
         if name == "compiled":
-            torch._dynamo.reset()  # every case is another graph of the same code; the compiler would give up
+            torch._dynamo.reset()  # every case is another graph of the same code, and the compiler would give up
             found[name] = (name, replace(case, function=torch.compile(case.function, fullgraph=True, dynamic=False)))
         elif name == "reference" or (name == "auto" and not case.has_kernel):
             found[name] = ("reference", case)
@@ -310,9 +317,9 @@ def _output_gradients(case: Case, draw: Draw) -> list[Tensor]:
 
 
 def check(case: Case, reference: Case, grads: Sequence[Tensor]) -> float:
-    """The largest relative error |x - x'| / |x'| of a result or a gradient, where x' is the reference in float64.
+    """Return the largest relative error |x - x'| / |x'| of a result or a gradient; x' is the reference in float64.
 
-    The reference goes through some sequences at a time, so that its float64 copies need little memory.
+    The reference runs on a few sequences at a time, so that its float64 copies need little memory.
     """
     results = case()
     gradients = torch.autograd.grad(results, case.leaves(), grads, allow_unused=True)
@@ -345,6 +352,6 @@ def check(case: Case, reference: Case, grads: Sequence[Tensor]) -> float:
     for index, theirs in sums.items():
         add(number + index, gradients[index], theirs)
     total = sum(square for _, square in squares[number:])
-    # Rounding is all that is left of a gradient that is small beside the others.
+    # A gradient that is small beside the others may be nothing but rounding.
     floors = [0.0] * number + [1e-6 * total] * len(gradients)
     return max(math.sqrt(gap / max(size, floor, 1e-300)) for (gap, size), floor in zip(squares, floors))

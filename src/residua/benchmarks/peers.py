@@ -11,7 +11,7 @@ from residua.benchmarks.cases import Case, Draw, Sizes
 
 
 def peers(operation: str, case: Case, sizes: Sizes, draw: Draw) -> tuple[dict[str, Case], list[str]]:
-    """The peers of one operation by name, and a line for each that cannot take part."""
+    """Return the peers of one operation by name, and a note for each that cannot take part."""
     found, notes = {}, []
     for name, (package, make) in PEERS.get(operation, {}).items():
         try:
@@ -39,9 +39,9 @@ def _liger_write(module, case: Case, sizes: Sizes, draw: Draw) -> Case:
 
 
 class _Around(nn.Module):
-    """A connection of lucidrains/hyper-connections around a sublayer that is somewhere else.
+    """A connection of lucidrains/hyper-connections without its sublayer.
 
-    state: (batch, streams, seq, dim), y: (batch, seq, dim), as it lays them out.
+    state: (batch, streams, seq, dim), y: (batch, seq, dim), in its layout.
     """
 
     def __init__(self, connection: nn.Module):
@@ -64,7 +64,7 @@ def _lucidrains(name: str, module, case: Case, sizes: Sizes, draw: Draw) -> Case
     return Case(around, inputs, module=around)
 
 
-# By operation and distribution: the package to import, and how to make a case of it.
+# By operation and distribution: the package to import, and the function that makes a case from it.
 PEERS: dict[str, dict[str, tuple[str, Callable[..., Case]]]] = {
     "hyper_read": {"liger-kernel": ("liger_kernel.transformers.functional", _liger_read)},
     "hyper_write": {"liger-kernel": ("liger_kernel.transformers.functional", _liger_write)},

@@ -1,8 +1,8 @@
-"""The bytes that an operation has to move: every tensor that it takes or gives crosses the memory bus once.
+"""The bytes that an operation has to move: every input and output crosses the memory bus once.
 
-No implementation moves fewer, and these operations do so little arithmetic that bytes are all that counts: bytes over
-the bandwidth of a copy is the least time that an operation can take. Parameters, which all tokens share, count nothing,
-nor do the tokens that neighbouring programs of a kernel read twice: that is the kernel's loss.
+No implementation moves fewer, and these operations do so little arithmetic that bytes over the bandwidth of a copy is
+the shortest possible time. Parameters, which all tokens share, do not count. Neither do tokens that neighbouring
+programs of a kernel read twice: they are the kernel's loss.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,25 +10,25 @@ from typing import NamedTuple
 
 
 class Passes(NamedTuple):
-    """What crosses for one token: states (channels x dim numbers), vectors (dim numbers), numbers in float32."""
+    """Traffic of one token: states (channels x dim numbers), vectors (dim numbers), single numbers in float32."""
 
     states: int = 0
     vectors: int = 0
     numbers: int = 0
 
     def bytes(self, *, dim: int, channels: int, state_bytes: int, vector_bytes: int) -> int:
-        """Bytes for one token; `state_bytes` and `vector_bytes` are those of one number."""
+        """Bytes for one token; `state_bytes` and `vector_bytes` are the size of one number."""
         return self.states * channels * dim * state_bytes + self.vectors * dim * vector_bytes + 4 * self.numbers
 
 
 class Traffic(NamedTuple):
-    """Of the forward and of the backward pass. The backward pass reads inputs again where a gradient needs them."""
+    """The forward and the backward pass. The backward pass reads an input again where a gradient needs it."""
 
     forward: Passes
     backward: Passes
 
 
-# n is the number of channels or streams. In the comments: what is read -> what is written; g is a gradient.
+# n is the number of channels or streams. In the comments: inputs -> outputs; g is a gradient.
 TRAFFIC: Mapping[str, Callable[[int], Traffic]] = {
     # X, k, v, beta -> X;  gX', X, k, v, beta -> gX, gk, gv, gbeta
     "delta_write": lambda n: Traffic(Passes(2, 1, n + 1), Passes(3, 2, 2 * (n + 1))),
@@ -41,7 +41,7 @@ TRAFFIC: Mapping[str, Callable[[int], Traffic]] = {
     "hyper_write": lambda n: Traffic(Passes(2, 1, n * n + n), Passes(3, 2, 2 * (n * n + n))),
     # L -> H;  gH, L -> gL
     "sinkhorn": lambda n: Traffic(Passes(0, 0, 2 * n * n), Passes(0, 0, 3 * n * n)),
-    # X and u, v, k, beta, gamma -> X;  gX' and all of those -> their gradients
+    # X, u, v, k, beta, gamma -> X;  gX' and all of these -> their gradients
     "hybrid": lambda n: Traffic(Passes(2, 0, 3 * n + 2), Passes(3, 0, 2 * (3 * n + 2))),
     # x -> c;  gc, x -> gx
     "rms_norm": lambda n: Traffic(Passes(0, 2), Passes(0, 3)),

@@ -1,4 +1,4 @@
-"""What the benchmarks of whole language models share: sizes, names, and the state of PyTorch around them."""
+"""Sizes, names and PyTorch settings that the benchmarks of whole language models share."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from residua.benchmarks.timing import Clock, cuda_clock, process_clock, wall_clock
+from residua.checks import require
 from residua.connections import PRESETS
 from residua.errors import InputError
 from residua.models import ResiduaConfig
@@ -19,16 +20,16 @@ Precision = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Settings:
-    """Which models, on what; the plain residual always takes part.
+    """The models to measure and where to run them; the plain residual always takes part.
 
-    presets      names in `residua.PRESETS`, with options of their own where wanted: "ddl-cc:rebuild=none"
+    presets      names of presets, with options if wanted: "ddl-cc:recompute=none"
     layers, dim, heads, head_dim, vocab_size   the model
-    precision    the dtype in which it computes
+    precision    the dtype of the computation
     state_dtype  see `ResiduaConfig`
-    threads      of PyTorch on the CPU. With one, the CPU time of the process counts; with more, the time that passes
-    seed         of weights and tokens
+    threads      PyTorch's threads on the CPU. One: CPU time of the process is measured; more: wall-clock time
+    seed         for weights and tokens
 
-    Raises InputError where a value cannot be used.
+    Raises InputError for a value that cannot be used.
     """
 
     presets: tuple[str, ...] = tuple(PRESETS)
@@ -47,19 +48,18 @@ class Settings:
         object.__setattr__(self, "presets", tuple(dict.fromkeys([BASELINE, *self.presets])))
         self._require_positive("layers", "threads")
         for name, choices in (("device", get_args(Device)), ("precision", get_args(Precision))):
-            if getattr(self, name) not in choices:
-                raise InputError(f"{name}: expected {' or '.join(choices)}, got {getattr(self, name)!r}")
+            require(getattr(self, name) in choices, name, " or ".join(choices), getattr(self, name))
         expect_device(self.device)
         for preset in self.presets:
             self.config(preset)
 
     @property
     def positions(self) -> int:
-        """The longest sequence that is measured."""
+        """The length of the longest sequence."""
         raise NotImplementedError
 
     def config(self, preset: str) -> ResiduaConfig:
-        """The model of one preset. Raises InputError where there is no such preset or a size cannot be used."""
+        """Return the model of one preset. Raises InputError for an unknown preset or a size that cannot be used."""
         try:
             return ResiduaConfig(
                 vocab_size=self.vocab_size,
@@ -84,23 +84,21 @@ class Settings:
         for name in names:
             values = getattr(self, name)
             for value in values if isinstance(values, tuple) else (values,):
-                if value < 1:
-                    raise InputError(f"{name}: expected at least 1, got {value}")
+                require(value >= 1, name, "at least 1", value)
 
     def _require_not_negative(self, *names: str) -> None:
         for name in names:
-            if getattr(self, name) < 0:
-                raise InputError(f"{name}: expected at least 0, got {getattr(self, name)}")
+            require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
 
 
 def expect_device(device: str) -> None:
-    """InputError for "cuda" on a machine without."""
+    """Raise InputError for "cuda" on a machine without a CUDA device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("device: expected a machine with a CUDA device, found none; use cpu")
 
 
 def perturb(model: Any) -> None:
-    """Noise on every parameter: gates and filters start with many zeros, behind which a wrong term would hide."""
+    """Add noise to every parameter: gates and filters start with many zeros, which would hide a wrong term."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
@@ -108,7 +106,7 @@ def perturb(model: Any) -> None:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """PyTorch with `count` threads on the CPU."""
+    """Run PyTorch with `count` threads on the CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -119,6 +117,6 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def many_graphs(count: int) -> Iterator[None]:
-    """Room for `count` graphs of the same code: `torch.compile` by itself gives up after a few."""
+    """Let `torch.compile` make `count` graphs of the same code; by default it gives up after a few."""
     with torch._dynamo.config.patch(recompile_limit=4 * count):
         yield

@@ -1,4 +1,4 @@
-"""Timing several candidates against one of them, so that what slows the machine down slows all of them alike."""
+"""Time several candidates against one of them, in turns, so that a slow machine slows all of them alike."""
 
 import statistics
 import time
@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 Clock = Callable[[Callable[[], None]], float]
-"""Calls its argument once and returns the seconds that took."""
+"""A function that calls its argument once and returns the seconds it took."""
 
 
 class Quartiles(NamedTuple):
-    """The middle of some measurements, and the borders of the half around it."""
+    """The quartiles of some measurements."""
 
     lower: float
     median: float
@@ -21,7 +21,7 @@ class Quartiles(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Quartiles":
-        """Linearly interpolated between the sorted values, of which there is at least one."""
+        """Interpolate linearly between the sorted values; there must be at least one."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
@@ -35,14 +35,14 @@ class Timing:
     seconds: Mapping[str, tuple[float, ...]]
 
     def ratios(self, name: str) -> tuple[float, ...]:
-        """Seconds of `name` over those of the baseline, round by round."""
+        """Seconds of `name` over seconds of the baseline, round by round."""
         return tuple(own / base for own, base in zip(self.seconds[name], self.seconds[self.baseline], strict=True))
 
     def median_seconds(self, name: str) -> float:
         return statistics.median(self.seconds[name])
 
     def ratio(self, name: str) -> Quartiles:
-        """The quartiles of the ratios: the slow rounds of a busy machine do not move their median."""
+        """The quartiles of the ratios; slow rounds of a busy machine do not move the median."""
         return Quartiles.of(self.ratios(name))
 
 
@@ -57,18 +57,18 @@ def compare(
 ) -> Timing:
     """Time every candidate once a round, in rounds whose order is reversed every other time.
 
-    Neighbours in time share the state of the machine, and reversing takes away the advantage of coming first.
+    Neighbours in time share the state of the machine; reversing removes the advantage of coming first.
 
     Args:
-        candidates: what to call, by name; the calls of one candidate do equal work.
-        baseline: the name of the candidate that the others are compared with.
-        rounds: how often each is timed.
-        warmup: how many rounds go before that and do not count.
-        clock: how a call is timed.
-        advance: called after every call, warm-up included, outside the time that counts.
+        candidates: functions to call, by name; all calls of one candidate must do equal work.
+        baseline: the candidate to compare the others with.
+        rounds: how many times to time each.
+        warmup: rounds before these that do not count.
+        clock: times one call.
+        advance: called after every call, warm-up included, outside the measured time.
 
     Raises:
-        ValueError: the baseline is no candidate, `rounds` is below 1 or `warmup` below 0.
+        ValueError: the baseline is not a candidate, `rounds` is below 1 or `warmup` below 0.
     """
     if baseline not in candidates:
         raise ValueError(f"baseline: expected one of {', '.join(candidates)}, got {baseline!r}")
@@ -85,21 +85,21 @@ def compare(
 
 
 def process_clock(call: Callable[[], None]) -> float:
-    """CPU time of this process: what other processes do is left out. Of several threads it is the sum."""
+    """Measure the CPU time of this process, summed over its threads; other processes do not count."""
     start = time.process_time()
     call()
     return time.process_time() - start
 
 
 def wall_clock(call: Callable[[], None]) -> float:
-    """The time that passes: for several threads on the CPU."""
+    """Measure wall-clock time: for several threads on the CPU."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def cuda_clock(call: Callable[[], None]) -> float:
-    """Time on the current CUDA device, from an idle device until all that `call` launched is done."""
+    """Measure time on the current CUDA device, from idle until everything that `call` launched is done."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -110,10 +110,10 @@ def cuda_clock(call: Callable[[], None]) -> float:
 
 
 def cold(clock: Clock, device: torch.device) -> Clock:
-    """`clock` for a call that finds none of its tensors in the caches: in training, a sublayer lies between.
+    """Return `clock` with empty caches before each call: in training, a sublayer runs in between.
 
-    On a CUDA device the call is launched while the caches are still being emptied, so that launches are hidden as far
-    as they are in a training step; what `clock` is does not matter there.
+    On a CUDA device the call is launched while the caches are still being emptied, which hides launches as a training
+    step does; `clock` is not used there.
     """
     if device.type != "cuda":
         sweep = torch.empty(2**24)  # 64 MiB: more than the last level of cache that a core can fill

@@ -57,6 +57,9 @@ class Parser(argparse.ArgumentParser):
         if self._fill is not None:
             fill, self._fill = self._fill, None
             fill(self)
+        for argument in sys.argv[1:] if args is None else args:
+            if argument.startswith("--") and argument.endswith("=--"):  # argparse gives a list where this is a value
+                self.error(f"argument {argument[:-3]}: expected a value, got --")
         arguments, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown[0])
@@ -82,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         known = {name: name for name in self._option_string_actions}
         # `--lr` for `--train.lr`
         known = {f"--{name.rpartition('.')[2]}": name for name in known if "." in name} | known
-        self.error(f"unknown option {option}{did_you_mean(option, known)}")
+        self.error(f"unknown option {option}{did_you_mean(option, known, show=known)}")
 
 
 def whole(low: int = -(2**63), high: int = 2**63 - 1) -> Callable[[str], int]:

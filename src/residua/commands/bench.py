@@ -14,7 +14,7 @@ from residua.terminal import one_line
 HELP = "measure speed and memory of the schemes, and of single operations"
 EXAMPLES = """\
 residua bench models --device cpu --presets ddl-cc ddl-tc
-residua bench memory --presets ddl-cc ddl-cc:rebuild=none
+residua bench memory --presets ddl-cc ddl-cc:recompute=none
 residua bench generate --presets ddl ddl-cc
 residua bench ops --device cuda"""
 Advance = Callable[[], None]
@@ -80,7 +80,7 @@ def _of_models(parser: Parser, settings: type, precision: str) -> None:
         nargs="+",
         default=settings.presets,
         metavar="NAME",
-        help=f"schemes to measure beside {BASELINE}, with options where wanted, as in ddl-cc:rebuild=none "
+        help=f"schemes to measure beside {BASELINE}, with options where wanted, as in ddl-cc:recompute=none "
         "(default: all that residua schemes lists)",
     )
     _shared(parser, settings)

@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> None:
-    from residua.connections import PRESETS
+    from residua.connections import presets
 
     try:
         from residua.models import SIZES
@@ -27,9 +27,10 @@ def run(arguments: Arguments) -> None:
     else:
         sizes, missing = {name: SIZES[name] for name in ("small", "medium")}, ""
 
-    plain = {name: _parameters(PRESETS["residual"], size) for name, size in sizes.items()}
+    known = presets()
+    plain = {name: _parameters(known["residual"], size) for name, size in sizes.items()}
     records = []
-    for name, scheme in PRESETS.items():
+    for name, scheme in known.items():
         added = {size: _parameters(scheme, sizes[size]) - count for size, count in plain.items()}
         records.append(
             {
@@ -37,7 +38,7 @@ def run(arguments: Arguments) -> None:
                 "equation": scheme.equation,
                 "options": _options(scheme),
                 "paper": scheme.paper,
-                "state_per_token": f"{scheme.state_rows if scheme.state_rows > 1 else ''}d",
+                "state_per_token": _state(scheme),
                 "parameters_added": added or None,
             }
         )
@@ -57,7 +58,7 @@ def run(arguments: Arguments) -> None:
     ]
     print_table(["name", "equation", "state", *plain, "paper", "options"], rows)
     columns = f"; {' and '.join(plain)}: parameters added to the plain residual" if plain else ""
-    print(f"\nstate: values per token, d the width{columns}.")
+    print(f"\nstate: numbers per token, d the width, from the first to the last of 24 sublayers{columns}.")
     if missing:
         print(f"note: the parameters that a scheme adds are left out: {missing}")
 
@@ -67,6 +68,12 @@ def _options(scheme: "Scheme") -> dict[str, Any]:
     standard = type(scheme)()
     values = {field.name: getattr(scheme, field.name) for field in fields(scheme)}
     return {name: value for name, value in values.items() if value != getattr(standard, name)}
+
+
+def _state(scheme: "Scheme") -> str:
+    """Return the numbers per token at both ends of 24 sublayers, in units of the width: "4d", or "d to 25d"."""
+    rows = dict.fromkeys(scheme.state_size(boundary, 768) // 768 for boundary in (0, 24))
+    return " to ".join(f"{count}d" if count > 1 else "d" for count in rows)
 
 
 def _parameters(scheme: "Scheme", size: dict[str, int]) -> int:

@@ -45,7 +45,13 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="points of each group that get more than one seed, the best ones (default: all, or 3 with --neighbours)",
     )
-    parser.add_argument("--processes", type=whole(1), default=1, metavar="N", help="runs at the same time (default: 1)")
+    parser.add_argument(
+        "--processes",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="runs at the same time, each with one thread (default: 1)",
+    )
     parser.add_argument("--keep-runs", action="store_true", help="keep the run folders and their last checkpoints")
     add_json(parser)
     add_config_arguments(parser)

@@ -1,25 +1,32 @@
-"""The interface of the library: what lies between the residual state and a sublayer.
+"""The interface of the library: a residual connection is everything between the state and a sublayer.
 
-A sublayer is bare attention, a bare MLP, any map (batch, seq, dim) -> (batch, seq, dim); it knows no residual. A
-connection owns the pre-norm and works in two phases around it:
+A sublayer is bare attention or a bare MLP, any map (batch, seq, dim) -> (batch, seq, dim). It knows no residual. A
+connection owns the norm before the sublayer and works in two phases around it:
 
-    x, carry = connection.read(state)             what the sublayer sees, and what `write` will need
+    x, carry = connection.read(state)             what the sublayer sees, and what `write` needs
     state = connection.write(sublayer(x), carry)  the state with the sublayer's output written into it
 
-The state is opaque to everybody else: (batch, seq, dim) for one stream, (batch, seq, streams, dim) for several, a tuple
-where a scheme needs history.
+The state is an opaque pytree of tensors: (batch, seq, dim), (batch, seq, streams, dim), or a tuple that grows with
+depth. Only the scheme looks inside. Everybody else asks the scheme or the connection: `Scheme.state_spec` for shapes,
+`Scheme.traffic` for bytes, `Connection.shortcut` for the linear map that the state went through.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from residua.connections.memory import Memory, StreamMemory, memory_of
 from residua.ops.shapes import expect_shape
 
 State = Any  # a pytree of tensors
+Norm = Callable[[int], nn.Module]  # from the index of a sublayer to the norm before it
 
 
 class Carry(NamedTuple):
@@ -29,62 +36,113 @@ class Carry(NamedTuple):
     coefficients: Any
 
 
-class Memory(Protocol):
-    """What one part of the stream remembers of earlier tokens while text is generated, and which tokens are padding.
+class RankOne(NamedTuple):
+    """A shortcut that moves every row of the state along one direction: X -> X - beta (X k) k^T, then + beta v k^T.
 
-    It serves one of two purposes: `extend` for a look back on inputs, or `recall` and `keep` for what sums them up.
+    beta: (batch, seq); k: (batch, seq, dim), of length 1 up to its guard; readout = X k: (batch, seq, rows);
+    v: (batch, seq, rows), what the write moves the readout towards, or None where nothing is written along k.
+    read_share: (rows,), how much each row weighs in what the sublayer reads, with sum 1; None where nothing is weighed.
+    A sequence axis of size 1 stands for coefficients that all tokens share.
     """
 
-    keeps: bool  # whether later calls will ask; without a cache there are none
-    padding: Tensor | None  # (batch, seq), 0 at the positions that are padding and 1 at the others; None without any
+    beta: Tensor
+    k: Tensor
+    readout: Tensor
+    v: Tensor | None = None
+    read_share: Tensor | None = None
 
-    def mask(self, x: Tensor) -> Tensor:
-        """x: (batch, seq, ...) with zeros at the positions that are padding."""
 
-    def extend(self, x: Tensor, window: int) -> Tensor:
-        """x: (batch, seq, ...) behind up to `window` inputs of earlier calls; remembers the last `window`."""
+class Mixing(NamedTuple):
+    """A shortcut that mixes the rows of the state: X'[o] = sum_i h_res[o, i] X[i].
 
-    def recall(self, like: Tensor) -> Tensor | None:
-        """The last of the rows kept before, (batch, 1, ...) with axes and dtype as in `like`, or None at the start."""
+    h_res: (batch, seq, n, n), target row first; h_pre, h_post: (batch, seq, n), the weights that read and write the
+    rows, or None where a scheme has no such weights. Axes in front may be missing or 1 where tokens share the
+    coefficients. gates: numbers (batch, seq) that decide h_res, by name. left_out: the mappings that this connection
+    leaves out because they could not change anything; the tensors then hold what leaving them out amounts to.
+    """
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep rows: (batch, seq, ...), one for each token of this call."""
+    h_res: Tensor
+    h_pre: Tensor | None = None
+    h_post: Tensor | None = None
+    gates: Mapping[str, Tensor] = {}
+    left_out: tuple[str, ...] = ()
 
 
 class Connection(nn.Module, ABC):
-    """One residual connection around one sublayer. Nothing is written to `self` in `read` or `write`."""
+    """One residual connection around one sublayer. `read` and `write` store nothing on the module."""
 
     window: int = 0  # how many earlier tokens `read` looks back on through its memory; 1 for a sum over all of them
 
     @abstractmethod
-    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        """The normalised sublayer input (batch, seq, dim), and all that the state decides."""
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Any, Carry]:
+        """Return the normalised sublayer input and everything that the state decides.
+
+        The input is (batch, seq, dim), or a tuple of such tensors for a sublayer that takes several (q, k, v).
+        """
 
     @abstractmethod
     def write(self, y: Tensor, carry: Carry) -> State:
-        """The next state, from the sublayer's output y: (batch, seq, dim) and the carry."""
+        """Return the next state, from the sublayer's output y: (batch, seq, dim) and the carry."""
 
     def write_read(
         self, y: Tensor, carry: Carry, following: "Connection | Readout", memory: Memory | None = None
-    ) -> tuple[Tensor, Carry]:
-        """Write y, then read for the `following` connection (whose memory this is): the seam that kernels fuse."""
+    ) -> tuple[Any, Carry]:
+        """Write y, then read for the `following` connection, whose memory this is: the seam that kernels fuse."""
         return following.read(self.write(y, carry), memory)
 
-    def penalty(self, coefficients: Any) -> Tensor | None:
-        """The auxiliary loss of these coefficients, a scalar; None for most schemes."""
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | Mixing | None:
+        """Return the linear map that takes `state` through this connection, for spectra and telemetry.
+
+        state: what `read` was given; carry: what it returned; y: the sublayer's output. None: only norms are measured.
+        """
         return None
 
-    def forward(self, state: State, sublayer: Callable[[Tensor], Tensor]) -> State:
-        """The state after this connection around `sublayer`, which maps (batch, seq, dim) to the same shape.
+    def penalty(self, coefficients: Any) -> Tensor | None:
+        """Return the auxiliary loss of these coefficients, a scalar; None for most schemes."""
+        return None
 
-        Raises TypeError or ValueError where it returns something else.
+    def forward(
+        self,
+        state: State,
+        sublayer: Callable[..., Tensor],
+        *,
+        memory: StreamMemory | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> State:
+        """Return the state after this connection around `sublayer`, which maps (batch, seq, dim) to the same shape.
+
+        Pass the same `memory` with every piece of a sequence that arrives in pieces, as in generation.
+        attention_mask: (batch, seq), 0 at padding and 1 at tokens.
+
+        Raises:
+            TypeError, ValueError: the sublayer returns something else, or a single token arrives without the memory
+                that this scheme needs.
         """
-        x, carry = self.read(state)
-        y = sublayer(x)
+        x, carry = self.read(state, memory_of(self, memory, attention_mask))
+        inputs = as_inputs(x)
+        expect_memory(self, memory, inputs[0])
+        y = sublayer(*inputs)
         if not isinstance(y, Tensor):
             raise TypeError(f"sublayer: expected it to return a tensor, got {type(y).__name__}: wrap what returns more")
-        expect_shape("the sublayer's output", y, x.shape, "the shape of its input")
+        expect_shape("the sublayer's output", y, inputs[0].shape, "the shape of its input")
         return self.write(y, carry)
+
+
+def as_inputs(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The arguments of a sublayer, from what a read returned."""
+    return x if isinstance(x, tuple) else (x,)
+
+
+def expect_memory(part: nn.Module, memory: StreamMemory | None, x: Tensor) -> None:
+    """Raise ValueError where x is a single token: (batch, 1, dim) and the earlier tokens that `part` reads are unknown.
+
+    Token by token without a memory, every number would be wrong.
+    """
+    if part.window and memory is None and x.dim() > 2 and x.shape[-2] == 1:
+        raise ValueError(
+            "memory: this scheme looks back on earlier tokens and got a single one; pass the same "
+            "memory=StreamMemory() with every piece of a sequence (a new one for a sequence of one token)"
+        )
 
 
 class Readout:
@@ -103,55 +161,110 @@ class Stream(nn.Module):
     `expand` and `collapse` take their input and, where they look back on earlier tokens, a `Memory` or None.
     """
 
-    def __init__(self, expand: nn.Module, connections: list[Connection], collapse: nn.Module):
+    def __init__(self, expand: nn.Module, connections: Sequence[Connection], collapse: nn.Module):
         super().__init__()
         self.expand = expand
         self.connections = nn.ModuleList(connections)
         self.collapse = collapse
 
-    def forward(self, x: Tensor, sublayers: list[Callable[[Tensor], Tensor]]) -> Tensor:
+    @property
+    def parts(self) -> list[nn.Module]:
+        """Expand, every connection and collapse, in this order: whatever may look back (`window > 0`)."""
+        return [self.expand, *self.connections, self.collapse]
+
+    def forward(
+        self,
+        x: Tensor,
+        sublayers: Sequence[Callable[..., Tensor]],
+        *,
+        memory: StreamMemory | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
         """x: (batch, seq, dim) through all sublayers; returns (batch, seq, dim), not normalised.
 
-        Raises ValueError unless there is one sublayer for each connection.
+        `memory` and `attention_mask` as in `Connection.forward`. Raises ValueError unless there is one sublayer for
+        each connection.
         """
         if len(sublayers) != len(self.connections):
             raise ValueError(
                 f"sublayers: expected {len(self.connections)}, one for each connection, got {len(sublayers)}"
             )
-        state = self.expand(x)
+        expect_memory(self.expand, memory, x)
+        state = self.expand(x, memory_of(self.expand, memory, attention_mask))
         for connection, sublayer in zip(self.connections, sublayers):
-            state = connection(state, sublayer)
-        return self.collapse(state)
+            state = connection(state, sublayer, memory=memory, attention_mask=attention_mask)
+        return self.collapse(state, memory_of(self.collapse, memory, attention_mask))
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a state: (batch, seq, *shape), in `dtype`, or in the dtype of the embedding where that is None."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+class Traffic(NamedTuple):
+    """Bytes of memory traffic for one token and feature, in the forward and in the backward pass."""
+
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
 class Scheme(ABC):
     """A residual scheme with all its options: a frozen dataclass that is its own configuration.
 
-    `family` says which coefficients `residua.analysis` finds in a carry: "delta" (`deep_delta.DeltaCoefficients`),
-    "streams" (h_pre, h_res, h_post), "geometric" (gamma, beta, k, u, v of a blend, or beta and k of an erasure) or
-    "residual" (none). Of any "other" it measures the norms alone.
+    equation, paper: what `residua schemes` shows.
+    constraint: what h_res of a `Mixing` must be, "doubly stochastic" or "orthogonal"; None without a constraint.
+    derived: for an option that may be None, the options that it then follows from.
     """
 
     equation: ClassVar[str]
     paper: ClassVar[str]
-    family: ClassVar[str] = "other"
-    derived: ClassVar[dict[str, tuple[str, ...]]] = {}  # option -> the options it follows from when it is None
-
-    @property
-    def state_rows(self) -> int:
-        """How many rows of width dim the state holds for every token."""
-        return 1
+    constraint: ClassVar[str | None] = None
+    derived: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @property
     def causal(self) -> bool:
-        """Whether what happens at a token is decided by that token and earlier ones: a language model needs it."""
+        """Whether a token and earlier ones alone decide what happens at it: a language model needs this."""
         return True
 
-    def num_memories(self, num_sublayers: int) -> int:
-        """How many parts of the built stream remember something of earlier tokens (their `window` is positive)."""
-        return 0
+    def state_spec(self, boundary: int, dim: int) -> Any:
+        """Describe the state after `boundary` sublayers of width `dim`: a pytree of `TensorSpec`, like the state.
+
+        Boundary 0 is the state that `expand` opens. A pipeline sends these tensors, and memory is counted by them.
+        """
+        return TensorSpec((dim,))
+
+    def state_size(self, boundary: int, dim: int) -> int:
+        """How many numbers the state holds for each token after `boundary` sublayers."""
+        return sum(math.prod(spec.shape) for spec in tree_leaves(self.state_spec(boundary, dim)))
+
+    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
+        """Model the bytes that the write of sublayer `boundary` - 1 and the next read and norm move.
+
+        The state has `state_bytes` for each number, everything else is bfloat16. With P bytes of state: fused in one
+        kernel 2 P + 4 forward (state in and out, y in, x out) and 3 P + 6 backward; separate, one kernel for the write
+        and one for read and norm, 3 P + 6 and 6 P + 10.
+        """
+        passes = self.state_size(boundary, 1) * state_bytes
+        return Traffic(2 * passes + 4, 3 * passes + 6) if fused else Traffic(3 * passes + 6, 6 * passes + 10)
+
+    def num_memories(self, dim: int, num_sublayers: int) -> int:
+        """How many parts of the built stream look back on earlier tokens and need a memory."""
+        return _num_memories(self, dim, num_sublayers)
 
     @abstractmethod
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5) -> Stream:
-        """The modules for a stack of `num_sublayers` sublayers of width `dim`, initialised."""
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+        """Build the modules for a stack of `num_sublayers` sublayers of width `dim`, initialised.
+
+        norm: makes the norm before sublayer i from i, or hands over a model's own; None is an RMSNorm with `norm_eps`,
+        which also guards the norms inside the connections.
+        """
+
+
+@lru_cache(maxsize=256)
+def _num_memories(scheme: Scheme, dim: int, num_sublayers: int) -> int:
+    with torch.device("meta"):
+        return sum(part.window > 0 for part in scheme.build(dim, num_sublayers).parts)

@@ -1,5 +1,4 @@
-"""The learned maps of Deep Delta Learning: the gate beta, the value v and the direction k (arXiv 2601.00417 section 2),
-and the router of JPmHC (arXiv 2602.18308).
+"""The learned maps of Deep Delta Learning: the gate beta, the value v and the direction k (arXiv 2601.00417 section 2).
 
 Each states its inputs; `streams` is the state (batch, seq, streams, dim), `context` is RMSNorm(x_in).
 """
@@ -10,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections.boundary import expect_tokens
+from residua.connections.memory import expect_tokens
 from residua.connections.norm import RMSNorm
 from residua.connections.projection import Projection
 from residua.ops import at_least_float32, causal_read, linear_at_least_float32
-from residua.ops.precision import widened
 
 
 class Gate(nn.Module):
@@ -165,7 +163,7 @@ class Pool(nn.Module):
 class Direction(nn.Module):
     """phi_k of the v-Map: the raw direction k~ from the context or the state, (batch, seq, dim).
 
-    `"linear"` and `"mlp"` map the context (or x_in, `source="stream"`); `"pool_mlp"` and `"flatten_mlp"` the state,
+    `"linear"` and `"mlp"` map the context (or x_in, `source="x_in"`); `"pool_mlp"` and `"flatten_mlp"` the state,
     pooled over the streams or flattened; `"attention"` attends over the streams. arXiv 2601.00417v2 sections 2 and 4
     leave the form open; `rank` is the hidden width.
     """
@@ -186,36 +184,7 @@ class Direction(nn.Module):
 
     def forward(self, x_in: Tensor, context: Tensor, streams: Tensor) -> Tensor:
         if self.kind in ("linear", "mlp"):
-            return self.map(x_in if self.source == "stream" else context)
+            return self.map(x_in if self.source == "x_in" else context)
         if self.kind == "attention":
             return self.map(context, streams)
         return self.map(self.pool(streams))
-
-
-class Router(nn.Module):
-    """Logits of `maps` mixing matrices from the whole state of a token: LayerNorm, a linear map (arXiv 2602.18308).
-
-    The weights start at 0 and the biases too, but those of the matrix `drawn`, which is H_post, are drawn from N(0, 1):
-    streams that are written alike would stay alike for ever.
-    (..., streams, dim) -> (..., maps, streams, streams) in float32 at least.
-    """
-
-    def __init__(self, dim: int, num_streams: int, maps: int, *, drawn: int | None = 1, norm_eps: float = 1e-5):
-        super().__init__()
-        self.drawn = drawn
-        self.norm = nn.LayerNorm(num_streams * dim, eps=norm_eps)
-        self.project = Projection(num_streams * dim, maps * num_streams**2, std=0.0)
-        self.bias = nn.Parameter(torch.empty(maps, num_streams, num_streams))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.bias)
-        if self.drawn is not None:
-            nn.init.normal_(self.bias[self.drawn])
-
-    def forward(self, streams: Tensor) -> Tensor:
-        norm = self.norm
-        x, weight, bias = widened(streams.flatten(-2), norm.weight, norm.bias)
-        x = F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
-        logits = linear_at_least_float32(x, self.project.weight, self.bias.flatten())
-        return logits.unflatten(-1, self.bias.shape)

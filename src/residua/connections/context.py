@@ -5,8 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from residua.connections.base import Memory
-from residua.connections.boundary import expect_tokens
+from residua.connections.memory import Memory, expect_tokens, masked
 from residua.ops import at_least_float32, rms_norm
 
 Context = Literal["token", "cumulative", "sequence"]
@@ -20,7 +19,7 @@ def running_mean(x: Tensor, memory: Memory | None = None) -> Tensor:
     expect_tokens(x, 1, axes="(batch, seq, dim)")
     x = at_least_float32(x)
     counted = torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
-    sums = (counted if memory is None else memory.mask(counted)).cumsum(1)
+    sums = (counted if memory is None else masked(counted, memory.padding)).cumsum(1)
     if memory is not None and memory.keeps:
         earlier = memory.recall(counted)
         sums = sums if earlier is None else sums + earlier

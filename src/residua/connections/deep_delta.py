@@ -12,22 +12,25 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Memory, Readout, Scheme, State, Stream
-from residua.connections.boundary import (
-    ChannelCompress,
-    Collapse,
-    ConvExpand,
-    Repeat,
-    Same,
-    TokenCompress,
-    current,
-    remembered,
+from residua.connections.base import (
+    Carry,
+    Connection,
+    Norm,
+    RankOne,
+    Readout,
+    Scheme,
+    State,
+    Stream,
+    TensorSpec,
+    Traffic,
 )
 from residua.connections.branches import Direction, Gate, Pool, Value
-from residua.connections.norm import RMSNorm
+from residua.connections.ends import ChannelCompress, Collapse, ConvExpand, OnlyStream, Repeat, Same, TokenCompress
+from residua.connections.memory import Memory, current, remembered
+from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import check_types, expect_used, require
 from residua.connections.projection import Projection
-from residua.ops import K_NORMS, KNorm, delta_write, delta_write_v1, rms_norm
+from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
 from residua.ops.dispatch import Implementation, choose
 from residua.ops.write_read import channel_boundary, token_boundary
 
@@ -69,21 +72,20 @@ class DeepDelta(Scheme):
                      "sublayer_out", the normalised sublayer output
     v_activation     "scaled_sigmoid" (v_scale * sigmoid), "linear" or "constant" (v_constant)
     v_bias           whether the value map has a bias
-    v_input          k-Map: the value comes from x_in as it is ("stream") or from the "context"
+    v_input          k-Map: the value comes from "x_in" as it is or from the "context"
     phi_k            v-Map: "mlp", "linear", "pool_mlp", "flatten_mlp" or "attention", see `branches.Direction`
-    phi_k_input      v-Map: "linear" and "mlp" see the "context" or x_in as it is ("stream")
+    phi_k_input      v-Map: "linear" and "mlp" see the "context" or "x_in" as it is
     phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
     implementation   of the delta write, and of the whole stretch between two sublayers where it can be one kernel:
                      "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto", which takes triton
                      where it runs. No kernel has been timed on a GPU yet, so the default is "reference"
-    rebuild          what the backward pass does for states of several channels: "replay" keeps one of `rebuild_every`
+    recompute        what the backward pass does for states of several channels: "replay" keeps one of `recompute_every`
                      in a row and makes the others again, equal to the last bit, in either implementation; "none" keeps
                      them all, as does a compiled model. Changes memory and speed, no number
     """
 
     equation: ClassVar[str] = "X + beta k (v^T - k^T X)"
     paper: ClassVar[str] = "arXiv 2601.00417"
-    family: ClassVar[str] = "delta"
     derived: ClassVar[dict[str, tuple[str, ...]]] = {"compress_kernel": ("compress", "value_channels")}
 
     value_channels: int = 1
@@ -107,21 +109,21 @@ class DeepDelta(Scheme):
     v_scale: float = 4.0
     v_bias: bool = True
     v_constant: float = 2.0
-    v_input: Literal["stream", "context"] = "stream"
+    v_input: Literal["x_in", "context"] = "x_in"
     phi_k: Literal["linear", "mlp", "pool_mlp", "flatten_mlp", "attention"] = "mlp"
-    phi_k_input: Literal["context", "stream"] = "context"
+    phi_k_input: Literal["context", "x_in"] = "context"
     phi_k_rank: int | None = None
     init: Literal["average", "authors"] = "average"
     implementation: Implementation = "reference"
-    rebuild: Literal["none", "replay"] = "replay"
-    rebuild_every: int = 4
+    recompute: Literal["none", "replay"] = "replay"
+    recompute_every: int = 4
 
     def __post_init__(self):
         check_types(self)
-        for name in ("value_channels", "expand_kernel", "beta_hidden", "rebuild_every"):
+        for name in ("value_channels", "expand_kernel", "beta_hidden", "recompute_every"):
             require(self, name, getattr(self, name) >= 1, "at least 1")
-        # What is far from a state that was kept is made again by calls within calls.
-        require(self, "rebuild_every", self.rebuild_every <= 64, "at most 64")
+        # Recomputing recurses once for each state that was not kept; 64 stays well inside Python's recursion limit.
+        require(self, "recompute_every", self.recompute_every <= 64, "at most 64")
         if self.compress is None and self.value_channels > 1:
             object.__setattr__(self, "compress", "token")
         if self.compress is not None and self.compress_kernel is None:
@@ -174,9 +176,20 @@ class DeepDelta(Scheme):
             },
         )
 
-    @property
-    def state_rows(self) -> int:
-        return self.value_channels
+    def state_spec(self, boundary: int, dim: int) -> TensorSpec:
+        return TensorSpec((self.value_channels, dim) if self.has_stream_axis else (dim,))
+
+    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
+        """As for every scheme, and fused: a convolution over tokens adds P / 8 + 2 and P / 8 + 4 (neighbours read
+        tokens twice, x_in); recomputing states from every m-th one adds m - 1 backward.
+        """
+        forward, backward = super().traffic(boundary, state_bytes=state_bytes, fused=fused)
+        if fused and self.compress == "token":
+            share = self.value_channels * state_bytes / 8
+            forward, backward = forward + share + 2, backward + share + 4
+        if fused and self.recompute == "replay" and self.value_channels > 1:
+            backward += self.recompute_every - 1
+        return Traffic(forward, backward)
 
     @property
     def has_stream_axis(self) -> bool:
@@ -186,15 +199,10 @@ class DeepDelta(Scheme):
     @property
     def write_options(self) -> dict[str, Any]:
         """What every implementation of a write with a unit direction takes beside tensors."""
-        every = self.rebuild_every if self.rebuild == "replay" else 1
-        return {"k_norm": self.k_norm, "eps": self.k_eps, "rebuild_every": every}
+        every = self.recompute_every if self.recompute == "replay" else 1
+        return {"k_norm": self.k_norm, "eps": self.k_eps, "recompute_every": every}
 
-    def num_memories(self, num_sublayers: int) -> int:
-        compress = self.compress == "token" and self.compress_kernel > 1
-        reads = num_sublayers if compress or self.beta_input == "conv" else 0
-        return reads + int(compress) + int(self.expand == "conv" and self.expand_kernel > 1)
-
-    def build_compress(self, dim: int) -> TokenCompress | ChannelCompress:
+    def build_compress(self, dim: int) -> TokenCompress | ChannelCompress | OnlyStream:
         """One compressor, (batch, seq, streams, dim) -> (batch, seq, dim)."""
         if self.compress == "token":
             return TokenCompress(dim, self.value_channels, self.compress_kernel, init=self.init)
@@ -207,15 +215,15 @@ class DeepDelta(Scheme):
                 causal=self.compress_causal,
                 init=self.init,
             )
-        return Squeeze()
+        return OnlyStream()
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5) -> Stream:
-        connections: list[Connection] = []
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+        norm = norms(dim, norm_eps, norm)
+        connections: list[DeltaConnection] = []
         for i in range(num_sublayers):
-            if i % 2 and self.compress_sharing == "block" and self.compress is not None:
-                connections.append(DeltaConnection(self, dim, borrow=connections[-1], norm_eps=norm_eps))
-            else:
-                connections.append(DeltaConnection(self, dim, norm_eps=norm_eps))
+            shares = i % 2 and self.compress_sharing == "block" and self.compress is not None
+            borrow = connections[-1] if shares else None
+            connections.append(DeltaConnection(self, dim, norm(i), borrow=borrow, norm_eps=norm_eps))
         if not self.has_stream_axis:
             return Stream(Same(), connections, Same())
         if self.expand == "conv":
@@ -225,19 +233,18 @@ class DeepDelta(Scheme):
         return Stream(expand, connections, Collapse(self.build_compress(dim)))
 
 
-class Squeeze(nn.Module):
-    """The only stream of a state with one: (batch, seq, 1, dim) -> (batch, seq, dim)."""
-
-    window = 0
-
-    def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
-        return streams.squeeze(-2)
-
-
 class DeltaConnection(Connection):
     """One delta write around one sublayer; `borrow` shares the compressor of an earlier connection."""
 
-    def __init__(self, scheme: DeepDelta, dim: int, *, borrow: "DeltaConnection | None" = None, norm_eps: float = 1e-5):
+    def __init__(
+        self,
+        scheme: DeepDelta,
+        dim: int,
+        norm: nn.Module,
+        *,
+        borrow: "DeltaConnection | None" = None,
+        norm_eps: float,
+    ):
         super().__init__()
         self.scheme = scheme
         m = scheme.value_channels
@@ -245,7 +252,8 @@ class DeltaConnection(Connection):
         self._borrowed = [] if borrow is None else [borrow]
         if borrow is None:
             self.compress = scheme.build_compress(dim)
-        self.norm = RMSNorm(dim, eps=norm_eps)
+        self.norm = norm
+        self.norm_eps = norm_eps
 
         pooling = {"pool_mean": "mean", "flatten": "flatten", "conv": "conv"}.get(scheme.beta_input)
         self.pool = Pool(pooling, dim, m) if pooling else None
@@ -273,7 +281,7 @@ class DeltaConnection(Connection):
         self.window = max(self.compressor.window, self.pool.window if self.pool else 0)
 
     @property
-    def compressor(self) -> TokenCompress | ChannelCompress | Squeeze:
+    def compressor(self) -> TokenCompress | ChannelCompress | OnlyStream:
         """What makes x_in of the state, (batch, seq, streams, dim) -> (batch, seq, dim); maybe another connection's."""
         return self._borrowed[0].compressor if self._borrowed else self.compress
 
@@ -291,7 +299,7 @@ class DeltaConnection(Connection):
         if scheme.beta_input != "sublayer_out":
             beta = self.beta(context if pooled is None else pooled)
         if scheme.map == "k":
-            v = self.value(x_in if scheme.v_input == "stream" else context)
+            v = self.value(x_in if scheme.v_input == "x_in" else context)
         else:
             k = self.direction(x_in, context, streams)
         return context, Carry(state, DeltaCoefficients(beta, v, k))
@@ -300,7 +308,7 @@ class DeltaConnection(Connection):
         """The coefficients with those that come from the sublayer's output y: (batch, seq, dim)."""
         beta, v, k = coefficients
         if beta is None:
-            beta = self.beta(rms_norm(y, eps=self.norm.eps))
+            beta = self.beta(rms_norm(y, eps=self.norm_eps))
         if v is None:
             v = self.value(y)
         if k is None:
@@ -344,53 +352,25 @@ class DeltaConnection(Connection):
         return (
             isinstance(following, DeltaConnection)
             and following.scheme == scheme
+            and type(following.norm) is RMSNorm
             and scheme.compress is not None
             and (scheme.map, scheme.operator) == ("k", "unit")
             and (scheme.beta_input, scheme.beta_head) == ("context", "linear")
             and scheme.v_activation != "constant"
         )
 
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne:
+        """Every form of the write as X + beta k (v^T - k^T X), with |k| = 1 up to the guard.
 
-class DeltaResidual(nn.Module):
-    """The general delta-residual block: X <- X + beta k (v^T - k^T X) with k, v and beta all computed from X.
-
-    For stacks of any kind of module. phi_k: state -> (..., dim) gives the raw direction, phi_v: state ->
-    (..., value_channels) the value, both maps of the whole state (..., value_channels, dim); without phi_v the value
-    is a linear map of the mean over the channels. beta = 2 sigmoid(linear(G(X))) with G = `pool`: "mean", "flatten", or
-    "conv" over a sequence axis, for states (batch, seq, value_channels, dim). arXiv 2601.00417 section 2.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        value_channels: int,
-        phi_k: nn.Module,
-        phi_v: nn.Module | None = None,
-        *,
-        pool: Literal["mean", "flatten", "conv"] = "mean",
-        beta_init: float = 1.0,
-        k_norm: KNorm = "rms",
-        k_eps: float = 1e-5,
-    ):
-        super().__init__()
-        if pool not in ("mean", "flatten", "conv"):
-            raise ValueError(f"pool: expected 'mean', 'flatten' or 'conv', got {pool!r}")
-        if not 0 <= beta_init <= 2:
-            raise ValueError(f"beta_init: expected a number in [0, 2], got {beta_init!r}")
-        if k_norm not in K_NORMS:
-            raise ValueError(f"k_norm: expected one of {', '.join(K_NORMS)}, got {k_norm!r}")
-        self.phi_k = phi_k
-        self.phi_v = (
-            phi_v
-            if phi_v is not None
-            else nn.Sequential(
-                Pool("mean", dim, value_channels), Value(dim, value_channels, activation="linear", bias=False)
-            )
-        )
-        self.pool = Pool(pool, dim, value_channels)
-        self.beta = Gate(self.pool.out_features, beta_init=beta_init)
-        self.k_norm, self.k_eps = k_norm, k_eps
-
-    def forward(self, state: Tensor) -> Tensor:
-        k, v, beta = self.phi_k(state), self.phi_v(state), self.beta(self.pool(state))
-        return delta_write(state, k, v, beta, k_norm=self.k_norm, eps=self.k_eps)
+        The first version's I - beta k k^T / (k^T k + eps) and beta k v^T are this with k / sqrt(k^T k + eps) and
+        sqrt(k^T k + eps) v.
+        """
+        scheme = self.scheme
+        beta, v, k = (at_least_float32(x) for x in self.completed(y, carry.coefficients))
+        if scheme.operator == "unit":
+            k = unit(k, k_norm=scheme.k_norm, eps=scheme.k_eps)
+        else:
+            length = (k.square().sum(-1, keepdim=True) + scheme.k_eps).sqrt()
+            k, v = k / length, length * v
+        streams = at_least_float32(state if scheme.has_stream_axis else state.unsqueeze(-2))
+        return RankOne(beta, k, (streams * k.unsqueeze(-2)).sum(-1), v, self.compressor.shares())

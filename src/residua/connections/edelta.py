@@ -18,14 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Memory, Scheme, State, Stream
-from residua.connections.boundary import MeanStreams, Repeat, Same
-from residua.connections.branches import Router
+from residua.connections.base import Carry, Connection, Mixing, Norm, Scheme, State, Stream, TensorSpec
 from residua.connections.context import Context, pooled
-from residua.connections.norm import RMSNorm
+from residua.connections.ends import MeanStreams, Repeat, Same
+from residua.connections.memory import Memory
+from residua.connections.norm import norms
 from residua.connections.options import check_types, require
 from residua.connections.projection import Projection
-from residua.ops import gate_penalty, hybrid, hyper_read, hyper_write, linear_at_least_float32, unit
+from residua.connections.router import Router
+from residua.ops import cayley_angle, gate_penalty, hybrid, hyper_read, hyper_write, linear_at_least_float32, unit
 from residua.ops.precision import widened
 
 # The guard of |k| = 1, by which |H^T H - I| = 4 eps^2 / |k~|^2: 4e-16 for |k~| = 1, as much as float64 rounds. At
@@ -65,7 +66,6 @@ class _Hybrid(Scheme):
     """The options that both variants share."""
 
     paper: ClassVar[str] = "arXiv 2605.06729"
-    family: ClassVar[str] = "geometric"
 
     num_streams: int = 4
     context: Context = "token"
@@ -86,9 +86,6 @@ class _Hybrid(Scheme):
     @property
     def causal(self) -> bool:
         return self.context != "sequence"
-
-    def num_memories(self, num_sublayers: int) -> int:
-        return num_sublayers if self.context == "cumulative" else 0
 
 
 @dataclass(frozen=True)
@@ -115,13 +112,14 @@ class EDelta(_Hybrid):
 
     projections: bool = True
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5) -> Stream:
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         if dim % self.num_streams:
             raise ValueError(
                 f"EDelta: num_streams: expected a divisor of the width dim = {dim}, which is cut into rows, "
                 f"got {self.num_streams}"
             )
-        connections = [EDeltaConnection(self, dim, norm_eps=norm_eps) for _ in range(num_sublayers)]
+        norm = norms(dim, norm_eps, norm)
+        connections = [EDeltaConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Same(), connections, Same())
 
 
@@ -144,14 +142,13 @@ class EDeltaStream(_Hybrid):
 
     hidden: int = 48
 
-    @property
-    def state_rows(self) -> int:
-        return self.num_streams
+    def state_spec(self, boundary: int, dim: int) -> TensorSpec:
+        return TensorSpec((self.num_streams, dim))
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5) -> Stream:
-        last = num_sublayers - 1
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+        last, norm = num_sublayers - 1, norms(dim, norm_eps, norm)
         connections = [
-            EDeltaStreamConnection(self, dim, selects=i > 0, distributes=i < last, norm_eps=norm_eps)
+            EDeltaStreamConnection(self, dim, norm(i), selects=i > 0, distributes=i < last, norm_eps=norm_eps)
             for i in range(num_sublayers)
         ]
         return Stream(Repeat(self.num_streams), connections, MeanStreams())
@@ -225,26 +222,42 @@ class BlendGate(Projection):
 class _HybridConnection(Connection):
     """The context that both variants pool and the penalty that both add."""
 
-    def __init__(self, scheme: _Hybrid, dim: int, *, norm_eps: float):
+    def __init__(self, scheme: _Hybrid, norm: nn.Module, *, norm_eps: float):
         super().__init__()
         self.scheme = scheme
-        self.norm = RMSNorm(dim, eps=norm_eps)
+        self.norm = norm
+        self.norm_eps = norm_eps
         self.window = int(scheme.context == "cumulative")
 
     def pooled(self, x: Tensor, memory: Memory | None) -> Tensor:
-        return pooled(x, self.scheme.context, memory, eps=self.norm.eps)
+        return pooled(x, self.scheme.context, memory, eps=self.norm_eps)
 
     def penalty(self, coefficients: EDeltaCoefficients | EDeltaStreamCoefficients) -> Tensor | None:
         if not self.scheme.penalty:
             return None
         return self.scheme.penalty * gate_penalty(coefficients.gamma).mean()
 
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
+        """gamma Q + (1 - gamma) H as the matrix h_res, and the router where there is one."""
+        gamma, beta, k, u, v, *routing = carry.coefficients
+        n = k.shape[-1]
+        identity = torch.eye(n, dtype=gamma.dtype, device=gamma.device).expand(*gamma.shape, n, n)
+        gates = {"gamma": gamma, "cayley_beta": beta, "angle": cayley_angle(u, v, beta)}
+        h_res = hybrid(identity, u, v, beta, k, gamma)
+        if not routing:
+            return Mixing(h_res, gates=gates)
+        h_pre, h_post = routing
+        left_out = tuple(name for name, found in (("h_pre", h_pre), ("h_post", h_post)) if found is None)
+        h_pre = gamma.new_full((n,), 1 / n) if h_pre is None else h_pre
+        h_post = gamma.new_ones(n) if h_post is None else h_post
+        return Mixing(h_res, h_pre, h_post, gates, left_out)
+
 
 class EDeltaConnection(_HybridConnection):
     """One hybrid shortcut around one sublayer, state: (batch, seq, dim)."""
 
-    def __init__(self, scheme: EDelta, dim: int, *, norm_eps: float = 1e-5):
-        super().__init__(scheme, dim, norm_eps=norm_eps)
+    def __init__(self, scheme: EDelta, dim: int, norm: nn.Module, *, norm_eps: float):
+        super().__init__(scheme, norm, norm_eps=norm_eps)
         hidden = scheme.hidden or max(1, dim // 4)
         # The first layers of the four nets, as one product.
         self.up = Projection(dim, 4 * hidden, bias=0.0)
@@ -278,12 +291,13 @@ class EDeltaStreamConnection(_HybridConnection):
         self,
         scheme: EDeltaStream,
         dim: int,
+        norm: nn.Module,
         *,
-        selects: bool = True,
-        distributes: bool = True,
-        norm_eps: float = 1e-5,
+        selects: bool,
+        distributes: bool,
+        norm_eps: float,
     ):
-        super().__init__(scheme, dim, norm_eps=norm_eps)
+        super().__init__(scheme, norm, norm_eps=norm_eps)
         n = scheme.num_streams
         self.selects, self.distributes = selects, distributes
         self.context_norm = nn.LayerNorm(n * dim, eps=norm_eps)

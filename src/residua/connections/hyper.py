@@ -12,9 +12,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Memory, Scheme, State, Stream
-from residua.connections.boundary import Repeat, SumStreams
-from residua.connections.norm import RMSNorm
+from residua.connections.base import Carry, Connection, Mixing, Norm, Scheme, State, Stream, TensorSpec
+from residua.connections.ends import Repeat, SumStreams
+from residua.connections.memory import Memory
+from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import check_types, require
 from residua.connections.projection import Projection
 from residua.ops import at_least_float32, hyper_read, hyper_write, linear_at_least_float32
@@ -57,7 +58,6 @@ class HyperConnections(Scheme):
 
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X))"
     paper: ClassVar[str] = "arXiv 2409.19606"
-    family: ClassVar[str] = "streams"
 
     num_streams: int = 4
     dynamic: bool = True
@@ -71,12 +71,12 @@ class HyperConnections(Scheme):
         usable = math.isfinite(self.scale_init) and self.scale_init != 0
         require(self, "scale_init", usable, "a finite number other than 0, which no gradient could pass")
 
-    @property
-    def state_rows(self) -> int:
-        return self.num_streams
+    def state_spec(self, boundary: int, dim: int) -> TensorSpec:
+        return TensorSpec((self.num_streams, dim))
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5) -> Stream:
-        connections = [HyperConnection(self, dim, i, norm_eps=norm_eps) for i in range(num_sublayers)]
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+        norm = norms(dim, norm_eps, norm)
+        connections = [HyperConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Repeat(self.num_streams), connections, SumStreams())
 
 
@@ -92,12 +92,12 @@ class HyperConnection(Connection):
     first step on. W_alpha and w_beta are the rows of `project` and start at 0.
     """
 
-    def __init__(self, scheme: HyperConnections, dim: int, index: int, *, norm_eps: float = 1e-5):
+    def __init__(self, scheme: HyperConnections, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__()
         n = scheme.num_streams
         self.scheme = scheme
         self.stream = index % n
-        self.norm = RMSNorm(dim, eps=norm_eps)
+        self.norm = norm
         self.alpha = nn.Parameter(torch.empty(n, n + 1))
         self.beta = nn.Parameter(torch.empty(n))
         self.project = self.stream_norm = self.scales = None
@@ -138,3 +138,7 @@ class HyperConnection(Connection):
     def write(self, y: Tensor, carry: Carry) -> State:
         state, (_, h_res, h_post) = carry
         return hyper_write(state, y, h_res, h_post, implementation=self.scheme.implementation)
+
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
+        h_pre, h_res, h_post = carry.coefficients
+        return Mixing(h_res, h_pre, h_post)

@@ -10,13 +10,15 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Memory, Scheme, State, Stream
-from residua.connections.boundary import MeanStreams, Repeat
-from residua.connections.branches import Router
-from residua.connections.norm import RMSNorm
+from residua.connections.base import Carry, Connection, Mixing, Norm, Scheme, State, Stream, TensorSpec
+from residua.connections.ends import MeanStreams, Repeat
+from residua.connections.memory import Memory
+from residua.connections.mhc import with_identity
+from residua.connections.norm import norms
 from residua.connections.options import check_types, require
+from residua.connections.router import Router
 from residua.ops import at_least_float32, cayley_transform, hyper_read, hyper_write, iterative_cayley
 from residua.ops.dispatch import Implementation
 
@@ -60,7 +62,7 @@ class JacobianHyperConnections(Scheme):
 
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res orthogonal"
     paper: ClassVar[str] = "arXiv 2602.18308"
-    family: ClassVar[str] = "streams"
+    constraint: ClassVar[str] = "orthogonal"
 
     num_streams: int = 4
     alpha: float = 0.1
@@ -74,14 +76,13 @@ class JacobianHyperConnections(Scheme):
         require(self, "alpha", 0 < self.alpha < math.inf, "a positive number")
         require(self, "steps", self.steps >= 1, "at least 1")
 
-    @property
-    def state_rows(self) -> int:
-        return self.num_streams
+    def state_spec(self, boundary: int, dim: int) -> TensorSpec:
+        return TensorSpec((self.num_streams, dim))
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5) -> Stream:
-        last = num_sublayers - 1
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+        last, norm = num_sublayers - 1, norms(dim, norm_eps, norm)
         connections = [
-            JacobianConnection(self, dim, selects=i > 0, distributes=i < last, norm_eps=norm_eps)
+            JacobianConnection(self, dim, norm(i), selects=i > 0, distributes=i < last, norm_eps=norm_eps)
             for i in range(num_sublayers)
         ]
         return Stream(Repeat(self.num_streams), connections, MeanStreams())
@@ -94,7 +95,7 @@ class JacobianConnection(Connection):
 
     W and b start at 0, but the part of b that belongs to R is drawn from N(0, 1). The mean of the streams then is the
     residual, while the streams differ. With all of b at 0 they would be equal, no gradient would reach W and b, and
-    they would be equal for ever.
+    they would stay equal.
 
     `selects=False` leaves out H_pre in the first sublayer: every average of streams that are still equal is the same.
     `distributes=False` leaves out H_post in the last one: the mean of the streams grows by y whatever it is.
@@ -104,10 +105,11 @@ class JacobianConnection(Connection):
         self,
         scheme: JacobianHyperConnections,
         dim: int,
+        norm: nn.Module,
         *,
-        selects: bool = True,
-        distributes: bool = True,
-        norm_eps: float = 1e-5,
+        selects: bool,
+        distributes: bool,
+        norm_eps: float,
     ):
         super().__init__()
         self.scheme = scheme
@@ -115,7 +117,7 @@ class JacobianConnection(Connection):
         maps = 1 + selects + distributes
         drawn = int(selects) if distributes else None
         self.router = Router(dim, scheme.num_streams, maps, drawn=drawn, norm_eps=norm_eps)
-        self.norm = RMSNorm(dim, eps=norm_eps)
+        self.norm = norm
 
     def matrices(self, streams: Tensor) -> JacobianMatrices:
         """H_pre, H_res and H_post of a state."""
@@ -139,3 +141,6 @@ class JacobianConnection(Connection):
     def write(self, y: Tensor, carry: Carry) -> State:
         state, (_, h_res, h_post) = carry
         return hyper_write(state, y, h_res, h_post, implementation=self.scheme.implementation)
+
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
+        return with_identity(carry.coefficients)

@@ -7,15 +7,16 @@ h_pre in (0, 1), h_post in (0, 2), and h_res is doubly stochastic: mixing cannot
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Memory, Scheme, State, Stream
-from residua.connections.boundary import MeanStreams, Repeat, Same
+from residua.connections.base import Carry, Connection, Mixing, Norm, Scheme, State, Stream, TensorSpec
+from residua.connections.ends import MeanStreams, Repeat, Same
 from residua.connections.hyper import linear_of_normalised
-from residua.connections.norm import RMSNorm
+from residua.connections.memory import Memory
+from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import check_types, require
 from residua.connections.projection import Projection
 from residua.ops import at_least_float32, hyper_mix, hyper_read, hyper_write, permutation_mixture, sinkhorn
@@ -41,6 +42,16 @@ class ManifoldCoefficients(NamedTuple):
     h_post: Tensor
 
 
+def with_identity(coefficients: Any) -> Mixing:
+    """The shortcut of h_pre, h_res and h_post, where None reads the first stream, or leaves the streams unmixed."""
+    h_pre, h_res, h_post = coefficients
+    identity = torch.eye(h_post.shape[-1], dtype=h_post.dtype, device=h_post.device)
+    left_out = tuple(name for name, value in coefficients._asdict().items() if value is None)
+    return Mixing(
+        identity if h_res is None else h_res, identity[0] if h_pre is None else h_pre, h_post, left_out=left_out
+    )
+
+
 @dataclass(frozen=True)
 class ManifoldHyperConnections(Scheme):
     """mHC: hyper-connections whose mixing is doubly stochastic. Starts as the pre-norm residual (`layout="copies"`).
@@ -61,7 +72,7 @@ class ManifoldHyperConnections(Scheme):
 
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res doubly stochastic"
     paper: ClassVar[str] = "arXiv 2512.24880"
-    family: ClassVar[str] = "streams"
+    constraint: ClassVar[str] = "doubly stochastic"
 
     num_streams: int = 4
     layout: Literal["copies", "split"] = "copies"
@@ -79,23 +90,22 @@ class ManifoldHyperConnections(Scheme):
         usable = math.isfinite(self.alpha_init) and self.alpha_init != 0
         require(self, "alpha_init", usable, "a finite number other than 0, which no gradient could pass")
 
-    @property
-    def state_rows(self) -> int:
-        return self.num_streams if self.layout == "copies" else 1
+    def state_spec(self, boundary: int, dim: int) -> TensorSpec:
+        return TensorSpec((self.num_streams, dim) if self.layout == "copies" else (dim,))
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5) -> Stream:
-        n = self.num_streams
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+        n, norm = self.num_streams, norms(dim, norm_eps, norm)
         if self.layout == "split":
             if dim % n:
                 raise ValueError(
                     f"layout='split': expected a dim that num_streams ({n}) divides, got {dim}; change one of the two, "
                     "or take layout='copies'"
                 )
-            connections = [SplitConnection(self, dim, norm_eps=norm_eps) for _ in range(num_sublayers)]
+            connections = [SplitConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
             return Stream(Same(), connections, Same())
         last = num_sublayers - 1
         connections = [
-            ManifoldConnection(self, dim, i, selects=i > 0, mixes=0 < i < last, norm_eps=norm_eps)
+            ManifoldConnection(self, dim, i, norm(i), selects=i > 0, mixes=0 < i < last, norm_eps=norm_eps)
             for i in range(num_sublayers)
         ]
         return Stream(Repeat(n), connections, MeanStreams())
@@ -185,19 +195,21 @@ class ManifoldConnection(Connection):
         scheme: ManifoldHyperConnections,
         dim: int,
         index: int,
+        norm: nn.Module,
         *,
-        selects: bool = True,
-        mixes: bool = True,
-        norm_eps: float = 1e-5,
+        selects: bool,
+        mixes: bool,
+        norm_eps: float,
     ):
         super().__init__()
         self.implementation = scheme.implementation
+        self.norm_eps = norm_eps
         favourite = index % scheme.num_streams
         self.mappings = Mappings(scheme, dim, selects=selects, mixes=mixes, favourite=favourite)
-        self.norm = RMSNorm(dim, eps=norm_eps)
+        self.norm = norm
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        coefficients = self.mappings(state, eps=self.norm.eps)
+        coefficients = self.mappings(state, eps=self.norm_eps)
         h_pre = coefficients.h_pre
         x = state[..., 0, :] if h_pre is None else hyper_read(state, h_pre, implementation=self.implementation)
         return self.norm(x), Carry(state, coefficients)
@@ -205,6 +217,9 @@ class ManifoldConnection(Connection):
     def write(self, y: Tensor, carry: Carry) -> State:
         state, (_, h_res, h_post) = carry
         return hyper_write(state, y, h_res, h_post, implementation=self.implementation)
+
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
+        return with_identity(carry.coefficients)
 
 
 class SplitConnection(Connection):
@@ -216,13 +231,13 @@ class SplitConnection(Connection):
     from N(0, 0.02^2), and a gain on the normalised state. It does not start as the residual.
     """
 
-    def __init__(self, scheme: ManifoldHyperConnections, dim: int, *, norm_eps: float = 1e-5):
+    def __init__(self, scheme: ManifoldHyperConnections, dim: int, norm: nn.Module, *, norm_eps: float):
         super().__init__()
         self.num_streams = scheme.num_streams
         self.implementation = scheme.implementation
         self.state_norm = RMSNorm(dim, eps=norm_eps)
         self.mappings = Mappings(scheme, dim // scheme.num_streams, offset=SPLIT_OFFSET, std=0.02)
-        self.norm = RMSNorm(dim, eps=norm_eps)
+        self.norm = norm
 
     def pieces(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_streams, -1))
@@ -238,3 +253,6 @@ class SplitConnection(Connection):
         state, (_, h_res, h_post) = carry
         mixed = hyper_mix(at_least_float32(self.pieces(state)), h_res, implementation=self.implementation)
         return torch.addcmul(mixed, h_post.unsqueeze(-1), self.pieces(y).to(mixed.dtype)).flatten(-2).to(state.dtype)
+
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
+        return with_identity(carry.coefficients)

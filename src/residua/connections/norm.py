@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from residua.connections.base import Norm
 from residua.ops import rms_norm
 
 
@@ -16,3 +17,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+def norms(dim: int, eps: float, norm: Norm | None) -> Norm:
+    """`norm` where it is given, otherwise an RMSNorm of width `dim` for every sublayer."""
+    return (lambda _: RMSNorm(dim, eps=eps)) if norm is None else norm

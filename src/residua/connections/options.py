@@ -66,4 +66,4 @@ def expect_used(scheme: Any, uses: dict[str, tuple[bool, str]]) -> None:
 def nearest(name: str, choices: list[str]) -> str:
     """A phrase that names the likeliest of `choices` and then all of them, for the end of an error message."""
     quoted = {choice: repr(choice) for choice in choices}
-    return f"{did_you_mean(name, quoted, cutoff=0.5)} (known: {', '.join(choices)})"
+    return f"{did_you_mean(name, choices, show=quoted, cutoff=0.5)} (known: {', '.join(choices)})"

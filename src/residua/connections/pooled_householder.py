@@ -15,16 +15,17 @@ from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Memory, Scheme, State, Stream
-from residua.connections.boundary import Same
+from residua.connections.base import Carry, Connection, Norm, RankOne, Scheme, State, Stream
 from residua.connections.context import Context, pooled
 from residua.connections.edelta import K_EPS
-from residua.connections.norm import RMSNorm
+from residua.connections.ends import Same
+from residua.connections.memory import Memory
+from residua.connections.norm import norms
 from residua.connections.options import check_types, require
 from residua.connections.projection import Projection
-from residua.ops import householder, linear_at_least_float32, unit
+from residua.ops import at_least_float32, householder, linear_at_least_float32, unit
 
 
 class PooledHouseholderCoefficients(NamedTuple):
@@ -49,7 +50,6 @@ class PooledHouseholder(Scheme):
 
     equation: ClassVar[str] = "x~ + F(norm(x~)), x~ = x - beta k (k^T x)"
     paper: ClassVar[str] = "arXiv 2605.06729"
-    family: ClassVar[str] = "geometric"
 
     context: Context = "cumulative"
     beta_init: float = 1.0
@@ -62,21 +62,20 @@ class PooledHouseholder(Scheme):
     def causal(self) -> bool:
         return self.context != "sequence"
 
-    def num_memories(self, num_sublayers: int) -> int:
-        return num_sublayers if self.context == "cumulative" else 0
-
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5) -> Stream:
-        connections = [PooledHouseholderConnection(self, dim, norm_eps=norm_eps) for _ in range(num_sublayers)]
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+        norm = norms(dim, norm_eps, norm)
+        connections = [PooledHouseholderConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Same(), connections, Same())
 
 
 class PooledHouseholderConnection(Connection):
     """One pooled Householder shortcut around one sublayer, state: (batch, seq, dim)."""
 
-    def __init__(self, scheme: PooledHouseholder, dim: int, *, norm_eps: float = 1e-5):
+    def __init__(self, scheme: PooledHouseholder, dim: int, norm: nn.Module, *, norm_eps: float):
         super().__init__()
         self.scheme = scheme
-        self.norm = RMSNorm(dim, eps=norm_eps)
+        self.norm = norm
+        self.norm_eps = norm_eps
         self.window = int(scheme.context == "cumulative")
         hidden = max(1, dim // 4)
         # As in Deep Delta Learning's gate: beta_init = 0 gives beta = 2e-6, not a gate that can never open.
@@ -87,7 +86,7 @@ class PooledHouseholderConnection(Connection):
         self.beta = Projection(hidden, 1, std=0.0, bias=math.log(p) - math.log1p(-p))
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        context = pooled(state, self.scheme.context, memory, eps=self.norm.eps)
+        context = pooled(state, self.scheme.context, memory, eps=self.norm_eps)
         hidden = F.gelu(linear_at_least_float32(context, self.up.weight, self.up.bias))
         for_k, for_beta = hidden.chunk(2, -1)
         k = unit(linear_at_least_float32(for_k, self.k.weight, self.k.bias), eps=K_EPS)
@@ -97,3 +96,7 @@ class PooledHouseholderConnection(Connection):
 
     def write(self, y: Tensor, carry: Carry) -> State:
         return (carry.residual + y).to(carry.residual.dtype)
+
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne:
+        beta, k = (at_least_float32(coefficient) for coefficient in carry.coefficients)
+        return RankOne(beta, k, (at_least_float32(state) * k).sum(-1, keepdim=True))

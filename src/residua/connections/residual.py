@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Memory, Scheme, State, Stream
-from residua.connections.boundary import ConvExpand, Same
-from residua.connections.norm import RMSNorm
+from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream, Traffic
+from residua.connections.ends import ConvExpand, Same
+from residua.connections.memory import Memory
+from residua.connections.norm import norms
 from residua.connections.options import check_types, require
 
 
@@ -16,11 +17,11 @@ class ResidualCoefficients(NamedTuple):
 
 
 class ResidualConnection(Connection):
-    """state + sublayer(RMSNorm(state)), state: (batch, seq, dim)."""
+    """state + sublayer(norm(state)), state: (batch, seq, dim)."""
 
-    def __init__(self, dim: int, *, norm_eps: float = 1e-5):
+    def __init__(self, norm: nn.Module):
         super().__init__()
-        self.norm = RMSNorm(dim, eps=norm_eps)
+        self.norm = norm
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         return self.norm(state), Carry(state, ResidualCoefficients())
@@ -52,7 +53,6 @@ class Residual(Scheme):
 
     equation: ClassVar[str] = "x + F(norm(x))"
     paper: ClassVar[str] = "arXiv 1512.03385"
-    family: ClassVar[str] = "residual"
 
     expand: Literal["repeat", "conv"] = "repeat"
     expand_kernel: int = 4
@@ -61,10 +61,13 @@ class Residual(Scheme):
         check_types(self)
         require(self, "expand_kernel", self.expand_kernel >= 1, "at least 1")
 
-    def num_memories(self, num_sublayers: int) -> int:
-        return int(self.expand == "conv" and self.expand_kernel > 1)
+    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
+        """2 P + 4 in both directions: the gradient needs no state."""
+        passes = 2 * self.state_size(boundary, 1) * state_bytes + 4
+        return Traffic(passes, passes)
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5) -> Stream:
-        connections = [ResidualConnection(dim, norm_eps=norm_eps) for _ in range(num_sublayers)]
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+        norm = norms(dim, norm_eps, norm)
+        connections = [ResidualConnection(norm(i)) for i in range(num_sublayers)]
         expand = ConvEmbedding(dim, self.expand_kernel) if self.expand == "conv" else Same()
         return Stream(expand, connections, Same())

@@ -3,8 +3,9 @@
 Names load on first use, so that a process that only tokenizes imports neither torch nor transformers.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from residua import lazy
 
 if TYPE_CHECKING:
     from residua.data.batches import Batches, HeldOutBatches
@@ -25,17 +26,4 @@ __all__ = [
     "train_bpe",
 ]
 
-_MODULES = {
-    "batches": ("Batches", "HeldOutBatches"),
-    "preparation": ("prepare",),
-    "shards": ("PreparedData", "Tokens"),
-    "sources": ("open_corpus",),
-    "tokenizer": ("byte_tokenizer", "load_tokenizer", "train_bpe"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy.attributes(__name__, __all__, ["sources", "tokenizer", "shards", "preparation", "batches"])

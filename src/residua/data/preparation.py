@@ -19,7 +19,7 @@ from residua.data import writer
 from residua.data.corpus import Corpus, Document
 from residua.data.encode import Encoder
 from residua.data.named import NAMED
-from residua.data.progress import bar, say, size_text
+from residua.data.progress import size_text, text_progress
 from residua.data.shards import DTYPES, FORMAT, VERSION, PreparedData
 from residua.data.sources import open_corpus
 from residua.data.split import HashSplit, LeadingSplit, split_documents
@@ -35,6 +35,7 @@ from residua.data.tokenizer import (
 )
 from residua.errors import InputError, extra
 from residua.provenance import available_cores
+from residua.runs.progress import say
 
 with extra("lab"):
     from transformers import PreTrainedTokenizerFast
@@ -197,7 +198,7 @@ def _tokenizer_name(tokenizer: str) -> str:
 
 
 def _train(corpus: Corpus, vocab_size: int, validation_fraction: float, progress: bool) -> PreTrainedTokenizerFast:
-    with bar("tokenizer", corpus.size, 0, progress) as advance:
+    with text_progress("tokenizer", corpus.size, 0, progress) as advance:
         documents = split_documents(_watched(corpus, advance), validation_fraction)
         training = (document.text for split, document in documents if split == "train")
         if corpus.local:
@@ -213,22 +214,16 @@ def _announce(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, staged: Stagin
     lengths = Encoder(*_encoder_settings(tokenizer))(texts).lengths
     width = DTYPES[_dtype(tokenizer)].itemsize
     free = shutil.disk_usage(staged.folder).free
-    if not corpus.size:
-        say(
-            f"the size of {corpus.name} is not known; each billion tokens takes {size_text(width * 10**9)}, "
-            f"{size_text(free)} are free",
-            progress,
-        )
-        return
     written = staged.tokens * width
     need = max(corpus.size * int(lengths.sum()) / sum(map(len, texts)) * width, written)
-    start = f"{size_text(written)} of it written, " if written else ""
-    say(
-        f"{corpus.name}: about {need / width:,.0f} tokens, {size_text(need)} on the disk, {start}"
-        f"{size_text(free)} are free",
-        progress,
-    )
-    if need - written > free:
+    if not corpus.size:
+        size = f"its size is not known; each billion tokens takes {size_text(width * 10**9)}"
+    else:
+        start = f", {size_text(written)} of it written" if written else ""
+        size = f"about {need / width:,.0f} tokens, {size_text(need)} on the disk{start}"
+    if progress:
+        say(f"prepare: {corpus.name}: {size}, {size_text(free)} are free")
+    if corpus.size and need - written > free:
         raise InputError(
             f"{staged.out}: needs about {size_text(need - written)} of disk, {size_text(free)} are free; "
             "give another disk or less text"

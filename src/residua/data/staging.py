@@ -8,14 +8,16 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from residua.data.progress import say
 from residua.data.tokenizer import tokenizer_hash
 from residua.errors import InputError, RunError
 from residua.runs.durable import sync, write_text
+from residua.runs.folder import LOCK, hold
+from residua.runs.progress import say
+from residua.runs.reading import read_json
 
 PROGRESS = "progress.json"
 
@@ -29,8 +31,8 @@ def changed(path: Path) -> InputError:
 class Staging:
     """The folder that becomes `out`. `saved` is the content of its progress.json, None without one."""
 
-    def __init__(self, out: Path, folder: Path, lock: int | None, plan: dict[str, Any], saved: dict[str, Any] | None):
-        self.out, self.folder, self.lock, self.plan, self.saved = out, folder, lock, plan, saved
+    def __init__(self, out: Path, folder: Path, plan: dict[str, Any], saved: dict[str, Any] | None):
+        self.out, self.folder, self.plan, self.saved = out, folder, plan, saved
 
     @property
     def tokens(self) -> int:
@@ -55,77 +57,76 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
     A folder that an earlier preparation with the same `plan` left is taken up again. Raises InputError if such a folder
     has another plan or `out` cannot be made, RunError if writing fails.
     """
-    try:
-        staged = _claim(out, plan)
-    except (PermissionError, FileExistsError, NotADirectoryError) as error:
-        raise InputError(f"{out}: cannot be made here: {error.strerror}; give another folder") from None
-    except OSError as error:
-        raise RunError(f"{out}: writing failed: {error.strerror}") from error
-    try:
-        yield staged
-        for path in staged.folder.rglob("*"):
-            if path.is_file():
-                sync(path)
-        os.replace(staged.folder, out)
-        (out / PROGRESS).unlink(missing_ok=True)
-        staged.saved = None
-        sync(out.parent)
-    except OSError as error:
-        raise RunError(f"{out}: writing failed: {error.strerror}; {staged.kept()}") from error
-    except (InputError, RunError) as error:
-        if staged.saved is None:
+    with ExitStack() as held:
+        try:
+            staged = _claim(out, plan, held)
+        except (PermissionError, FileExistsError, NotADirectoryError) as error:
+            raise InputError(f"{out}: cannot be made here: {error.strerror}; give another folder") from None
+        except OSError as error:
+            raise RunError(f"{out}: writing failed: {error.strerror}") from error
+        try:
+            yield staged
+            for path in staged.folder.rglob("*"):
+                if path.is_file():
+                    sync(path)
+            os.replace(staged.folder, out)
+            for name in (PROGRESS, LOCK):
+                (out / name).unlink(missing_ok=True)
+            staged.saved = None
+            sync(out.parent)
+        except OSError as error:
+            raise RunError(f"{out}: writing failed: {error.strerror}; {staged.kept()}") from error
+        except (InputError, RunError) as error:
+            if staged.saved is None:
+                raise
+            raise type(error)(f"{error}; {staged.kept()}") from error
+        except KeyboardInterrupt:
+            if staged.saved is not None:
+                say(f"prepare: {staged.kept()}")
             raise
-        raise type(error)(f"{error}; {staged.kept()}") from error
-    except KeyboardInterrupt:
-        if staged.saved is not None:
-            say(staged.kept())
-        raise
-    finally:
-        if staged.saved is None:
-            shutil.rmtree(staged.folder, ignore_errors=True)
-        if staged.lock is not None:
-            os.close(staged.lock)
+        finally:
+            if staged.saved is None:
+                shutil.rmtree(staged.folder, ignore_errors=True)
 
 
-def _claim(out: Path, plan: dict[str, Any]) -> Staging:
-    """Find what an earlier preparation with this plan left, or make a new folder. Remove what cannot continue."""
+def _claim(out: Path, plan: dict[str, Any], held: ExitStack) -> Staging:
+    """Find what an earlier preparation with this plan left, or make a new folder, and hold it in `held`.
+
+    Removes what cannot be continued, and leaves alone what another process holds.
+    """
     prefix = f".{out.name}.preparing-"
     out.parent.mkdir(parents=True, exist_ok=True)
-    found = None
     for folder in sorted(path for path in out.parent.iterdir() if path.name.startswith(prefix)):
-        lock = _lock(folder)
-        if lock is None:
-            continue  # another process works there
-        try:
+        with ExitStack() as lock:
+            try:
+                lock.enter_context(hold(folder))
+            except InputError:
+                continue
             saved = _read_progress(folder)
-            if saved is not None and found is None:
-                _compare_plans(out, folder, saved.pop("plan"), plan)
-                found = Staging(out, folder, lock, plan, saved)
-                lock = None
-            elif saved is None:
+            if saved is None:
                 shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            if lock is not None:
-                os.close(lock)
-    if found is not None:
-        return found
+            else:
+                _compare_plans(out, folder, saved.pop("plan"), plan)
+                held.push(lock.pop_all())
+                return Staging(out, folder, plan, saved)
     folder = out.with_name(prefix + secrets.token_hex(4))
     folder.mkdir()
-    return Staging(out, folder, _lock(folder), plan, None)
+    held.enter_context(hold(folder))
+    return Staging(out, folder, plan, None)
 
 
 def _read_progress(folder: Path) -> dict[str, Any] | None:
     path = folder / PROGRESS
+    if not path.exists():
+        return None
     try:
-        saved = json.loads(path.read_bytes())
+        saved = read_json(path)
         for key in ("reader", "text_sha256", "size", "split", "tokenizer_sha256"):
             saved[key]
         tokens = [part["tokens"] for part in saved["splits"].values()]
         if not (isinstance(saved["plan"], dict) and all(isinstance(count, int) for count in tokens)):
             raise TypeError("plan or tokens")
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (InputError, KeyError, TypeError, AttributeError) as error:
         raise changed(path) from error
     return saved
 
@@ -138,19 +139,3 @@ def _compare_plans(out: Path, folder: Path, there: dict[str, Any], here: dict[st
             f"{out}: an unfinished preparation in {folder} has other settings or another text ({what}); give the same "
             "to continue it, or remove that folder"
         )
-
-
-def _lock(folder: Path) -> int | None:
-    """Lock `folder` while the returned descriptor is open; None if another process holds it or locks are missing."""
-    try:
-        import fcntl
-
-        descriptor = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor

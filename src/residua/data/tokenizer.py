@@ -97,7 +97,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         "padding_side": tokenizer.padding_side,
         "clean_up_tokenization_spaces": False,
     }
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 from residua.data.corpus import Corpus, Reading, has_text
 from residua.data.encode import Encoders, Group, WorkerLost
-from residua.data.progress import bar
+from residua.data.progress import text_progress
 from residua.data.shards import Shard, file_sha256
 from residua.data.split import HashSplit, LeadingSplit, Split
 from residua.data.staging import PROGRESS, Staging, changed
@@ -78,7 +78,7 @@ def write_shards(
         raise changed(staged.folder / PROGRESS) from error
 
     shards = sum(writer.full_shards for writer in writers.values())
-    with bar("tokens", corpus.size, size, progress) as advance, Encoders(*tokenizer, workers) as encoders:
+    with text_progress("tokens", corpus.size, size, progress) as advance, Encoders(*tokenizer, workers) as encoders:
         try:
             for encoded, group in encoders.map(_groups(reading)):
                 start = 0

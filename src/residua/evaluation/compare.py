@@ -10,11 +10,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from residua.checks import did_you_mean
 from residua.errors import InputError
 from residua.evaluation.records import Run
 from residua.runs.jsonlines import finite
@@ -235,9 +235,9 @@ def _baseline(groups: Sequence[Group], name: str | None) -> Group | None:
         return _plain_residual(groups)
     names = [group.name for group in groups]
     if name not in names:
-        close = get_close_matches(name, names, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise InputError(f"expected the baseline to be one of {', '.join(names)}; got {name}{hint}")
+        raise InputError(
+            f"expected the baseline to be one of {', '.join(names)}; got {name}{did_you_mean(name, names)}"
+        )
     return groups[names.index(name)]
 
 

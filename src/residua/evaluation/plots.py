@@ -1,4 +1,4 @@
-"""The pictures of a comparison: the losses, and, what is worth looking at, the differences to the baseline."""
+"""Draw a comparison: the losses, and the differences to the baseline, in which schemes can be told apart."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ with extra("lab"):
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 RESIDUAL_COLOUR = "#222222"
 LINE_STYLES = ("-", "--", ":")
-# The first part of a run changes so much that, scaled to it, nothing later can be told apart: it may leave the frame.
+# The loss falls so far in the first part of a run that the axis leaves it out: the rest would be flat.
 UNSETTLED_LOSS = 0.1
 UNSETTLED_DIFFERENCE = 0.3
 PANEL_HEIGHT, LEGEND_ROW_HEIGHT = 4.0, 0.21  # inches
@@ -94,7 +94,7 @@ def _differences(comparison: Comparison) -> Figure:
 
 
 def _say_apart(panel: Axes, axis: Axis, baseline: Group, names: Sequence[str], *, everything: bool) -> None:
-    """Say whose runs have no place of this axis in common with the baseline's: they are not in the panel."""
+    """Name the groups that share no value of this axis with the baseline, and so are not in the panel."""
     if not names:
         return
     text = f"No common {UNITS[axis]} with {baseline.name}"
@@ -131,7 +131,7 @@ def _styles(comparison: Comparison) -> Iterator[tuple[Group, dict[str, Any]]]:
 
 
 def _marks(points: Sequence[Any]) -> dict[str, Any]:
-    """A dot at every point where there are few: one alone would leave no line to see."""
+    """Mark the points where there are few: a single one draws no line."""
     return {"marker": "o", "markersize": 3} if len(points) <= FEW_POINTS else {}
 
 
@@ -140,7 +140,7 @@ def _columns(points: Sequence[Point], axis: Axis) -> tuple[list[float], list[flo
 
 
 def _scale(panels: dict[Axis, Axes], shown: dict[Axis, list[tuple[float, float]]], unsettled: float) -> None:
-    """Fit the shared loss axis to what is shown after the first part, a fraction of the whole."""
+    """Fit the shared loss axis to the points after the first part, the fraction `unsettled` of the whole."""
     settled = []
     for points in shown.values():
         start = unsettled * max((at for at, _ in points), default=0)

@@ -10,20 +10,20 @@ from residua.evaluation.records import Point
 from residua.runs.jsonlines import finite
 
 POINTS = 200
-"""Of one loss curve: more cannot be told apart on a screen."""
+"""At most so many in a loss curve; a screen shows no more."""
 DIFFERENCES = 60
-"""Of one curve of differences, of which there is one for every pair of groups and every axis."""
+"""At most so many points in a curve of differences; there is one for every pair of groups and every axis."""
 
 
 def comparison_payload(folders: Sequence[Path]) -> dict[str, Any]:
     """The comparison of the runs in `folders` as plain values, with every group in turn as the baseline.
 
     `against[baseline]` holds, for every group by name, the differences along each axis as rows [at, mean, deviation or
-    None, pairs of seeds], those of the baseline itself being zero, which final ones are more than noise (`clear`), and
-    what a reader has to know (`notes`). `colour` is the number of a group's colour in every picture.
+    None, pairs of seeds], which are zero for the baseline itself; the groups whose final difference is more than noise
+    (`clear`); and `notes`. `colour` is the number of a group's colour in every picture.
 
     Raises:
-        InputError: a folder is no run.
+        InputError: a folder does not hold a run.
     """
     found = compare(folders)
     records = {record["name"]: record for record in found.to_json()["groups"]}
@@ -86,7 +86,7 @@ def _text(settings: Any, key: str) -> str:
 
 
 def _averaged(points: Sequence[Point], most: int) -> list[Point]:
-    """Not more than `most` points, each the mean of its neighbours: a single training batch says little."""
+    """At most `most` points, each the mean of its neighbours, as the loss of a single batch is noisy."""
     width = -(-len(points) // most) if points else 1
     chunks = (points[start : start + width] for start in range(0, len(points), width))
     return [
@@ -96,14 +96,14 @@ def _averaged(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def _thinned(rows: list[Any], most: int) -> list[Any]:
-    """Not more than `most` rows, evenly spread, the first and the last among them."""
+    """At most `most` rows, evenly spread, with the first and the last."""
     if len(rows) <= most:
         return rows
     return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
 
 
 def _plain(values: Sequence[float | None] | None) -> list[float | None] | None:
-    """For JSON, which knows no number that is not finite; seven digits are more than a screen shows."""
+    """The values for JSON, with None for numbers that are not finite, and seven digits."""
     if values is None:
         return None
     return [float(f"{value:.7g}") if isinstance(value, float) else value for value in finite(values)]

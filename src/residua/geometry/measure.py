@@ -1,4 +1,4 @@
-"""What a model does, measured from outside: whether it sees the future, what it is worth online, and norms.
+"""Measure a model from outside: whether it sees the future, its error online, and norms.
 
 A model here is a callable inputs (trajectories, length, dim) -> predictions of the same shape. Modules are measured in
 eval mode and without gradients, on the device and in the dtype of their parameters, and are left as they were; data may
@@ -9,20 +9,21 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from residua.geometry.references import causal_floor, expected_first_point
 from residua.geometry.tasks import Data
 
 Model = Callable[[Tensor], Tensor]
 
-# A causal model's earlier outputs are computed from the same numbers in the same order and come out equal to the bit;
-# what is allowed is a few roundings, for kernels that order their sums otherwise. In units of the dtype's epsilon.
+# A causal model computes its earlier outputs from the same numbers in the same order, equal to the bit. A few roundings
+# are allowed for kernels that order their sums differently. In units of the dtype's epsilon.
 ROUNDINGS = 64
-# Below the floor by so many standard errors: by chance in about 1 of 700 measurements.
+# How many standard errors below the floor count as a leak: by chance in about 1 of 700 measurements.
 LEAK_ERRORS = 3.0
 
 
@@ -108,7 +109,7 @@ def full_and_online(
     stride: int = 1,
     batch: int = 256,
 ) -> Scores:
-    """The error of a model that is given whole sequences, beside that of the same model as it would be used.
+    """Compare the error of a model on whole sequences with its error when used online.
 
     Online, the prediction at t is made from inputs[:, : t + 1] alone, in a forward pass of its own, for the first
     `trajectories` of the data (None: all). With a `stride` above 1, all of the first `stride` positions are measured
@@ -147,10 +148,10 @@ def full_and_online(
 
 
 def position0(model: Model, data: Data, *, batch: int = 256) -> Position0:
-    """The leak detector of the gyroscope: x_0 alone cannot beat `references.causal_floor`.
+    """Detect a leak on the gyroscope: x_0 alone cannot beat `references.causal_floor`.
 
-    The model gets full sequences. It leaks when its error at position 0, trajectory by trajectory, is below that of the
-    best causal prediction by more than 3 standard errors. A model can leak and not be caught here: `causality` decides.
+    The model gets full sequences. It leaks when its error at position 0, trajectory by trajectory, is more than 3
+    standard errors below the error of the best causal prediction. A model can leak unnoticed here: `causality` decides.
     """
     inputs, targets = data.val_inputs.cpu(), data.val_targets[:, 0].cpu().double()
     if len(inputs) < 2:
@@ -174,11 +175,11 @@ def position0(model: Model, data: Data, *, batch: int = 256) -> Position0:
 def norm_deviation(
     model: Model, dim: int, *, sequences: int = 50, length: int = 100, seed: int = 0, average_first: bool = True
 ) -> float:
-    """How far the outputs for independent random unit vectors are from unit norm, as published.
+    """Measure how far the outputs for independent random unit vectors are from unit norm, as published.
 
     N_t is the mean over sequences of ||y_t||, and the result the mean over t of |N_t - 1|: deviations of single
-    outputs cancel in N_t. `average_first=False` takes | ||y_t|| - 1 | of each output instead. Either sees only what
-    comes after the output norm, and is 0 for copying the input: `stream_norms` looks inside.
+    outputs cancel in N_t. `average_first=False` takes | ||y_t|| - 1 | of each output instead. Both see only what
+    follows the output norm, and are 0 for copying the input: `stream_norms` looks inside.
     """
     inputs = _unit_vectors(sequences, length, dim, Generator().manual_seed(seed)).float()
     with _measuring(model) as run:
@@ -187,15 +188,16 @@ def norm_deviation(
     return (norms - 1).abs().mean().item()
 
 
-def stream_norms(states: Sequence[Tensor]) -> list[float]:
-    """The norm of the residual state by depth: for each state, the mean over tokens of ||state_l|| / ||state_0||.
+def stream_norms(states: Sequence[Any]) -> list[float]:
+    """Return the norm of the residual state by depth: for each state, the mean over tokens of |state_l| / |state_0|.
 
-    states: (batch, seq, ...), the first after the expansion, then one after each sublayer. The norm is that of all that
-    a token has, streams and width together.
+    states: pytrees of tensors (batch, seq, ...), the first after the expansion, then one after each sublayer. The norm
+    is over everything that a token has: all tensors, streams and features.
     """
     if not states:
         raise ValueError("expected at least one state, got none")
-    norms = [state.detach().flatten(2).double().norm(dim=-1) for state in states]
+    rows = ([leaf.detach().flatten(2).double() for leaf in tree_leaves(state)] for state in states)
+    norms = [torch.cat(row, -1).norm(dim=-1) for row in rows]
     if not norms[0].all():
         raise ValueError("the first state is zero at some token, so that no norm is relative to it")
     return [(norm / norms[0]).mean().item() for norm in norms]
@@ -220,7 +222,7 @@ def _place(model: Model) -> tuple[torch.device, torch.dtype]:
 
 @contextmanager
 def _measuring(model: Model) -> Iterator[Model]:
-    """Run the model where its parameters are, and get its outputs on the CPU; checks their shape."""
+    """Run the model where its parameters are; check the shape of its outputs and move them to the CPU."""
     is_module = isinstance(model, nn.Module)
     has_parameters = is_module and next(model.parameters(), None) is not None
     device, dtype = _place(model)

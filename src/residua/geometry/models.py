@@ -1,14 +1,13 @@
 """The regression models of the geometry laboratory: any residual scheme in the wrapper of arXiv 2605.06729.
 
 The wrapper maps features to the width, adds learned positions, runs blocks of causal attention and GELU MLP, normalises
-and maps back. A name stands for a row of a table: one of `MODELS`, any preset, or either with options of its own,
-`edelta-token:gate_bias=0`. `match` gives every row the parameters of the plain residual, those of the wrapper included.
+and maps back. A name stands for a row of a table: one of `MODELS`, any preset, or either with options,
+`edelta-token:gate_bias=0`. `match` gives every row the parameter count of the plain residual, wrapper included.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -16,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections import PRESETS, Projection, Scheme, named, resolve
+from residua.checks import did_you_mean
+from residua.connections import PRESETS, Projection, Scheme, TensorSpec, named, presets, resolve
+from residua.connections.base import as_inputs
 from residua.errors import InputError
 
 STD = 0.02
-TOLERANCE = 0.03  # of the parameters of the plain residual
+TOLERANCE = 0.03  # of the plain residual's parameter count
 
 
 class Attention(nn.Module):
@@ -55,14 +56,14 @@ class MLP(nn.Module):
 class RegressionModel(nn.Module):
     """A sequence of vectors to one prediction for every position, through the residual stream of a scheme.
 
-    `wide`: the wrapper writes and reads every row of the state (`state_rows * dim` features) by its own linear maps,
-    as published for JPmHC and EDelta-Stream; otherwise it opens and closes the state by the scheme's expand and
-    collapse. Without layers it is the zero-layer network: linear, positions, norm, linear.
+    `wide`: the wrapper writes and reads every row of the state (`rows * dim` features) by its own linear maps, as
+    published for JPmHC and EDelta-Stream; otherwise the scheme's expand and collapse open and close the state. Without
+    layers it is the zero-layer network: linear, positions, norm, linear.
 
-    Three differences to the published wrapper: the norms before the sublayers belong to the connections and are
-    RMSNorm, where the published ones are LayerNorm without bias (the last norm is that); tables that the published
-    core carries and never uses (a token embedding and second positions) are not there; and there are as many positions
-    as the task has inputs.
+    Three differences from the published wrapper: the norms before the sublayers belong to the connections and are
+    RMSNorm, where the published ones are LayerNorm without bias (the last norm is); tables that the published core
+    carries and never uses (a token embedding and second positions) are left out; and there are as many positions as the
+    task has inputs.
     """
 
     def __init__(
@@ -80,11 +81,12 @@ class RegressionModel(nn.Module):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"dim: expected a multiple of the {num_heads} attention heads, got {dim}")
-        if wide and scheme.state_rows == 1:
-            raise ValueError("wide: expected a scheme whose state has several rows, got one with a single row")
+        spec = scheme.state_spec(0, dim)
+        if wide and (not isinstance(spec, TensorSpec) or len(spec.shape) == 1):
+            raise ValueError("wide: expected a scheme whose state is one tensor of several rows, got another state")
         stream = scheme.build(dim, 2 * num_layers)
         self.dim = dim
-        self.width = scheme.state_rows * dim if wide else dim
+        self.width = math.prod(spec.shape) if wide else dim
         self.input = Projection(features, self.width, std=STD, bias=0.0)
         self.positions = nn.Parameter(torch.empty(length, self.width))
         self.expand = None if wide else stream.expand
@@ -100,24 +102,22 @@ class RegressionModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the positions; every other parameter is drawn by its own module."""
+        """Draw the positions; every other module draws its own parameters."""
         nn.init.normal_(self.positions, std=STD)
 
-    def forward(
-        self, x: Tensor, *, states: list[Tensor] | None = None, coefficients: list[Any] | None = None
-    ) -> Tensor:
-        """x: (batch, seq, features) with at most `length` positions; returns predictions of the same shape.
+    def forward(self, x: Tensor, *, states: list[Any] | None = None, coefficients: list[Any] | None = None) -> Tensor:
+        """Return predictions of the shape of x: (batch, seq, features) with at most `length` positions.
 
-        Lists that are given collect the residual state before the first and after every sublayer, and the coefficients
-        of every connection.
+        `states` collects the residual state before the first and after every sublayer, `coefficients` what every
+        connection read from it. A sequence of one token is whole, so no connection needs a memory.
         """
         h = self.input(x) + self.positions[: x.shape[1]]
         state = h.unflatten(-1, (-1, self.dim)) if self.expand is None else self.expand(h)
         if states is not None:
             states.append(state)
         for connection, sublayer in zip(self.connections, self.sublayers, strict=True):
-            y, carry = connection.read(state)
-            state = connection.write(sublayer(y), carry)
+            inputs, carry = connection.read(state)
+            state = connection.write(sublayer(*as_inputs(inputs)), carry)
             if states is not None:
                 states.append(state)
             if coefficients is not None:
@@ -125,22 +125,20 @@ class RegressionModel(nn.Module):
         return self.output(self.norm(state.flatten(-2) if self.collapse is None else self.collapse(state)))
 
     def penalty(self, coefficients: list[Any]) -> Tensor | None:
-        """The sum of the connections' auxiliary losses for the `coefficients` that `forward` collected, or None."""
+        """Return the sum of the auxiliary losses for the `coefficients` that `forward` collected, or None."""
         found = [connection.penalty(one) for connection, one in zip(self.connections, coefficients, strict=True)]
         found = [one for one in found if one is not None]
         return torch.stack(found).sum() if found else None
 
 
 class LinearModel(nn.Module):
-    """One linear map for every position alike, (batch, seq, features) -> the same shape: a baseline."""
+    """One linear map, the same for every position, (batch, seq, features) -> the same shape: a baseline."""
 
     def __init__(self, features: int):
         super().__init__()
         self.output = nn.Linear(features, features)
 
-    def forward(
-        self, x: Tensor, *, states: list[Tensor] | None = None, coefficients: list[Any] | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, *, states: list[Any] | None = None, coefficients: list[Any] | None = None) -> Tensor:
         return self.output(x)
 
     def penalty(self, coefficients: list[Any]) -> Tensor | None:
@@ -151,10 +149,10 @@ class LinearModel(nn.Module):
 class Row:
     """One row of a table of models.
 
-    connection  what `connections.resolve` takes; None for the one linear map
-    layers      of the published model at width 128, 0 for the zero-layer network; None: those that come closest
+    connection  argument of `connections.resolve`; None for the one linear map
+    layers      layers of the published model at width 128, 0 for the zero-layer network; None: the closest fit
     wide        see `RegressionModel`
-    cost        of a training step in units of the plain residual's, roughly; only for planning
+    cost        rough cost of a training step relative to the plain residual; only for planning
     """
 
     connection: Mapping[str, Any] | None
@@ -194,7 +192,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model with all its sizes. `ratio`: its parameters to those of the plain residual, each with the wrapper's."""
+    """A model with all its sizes. `ratio`: its parameter count over the plain residual's, wrappers included."""
 
     name: str
     row: Row = field(repr=False)
@@ -208,7 +206,7 @@ class Architecture:
     ratio: float = 0.0
 
     def build(self) -> nn.Module:
-        """The model, initialised from PyTorch's global generator. Raises InputError where its sizes do not fit."""
+        """Build the model, initialised from PyTorch's global generator. Raises InputError if its sizes do not fit."""
         if self.row.connection is None:
             return LinearModel(self.features)
         try:
@@ -228,10 +226,10 @@ class Architecture:
     @property
     def width(self) -> int:
         """Features of the residual state at one position, as the wrapper writes them."""
-        return self.dim * (resolve(self.row.connection).state_rows if self.row.wide else 1)
+        return resolve(self.row.connection).state_size(0, self.dim) if self.row.wide else self.dim
 
     def describe(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Return everything as plain values."""
         return {key: value for key, value in asdict(self).items() if key != "row"} | {
             "width": self.width,
             "connection": dict(self.row.connection) if self.row.connection else None,
@@ -239,23 +237,23 @@ class Architecture:
 
 
 def row(name: str) -> Row:
-    """The row called `name`: one of `MODELS`, a preset, or `name:option=value,option=value` with options of the scheme.
+    """Return the row called `name`: one of `MODELS`, a preset, or either with options, `name:option=value`.
 
-    Raises InputError for a name (with the nearest one), an option or a value that there is not.
+    Raises:
+        InputError: an unknown name (with the nearest one), option or value, or a package whose scheme cannot be used.
     """
     try:
         base, options = named(name)
+        known_preset = base not in MODELS and (base in PRESETS or base in presets())
     except ValueError as error:
         raise InputError(f"model {error}") from error
     if base in MODELS:
         found = MODELS[base]
-    elif base in PRESETS:
+    elif known_preset:
         found = Row({"preset": base})
     else:
         known = list(dict.fromkeys([*MODELS, *PRESETS]))
-        close = get_close_matches(base, known, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        raise InputError(f"no model is called {base!r}{meant} (known: {', '.join(known)})")
+        raise InputError(f"no model is called {base!r}{did_you_mean(base, known)} (known: {', '.join(known)})")
     if options and found.connection is None:
         raise InputError(f"model {name}: {base} has no options")
     wide = options.pop("wide", found.wide)
@@ -276,14 +274,14 @@ def row(name: str) -> Row:
 
 @lru_cache
 def match(name: str, *, features: int, length: int, sizes: Sizes) -> Architecture:
-    """The sizes at which the model `name` has the parameters of the plain residual, counting everything.
+    """Return the sizes at which the model `name` has as many parameters as the plain residual, wrapper included.
 
     Published models keep their number of layers if they can (in proportion, where the plain residual has fewer than 9),
     others take the number that leaves the MLP closest to 4 times the width; the MLP's hidden width takes up the rest.
     The zero-layer network and the linear map are as small as they are.
 
     Raises:
-        InputError: unknown name, sizes that do not fit the scheme, or no sizes within 3 % of the plain residual's.
+        InputError: unknown name, sizes that do not fit the scheme, or no sizes within 3 % of the plain residual.
     """
     chosen = row(name)
 

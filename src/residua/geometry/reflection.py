@@ -2,7 +2,7 @@
 
 The published comparison has three operators: the pooled Householder ("DDL" there, without the delta write), the gated
 mixture of rotation and reflection ("hybrid"), and a truncated Cayley map ("JPmHC"), whose start from I keeps it from
-ever reaching the eigenvalue -1. Beside them stand what the comparison leaves out: the exact rotation alone, the Cayley
+ever reaching the eigenvalue -1. The comparison leaves out, and this one adds: the exact rotation alone, the Cayley
 map from its own start and exact, x + MLP(x), one linear map, and the hybrid from other gates and penalties.
 """
 
@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from residua.checks import did_you_mean
 from residua.errors import InputError
 from residua.geometry.tasks import task
 from residua.ops import (
@@ -212,9 +212,9 @@ def toy(name: str) -> Toy:
     """The row or control called `name`. Raises InputError, with the nearest name."""
     known = TOYS | CONTROLS
     if name not in known:
-        close = get_close_matches(name, known, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        raise InputError(f"no reflection model is called {name!r}{meant} (known: {', '.join(known)})")
+        raise InputError(
+            f"no reflection model is called {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+        )
     return known[name]
 
 

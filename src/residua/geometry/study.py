@@ -1,4 +1,4 @@
-"""Training one model on one sequence task by the recipe of arXiv 2605.06729, and measuring what came out."""
+"""Train one model on one sequence task by the recipe of arXiv 2605.06729, and measure the result."""
 
 import math
 import time
@@ -196,7 +196,7 @@ def train(
 
 
 def _of_reflection(task: Task, gates: dict[str, list]) -> dict[str, Any]:
-    """What a record of the reflection has beside those of sequences."""
+    """The additional fields of a record of the reflection task."""
     last = {name: points[-1][1] for name, points in gates.items()}
     return {"num_train": task.num_train, "controls": {}, "beta": last.get("beta"), "gamma": last.get("gamma")}
 
@@ -244,7 +244,7 @@ def _step(
 
 @torch.no_grad()
 def _evaluate(model: nn.Module, data: Data, step: int, curve: list, gates: dict[str, list]) -> None:
-    """Append the validation loss to `curve`, and the means of what gates the model has to `gates`."""
+    """Append the validation loss to `curve`, and the means of the model's gates to `gates`."""
     total, found = 0.0, {}
     for first in range(0, len(data.val_inputs), 256):
         coefficients: list[Any] = []
@@ -270,7 +270,7 @@ _NOTHING: dict[str, Any] = dict.fromkeys(
 
 
 def _measure(model: nn.Module, task: Task, data: Data, settings: Settings) -> dict[str, Any]:
-    """Everything that is measured of a trained model whose outputs are finite."""
+    """Measure a trained model whose outputs are finite."""
     states: list[Tensor] = []
     with torch.no_grad():
         model(data.val_inputs[:64], states=states)

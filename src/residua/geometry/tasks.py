@@ -7,12 +7,12 @@ trajectories are ours. A task is a pure function of its fields: the same fields 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
+from residua.checks import did_you_mean
 from residua.errors import InputError
 
 # Angles in radians. The gyroscope's is drawn uniformly; pi itself is what an exact Cayley transform cannot reach.
@@ -81,9 +81,7 @@ def task(name: str) -> Task:
 
 
 def _unknown(name: str) -> InputError:
-    close = get_close_matches(str(name), _DRAW, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return InputError(f"unknown task {name!r}, expected one of {', '.join(_DRAW)}{hint}")
+    return InputError(f"unknown task {name!r}, expected one of {', '.join(_DRAW)}{did_you_mean(name, _DRAW)}")
 
 
 def rotate(start: Tensor, first: Tensor, second: Tensor, angle: Tensor, steps: int) -> Tensor:

@@ -28,7 +28,8 @@ class Rotary(NamedTuple):
     @classmethod
     def at(cls, positions: Tensor, config: ResiduaConfig, dtype: torch.dtype) -> "Rotary":
         """Angles positions * theta^(-2i / rotated) of pair i; positions: (batch, seq), from 0. arXiv 2104.09864."""
-        rotated = int(config.rope_ratio * config.head_dim) // 2 * 2
+        head_dim: int = config.head_dim  # type: ignore[assignment]  # the configuration has chosen it
+        rotated = int(config.rope_ratio * head_dim) // 2 * 2
         dtype = torch.promote_types(dtype, torch.float32)
         pairs = torch.arange(0, rotated, 2, device=positions.device, dtype=dtype)
         angles = positions.unsqueeze(-1).to(dtype) * config.rope_theta ** (-pairs / max(rotated, 1))
@@ -69,6 +70,7 @@ def eager_attention(
 class Attention(nn.Module):
     """(batch, seq, hidden_size) -> (batch, seq, hidden_size), without biases.
 
+    Queries, keys and values come from one input, or from one each where the connection reads three.
     `qk_norm="post_rope"` rotates first and normalises then, as the authors do; with gains that differ within a rotated
     pair the scores then depend on absolute positions. "pre_rope" normalises first.
     """
@@ -79,8 +81,9 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.scaling = config.head_dim**-0.5
-        width = config.num_attention_heads * config.head_dim
+        head_dim: int = config.head_dim  # type: ignore[assignment]  # the configuration has chosen it
+        self.scaling = head_dim**-0.5
+        width = config.num_attention_heads * head_dim
         std = config.hidden_init_std_factor / math.sqrt(config.hidden_size)
         self.q_proj = Projection(config.hidden_size, width, std=std)
         self.k_proj = Projection(config.hidden_size, width, std=std)
@@ -88,16 +91,22 @@ class Attention(nn.Module):
         # Two sublayers of every layer write into the residual; this keeps their sum from growing with depth.
         self.o_proj = Projection(width, config.hidden_size, std=std / math.sqrt(config.num_hidden_layers))
         if config.qk_norm is not None:
-            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.q_norm = RMSNorm(head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(head_dim, eps=config.rms_norm_eps)
         if config.attention_output_gate:
             self.g_proj = Projection(config.hidden_size, width, std=std)
-            self.o_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.o_norm = RMSNorm(head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+    def forward(
+        self, x: Tensor, for_keys: Tensor | None = None, for_values: Tensor | None = None, *, context: AttentionContext
+    ) -> Tensor:
         config = self.config
         heads = (*x.shape[:-1], config.num_attention_heads, config.head_dim)
-        q, k, v = (proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        inputs = (x, x if for_keys is None else for_keys, x if for_values is None else for_values)
+        q, k, v = (
+            project(part).view(heads).transpose(1, 2)
+            for project, part in zip((self.q_proj, self.k_proj, self.v_proj), inputs)
+        )
         if config.qk_norm == "pre_rope":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = context.rotary.rotate(q), context.rotary.rotate(k)

@@ -99,7 +99,7 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
         head_dim=head_dim,
         intermediate_size=intermediate_size,
         max_position_embeddings=given.get("block_size", 1024),
-        connection=scheme,
+        connection=scheme,  # type: ignore[arg-type]  # a scheme is described by the configuration
         qk_norm="post_rope" if given.pop("use_qk_rmsnorm", True) else None,
         rope_theta=float(given.pop("rope_base", 10000.0)),
         rope_ratio=float(given.pop("rope_ratio", 1.0)),
@@ -132,17 +132,19 @@ def _scheme(given: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
     channel = _find(state, "compress.weight", "readout.weight")
     embed = _find(state, "input_embed.conv.weight")
     beta_in = _find(state, ".beta_in.weight")
-    if read is not None and token is None and channel is None:
+    weights = channel if token is None else token
+    if read is not None and weights is None:
         raise ValueError("state_dict: expected the weights of the compressors beside their read vectors, got none")
-    if read is None:
+    if read is None or weights is None:
         value_channels, kernel = 1, None
         if declared["value_channels"] not in (None, 1):
             raise ValueError(f"ddl_value_channels: expected 1 as in the state_dict, got {declared['value_channels']}")
     else:
         value_channels = declared["value_channels"] or read.numel()
-        kernel = declared["state_shortconv_kernel_size"] or (channel if token is None else token).shape[-1]
+        kernel = declared["state_shortconv_kernel_size"] or weights.shape[-1]
     constant, constant_value = constants["v_dim1_constant" if read is None else "v_constant"]
     # Their configuration has numbers for what is not used as well.
+    value: dict[str, Any]
     if constant:
         value = {"v_activation": "constant", "v_constant": float(constant_value)}
     else:

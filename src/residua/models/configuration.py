@@ -179,7 +179,7 @@ class ResiduaConfig(PreTrainedConfig):
                 "connection: expected a causal scheme, got one whose coefficients see the whole sequence, so that "
                 "every token would know what comes after it; use context='token' or 'cumulative'"
             )
-        memories = scheme.num_memories(2 * layers)
+        memories = scheme.num_memories(self.hidden_size, 2 * layers)
         vars(self)["connection"] = describe(scheme)
         # The cache then holds, beside keys and values, this many convolution states in every layer.
         vars(self)["layer_types"] = ["hybrid" if memories else "full_attention"] * layers

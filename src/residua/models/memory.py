@@ -1,6 +1,6 @@
 """The memory of short convolutions and running sums, kept in the cache of transformers beside the keys and values."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,28 +20,22 @@ class Place(NamedTuple):
 
 def places(stream: Stream, num_layers: int) -> list[Place | None]:
     """For expand, every connection and collapse, in this order: its place if it looks back, spread over the layers."""
-    parts = [stream.expand, *stream.connections, stream.collapse]
-    numbers = iter(range(len(parts)))
-    looking = [next(numbers) if part.window else None for part in parts]
+    numbers = iter(range(len(stream.parts)))
+    looking = [next(numbers) if part.window else None for part in stream.parts]
     return [None if i is None else Place(i % num_layers, i // num_layers) for i in looking]
 
 
 class CacheMemory:
-    """The memory of one part of the stream during one forward pass (`connections.base.Memory`).
+    """The memory of one part of the stream during one forward pass (`connections.Memory`).
 
     padding: (batch, seq), 0 at padding and 1 at tokens, or None. Without a cache nothing earlier exists.
     """
 
     def __init__(self, cache: Cache | None, place: Place, padding: Tensor | None):
-        self.cache = cache
+        self.cache: Any = cache  # where `keeps` is false, nothing asks it
         self.place = place
         self.padding = padding
         self.keeps = cache is not None
-
-    def mask(self, x: Tensor) -> Tensor:
-        if self.padding is None:
-            return x
-        return x * self.padding.to(x.dtype).view(*self.padding.shape, *(1,) * (x.dim() - 2))
 
     def extend(self, x: Tensor, window: int) -> Tensor:
         if not self.keeps:
@@ -80,13 +74,14 @@ def memories(
     ValueError for a cache without convolution states, such as `DynamicCache()` without a configuration.
     """
     if cache is not None and any(where):
-        room = [getattr(layer, "number_of_states", 0) for layer in cache.layers]
+        layers: list[Any] = cache.layers
+        room = [getattr(layer, "number_of_states", 0) for layer in layers]
         if any(place and (place.layer >= len(room) or place.slot >= room[place.layer]) for place in where):
             raise ValueError(
                 "past_key_values: expected a cache that keeps convolution states, as DynamicCache(config=model.config) "
                 f"does, got {type(cache).__name__} without them"
             )
-        for index, layer in enumerate(cache.layers):
+        for index, layer in enumerate(layers):
             for slot in range(getattr(layer, "number_of_states", 0)):
                 if Place(index, slot) not in where and not layer.is_conv_states_initialized[slot]:
                     cache.update_conv_state(x.new_zeros(x.shape[0], 0, 1), index, state_idx=slot, conv_kernel_size=1)

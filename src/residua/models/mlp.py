@@ -14,7 +14,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ResiduaConfig):
         super().__init__()
-        d, hidden = config.hidden_size, config.intermediate_size
+        d: int = config.hidden_size
+        hidden: int = config.intermediate_size  # type: ignore[assignment]  # the configuration has chosen it
         std = config.hidden_init_std_factor / math.sqrt(d)
         self.gate_proj = Projection(d, hidden, std=std)
         self.up_proj = Projection(d, hidden, std=std)

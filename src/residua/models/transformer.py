@@ -1,21 +1,30 @@
-"""The language model: a pre-norm Transformer whose trunk knows no residual scheme, only `read` and `write`."""
+"""The language model: a pre-norm Transformer whose trunk knows no residual scheme, only `read` and `write`.
+
+    state -> read -x-> attention -y-> write -> state -> read -x-> MLP -y-> write -> state -> read -x-> ...
+             '------ connection 2 i ------'             '-- connection 2 i + 1 --'           connection 2 i + 2,
+                    '----------------------------- layer i --------------------------------' or the readout
+
+A layer takes x to x, so that `write_read`, a write with the read that follows, can be one kernel. Before the first
+layer, `expand` makes the state of the embeddings; behind the last, the readout collapses it, then norm and head.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.connections import Carry, Connection, Memory, Projection, Readout, RMSNorm
+from residua.connections.base import as_inputs
 from residua.errors import extra
 from residua.models.attention import Attention, AttentionContext, Rotary
 from residua.models.configuration import ResiduaConfig
 from residua.models.memory import memories, places
 from residua.models.mlp import MLP
 from residua.ops import at_least_float32
-from residua.ops.rebuild import cut
+from residua.ops.recompute import cut
 
 with extra("lab"):
     from transformers import GenerationMixin, PreTrainedModel
@@ -29,14 +38,14 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class ResiduaModelOutput(BaseModelOutputWithPast):
-    """That of every decoder, and the `penalty` (a scalar) of a scheme with an auxiliary loss, in training only."""
+    """The output of every decoder, with the `penalty` (a scalar) of a scheme with an auxiliary loss, in training."""
 
     penalty: Tensor | None = None
 
 
 @dataclass
 class ResiduaCausalLMOutput(CausalLMOutputWithPast):
-    """That of every language model; in training, `loss` includes the `penalty` of a scheme with an auxiliary loss."""
+    """The output of every language model; in training, `loss` includes the `penalty` of a scheme that has one."""
 
     penalty: Tensor | None = None
 
@@ -52,8 +61,23 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
+class Reader(NamedTuple):
+    """Who reads from the state, and what it remembers of earlier tokens."""
+
+    connection: Connection | Readout
+    memory: Memory | None
+
+
+class Readers(NamedTuple):
+    """The three readers around one layer, in order; the third opens the next layer, or is the readout."""
+
+    attention: Reader
+    mlp: Reader
+    following: Reader
+
+
 class Layer(nn.Module):
-    """The two sublayers of a layer, which take turns with their connections. Those belong to the stream: arguments."""
+    """The two sublayers of a layer. Their connections belong to the stream and come as arguments."""
 
     def __init__(self, config: ResiduaConfig, layer_idx: int):
         super().__init__()
@@ -62,50 +86,40 @@ class Layer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Any,
         carry: Carry,
-        readers: Sequence[Connection | Readout],
-        remembered: Sequence[Memory | None],
+        readers: Readers,
         context: AttentionContext,
         states: list[Any] | None = None,
         checkpoint: Callable | None = None,
-    ) -> tuple[Tensor, Carry, list[Tensor]]:
-        """From what the attention reads to what the next layer's attention reads, or the readout.
+    ) -> tuple[Any, Carry, list[Tensor]]:
+        """Take x and carry of the attention's read to those of the following reader; return also the penalties.
 
-        readers: the connections of attention and MLP, then whoever reads next; remembered: the memories of the last
-        two; states: collects the state after this layer; checkpoint: calls a function so that the backward pass
-        computes it again. Returns x and carry of the next reader, and the penalties.
+        states: collects the state after this layer. checkpoint: calls a function so that the backward pass computes it
+        again.
         """
         if checkpoint is None:
-            return self._run(x, carry, readers, remembered, context, states)
+            return self._run(x, carry, readers, context, states)
         # What a layer starts from is kept for it anyway. To make it again, the layer before would have to be computed
         # again while this one is at work, and its weights may not be there.
         carry = carry._replace(residual=cut(carry.residual))
         # The reentrant kind follows only tensors that are arguments themselves, not those inside a carry. What is
         # hooked onto the call of a layer, such as gathering its weights, is not done again.
-        return checkpoint(self._run, x, carry, readers, remembered, context, states, use_reentrant=False)
+        return checkpoint(self._run, x, carry, readers, context, states, use_reentrant=False)
 
     def _run(
-        self,
-        x: Tensor,
-        carry: Carry,
-        readers: Sequence[Connection | Readout],
-        remembered: Sequence[Memory | None],
-        context: AttentionContext,
-        states: list[Any] | None,
-    ) -> tuple[Tensor, Carry, list[Tensor]]:
-        attending, transforming, following = readers
-        x, middle = attending.write_read(self.attention(x, context=context), carry, transforming, remembered[0])
-        y = self.mlp(x)
+        self, x: Any, carry: Carry, readers: Readers, context: AttentionContext, states: list[Any] | None
+    ) -> tuple[Any, Carry, list[Tensor]]:
+        (first, _), (second, memory), following = readers
+        x, middle = first.write_read(self.attention(*as_inputs(x), context=context), carry, second, memory)
+        y = self.mlp(*as_inputs(x))
         if states is None:
-            x, last = transforming.write_read(y, middle, following, remembered[1])
+            x, last = second.write_read(y, middle, *following)
         else:
-            states.append(transforming.write(y, middle))
-            x, last = following.read(states[-1], remembered[1])
-        penalties = []
-        if self.training:
-            penalties = [attending.penalty(carry.coefficients), transforming.penalty(middle.coefficients)]
-        return x, last, [penalty for penalty in penalties if penalty is not None]
+            states.append(second.write(y, middle))
+            x, last = following.connection.read(states[-1], following.memory)
+        found = [first.penalty(carry.coefficients), second.penalty(middle.coefficients)] if self.training else []
+        return x, last, [penalty for penalty in found if penalty is not None]
 
 
 class ResiduaPreTrainedModel(PreTrainedModel):
@@ -152,8 +166,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embed_tokens
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embed_tokens = value
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value  # type: ignore[assignment]
 
     @can_return_tuple
     def forward(
@@ -169,13 +183,15 @@ class ResiduaModel(ResiduaPreTrainedModel):
         watch: Callable[[list[Connection | Readout]], Sequence[Connection | Readout]] | None = None,
         **kwargs: Any,
     ) -> ResiduaModelOutput:
-        """As every decoder of transformers. `hidden_states` are the residual states before the first and after every
-        layer, as the scheme keeps them, (batch, seq, hidden_size) or (batch, seq, streams, hidden_size), and then the
-        last normalised one. `watch` is given the connections and the readout, and returns what stands in for each.
+        """As every decoder of transformers.
+
+        `hidden_states` are the residual states before the first and after every layer, as the scheme keeps them (a
+        pytree for some schemes), and then the last normalised one. `watch` is given the connections and the readout,
+        and returns what stands in for each.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
-        config = self.config
+        config: ResiduaConfig = self.config  # type: ignore[assignment]
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         if output_attentions and config._attn_implementation != "eager":
@@ -200,18 +216,17 @@ class ResiduaModel(ResiduaPreTrainedModel):
         context = AttentionContext(rotary, mask, past_key_values, attentions, options)
         remembered = memories(self.places, past_key_values, padding, embeddings)
 
-        readers = [*self.stream.connections, Readout(self.stream.collapse)]
-        readers = readers if watch is None else watch(readers)
+        connections = [*self.stream.connections, Readout(self.stream.collapse)]
+        readers = list(map(Reader, connections if watch is None else watch(connections), remembered[1:]))
         state_dtype = getattr(torch, config.state_dtype) if config.state_dtype else embeddings.dtype
         state = self.stream.expand(embeddings.to(state_dtype), remembered[0])
         states = [state] if output_hidden_states else None
 
-        x, carry = readers[0].read(state, remembered[1])
+        x, carry = readers[0].connection.read(state, readers[0].memory)
         penalty = []
         checkpoint = self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
         for i, layer in enumerate(self.layers):
-            near = readers[2 * i : 2 * i + 3], remembered[2 * i + 2 : 2 * i + 4]
-            x, carry, found = layer(x, carry, *near, context, states, checkpoint)
+            x, carry, found = layer(x, carry, Readers(*readers[2 * i : 2 * i + 3]), context, states, checkpoint)
             penalty += found
         hidden = self.norm(x.to(embeddings.dtype))
 
@@ -253,6 +268,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         None, and their positions (1 or batch, seq), counted from the first token that is not padding.
         """
         length = embeddings.shape[1]
+        mask: Any
         padding = None
         if isinstance(attention_mask, dict):  # prepared by generate() for a cache that holds convolution states
             mask, padding = attention_mask["full_attention"], attention_mask.get("linear_attention")

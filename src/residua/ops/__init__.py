@@ -15,6 +15,7 @@ from residua.ops.delta import (
     singular_values,
     unit,
 )
+from residua.ops.depth import depth_read
 from residua.ops.norm import rms_norm
 from residua.ops.orthogonal import (
     CAYLEY_STARTS,
@@ -52,6 +53,7 @@ __all__ = [
     "delta_operator",
     "delta_write",
     "delta_write_v1",
+    "depth_read",
     "determinant",
     "eigenvalues",
     "gate_penalty",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residua.ops.precision import widened
-from residua.ops.rebuild import rebuilt, writer
+from residua.ops.recompute import recomputed, writer
 from residua.ops.shapes import expect_shape
 
 
@@ -102,7 +102,7 @@ class _CausalRead(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         streams, taps, mask = ctx.saved_tensors
         if streams is None:
-            streams = rebuilt(ctx)
+            streams = recomputed(ctx)
         wide_streams, wide_taps = widened(streams, taps)
         grad = grad.to(wide_streams.dtype)
         grad_streams = grad_taps = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import at_least_float32, fresh, widened, without_autocast
-from residua.ops.rebuild import expect_first_derivative, joined, opened, rebuilt
+from residua.ops.recompute import expect_first_derivative, joined, opened, recomputed
 from residua.ops.shapes import expect_shape
 
 KNorm = Literal["rms", "add", "clamp", "rms_d"]
@@ -76,24 +76,24 @@ class _DeltaWrite(torch.autograd.Function):
     With G = dL/dX', r = v - k^T X and p = k^T G (one number per value channel):
     dX = G - beta k p^T, dv = beta p, dbeta = p . r, dk = beta (G r - X p).
 
-    Of `rebuild_every` states in a row only the first is kept (`ops.rebuild`). For second derivatives autograd computes
-    the gradient from the plain form.
+    Of `recompute_every` states in a row only the first is kept (`ops.recompute`). For second derivatives autograd
+    computes the gradient from the plain form.
     """
 
     @staticmethod
-    def forward(ctx, state, k, v, beta, k_norm, eps, rebuild_every):
+    def forward(ctx, state, k, v, beta, k_norm, eps, recompute_every):
         written, scale, ratio, wide_beta, error = _written(state, k, v, beta, k_norm, eps)
-        kept = joined(ctx, state, rebuild_every, _replay)
+        kept = joined(ctx, state, recompute_every, _replay)
         ctx.dtypes = state.dtype, k.dtype, v.dtype, beta.dtype
         ctx.k_norm = k_norm, eps
         # The large tensors are kept in their own dtype: a bfloat16 state costs two bytes a number, not four.
-        again = (v, beta) if rebuild_every == 1 else ()  # what a second derivative needs
+        again = (v, beta) if recompute_every == 1 else ()  # what a second derivative needs
         ctx.save_for_backward(kept, k, scale, ratio, wide_beta, error, *again)
         return written
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        ctx.rebuilt = None  # every reader of the state that this write made has had it
+        ctx.recomputed = None  # every reader of the state that this write made has had it
         state, raw, scale, ratio, beta, error, *again = opened(ctx)
         ctx.opened = None
         if not again:
@@ -102,10 +102,11 @@ class _DeltaWrite(torch.autograd.Function):
             # Views, because one input may have been computed from another, and no gradient must pass between them here.
             inputs = [x.view_as(x) for x in (state, raw, *again)]
             wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad) if needed]
-            found = iter(torch.autograd.grad(_plain(*inputs, *ctx.k_norm), wanted, grad, create_graph=True))
+            written = _plain(inputs[0], inputs[1], inputs[2], inputs[3], *ctx.k_norm)
+            found = iter(torch.autograd.grad(written, wanted, grad, create_graph=True))
             return *(next(found) if needed else None for needed in ctx.needs_input_grad[:4]), None, None, None
         # State and gradient are widened where they are read: a compiler would keep widened copies of twice the bytes.
-        state = rebuilt(ctx) if state is None else state
+        state = recomputed(ctx) if state is None else state
         k = _direction(raw, scale, error.dtype)
         needs_state, needs_k, needs_v, needs_beta, *_ = ctx.needs_input_grad
         readout = (grad * k.unsqueeze(-2)).sum(-1)
@@ -159,7 +160,7 @@ def _step(state: Tensor, wide_state: Tensor, k: Tensor, beta: Tensor, error: Ten
 def _replay(node) -> Tensor:
     """Make the state that a write made, once more."""
     state, k, scale, _, beta, error, *_ = opened(node)
-    state = rebuilt(node) if state is None else state
+    state = recomputed(node) if state is None else state
     return _step(state, state.to(error.dtype), _direction(k, scale, error.dtype), beta, error)
 
 
@@ -181,7 +182,7 @@ def delta_write(
     *,
     k_norm: KNorm | None = None,
     eps: float = 1e-5,
-    rebuild_every: int = 1,
+    recompute_every: int = 1,
     implementation: Implementation = "reference",
 ) -> Tensor:
     """X' = X + beta k (v^T - k^T X): erase what X holds along k, write v there (arXiv 2601.00417, additive form).
@@ -191,8 +192,8 @@ def delta_write(
     `unit`, without rounding in between. Computed in at least float32; returns the shape and dtype of `state`. The same
     map as `delta_operator(k, beta) @ X + beta k v^T`, without forming the operator.
 
-    The backward pass needs X. With `rebuild_every` = m > 1, of the states along a chain of writes only every m-th is
-    kept, and the others are recomputed by replaying the writes, with gradients equal to the last bit (`ops.rebuild`).
+    The backward pass needs X. With `recompute_every` = m > 1, of the states along a chain of writes only every m-th is
+    kept, and the others are recomputed by replaying the writes, with gradients equal to the last bit (`ops.recompute`).
     Second derivatives need m = 1: otherwise `create_graph=True` raises RuntimeError.
 
     `implementation`: the plain definition or the Triton kernel, see `ops.dispatch.choose`.
@@ -201,10 +202,10 @@ def delta_write(
     if choose(implementation, state, k, v, beta) == "triton":
         from residua.ops.kernels.delta import delta_write as kernel
 
-        return kernel(state, k, v, beta, k_norm, eps, rebuild_every)
+        return kernel(state, k, v, beta, k_norm, eps, recompute_every)
     if not torch.is_grad_enabled():
         return _written(state, k, v, beta, k_norm, eps)[0]  # no gradient will need anything
-    return _DeltaWrite.apply(state, k, v, beta, k_norm, fresh(eps), rebuild_every)
+    return _DeltaWrite.apply(state, k, v, beta, k_norm, fresh(eps), recompute_every)
 
 
 def delta_write_v1(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, eps: float = 1e-5) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import widened, without_autocast
-from residua.ops.rebuild import rebuilt, writer
+from residua.ops.recompute import recomputed, writer
 from residua.ops.shapes import expand_leading, expect_shape
 
 FEW_TOKENS = 8  # up to here fewer operations matter more than fewer bytes
@@ -45,7 +45,7 @@ class _StreamRead(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         streams, weights = ctx.saved_tensors
         if streams is None:
-            streams = rebuilt(ctx)
+            streams = recomputed(ctx)
         grad, wide_streams, wide_weights = widened(grad, streams, weights)
         grad_streams = grad_weights = None
         if ctx.needs_input_grad[0]:

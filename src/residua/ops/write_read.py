@@ -12,7 +12,7 @@ from residua.ops.precision import linear_at_least_float32
 from residua.ops.shapes import expect_shape
 from residua.ops.streams import stream_read
 
-ValueInput = Literal["stream", "context"]
+ValueInput = Literal["x_in", "context"]
 
 
 class Boundary(NamedTuple):
@@ -39,14 +39,14 @@ def channel_boundary(
     k_norm: KNorm | None = "rms",
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
-    value_input: ValueInput = "stream",
-    rebuild_every: int = 1,
+    value_input: ValueInput = "x_in",
+    recompute_every: int = 1,
     implementation: Implementation = "reference",
 ) -> Boundary:
     """X' = X + beta k (v^T - k^T X); x_in = sum_j weights[j] X'[j]; c = gain x_in / rms(x_in); the gate's product
     gate_weight . c and the value's products value_weight x_in, or value_weight c with `value_input="context"`.
 
-    state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), `rebuild_every` and
+    state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), `recompute_every` and
     `implementation` as in `delta_write`; weights: (value_channels, dim) as in `stream_read`, gain and gate_weight:
     (dim,), value_weight: (value_channels, dim) belong to the sublayer that follows. Results in the dtype of `state`,
     products in at least float32. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel
@@ -59,8 +59,8 @@ def channel_boundary(
 
         expect_write(state, k, v, beta, k_norm)
         expect_shape("weights", weights, state.shape[-2:], "(value_channels, dim)")
-        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, rebuild_every))
-    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
+        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, recompute_every))
+    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, recompute_every=recompute_every)
     x = stream_read(written, weights)
     return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
 
@@ -78,8 +78,8 @@ def token_boundary(
     k_norm: KNorm | None = "rms",
     eps: float = 1e-5,
     norm_eps: float = 1e-5,
-    value_input: ValueInput = "stream",
-    rebuild_every: int = 1,
+    value_input: ValueInput = "x_in",
+    recompute_every: int = 1,
     implementation: Implementation = "reference",
 ) -> Boundary:
     """As `channel_boundary`, but x_in[t] = sum_{s, j} taps[s, j] X'[t - s, j] as in `causal_read`.
@@ -96,8 +96,8 @@ def token_boundary(
             raise ValueError(f"state: expected (..., seq, value_channels, dim), got {tuple(state.shape)}")
         expect_write(state, k, v, beta, k_norm)
         expect_shape("taps", taps, (taps.shape[0], *state.shape[-2:]), "(kernel, value_channels, dim)")
-        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, rebuild_every))
-    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, rebuild_every=rebuild_every)
+        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, recompute_every))
+    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, recompute_every=recompute_every)
     x = causal_read(written, taps)
     return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
 
@@ -108,8 +108,8 @@ def expect_following(state: Tensor, gain: Tensor, gate_weight: Tensor, value_wei
     expect_shape("gain", gain, (dim,), "(dim,)")
     expect_shape("gate_weight", gate_weight, (dim,), "(dim,)")
     expect_shape("value_weight", value_weight, (channels, dim), "(value_channels, dim)")
-    if value_input not in ("stream", "context"):
-        raise ValueError(f"value_input: expected 'stream' or 'context', got {value_input!r}")
+    if value_input not in ("x_in", "context"):
+        raise ValueError(f"value_input: expected 'x_in' or 'context', got {value_input!r}")
 
 
 def _following(
@@ -123,5 +123,5 @@ def _following(
 ) -> Boundary:
     context = rms_norm(x, gain, norm_eps)
     gate = linear_at_least_float32(context, gate_weight.unsqueeze(0)).squeeze(-1)
-    value = linear_at_least_float32(x if value_input == "stream" else context, value_weight)
+    value = linear_at_least_float32(x if value_input == "x_in" else context, value_weight)
     return Boundary(written, context, gate, value)

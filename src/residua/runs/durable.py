@@ -20,7 +20,7 @@ from typing import BinaryIO
 try:
     from fcntl import LOCK_EX, LOCK_NB, flock
 except ImportError:  # Windows, which refuses to remove a file that is open
-    flock = None
+    flock = None  # type: ignore[assignment]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -88,9 +88,14 @@ def unfinished(path: Path) -> Iterator[Path]:
     Its files must be synced by then. Raises OSError, also where `path` is there and not an empty folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     temporary.mkdir()
+    lock = None
     try:
+        if flock is not None:
+            lock = os.open(temporary, os.O_RDONLY)
+            _lock(lock)
         yield temporary
         sync(temporary)
         os.replace(temporary, path)
@@ -98,6 +103,9 @@ def unfinished(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def remove_partials(folder: Path) -> None:
@@ -153,15 +161,19 @@ def _create(path: Path) -> tuple[Path, BinaryIO]:
         file = temporary.open("xb")
         if flock is None:
             return temporary, file
-        with suppress(OSError):  # a file system without locks
-            flock(file, LOCK_EX | LOCK_NB)
+        _lock(file.fileno())
         if os.fstat(file.fileno()).st_nlink:
             return temporary, file
         file.close()  # another writer removed it before it was locked
 
 
+def _lock(descriptor: int) -> None:
+    with suppress(OSError):  # a file system without locks
+        flock(descriptor, LOCK_EX | LOCK_NB)
+
+
 def _remove_abandoned(path: Path) -> None:
-    """Remove the partial files of `path` that no process writes."""
+    """Remove the partial files and folders of `path` that no process writes."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
     with suppress(OSError):
         for other in path.parent.iterdir():
@@ -169,11 +181,11 @@ def _remove_abandoned(path: Path) -> None:
                 continue
             with suppress(OSError):
                 if flock is None:
-                    other.unlink()
+                    remove(other)
                     continue
-                descriptor = os.open(other, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+                descriptor = os.open(other, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
                     flock(descriptor, LOCK_EX | LOCK_NB)
-                    other.unlink()
+                    remove(other)
                 finally:
                     os.close(descriptor)

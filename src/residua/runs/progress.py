@@ -25,7 +25,7 @@ class Progress:
     """The share that is done, a text, and the time left. A context manager.
 
     title       stands before the bar
-    total       the work, in any unit; it may grow
+    total       the work, in any unit; it may grow; 0 if unknown
     done        of it, before this process began, which says nothing about its speed
     enabled     False shows nothing
     lines       False shows nothing where there is no terminal
@@ -64,7 +64,8 @@ class Progress:
                 refresh_per_second=4,
                 speed_estimate_period=120,
             )
-            self._task = self._bar.add_task(title, total=total, completed=done, text="")
+            self._task = self._bar.add_task(title, total=total or None, text="")
+            self._bar.update(self._task, completed=done)
 
     def __enter__(self) -> "Progress":
         if self._bar:
@@ -87,7 +88,7 @@ class Progress:
         """
         self._done, self.total = done, self.total if total is None else total
         if self._bar:
-            self._bar.update(self._task, completed=done, total=self.total, text=text)
+            self._bar.update(self._task, completed=done, total=self.total or None, text=text)
             if not self._threaded:
                 self._bar.refresh()
         elif self._lines:
@@ -95,5 +96,5 @@ class Progress:
             if line or now - self._last_line >= LINE_SECONDS:
                 self._last_line = now
                 speed = (done - self._before) / max(now - self._started, 1e-9)
-                left = f"  {duration((self.total - done) / speed)} left" if speed > 0 else ""
+                left = f"  {duration((self.total - done) / speed)} left" if speed > 0 and self.total else ""
                 say(text + left)

@@ -11,7 +11,7 @@ class Estimate(NamedTuple):
 
     mean: float
     deviation: float | None
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of this name
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Estimate":

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from residua.runs.folder import hold, read_object, refuse_changes, writable
 from residua.runs.jsonlines import JsonLines, finite
 from residua.runs.progress import Progress
 
+GRACE_SECONDS = 5.0
 Record = dict[str, Any]
 Key = Callable[[Record], Hashable]
 
@@ -47,7 +49,7 @@ class Job:
     cost      of one step, relative to the other jobs: decides the order of the runs and the time that is left
     """
 
-    key: Hashable
+    key: str | tuple[Hashable, ...]
     function: Callable[..., Record]
     arguments: tuple[Any, ...]
     steps: int = 1
@@ -55,7 +57,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return self.key if isinstance(self.key, str) else " ".join(map(str, self.key))
+        return " ".join(map(str, self.key)) if isinstance(self.key, tuple) else str(self.key)
 
 
 class Records:
@@ -88,7 +90,7 @@ class Records:
         if self._places is None:
             return None
         name = str(key)
-        plain = re.sub(r"[^\w.,=+-]", "_", name)[:100]
+        plain = re.sub(r"^\.|[^A-Za-z0-9_.,=+-]", "_", name)[:100]
         return self._places / (plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}")
 
     def add(self, record: Record) -> None:
@@ -104,10 +106,10 @@ class Records:
 
     def drop_state(self, keys: Iterable[Hashable]) -> None:
         """Remove the state of finished runs, unless it is to be kept."""
-        if self._places is not None and not self._keep:
-            for key in keys:
-                with suppress(OSError):
-                    remove(self.place(key))
+        for place in map(self.place, () if self._keep else keys):
+            with suppress(OSError):
+                if place is not None:
+                    remove(place)
 
 
 @contextmanager
@@ -247,7 +249,8 @@ def _run_in_processes(work: _Work, count: int) -> None:
     try:
         begin()
         while current:
-            for connection in wait(list(current)):
+            ready: list[Any] = wait(list(current))
+            for connection in ready:
                 job = current[connection]
                 try:
                     message = connection.recv()
@@ -268,8 +271,12 @@ def _run_in_processes(work: _Work, count: int) -> None:
                     work.finished(job, message)
                     begin()
     finally:
-        for connection, process in processes.items():
+        # Without its pipe a process ends at its next report. Ctrl-C has reached it too: it may save its state first.
+        for connection in processes:
             connection.close()
+        last = time.monotonic() + GRACE_SECONDS
+        for process in processes.values():
+            process.join(max(0.0, last - time.monotonic()))
             process.terminate()
             process.join()
 
@@ -278,8 +285,9 @@ def _work(connection: Connection) -> None:
     """Do what comes through the pipe until its other end is gone."""
     import torch
 
+    parent: Any = multiprocessing.parent_process()
     # A run that outlived its parent would still hold its state when the same command goes on.
-    Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+    Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     torch.set_num_threads(1)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):

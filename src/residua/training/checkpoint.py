@@ -159,9 +159,9 @@ def _rename(temporary: Path, path: Path) -> None:
 
 
 def drop_old(folder: Path, step: int, *, keep: int, keep_best: bool, damaged: Collection[int] = ()) -> None:
-    """Drop all checkpoints up to `step` but the newest `keep`, and the best where that is wanted. Raises OSError.
+    """Drop all checkpoints up to `step` except the newest `keep`, and the best if `keep_best`. Raises OSError.
 
-    damaged: the steps of those that do not count, and are dropped too.
+    damaged: the steps of damaged checkpoints, which are dropped too.
     """
     there = [path for path in _step_folders(folder) if int(_step(path)) <= step]
     whole = [path for path in there if int(_step(path)) not in damaged]
@@ -172,7 +172,7 @@ def drop_old(folder: Path, step: int, *, keep: int, keep_best: bool, damaged: Co
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of `folder` with the lowest validation loss, the newest of equals; its files are not checked."""
+    """Return the checkpoint with the lowest validation loss, the newest of equals; its files are not checked."""
     return _best(_step_folders(folder))
 
 
@@ -229,10 +229,10 @@ def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, str]]]:
 
 
 def latest_checkpoint(folder: str | Path, report: Callable[[str], None] | None = None) -> Checkpoint | None:
-    """The newest whole checkpoint of a run folder, or None. The run may be training, and drop and add some meanwhile.
+    """Return the newest whole checkpoint of a run folder, or None. The run may still be training.
 
     Args:
-        report: takes one line for each damaged checkpoint that was passed over; standard error where None.
+        report: takes one line for each damaged checkpoint that is skipped; None prints it to standard error.
     """
     seen: set[Path] = set()
     while path := next((path for path in _step_folders(Path(folder) / "checkpoints") if path not in seen), None):
@@ -298,9 +298,9 @@ def _restore_optimizer(
             raise InputError(f"{source}: expected the optimizer of this model, got the state of a weight {name!r}")
         parameter, dtype = own[name].detach(), stored.dtype(full_name)
         if shape == parameter.shape:
-            value = torch.zeros_like(parameter, dtype=dtype)
+            value = torch.empty_like(parameter, dtype=dtype)
         else:
-            value = torch.zeros(shape, dtype=dtype, device=parameter.device)
+            value = torch.empty(shape, dtype=dtype, device=parameter.device)
         stored.read_into(full_name, value)
         optimizer.state[own[name]][key] = value
 
@@ -338,7 +338,7 @@ def _refuse_other_weights(source: Path, stored: Mapping[str, Sequence[int]], own
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; one that has several names under its first."""
+    """Return parameters and persistent buffers by name; shared ones once, under their first name."""
     first_name: dict[int, str] = {}
     tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
@@ -362,7 +362,7 @@ def _sha256(path: Path) -> str:
 
 
 def saved_steps(folder: str | Path) -> list[int]:
-    """The steps of which a run folder has checkpoints, in order; their files are not checked."""
+    """Return the steps of the checkpoints in a run folder, in order; their files are not checked."""
     return sorted(int(_step(path)) for path in _step_folders(Path(folder) / "checkpoints"))
 
 
@@ -371,13 +371,13 @@ def _step(path: Path) -> str:
 
 
 def _step_folders(folder: Path) -> list[Path]:
-    """The folders named as checkpoints, the newest first."""
+    """Return the folders named as checkpoints, the newest first."""
     paths = (path for path in folder.glob("step-*") if _step(path).isdecimal())
     return sorted(paths, key=lambda path: int(_step(path)), reverse=True)
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint; a kill on the way leaves a stale partial folder, never a checkpoint with files missing."""
+    """Delete a checkpoint; a kill leaves a stale partial folder, never a checkpoint with files missing."""
     if path.exists():
         doomed = _partial(path)
         os.replace(path, doomed)

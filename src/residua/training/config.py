@@ -317,7 +317,7 @@ def _nearest(key: str) -> str:
     if key in SECTIONS:
         return f": expected one with a dot, such as {key}.{fields(SECTIONS[key])[0].name}"
     known = {name.rpartition(".")[2]: name for name in KEYS} | {name: name for name in (*SECTIONS, *KEYS)}
-    return did_you_mean(key, known) or "; --print_config shows every key"
+    return did_you_mean(key, known, show=known) or "; --print_config shows every key"
 
 
 @cache

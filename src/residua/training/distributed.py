@@ -1,7 +1,7 @@
-"""Several processes train one model: who they are, what they agree on, and how a plain model is spread over them.
+"""Train one model in several processes: join the other ranks, agree with them, and spread a plain model over them.
 
-torchrun starts the processes, its ranks. They meet in `join`; one process alone is its own first rank, and every
-question that ranks ask each other has its answer at once.
+torchrun starts the processes, called ranks. They meet in `join`. A process alone is its own first rank, and its
+collective calls return at once.
 """
 
 import os
@@ -31,8 +31,8 @@ STARTED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a job, seen from one of them. `control` and `saving` are groups for their hosts to talk in,
-    one for each thread that does; None where there is one process that torchrun did not start.
+    """The processes of a job, seen from one of them. `control` and `saving` are the Gloo groups of the main thread and
+    of the thread that saves; None in a process that torchrun did not start.
     """
 
     rank: int = 0
@@ -44,7 +44,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes and speaks for all."""
+        """Whether this rank writes files and messages for all."""
         return self.rank == 0
 
     @property
@@ -52,18 +52,18 @@ class Ranks:
         return self.control is not None
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks, for tensors on the device."""
+        """Return the sum of x, a tensor on the device, over the ranks."""
         if self.joined:
             x = x.clone()
             dist.all_reduce(x)
         return x
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean of x over the ranks, for tensors on the device."""
+        """Return the mean of x, a tensor on the device, over the ranks."""
         return self.total(x) / self.world_size if self.joined else x
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. The hosts wait for each other, not for their devices."""
+        """Return whether any rank sets the flag. The hosts wait for each other, not for their devices."""
         if not self.joined:
             return flag
         flags = torch.tensor([flag], dtype=torch.uint8)
@@ -75,16 +75,16 @@ class Ranks:
         return gather(value, self.control)
 
     def together(self) -> "Together":
-        """A context that ends on all ranks if it ends on one, whose error is the one that is reported."""
+        """Return a context that raises on all ranks if it raises on one, which reports its error."""
         return Together(self.control, lambda failure: ReportedElsewhere(failure.status))
 
     def together_saving(self) -> "Together":
-        """The same for the threads that save: an error of one rank is an OSError of the others."""
+        """Return such a context for the threads that save; on the other ranks it raises OSError."""
         return Together(self.saving, lambda failure: OSError(f"rank {failure.rank}: {failure.reason}"))
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """What is raised in this context is raised on all ranks: the first one reports it."""
+        """Let the first rank alone report an error that all ranks raise in this context."""
         try:
             yield
         except (InputError, RunError) as error:
@@ -97,7 +97,7 @@ ALONE = Ranks()
 
 
 class Failure(NamedTuple):
-    """What one rank tells the others of an exception."""
+    """An exception of one rank, as the others learn of it."""
 
     rank: int
     status: int
@@ -105,10 +105,10 @@ class Failure(NamedTuple):
 
 
 class Together(AbstractContextManager[None]):
-    """A context that all ranks of a group leave well, or none: where one raises, the others raise `elsewhere` of it.
+    """A context that raises on every rank of a group if it raises on one: the others raise `elsewhere(failure)`.
 
-    Of several that raise, the first keeps what it raised. There may be nothing inside for which ranks wait for each
-    other. An interrupt is not for the others to hear of: each has its own.
+    If several raise, the first of them keeps its own exception. The body must not contain collective operations.
+    Interrupts are not passed on, as each rank gets its own.
     """
 
     def __init__(self, group: Any, elsewhere: Callable[[Failure], Exception]):
@@ -125,13 +125,13 @@ class Together(AbstractContextManager[None]):
 
 
 def is_first() -> bool:
-    """Whether this process is alone, or the first of those that torchrun started."""
+    """Return whether this process is alone, or the first that torchrun started."""
     return not os.environ.keys() >= STARTED or os.environ["RANK"] == "0"
 
 
 @contextmanager
 def join(device: str = "auto") -> Iterator[Ranks]:
-    """Meet the other processes that torchrun started; `ALONE` where it started none.
+    """Join the other processes that torchrun started; yield `ALONE` if it started none.
 
     Args:
         device: as `train.device`. With CUDA every process of a machine takes the GPU of its local rank.
@@ -172,17 +172,17 @@ def join(device: str = "auto") -> Iterator[Ranks]:
     except RuntimeError as error:
         if isinstance(error, (RunError, torch.OutOfMemoryError)) or not lost(error):
             raise
-        # Not said in the words of the network: they name addresses, and the cause is in another process.
+        # The network's own message names addresses, but the cause is in another process.
         raise RunError(
             f"rank {ranks.rank} of {ranks.world_size}: another rank ended, so this one cannot go on; the rank that "
-            "ended first says why, or torchrun does; checkpoints that are saved stay, --resume goes on from the newest"
+            "ended first says why, or torchrun does; saved checkpoints stay, --resume continues from the newest"
         ) from error
     dist.destroy_process_group()  # not after an error: with ranks missing it would wait for them
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a step that one rank computes; the parts of all ranks are the step, whatever their number.
+    """The part of a step that one rank computes. All parts together are the step, for any number of ranks.
 
     A step is `accumulation` micro-batches of `rows` sequences. The ranks form as many teams as evenly share the
     micro-batches; a team takes every `teams`-th, and its members cut the rows between them.
@@ -209,7 +209,7 @@ class Share:
 
     @property
     def member(self) -> int:
-        """The place of this rank in its team."""
+        """The index of this rank in its team."""
         return self.rank % self.members
 
     @property
@@ -218,7 +218,7 @@ class Share:
         return self.rows // self.members
 
     def micro_batches(self, step: int) -> range:
-        """The indices of the micro-batches of step 1, 2, ... of which this rank takes its rows."""
+        """Return the indices of the micro-batches from which this rank takes rows in step 1, 2, ..."""
         first = (step - 1) * self.accumulation
         return range(first + self.rank // self.members, first + self.accumulation, self.teams)
 
@@ -226,8 +226,8 @@ class Share:
 class Spread(NamedTuple):
     """A model as the ranks train it: what to call, and the context of each forward and backward.
 
-    Gradients are averaged over the ranks in the context `accumulating(True)`, the last of a step, and in no other.
-    `sharded` says that each rank holds a part of every parameter and gradient.
+    Gradients are averaged over the ranks only in the context `accumulating(True)`, the last of a step. If `sharded`,
+    each rank holds a part of every parameter and gradient.
     """
 
     forward: Callable[..., Any]
@@ -240,7 +240,7 @@ class Spread(NamedTuple):
 
 
 def spread(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.device) -> Spread:
-    """Spread a plain model over the ranks as `train.parallel` says, compiled and recomputing where that is asked for.
+    """Spread a plain model over the ranks as `train.parallel` says, and compile or recompute as it is configured.
 
     The model keeps its parameters' names; with "fsdp" they become DTensors in place. Its layers, which are compiled
     and sharded one by one, are the modules that it names in `_no_split_modules`.
@@ -279,7 +279,7 @@ def spread(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that a model names as its repeated layers, in their order."""
+    """Return the modules that a model names as its repeated layers, in order."""
     names = getattr(model, "_no_split_modules", None) or ()
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -310,12 +310,12 @@ def _shard(model: nn.Module, layers: list[nn.Module], config: "TrainConfig", dev
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Let the layers of a transformers model keep their inputs alone."""
+    """Make the layers of a transformers model keep only their inputs and recompute the rest."""
     enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
         model, "gradient_checkpointing_enable", None
     )
     if enable is None:
-        raise InputError("train.activation_checkpointing: expected false, this model has no layers to compute again")
+        raise InputError("train.activation_checkpointing: expected false, this model has no layers to recompute")
     enable()
 
 
@@ -333,7 +333,7 @@ def _status(error: Exception) -> int:
 
 
 def lost(error: RuntimeError) -> bool:
-    """Whether an error says that the connection to another rank is gone. Gloo has no exception of its own for it."""
+    """Return whether an error means that the connection to another rank is lost; Gloo has no exception for it."""
     if isinstance(error, dist.DistError):
         return True
     chain = "".join(traceback.format_exception(error))

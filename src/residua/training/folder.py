@@ -1,7 +1,5 @@
 """The folder of one training run: who may write in it, and which settings it was begun with."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 from residua.errors import InputError
 from residua.runs.durable import remove_partials, write_text
-from residua.runs.folder import FREE_KEYS, RunFolder, flatten, hold, read_settings, refuse_changes, writable
+from residua.runs.folder import RunFolder, flatten, hold, read_settings, refuse_changes, writable
 from residua.runs.reading import write_yaml
 
 
@@ -42,9 +40,3 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
             remove_partials(run.checkpoints)
             write_text(run.config, write_yaml(dict(settings)))
         yield run
-
-
-def settings_hash(settings: Mapping[str, Any]) -> str:
-    """A sha256 of everything in the flat `settings` that decides the numbers of a run, and so not of `FREE_KEYS`."""
-    decisive = {key: value for key, value in settings.items() if key not in FREE_KEYS}
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()

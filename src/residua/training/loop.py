@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,12 +17,12 @@ from residua.runs.folder import RunFolder, flatten, refuse_changes
 from residua.runs.jsonlines import read_metrics
 from residua.runs.progress import say
 from residua.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, saved_steps
-from residua.training.distributed import ALONE, Ranks, Share, spread
+from residua.training.distributed import ALONE, Ranks, Share, Spread, spread
 from residua.training.finite import FiniteCheck
-from residua.training.folder import claim, settings_hash
+from residua.training.folder import claim
 from residua.training.log import Display, MetricsLog, Rows, write_facts
 from residua.training.optimizer import adamw, learning_rate_factor, set_learning_rate
-from residua.training.saving import Saver, writing
+from residua.training.saving import Saver
 
 if TYPE_CHECKING:
     from residua.training.config import TrainConfig
@@ -90,7 +90,6 @@ def train(
         device = pick_device(config.device)
         settings = _decisive_settings(run, facts)
         share = Share.of(config, ranks)
-
     torch.manual_seed(config.seed + ranks.rank)
     model.to(device).train()
     spread_model = spread(model, config, ranks, device)
@@ -98,56 +97,31 @@ def train(
     checkpoint = _restore(run, settings, model, optimizer, device, ranks)
     start = checkpoint.step if checkpoint else 0
     if start == config.steps:
-        if ranks.first:
-            say(f"{run.path}: this run is finished ({start} steps)")
-        rows = read_metrics(run.metrics) or [{"step": start}]
-        return rows[-1] | {"checkpoint": str(checkpoint.path), "interrupted": False}
+        return _finished(run, checkpoint, ranks)
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     finite = FiniteCheck(model, optimizer, device, ranks.total if spread_model.sharded else None)
     saver = Saver(run, settings, model, optimizer, device, config, ranks, checkpoint)
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
     tokens_per_step = config.batch_size * config.gradient_accumulation * config.sequence_length
-    clock = _Clock(checkpoint.seconds if checkpoint else 0.0)
     observe_every = config.connections_every if observe is not None else 0
-
-    size = sum(parameter.numel() for parameter in parameters)
-    known = {"config_hash": settings_hash(settings), "parameters": size, "data": dict(facts or {})}
     with ExitStack() as stack:
         if ranks.first:
-            with writing(run, start, checkpoint):
-                write_facts(
-                    run, known, device=device, step=start, processes=ranks.world_size, parallel=spread_model.kind
-                )
-                log = stack.enter_context(
-                    MetricsLog(run, step=start, tensorboard=config.tensorboard, wandb=config.wandb)
-                )
-                if observe_every:
-                    observed = stack.enter_context(Rows(run.connections, step=start))
+            size = sum(parameter.numel() for parameter in parameters)
+            known = {"parameters": size, "data": dict(facts or {})}
+            here = {"device": device, "processes": ranks.world_size, "parallel": spread_model.kind}
+            with saver.writing(start):
+                write_facts(run, known, step=start, **here)
+                logs = stack.enter_context(_Logs(run, config, start, observing=bool(observe_every)))
             name = run.path.resolve().name
             display = stack.enter_context(Display(name, done=start, steps=config.steps, enabled=progress))
         stop = stack.enter_context(_stop_signals(twice=not ranks.joined))
-        stack.enter_context(clock.running())
-        measured = start, clock.seconds
+        clock = stack.enter_context(_Clock(checkpoint.seconds if checkpoint else 0.0, start * tokens_per_step))
         for step in range(start + 1, config.steps + 1):
             factor = learning_rate_factor(step, config)
             set_learning_rate(optimizer, factor)
-            loss = torch.zeros((), device=device)
-            penalty = None
             indices = share.micro_batches(step)
-            for index in indices:
-                inputs, labels = _on(device, *batches.at(index))
-                if index == indices[0]:
-                    first_sequence = inputs[:1]
-                with spread_model.accumulating(index == indices[-1]):
-                    with autocast:
-                        output = spread_model.forward(input_ids=inputs, labels=labels, shift_labels=labels)
-                    part = output.loss / len(indices)
-                    part.backward()
-                loss = loss + part.detach()
-                if getattr(output, "penalty", None) is not None:
-                    part = output.penalty.detach() / len(indices)
-                    penalty = part if penalty is None else penalty + part
+            loss, penalty, first_sequence = _backward(spread_model, batches, indices, device, autocast)
             loss = ranks.mean(loss)
             norm = finite.observe(step, loss)
             if config.clip:
@@ -158,8 +132,8 @@ def train(
                 with autocast, _undisturbed(model, device):
                     seen = observe(model, first_sequence)
                 if ranks.first:
-                    with writing(run, step, saver.newest):
-                        observed.write({"step": step, **seen})
+                    with saver.writing(step):
+                        logs.connections.write({"step": step, **seen})
 
             last, stopping = step == config.steps, ranks.any(stop.is_set() or saver.failed)
             evaluating = evaluate is not None and (last or step % config.evaluate_every == 0)
@@ -170,27 +144,23 @@ def train(
 
             with ranks.alike():
                 finite.check(saver.finish)  # here, and where the gates are observed, the host waits for the device
-            seconds = clock.seconds
-            speed = (step - measured[0]) * tokens_per_step / (seconds - measured[1])
-            measured = step, seconds
+            seconds, speed = clock.lap(step * tokens_per_step)
             row = {"step": step, "tokens": step * tokens_per_step, "loss": loss.item(), "lr": config.lr * factor}
-            if penalty is not None:  # what is compared between schemes is the loss of the language model
+            if penalty is not None:  # schemes are compared by the loss of the language model alone
                 penalty = ranks.mean(penalty)
                 row |= {"loss": (loss - penalty).item(), "penalty": penalty.item()}
             row |= {"grad_norm": norm.item(), "tokens_per_second": speed, "seconds": seconds}
             with clock.paused():
                 if evaluating:
                     with autocast, _undisturbed(model, device):
-                        row = {**row, **evaluate(model), **row}  # what is named as one of the row's own is left out
+                        row = {**row, **evaluate(model), **row}  # the row's own names come first
                 if ranks.first:
-                    with writing(run, step, saver.newest):
+                    with saver.writing(step):
                         if logging:
-                            log.write(row)
+                            logs.metrics.write(row)
                             display.show(row)
                         if saving:
-                            log.sync()
-                            if observe_every:
-                                observed.sync()
+                            logs.sync()
                 if saving:
                     with ranks.alike():
                         saver.save(step, seconds=seconds, val_loss=row.get("val_loss"))
@@ -202,6 +172,62 @@ def train(
     if interrupted and ranks.first:
         say(f"stopped after step {step}, which is saved; go on with: {run.resume_command}")
     return row | {"checkpoint": str(saved), "interrupted": interrupted}
+
+
+def _backward(
+    spread_model: Spread, batches: IndexedBatches, indices: range, device: torch.device, autocast: torch.autocast
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Run forward and backward on the micro-batches of a step that this rank takes.
+
+    Returns:
+        Their mean loss and mean penalty, () each, the penalty None if the model has none, and the first sequence,
+        (1, sequence_length).
+    """
+    loss = torch.zeros((), device=device)
+    penalty = None
+    for index in indices:
+        inputs, labels = _on(device, *batches.at(index))
+        if index == indices[0]:
+            first_sequence = inputs[:1]
+        with spread_model.accumulating(index == indices[-1]):
+            with autocast:
+                output = spread_model.forward(input_ids=inputs, labels=labels, shift_labels=labels)
+            part = output.loss / len(indices)
+            part.backward()
+        loss = loss + part.detach()
+        if getattr(output, "penalty", None) is not None:
+            part = output.penalty.detach() / len(indices)
+            penalty = part if penalty is None else penalty + part
+    return loss, penalty, first_sequence
+
+
+class _Logs(AbstractContextManager["_Logs"]):
+    """The rows that the first rank writes: `metrics`, and `connections` if they are observed. All may raise OSError."""
+
+    def __init__(self, run: RunFolder, config: "TrainConfig", step: int, *, observing: bool):
+        with ExitStack() as stack:
+            self.metrics = stack.enter_context(
+                MetricsLog(run, step=step, tensorboard=config.tensorboard, wandb=config.wandb)
+            )
+            self.connections = stack.enter_context(Rows(run.connections, step=step)) if observing else None
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def sync(self) -> None:
+        """Wait until the rows are on the disk. Raises OSError."""
+        self.metrics.sync()
+        if self.connections:
+            self.connections.sync()
+
+
+def _finished(run: RunFolder, checkpoint: Checkpoint, ranks: Ranks) -> dict[str, Any]:
+    """Return the last row of a run that has no steps left."""
+    if ranks.first:
+        say(f"{run.path}: this run is finished ({checkpoint.step} steps)")
+    rows = read_metrics(run.metrics) or [{"step": checkpoint.step}]
+    return rows[-1] | {"checkpoint": str(checkpoint.path), "interrupted": False}
 
 
 def pick_device(name: str) -> torch.device:
@@ -292,27 +318,31 @@ def _stop_signals(*, twice: bool) -> Iterator[threading.Event]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-class _Clock:
-    """Seconds of training, over all the processes of a run; evaluating and saving do not count."""
+class _Clock(AbstractContextManager["_Clock"]):
+    """Count the seconds of training over all processes of a run; evaluating and saving do not count. A context."""
 
-    def __init__(self, seconds: float):
-        self._seconds = seconds
-        self._since: float | None = None
+    def __init__(self, seconds: float, tokens: int):
+        self._seconds, self._since = seconds, None
+        self._lap = tokens, seconds
 
     @property
     def seconds(self) -> float:
         return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def lap(self, tokens: int) -> tuple[float, float]:
+        """Return the seconds so far, and the tokens per second since the last call."""
+        (before, then), self._lap = self._lap, (tokens, self.seconds)
+        return self._lap[1], (tokens - before) / (self._lap[1] - then)
+
+    def __enter__(self) -> "_Clock":
         self._since = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds, self._since = self.seconds, None
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._seconds, self._since = self.seconds, None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self._seconds, self._since = self.seconds, None
+        self.__exit__()
         yield
-        self._since = time.perf_counter()
+        self.__enter__()

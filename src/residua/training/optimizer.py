@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The trainable parameters in groups for an optimizer, tied ones once; each with a `weight_decay` and a `factor`.
+    """Return the trainable parameters in groups, tied ones once; each group has `weight_decay` and `factor`.
 
     Decay pulls the weights of `nn.Linear` and `nn.Embedding` to zero, wherever they start: maps around a sublayer that
     are meant to start as the identity are decayed by the code of arXiv 2605.06729 too. Gains, biases, taps of
-    convolutions and read vectors, whatever their shape, have no reason to be small and get none. `factor` is what muP
-    multiplies the learning rate with (`models.mup`): 1 for every parameter unless the model's configuration has `mup`.
+    convolutions and read vectors, whatever their shape, have no reason to be small and get none. `factor` multiplies
+    the learning rate under muP (`models.mup`); it is 1 unless the model's configuration has `mup`.
     """
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))}
     factors: dict[int, float] = {}
@@ -39,7 +39,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def adamw(model: nn.Module, config: "TrainConfig") -> torch.optim.AdamW:
-    """The optimizer of a run. Each group keeps the peak of its learning rate as `initial_lr`, lr times its factor."""
+    """Return the optimizer of a run. Each group keeps its peak learning rate, lr times its factor, as `initial_lr`."""
     optimizer = torch.optim.AdamW(
         parameter_groups(model, config.weight_decay),
         lr=config.lr,
@@ -53,7 +53,7 @@ def adamw(model: nn.Module, config: "TrainConfig") -> torch.optim.AdamW:
 
 
 def learning_rate_factor(step: int, config: "TrainConfig") -> float:
-    """The learning rate of step 1, 2, ..., `config.steps` as a share of the peak.
+    """Return the learning rate of step 1, 2, ..., `config.steps` as a fraction of the peak.
 
     It rises linearly to 1 at `warmup_steps`, then falls as a cosine to `min_lr_ratio` at the last step.
     """
@@ -64,6 +64,6 @@ def learning_rate_factor(step: int, config: "TrainConfig") -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set every group to this share of its own peak."""
+    """Set every group to this fraction of its own peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor

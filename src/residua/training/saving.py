@@ -1,4 +1,4 @@
-"""When and how a run saves: one process waits for the disk, several write behind the steps that follow."""
+"""When a run saves: one process waits for the disk, several write in the background while training continues."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,25 +19,11 @@ if TYPE_CHECKING:
     from residua.training.config import TrainConfig
 
 
-@contextmanager
-def writing(run: RunFolder, step: int, checkpoint: Checkpoint | None) -> Iterator[None]:
-    """Say what is kept when the disk fails, which an OSError tells. Raises RunError."""
-    try:
-        yield
-    except OSError as error:
-        reason = " ".join(str(error).split())
-        kept = checkpoint.path if checkpoint else "none"
-        raise RunError(
-            f"step {step}: cannot write into {run.path}: {reason}; last good checkpoint: {kept}; "
-            f"make room or mend the folder, then: {run.resume_command}"
-        ) from error
-
-
 class Saver:
     """Saves the checkpoints of a run. `newest` is the newest that is whole.
 
-    Where ranks train together, `save` copies what is to be saved, and a thread of each rank writes it while training
-    goes on; it ends before the next one begins. All ranks learn what became of it, in `finish` or the next `save`.
+    If several ranks train, `save` copies the state and a thread of each rank writes it while training continues; the
+    next `save` waits for that thread. `finish` and the next `save` raise its errors on all ranks.
     """
 
     def __init__(
@@ -54,18 +40,31 @@ class Saver:
         self._run, self._settings, self._ranks, self._device = run, settings, ranks, device
         self._model, self._optimizer = model, optimizer
         self._kept = {"keep": config.keep_checkpoints, "keep_best": config.keep_best}
-        # The run goes on from the newest whole one, so those after it are damaged.
+        # The run resumes from the newest whole one, so later ones are damaged.
         self._damaged = {step for step in saved_steps(run.path) if newest is None or step > newest.step}
         self._pending: Future[None] | None = None
         self.newest = newest
 
     @property
     def failed(self) -> bool:
-        """Whether a save behind the training has failed; `finish` says how."""
+        """Whether a save in the background has failed; `finish` raises its error."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
+    @contextmanager
+    def writing(self, step: int) -> Iterator[None]:
+        """Turn an OSError inside into a RunError that says which checkpoint is kept."""
+        try:
+            yield
+        except OSError as error:
+            reason = " ".join(str(error).split())
+            kept = self.newest.path if self.newest else "none"
+            raise RunError(
+                f"step {step}: cannot write into {self._run.path}: {reason}; last good checkpoint: {kept}; "
+                f"make room or mend the folder, then: {self._run.resume_command}"
+            ) from error
+
     def save(self, step: int, *, seconds: float, val_loss: float | None) -> None:
-        """Save what is there after `step`. Raises as `finish` does."""
+        """Save the state after `step`. Raises as `finish` does."""
         self.finish()
         checkpoint = Checkpoint(self._run.checkpoints / f"step-{step}", step, seconds, self._settings, val_loss)
         blocks = snapshot(self._model, self._optimizer, self._device, self._ranks)
@@ -75,9 +74,9 @@ class Saver:
             self._write(blocks, checkpoint)
 
     def finish(self) -> Path | None:
-        """Wait until the last checkpoint is on the disk; returns the newest.
+        """Wait until the last checkpoint is on the disk; return the newest.
 
-        Raises RunError where the folder cannot be written, and whatever else has ended a save.
+        Raises RunError if the folder cannot be written, and whatever else ended a save.
         """
         if self._pending is not None:
             self._pending.result()
@@ -87,22 +86,22 @@ class Saver:
     def _write(self, blocks: Blocks, checkpoint: Checkpoint) -> None:
         """Write the checkpoint and drop the old ones; in a thread where there are several ranks.
 
-        Raises RunError on all ranks where one of them cannot write. Other exceptions are of this rank alone, a
-        RuntimeError where another rank is gone among them.
+        Raises RunError on all ranks if one of them cannot write. Other exceptions are raised on this rank only, among
+        them RuntimeError if another rank is gone.
         """
         ranks, step = self._ranks, checkpoint.step
-        with writing(self._run, step, self.newest):
+        with self.writing(step):
             self.newest = write_checkpoint(checkpoint, blocks, ranks)
-        with writing(self._run, step, self.newest), ranks.together_saving():
+        with self.writing(step), ranks.together_saving():
             if ranks.first:
                 self._damaged.discard(step)
                 drop_old(self._run.checkpoints, step, damaged=self._damaged, **self._kept)
 
 
 def _behind(work: Callable[[], None]) -> Future[None]:
-    """Do `work` in a thread; what it raises is raised by the future's `result`.
+    """Run `work` in a thread; the future's `result` raises what it raises.
 
-    A daemon: the threads of an executor are waited for when Python ends, and work may wait for a rank that is gone.
+    The thread is a daemon: `work` may wait for a rank that is gone, and Python would wait for an executor's threads.
     """
     future: Future[None] = Future()
 

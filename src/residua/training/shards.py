@@ -126,14 +126,13 @@ class StoredTensors:
                     for a, size, b, other in zip(here.offset, here.values.shape, part.offset, part.size)
                 ]
                 if all(a < b for a, b in zip(begin, end)):
-                    inside = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, here.offset))
-                    here.values[inside].copy_(part.read(begin, end))
+                    box = _slices(begin, end, here.offset)
+                    here.values[box].copy_(part.values()[_slices(begin, end, part.offset)])
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which a tensor is stored."""
         with _named(self._source):
-            part = self._parts[name][0]
-            return part.read(part.offset, [a + min(size, 1) for a, size in zip(part.offset, part.size)]).dtype
+            return self._parts[name][0].values().dtype
 
 
 class _Part(NamedTuple):
@@ -145,11 +144,14 @@ class _Part(NamedTuple):
     size: tuple[int, ...]
     offset: tuple[int, ...]
 
-    def read(self, begin: Sequence[int], end: Sequence[int]) -> Tensor:
-        """Return the values from `begin` to before `end`, which count from the beginning of the whole tensor."""
-        if not self.shape:
-            return self.file.get_tensor(self.name)
-        return self.file.get_slice(self.name)[tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, self.offset))]
+    def values(self) -> Tensor:
+        """The block as a view of the mapped file: only what is used of it is read."""
+        return self.file.get_tensor(self.name)
+
+
+def _slices(begin: Sequence[int], end: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
+    """The index, in a block that begins at `offset`, of the box from `begin` to before `end`."""
+    return tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offset))
 
 
 def _part(file: Any, name: str, block: Any) -> _Part:

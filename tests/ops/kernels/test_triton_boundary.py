@@ -39,7 +39,7 @@ def arguments(batch: int, seq: int, channels: int, dim: int, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_good_as_the_plain_definition(case, dtype):
-    value_input = "context" if case[2] in (2, 3) else "stream"
+    value_input = "context" if case[2] in (2, 3) else "x_in"
     options = {"value_input": value_input, "norm_eps": 1e-3}
     assert_as_good(partial(kernel, **options), partial(channel_boundary, **options), arguments(*case, dtype))
 

@@ -4,11 +4,9 @@ import {h} from "./dom.js";
 import {number} from "./inspect-trace.js";
 import {panel} from "./panels.js";
 
-const FAMILIES = {
-  residual: "plain residual",
-  delta: "delta writes",
-  streams: "mixed streams",
-  geometric: "rotations and reflections",
+const SHORTCUTS = {
+  "rank-one": "writes or erases along one direction",
+  mixing: "mixes the rows of its state",
 };
 
 /** What was looked at, of a trace without warnings. */
@@ -25,12 +23,12 @@ export function card(trace) {
   const {scheme, ...options} = typeof facts.scheme === "object" && facts.scheme ? facts.scheme : {scheme: facts.scheme};
   const rows = [
     ["connection", facts.preset ?? scheme],
-    ["kind", FAMILIES[facts.family] ?? facts.family],
+    ["kind", SHORTCUTS[facts.shortcut]],
     ["run", facts.run],
     ["checkpoint", facts.checkpoint === null ? null : `step ${facts.checkpoint.toLocaleString("en")}`],
     [
       "size",
-      `${trace.depth} sublayer${trace.depth === 1 ? "" : "s"} of width ${facts.dim}${facts.streams > 1 ? `, ${facts.streams} rows of state` : ""}`,
+      `${trace.depth} sublayer${trace.depth === 1 ? "" : "s"} of width ${facts.dim}${facts.rows > 1 ? `, ${facts.rows} rows of state` : ""}`,
     ],
     [
       "text",

@@ -292,19 +292,19 @@ def differentiable(op: Callable, backward_op: Callable, mixing: str) -> Callable
     """Make a differentiable boundary of its two operators: the function that `ops.write_read` calls.
 
     It takes state, k, v, beta, the reader's four tensors (errors call the first `mixing`), k_norm, eps, norm_eps,
-    value_input and rebuild_every, and returns the results of `ops.write_read.Boundary`, with one derivative, for 1 to
+    value_input and recompute_every, and returns the results of `ops.write_read.Boundary`, with one derivative, for 1 to
     16 value channels. What is read is the state before it is rounded to its dtype. Every tensor is in float32, bfloat16
     or float16, and has a gradient in its own dtype. Kept for the backward pass: the inputs, one state in
-    `rebuild_every` along a chain of writes, and value_channels + 2 float32 numbers per token, not x_in. Raises
+    `recompute_every` along a chain of writes, and value_channels + 2 float32 numbers per token, not x_in. Raises
     ValueError for other numbers of channels, TypeError for other dtypes.
     """
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, state, k, v, beta, *others):
-            *reader, k_norm, eps, norm_eps, from_context, rebuild_every = others
+            *reader, k_norm, eps, norm_eps, from_context, recompute_every = others
             *results, error, scale, root = op(state, [k, v, beta], reader, k_norm, eps, norm_eps, from_context)
-            keep(ctx, state, rebuild_every, k, scale, beta, error, v, root, *reader)
+            keep(ctx, state, recompute_every, k, scale, beta, error, v, root, *reader)
             ctx.options = k_norm, eps, from_context
             return tuple(results)
 
@@ -315,13 +315,13 @@ def differentiable(op: Callable, backward_op: Callable, mixing: str) -> Callable
             return *backward_op(grads, state, since, write, reader, saved, *ctx.options), None, None, None, None, None
 
     def boundary(state, k, v, beta, *others):
-        *reader, k_norm, eps, norm_eps, value_input, rebuild_every = others
+        *reader, k_norm, eps, norm_eps, value_input, recompute_every = others
         names = (mixing, "gain", "gate_weight", "value_weight")
         expect_taken("value channels", state.shape[-2], state=state, k=k, v=v, beta=beta, **dict(zip(names, reader)))
         options = (k_norm or "none", fresh(eps), fresh(norm_eps), value_input == "context")
         if not torch.is_grad_enabled():
             return tuple(op(state, [k, v, beta], reader, *options)[:4])
-        return Function.apply(state, k, v, beta, *reader, *options, rebuild_every)
+        return Function.apply(state, k, v, beta, *reader, *options, recompute_every)
 
     return boundary
 

@@ -192,9 +192,9 @@ def write_backward_op(
 
 class _DeltaWrite(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, state, k, v, beta, k_norm, eps, rebuild_every):
+    def forward(ctx: Any, state, k, v, beta, k_norm, eps, recompute_every):
         written, error, scale = write_op(state, k, v, beta, k_norm, eps)
-        keep(ctx, state, rebuild_every, k, scale, beta, error, v)
+        keep(ctx, state, recompute_every, k, scale, beta, error, v)
         ctx.options = k_norm, eps
         return written
 
@@ -206,15 +206,15 @@ class _DeltaWrite(torch.autograd.Function):
 
 
 def delta_write(
-    state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: str | None, eps: float, rebuild_every: int
+    state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: str | None, eps: float, recompute_every: int
 ) -> Tensor:
     """Compute `ops.delta_write`, with one derivative, for 1 to 16 value channels.
 
     Every tensor is in float32, bfloat16 or float16, and has a gradient in its own dtype. Kept for the backward pass:
-    the inputs, one state in `rebuild_every` along a chain of writes, and value_channels + 1 float32 numbers per token.
-    Raises ValueError for other numbers of channels, TypeError for other dtypes.
+    the inputs, one state in `recompute_every` along a chain of writes, and value_channels + 1 float32 numbers per
+    token. Raises ValueError for other numbers of channels, TypeError for other dtypes.
     """
     expect_taken("value channels", state.shape[-2], state=state, k=k, v=v, beta=beta)
     if not torch.is_grad_enabled():
         return write_op(state, k, v, beta, k_norm or "none", eps)[0]
-    return _DeltaWrite.apply(state, k, v, beta, k_norm or "none", fresh(eps), rebuild_every)
+    return _DeltaWrite.apply(state, k, v, beta, k_norm or "none", fresh(eps), recompute_every)

@@ -1,4 +1,4 @@
-"""Replay the writes since the nearest kept state, in registers or into memory (`ops.rebuild`), to the last bit."""
+"""Replay the writes since the nearest kept state, in registers or into memory (`ops.recompute`), to the last bit."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from residua.ops.kernels.launch import empty, launch, num_warps, operator, packed, runs, tiling, token_rows
 from residua.ops.kernels.tiles import load_state, store_tile
-from residua.ops.rebuild import joined, nearest, opened
+from residua.ops.recompute import joined, nearest, opened
 
 REACH = 7  # writes that a kernel replays; in a longer chain of states that were not kept, one of them is made first
 
@@ -54,9 +54,9 @@ def replay_op(state: Tensor, since: Sequence[Tensor]) -> Tensor:
     return written
 
 
-def keep(ctx: Any, state: Tensor, rebuild_every: int, *others: Tensor) -> None:
+def keep(ctx: Any, state: Tensor, recompute_every: int, *others: Tensor) -> None:
     """Save for the backward pass of a write: X unless it can be replayed, then k, 1 / m, beta, r, and anything else."""
-    ctx.save_for_backward(joined(ctx, state, rebuild_every, _again), *others)
+    ctx.save_for_backward(joined(ctx, state, recompute_every, _again), *others)
 
 
 def kept(ctx: Any) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
@@ -66,7 +66,7 @@ def kept(ctx: Any) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
     """
     if torch.is_grad_enabled():
         raise RuntimeError("kernels have first derivatives only: use implementation='reference' to differentiate twice")
-    ctx.rebuilt = None  # every reader of the state that this write made has had it
+    ctx.recomputed = None  # every reader of the state that this write made has had it
     state, between = nearest(ctx, _again, REACH)
     _, *others = opened(ctx)
     ctx.opened = None

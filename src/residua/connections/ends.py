@@ -1,4 +1,4 @@
-"""Modules at the borders of a state of several streams: expanding an embedding into it, compressing it to width dim.
+"""The ends of a stream: modules that expand an embedding into the state, and that compress the state to width dim.
 
 Streams are (batch, seq, streams, dim). A module with `window > 0` looks back that many tokens and takes a `Memory`.
 """
@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Memory
+from residua.connections.memory import Memory, current, expect_tokens, masked, remembered
 from residua.ops import (
     at_least_float32,
     causal_expand,
@@ -20,31 +20,25 @@ from residua.ops import (
 from residua.ops.precision import widened
 
 
-def remembered(x: Tensor, memory: Memory | None, window: int) -> Tensor:
-    """x: (batch, seq, ...) behind the earlier tokens that `memory` holds, if any, with padding set to zero."""
-    return x if memory is None or not window else memory.extend(memory.mask(x), window)
-
-
-def current(out: Tensor, x: Tensor, seen: Tensor) -> Tensor:
-    """The part of `out` that belongs to the tokens of x, where `out` was computed from `seen = remembered(x, ...)`."""
-    return out if seen is x else out[:, -x.shape[1] :]
-
-
-def expect_tokens(x: Tensor, window: int, *, axes: str) -> None:
-    """ValueError where a look back of `window` > 0 meets an x that lacks one of its `axes`: it would take the entries
-    of a batch (batch, dim) for a sequence, and mix them.
-    """
-    if window and x.dim() < axes.count(",") + 1:
-        raise ValueError(f"what looks back on earlier tokens: expected {axes}, got {tuple(x.shape)}")
-
-
 class Same(nn.Module):
-    """The border of a state with one stream: the state is the embedding."""
+    """The end of a stream whose state is (batch, seq, dim): nothing changes."""
 
     window = 0
 
     def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
         return x
+
+
+class OnlyStream(nn.Module):
+    """The compressor of a state with a single stream. (batch, seq, 1, dim) -> (batch, seq, dim)."""
+
+    window = 0
+
+    def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
+        return streams.squeeze(-2)
+
+    def shares(self) -> None:
+        """None: a single stream leaves nothing to weigh."""
 
 
 class Repeat(nn.Module):
@@ -129,12 +123,15 @@ class TokenCompress(nn.Module):
         taps, read = widened(self.taps, self.read)
         return taps * read.unsqueeze(-1)
 
+    def shares(self) -> Tensor:
+        return _shares(self.weights())
+
     def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
         expect_tokens(streams, self.window, axes="(batch, seq, streams, dim)")
         taps = self.weights()
         if memory is None or not self.window or not memory.keeps:
             return causal_read(streams, taps, None if memory is None else memory.padding)
-        streams = memory.mask(streams)
+        streams = masked(streams, memory.padding)
         like = at_least_float32(streams[..., :1, :]).expand(*streams.shape[:-2], self.window, streams.shape[-1])
         x, sums = causal_read_on(streams, taps, memory.recall(like))
         memory.keep(sums)
@@ -186,8 +183,18 @@ class ChannelCompress(nn.Module):
         """What convolution and read vector amount to, (streams, dim)."""
         return self.taps if self.read is None else channel_taps(self.taps, self.read, causal=self.causal)
 
+    def shares(self) -> Tensor:
+        return _shares(self.weights())
+
     def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
         return stream_read(streams, self.weights())
+
+
+def _shares(weights: Tensor) -> Tensor:
+    """How much each stream weighs in what is read, (streams,) with sum 1: weights (..., streams, dim)."""
+    sizes = at_least_float32(weights).abs().sum(-1)
+    sizes = sizes.reshape(-1, sizes.shape[-1]).sum(0)
+    return sizes / sizes.sum()
 
 
 class Collapse(nn.Module):

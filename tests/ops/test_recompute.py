@@ -1,4 +1,4 @@
-"""States that are rebuilt in the backward pass equal the kept ones to the last bit, and are not kept."""
+"""States that are recomputed in the backward pass equal the kept ones to the last bit, and are not kept."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ class Chain:
         for i, mix in enumerate(self.mix):
             x = causal_read(state, self.taps) if i % 2 else stream_read(state, self.taps[0])
             k, v, beta = torch.tanh(x @ mix), x[..., :STREAMS], 2 * torch.sigmoid(x[..., 0])
-            state = delta_write(state, k, v, beta, k_norm="rms", rebuild_every=every)
+            state = delta_write(state, k, v, beta, k_norm="rms", recompute_every=every)
             found.append(state)
         return found
 
@@ -75,7 +75,7 @@ def test_boundaries_take_part(tokens):
         k, v, beta = (normal(BATCH, SEQ, *width, seed=3, dtype=torch.float32) for width in ((DIM,), (STREAMS,), ()))
         for _ in range(6):
             boundary = token_boundary if tokens else channel_boundary
-            state, k, beta, v = boundary(state, k, v, beta, weights, *others, rebuild_every=every)
+            state, k, beta, v = boundary(state, k, v, beta, weights, *others, recompute_every=every)
             loss = loss + k.square().mean() + v.square().mean()
         assert state.grad_fn.age == (1 if every == 1 else 2)
         found.append(torch.autograd.grad(loss + state.square().mean(), [start, weights]))
@@ -90,17 +90,17 @@ def test_one_state_in_m_is_kept():
     assert kept_states(chain, 100) == 1
 
 
-def test_rebuilt_states_are_let_go():
+def test_recomputed_states_are_let_go():
     """During the backward pass no more than m states are alive at once, and none afterwards."""
     chain = Chain()
     states = chain.states(4)
     nodes = [state.grad_fn for state in states[1:]]
     alive = []
     for state in states[1:]:
-        state.register_hook(lambda _: alive.append(sum(node.rebuilt is not None for node in nodes)))
+        state.register_hook(lambda _: alive.append(sum(node.recomputed is not None for node in nodes)))
     causal_read(states[-1], chain.taps).sum().backward()
     assert 0 < max(alive) <= 3
-    assert all(node.rebuilt is None and node.opened is None for node in nodes)
+    assert all(node.recomputed is None and node.opened is None for node in nodes)
 
 
 def test_a_graph_that_is_kept_can_be_used_again():
@@ -125,10 +125,10 @@ def test_a_loss_from_the_middle_of_a_chain():
 def test_differentiating_twice_is_refused():
     chain = Chain()
     state = chain.states(4)[2]
-    with pytest.raises(RuntimeError, match="rebuild='none'"):
+    with pytest.raises(RuntimeError, match="recompute='none'"):
         torch.autograd.grad(state.sum(), chain.start, create_graph=True)
     read = stream_read(state, chain.taps[0])
-    with pytest.raises(RuntimeError, match="rebuild='none'"):
+    with pytest.raises(RuntimeError, match="recompute='none'"):
         torch.autograd.grad(read.sum(), chain.taps, create_graph=True)
 
 
@@ -154,7 +154,7 @@ def test_a_state_patched_behind_the_back_of_autograd_is_kept(patched):
                     state[:, 1] = 0.25
             x = causal_read(state, chain.taps)
             k, v, beta = torch.tanh(x @ mix), x[..., :STREAMS], 2 * torch.sigmoid(x[..., 0])
-            state = delta_write(state, k, v, beta, k_norm="rms", rebuild_every=every)
+            state = delta_write(state, k, v, beta, k_norm="rms", recompute_every=every)
         return torch.autograd.grad(state.square().sum(), chain.leaves)
 
     assert all(torch.equal(a, b) for a, b in zip(gradients(4), gradients(1)))
@@ -170,14 +170,14 @@ def test_saved_tensors_go_through_hooks():
 
 
 def test_checkpointed_stretches_of_a_chain():
-    """Activation checkpointing hands out each saved tensor once; a rebuild asks for those of other writes."""
+    """Activation checkpointing hands out each saved tensor once; recomputing asks for tensors of other writes."""
     chain = Chain()
 
     def stretch(state: Tensor, low: int, high: int) -> Tensor:
         for i in range(low, high):
             x = causal_read(state, chain.taps)
             k, v, beta = torch.tanh(x @ chain.mix[i]), x[..., :STREAMS], 2 * torch.sigmoid(x[..., 0])
-            state = delta_write(state, k, v, beta, k_norm="rms", rebuild_every=4)
+            state = delta_write(state, k, v, beta, k_norm="rms", recompute_every=4)
         return state
 
     def loss(checkpointed: bool) -> Tensor:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from residua import ops
 from residua.ops import write_read
-from residua.ops.rebuild import writer
+from residua.ops.recompute import writer
 from support.kernel_cases import DEVICE, normal
 
 pytest.importorskip("triton")
@@ -66,12 +66,12 @@ class Chain:
         """X_{i+1}, and what was made beside it, for the write that follows."""
         k, v, beta = self.writes[i]
         if self.kernel == "delta":
-            return delta_write(state, k, v, beta, k_norm="rms", rebuild_every=every), ()
+            return delta_write(state, k, v, beta, k_norm="rms", recompute_every=every), ()
         if others:
             context, gate, value = others
             k, v, beta = k + context, v + value, beta + 0.1 * torch.tanh(gate)
         kernel = channel_boundary if self.kernel == "channel" else token_boundary
-        state, *others = kernel(state, k, v, beta, *self.parameters, rebuild_every=every)
+        state, *others = kernel(state, k, v, beta, *self.parameters, recompute_every=every)
         return state, tuple(others)
 
     def stretch(self, state: Tensor, others: tuple, low: int, high: int, every: int) -> tuple[Tensor, tuple]:
@@ -93,7 +93,7 @@ def assert_equal(ours, theirs) -> None:
         assert torch.equal(a, b)
 
 
-def assert_rebuilding_changes_nothing(chain: Chain) -> None:
+def assert_recomputing_changes_nothing(chain: Chain) -> None:
     expected = chain.gradients(chain.loss(1))
     for every in (2, 4):
         assert_equal(chain.gradients(chain.loss(every)), expected)
@@ -102,7 +102,7 @@ def assert_rebuilding_changes_nothing(chain: Chain) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradients_are_equal_to_the_last_bit(kernel, dtype):
-    assert_rebuilding_changes_nothing(Chain(kernel, dtype))
+    assert_recomputing_changes_nothing(Chain(kernel, dtype))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -124,10 +124,10 @@ def test_chains_longer_than_a_kernel_replays(every):
         nodes.append(state.grad_fn)
     alive = []
     for node in nodes:
-        node.register_hook(lambda *_: alive.append(sum(node.rebuilt is not None for node in nodes)))
+        node.register_hook(lambda *_: alive.append(sum(node.recomputed is not None for node in nodes)))
     assert_equal(chain.gradients(state.float().square().mean()), expected)
     assert max(alive) == (1 if every == 9 else 2)
-    assert all(node.rebuilt is None and node.opened is None for node in nodes)
+    assert all(node.recomputed is None and node.opened is None for node in nodes)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -163,12 +163,12 @@ def test_kernels_and_plain_operations_in_one_chain(dtype):
             inputs = state, torch.tanh(read @ mixes[i]), read[..., :CHANNELS], 2 * torch.sigmoid(read[..., 0])
             if kind in "kp":
                 write = delta_write if kind == "k" else ops.delta_write
-                state = write(*inputs, k_norm="rms", rebuild_every=every)
+                state = write(*inputs, k_norm="rms", recompute_every=every)
             elif kind == "t":
-                state, *made = token_boundary(*inputs, taps, *others, rebuild_every=every)
+                state, *made = token_boundary(*inputs, taps, *others, recompute_every=every)
                 total = total + sum(x.float().square().mean() for x in made)
             else:
-                state, *made = channel_boundary(*inputs, taps[1], *others, rebuild_every=every)
+                state, *made = channel_boundary(*inputs, taps[1], *others, recompute_every=every)
                 total = total + sum(x.float().square().mean() for x in made)
         return total + ops.causal_read(state, taps).float().square().mean()
 
@@ -177,7 +177,7 @@ def test_kernels_and_plain_operations_in_one_chain(dtype):
         assert_equal(torch.autograd.grad(loss(every), leaves), expected)
 
 
-def test_only_the_state_is_rebuilt():
+def test_only_the_state_is_recomputed():
     """The other results of a boundary have the same node of the graph, and are kept by who reads them."""
     chain = Chain("channel")
     state, (context, *_) = chain.write(chain.start, (), 0, 4)
@@ -238,4 +238,4 @@ def test_a_compiler_keeps_every_state(kernel):
 @pytest.mark.parametrize("dim", [768, 1024])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradients_are_equal_at_real_widths(kernel, dim, dtype):
-    assert_rebuilding_changes_nothing(Chain(kernel, dtype, shape=(4, 203), channels=4, dim=dim))
+    assert_recomputing_changes_nothing(Chain(kernel, dtype, shape=(4, 203), channels=4, dim=dim))

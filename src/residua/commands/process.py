@@ -1,0 +1,71 @@
+"""The process around a command: its streams, Ctrl-C, and what is said of an error."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from residua.errors import InputError, RunError
+
+EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory", "size calculation overflow")
+"""What torch says of sizes that no machine holds."""
+
+
+def in_one_line(error: Exception) -> str | None:
+    """Return what to tell the user about an error; None for a defect of ours, which deserves its traceback."""
+    text = str(error)
+    if isinstance(error, (InputError, RunError, ModuleNotFoundError, OSError)):
+        return text
+    if isinstance(error, RecursionError):
+        return "expected input with a few levels, got some nested too deeply"
+    if isinstance(error, OverflowError):
+        return f"expected numbers that the machine can hold, got one too large: {text}"
+    exhausted = isinstance(error, RuntimeError) and any(words in text.lower() for words in EXHAUSTED)
+    if isinstance(error, MemoryError) or exhausted:
+        reason = text.partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2] or "none is left"
+        return f"not enough memory: {reason}; use smaller sizes"
+    return None
+
+
+def replace_closed_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr the null device in their place: files opened
+    later would take their numbers and receive what is printed."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def discard_output() -> None:
+    """Send what a stream still holds nowhere if it cannot be written: Python would complain when it closes it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Yield a list that is no longer empty once Ctrl-C was pressed: extension modules, and what they leave half
+    imported, turn the KeyboardInterrupt into errors of their own."""
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        signal.default_int_handler(number, frame)
+
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,123 @@
+"""Attention Residuals, AttnRes (arXiv 2603.15031): every sublayer attends over what earlier sublayers wrote.
+
+    x = sum_i a_i V_i,   a = softmax_i(w . RMSNorm(V_i)),   V_0 = embedding,   V_l = F(norm(x)) of sublayer l
+
+The state grows with depth: it is the tuple of the sources V_i. With `block_size` S, sublayers 1 to S are summed into
+one source, S + 1 to 2 S into the next, and so on: Block AttnRes.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream, TensorSpec, Traffic
+from residua.connections.memory import Memory
+from residua.connections.norm import norms
+from residua.connections.options import check_types, require
+from residua.ops import at_least_float32, depth_read
+
+
+class DepthCoefficients(NamedTuple):
+    """weights: (batch, seq, sources), the attention over depth, in float32 at least; None where there is one source."""
+
+    weights: Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionResiduals(Scheme):
+    """AttnRes. Starts as the pre-norm residual, up to the eps of its norms: a zero query reads the mean of the sources.
+
+    block_size   S, the sublayers whose outputs are summed into one source; 1 keeps every output (Full AttnRes), 12 is
+                 the publication's block of six layers
+    """
+
+    equation: ClassVar[str] = "V_l = F(norm(sum_i a_i V_i)), a = softmax_i(w . norm(V_i))"
+    paper: ClassVar[str] = "arXiv 2603.15031"
+
+    block_size: int = 1
+
+    def __post_init__(self):
+        check_types(self)
+        require(self, "block_size", self.block_size >= 1, "at least 1")
+
+    def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
+        return (TensorSpec((dim,)),) * (1 + -(-boundary // self.block_size))
+
+    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
+        """n sources are read and one is written: (n + 1) P + 4. Backward their gradients are added up: 3 n P + 6."""
+        sources = self.state_size(boundary, 1)
+        return Traffic((sources + 1) * state_bytes + 4, 3 * sources * state_bytes + 6)
+
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+        norm = norms(dim, norm_eps, norm)
+        connections = [DepthConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
+        return Stream(OpenSources(), connections, DepthCollapse(dim, attends=num_sublayers > 0, eps=norm_eps))
+
+
+class OpenSources(nn.Module):
+    """The state that holds the embedding alone: (batch, seq, dim) -> a tuple of one such tensor."""
+
+    window = 0
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> tuple[Tensor, ...]:
+        return (x,)
+
+
+class DepthRead(nn.Module):
+    """Attention over the sources by a learned query, with RMSNorm of the keys and a gain. Starts as their mean.
+
+    A tuple of n tensors (batch, seq, dim) -> (batch, seq, dim) and the weights (batch, seq, n).
+    """
+
+    def __init__(self, dim: int, *, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.query = nn.Parameter(torch.empty(dim))
+        self.gain = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.query)
+        nn.init.ones_(self.gain)
+
+    def forward(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        return depth_read(sources, at_least_float32(self.query) * at_least_float32(self.gain), eps=self.eps)
+
+
+class DepthCollapse(nn.Module):
+    """The readout: the same attention over all sources, (batch, seq, dim)."""
+
+    window = 0
+
+    def __init__(self, dim: int, *, attends: bool, eps: float):
+        super().__init__()
+        self.attend = DepthRead(dim, eps=eps) if attends else None
+
+    def forward(self, sources: tuple[Tensor, ...], memory: Memory | None = None) -> Tensor:
+        return sources[0] if self.attend is None else self.attend(sources)[0]
+
+
+class DepthConnection(Connection):
+    """One connection of AttnRes around sublayer `index`, which opens a source if `block_size` divides the index.
+
+    The first sublayer has one source to read and therefore no query.
+    """
+
+    def __init__(self, scheme: AttentionResiduals, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
+        super().__init__()
+        self.opens = index % scheme.block_size == 0
+        self.attend = DepthRead(dim, eps=norm_eps) if index else None
+        self.norm = norm
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        x, weights = (state[0], None) if self.attend is None else self.attend(state)
+        return self.norm(x), Carry(state, DepthCoefficients(weights))
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        sources = carry.residual
+        if self.opens:
+            return (*sources, y.to(sources[0].dtype))
+        *closed, partial = sources
+        return (*closed, (partial + y).to(partial.dtype))

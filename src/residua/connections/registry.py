@@ -1,0 +1,200 @@
+"""The names of schemes: the library's own, registered ones, and those of installed packages.
+
+A configuration holds names and plain options. A name finds what is registered here or declared by an installed package
+in the entry-point group `residua.schemes`; it never imports a module that a configuration names.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from importlib import metadata
+from typing import Any
+
+from residua.connections.attnres import AttentionResiduals
+from residua.connections.base import Scheme
+from residua.connections.deep_delta import DeepDelta
+from residua.connections.edelta import EDelta, EDeltaStream
+from residua.connections.hyper import HyperConnections
+from residua.connections.jpmhc import JacobianHyperConnections
+from residua.connections.mhc import ManifoldHyperConnections
+from residua.connections.options import named, nearest
+from residua.connections.pooled_householder import PooledHouseholder
+from residua.connections.residual import Residual
+
+ENTRY_POINTS = "residua.schemes"
+RESERVED = ("preset", "scheme", "package")  # keys of a description beside the options
+
+SCHEMES: dict[str, type[Scheme]] = {
+    "residual": Residual,
+    "deep_delta": DeepDelta,
+    "hyper": HyperConnections,
+    "mhc": ManifoldHyperConnections,
+    "jpmhc": JacobianHyperConnections,
+    "edelta": EDelta,
+    "edelta_stream": EDeltaStream,
+    "pooled_householder": PooledHouseholder,
+    "attnres": AttentionResiduals,
+}
+
+PRESETS: dict[str, Scheme] = {
+    "residual": Residual(),
+    "ddl": DeepDelta(),
+    "ddl-v": DeepDelta(map="v"),
+    "ddl-tc": DeepDelta(value_channels=4, compress="token"),
+    "ddl-tc-v": DeepDelta(value_channels=4, compress="token", map="v"),
+    "ddl-ec": DeepDelta(value_channels=4, compress="token", expand="conv"),
+    "ddl-cc": DeepDelta(value_channels=4, compress="channel"),
+    "ddl-cc-ec": DeepDelta(value_channels=4, compress="channel", expand="conv"),
+    "hc": HyperConnections(),
+    "mhc": ManifoldHyperConnections(),
+    "jpmhc": JacobianHyperConnections(),
+    "edelta": EDelta(),
+    "edelta-stream": EDeltaStream(),
+    "pooled-householder": PooledHouseholder(),
+    "attnres": AttentionResiduals(),
+    "attnres-block": AttentionResiduals(block_size=12),
+}
+
+_PACKAGES: dict[type[Scheme], str] = {}  # of schemes that are not the library's own
+
+
+def register(name: str, scheme: type[Scheme] | Scheme) -> None:
+    """Give a scheme a name that works wherever a preset's does: in configurations, commands and checkpoints.
+
+    A class is registered with its default options, an instance with its own. In an installed package, declare the
+    entry point instead, and no process has to call this: `[project.entry-points."residua.schemes"]`, then
+    `my-scheme = "my_package.module:MyScheme"`.
+
+    Raises:
+        TypeError: this is not a Scheme, or a class whose options lack defaults.
+        ValueError: the name belongs to another scheme or cannot be written as a preset; an option has a reserved name.
+    """
+    kind = scheme if isinstance(scheme, type) else type(scheme)
+    if not issubclass(kind, Scheme):
+        raise TypeError(f"register {name!r}: expected a Scheme, its class or an instance, got {scheme!r}")
+    if not isinstance(name, str) or not name or any(mark in name for mark in ":,= "):
+        raise ValueError(f"register: expected a name without spaces or the marks : , =, got {name!r}")
+    if taken := [field.name for field in fields(kind) if field.name in RESERVED]:
+        raise ValueError(f"register {name!r}: {kind.__name__} has an option {taken[0]!r}, which a description needs")
+    instance = kind() if isinstance(scheme, type) else scheme
+    if (PRESETS.get(name, instance), SCHEMES.get(name, kind)) != (instance, kind):
+        raise ValueError(f"register: {name!r} is the name of another scheme; choose another name")
+    PRESETS[name] = instance
+    if kind not in SCHEMES.values():
+        SCHEMES[name] = kind
+        _PACKAGES[kind] = kind.__module__.partition(".")[0]
+
+
+def presets() -> dict[str, Scheme]:
+    """Every preset that can be had: the library's, registered ones and those of installed packages.
+
+    Warns of a package that declares something that cannot be used, and leaves it out.
+    """
+    for name in _installed():
+        try:
+            _find(name)
+        except ValueError as error:
+            warnings.warn(str(error), stacklevel=2)
+    return PRESETS
+
+
+def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
+    """Return the scheme of a preset's name, `{"preset": name, **overrides}` or `{"scheme": name, **options}`.
+
+    A preset's name may carry overrides itself: "ddl-cc:recompute=none,value_channels=3" (`options.named`). Overriding
+    an option derives those that follow from it: `{"preset": "ddl-cc", "value_channels": 3}` has a channel kernel of 3.
+
+    Raises:
+        ValueError: an unknown name (with the nearest one), option or value, or a package that is not installed.
+    """
+    if isinstance(connection, Scheme):
+        return connection
+    if isinstance(connection, str):
+        name, overrides = named(connection)
+        connection = {"preset": name, **overrides}
+    if not isinstance(connection, Mapping) or len(keys := {"preset", "scheme"} & connection.keys()) != 1:
+        raise ValueError(
+            f"connection: expected a preset's name or a mapping with the key 'preset' or 'scheme', got {connection!r}"
+        )
+    (key,) = keys
+    options = {name: value for name, value in connection.items() if name not in RESERVED}
+    known: Mapping[str, Any] = PRESETS if key == "preset" else SCHEMES
+    name = connection[key]
+    if not isinstance(name, str) or (name not in known and not _find(name)) or name not in known:
+        package = connection.get("package")
+        if isinstance(package, str):
+            raise ValueError(f"connection: the scheme {name!r} comes with the package {package!r}, which is not here")
+        raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, [*known, *_installed()])}")
+    scheme = known[name]
+    declared = [field.name for field in fields(scheme)]
+    for option in options:
+        if option not in declared:
+            raise ValueError(f"connection {name!r}: no option is called {option!r}{nearest(option, declared)}")
+    if key == "scheme":
+        return scheme(**options)
+    for derived, causes in scheme.derived.items():
+        if options.keys() & set(causes):
+            options.setdefault(derived, None)
+    return replace(scheme, **options)
+
+
+def describe(scheme: Scheme) -> dict[str, Any]:
+    """Return the mapping with all options spelt out from which `resolve` makes `scheme` again.
+
+    The scheme of another package comes with the key "package". Raises ValueError for a class without a name.
+    """
+    kind = type(scheme)
+    name = next((name for name, found in SCHEMES.items() if found is kind), None)
+    if name is None:
+        raise ValueError(
+            f"connection: {kind.__name__} has no name: call residua.register(name, {kind.__name__}) first, "
+            f"or declare it in the entry-point group {ENTRY_POINTS} of its package"
+        )
+    package = {"package": _PACKAGES[kind]} if kind in _PACKAGES else {}
+    return {"scheme": name, **package, **asdict(scheme)}
+
+
+def _installed() -> dict[str, metadata.EntryPoint]:
+    """The entry points of installed packages by name, but for names of the library's own schemes."""
+    return {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS) if point.name not in PRESETS}
+
+
+def _find(name: str) -> bool:
+    """Register the schemes of the installed package that declares `name`; whether there is one.
+
+    All of them, classes first, so that the description of a scheme does not depend on which one was asked for first.
+
+    Raises:
+        ValueError: the package declares under this name something that cannot be imported or is not a scheme.
+    """
+    installed = _installed()
+    if name not in installed:
+        return False
+    package = _package(installed[name])
+    loaded = []
+    for point in installed.values():
+        if _package(point) == package:
+            try:
+                loaded.append((point.name, point.load()))
+            except Exception as error:
+                if point.name == name:
+                    raise _unusable(name, package, error) from error
+    for other, scheme in sorted(loaded, key=lambda found: (not isinstance(found[1], type), found[0])):
+        try:
+            register(other, scheme)
+        except (TypeError, ValueError) as error:
+            if other == name:
+                raise _unusable(name, package, error) from error
+        else:
+            kind = scheme if isinstance(scheme, type) else type(scheme)
+            _PACKAGES.update({kind: package} if kind in _PACKAGES else {})
+    return True
+
+
+def _package(point: metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist else point.value.partition(":")[0]
+
+
+def _unusable(name: str, package: str, error: Exception) -> ValueError:
+    reason = f"{type(error).__name__}: {error}"
+    return ValueError(f"connection: the scheme {name!r} of the package {package!r} cannot be used: {reason}")

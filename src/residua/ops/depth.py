@@ -1,0 +1,74 @@
+"""Attention over depth: a sublayer reads a weighted mean of what earlier sublayers wrote (arXiv 2603.15031)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from residua.ops.precision import fresh, widened, without_autocast
+from residua.ops.shapes import expect_shape
+
+
+def depth_read(sources: Sequence[Tensor], query: Tensor, *, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """x = sum_i a_i V_i, a = softmax_i(u . V_i / sqrt(mean(V_i^2) + eps)): attention over the sources V_i.
+
+    sources: n >= 1 tensors (..., dim) of one shape; query u: (dim,), in AttnRes the query times the gain of the norm of
+    the keys. Returns x: (..., dim) in the dtype of the sources, and the weights a: (..., n) in float32 at least, which
+    take no gradient. Computed in float32 at least. The backward pass keeps the sources as they are, and n + n numbers
+    for each token: never a stack of them. Raises ValueError for other shapes. arXiv 2603.15031.
+    """
+    if not sources:
+        raise ValueError("sources: expected at least one tensor, got none")
+    for source in sources:
+        expect_shape("sources", source, sources[0].shape, "the shape of the first")
+    expect_shape("query", query, sources[0].shape[-1:], "(dim,)")
+    return _DepthRead.apply(query, fresh(eps), *sources)
+
+
+def _logits(query: Tensor, eps: float, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """l_i = u . V_i r_i and r_i = 1 / sqrt(mean(V_i^2) + eps), (..., n) each."""
+    logits, scales = [], []
+    with without_autocast(query.device):
+        for source in sources:
+            wide, u = widened(source, query)
+            scales.append(torch.rsqrt(wide.square().mean(-1) + eps))
+            logits.append((wide @ u) * scales[-1])
+    return torch.stack(logits, -1), torch.stack(scales, -1)
+
+
+class _DepthRead(torch.autograd.Function):
+    """With l_i and r_i as in `_logits`, g the gradient of x and m_i = a_i (<g, V_i> - <g, x>):
+
+    dV_i = a_i g + m_i r_i (u - l_i r_i V_i / dim),   du = sum over tokens and i of m_i r_i V_i
+    """
+
+    @staticmethod
+    def forward(ctx, query: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor]:
+        logits, scales = _logits(query, eps, sources)
+        weights = logits.softmax(-1)
+        x = weights[..., :1] * sources[0]
+        for i in range(1, len(sources)):
+            x = torch.addcmul(x, weights[..., i : i + 1], sources[i].to(x.dtype))
+        ctx.eps = eps
+        ctx.save_for_backward(query, logits, scales, *sources)
+        ctx.mark_non_differentiable(weights)
+        return x.to(sources[0].dtype), weights
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _: Tensor):
+        query, logits, scales, *sources = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated, and what was saved has no history
+            logits, scales = _logits(query, ctx.eps, sources)
+        grad, u, logits, scales = widened(grad, query, logits, scales)
+        weights, dim = logits.softmax(-1), query.shape[0]
+        products = torch.stack([torch.linalg.vecdot(grad, source.to(grad.dtype)) for source in sources], -1)
+        steps = weights * (products - (weights * products).sum(-1, keepdim=True)) * scales
+        pulls = steps * logits * scales / dim
+        grad_query = torch.zeros_like(u)
+        grads = []
+        for i, source in enumerate(sources):
+            wide = source.to(grad.dtype)
+            grad_query = grad_query + (steps[..., i : i + 1] * wide).reshape(-1, dim).sum(0)
+            found = torch.addcmul(weights[..., i : i + 1] * grad, steps[..., i : i + 1], u)
+            grads.append(torch.addcmul(found, pulls[..., i : i + 1], wide, value=-1).to(source.dtype))
+        return grad_query.to(query.dtype), None, *grads

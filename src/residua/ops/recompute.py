@@ -1,0 +1,99 @@
+"""Recompute states in the backward pass instead of keeping them.
+
+The gradient of a write or of a read needs the state before it. A write changes the state by rank one, so it is enough
+to keep one state in several and to replay the writes since: the same operations on the same numbers, hence the same
+bits. Autograd's graph is the record of what to replay: the input of a write is the output of the write before it, whose
+node holds the direction and the step.
+
+The first tensor that the node of a write saves is the state before it, or None; `joined` gives the node its attributes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+# FSDP2 inserts this node without changing the tensor, so the chain of writes is followed through it.
+PASSES_THROUGH = "RegisterPostBackwardFunctionBackward"
+
+
+def joined(ctx: Any, state: Tensor, every: int, replay: Callable[[Any], Tensor]) -> Tensor | None:
+    """Return what the write of `ctx` must save of the state before it: None if that state can be recomputed.
+
+    Sets on the node: `age`, the writes since a kept state, this one included; `replay`, the function from the node to
+    the state it wrote, or None where the next write keeps that state; `recomputed`, the state it wrote, after it was
+    recomputed; `opened`, its saved tensors, after they were read. One state in `every` is kept.
+    """
+    before = writer(state) if every > 1 else None
+    ctx.age = 1 if before is None else before.age + 1
+    ctx.replay = replay if ctx.age < every else None
+    ctx.recomputed = ctx.opened = None
+    return state if before is None else None
+
+
+def writer(state: Tensor) -> Any:
+    """Return the node of the write that made `state` and can recompute it; None if the state must be kept."""
+    if torch.compiler.is_compiling():  # a compiler sees no autograd graph, and decides itself what to keep
+        return None
+    if state.grad_fn is None or state._version:  # changed in place since it was written, unseen by autograd
+        return None
+    node = _behind(state.grad_fn, state.output_nr)
+    return node if getattr(node, "replay", None) is not None else None
+
+
+def recomputed(ctx: Any) -> Tensor:
+    """Return the first input of the autograd function of `ctx`, which had a `writer`.
+
+    The node that makes it holds it until its own backward pass, for other readers. Raises RuntimeError if the gradient
+    itself is to be differentiated: a recomputed state has no history.
+    """
+    expect_first_derivative()
+    return _made_by(_behind(*ctx.next_functions[0]))
+
+
+def expect_first_derivative() -> None:
+    """Raise RuntimeError inside a backward pass with `create_graph=True`."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("a recomputed state has first derivatives only: use recompute='none' to differentiate twice")
+
+
+def nearest(node: Any, replay: Callable[[Any], Tensor], reach: int) -> tuple[Tensor, list[Any]]:
+    """Return the nearest state before the write of `node`, and the nodes of the writes in between, oldest first.
+
+    A kernel replays these writes at once: at most `reach`, all with this `replay`. If no kept state is within reach,
+    the state before these writes is recomputed, and its node holds it as in `recomputed`.
+    """
+    between: list[Any] = []
+    while (state := opened(node)[0]) is None:
+        node = _behind(*node.next_functions[0])
+        if node.recomputed is not None or node.replay is not replay or len(between) == reach:
+            return _made_by(node), between
+        between.insert(0, node)
+    return state, between
+
+
+def opened(node: Any) -> tuple[Tensor | None, ...]:
+    """Return the saved tensors of a write, read only once: activation checkpointing hands them out only once."""
+    if node.opened is None:
+        node.opened = node.saved_tensors
+    return node.opened
+
+
+def cut(state: Any) -> Any:
+    """Return the same state, a tensor or a pytree, detached from the chain of writes, so that it is kept."""
+    return tree_map(lambda x: x.view_as(x), state)
+
+
+def _made_by(node: Any) -> Tensor:
+    if node.recomputed is None:
+        node.recomputed = node.replay(node)
+    return node.recomputed
+
+
+def _behind(node: Any, output: int) -> Any:
+    """Return the node whose first output this is, looking through nodes that only pass it on; None if there is none."""
+    while node is not None and node.name() == PASSES_THROUGH:
+        node, output = node.next_functions[output]
+    return node if output == 0 else None

@@ -1,0 +1,232 @@
+"""Attention Residuals (AttnRes) against the publication's form, the plain residual, and what may be kept."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua import AttentionResiduals, Residual
+from residua.connections import resolve
+from support.tolerances import assert_close
+from support.variants import bare_sublayers, normal, perturbed
+
+DIM = 8
+blocks = pytest.mark.parametrize("block_size", [1, 2, 3, 12])
+
+
+def stream_of(block_size: int, sublayers: int, *, eps: float = 1e-5, dtype: torch.dtype = torch.float64):
+    """A stream with random queries and gains."""
+    return perturbed(AttentionResiduals(block_size=block_size).build(DIM, sublayers, norm_eps=eps)).to(dtype)
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean() + eps).sqrt() * gain
+
+
+def attend(values: list[Tensor], query: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """One token: the softmax over depth of query . norm(value), times the values."""
+    scores = [(query * rms_norm(value, gain, eps)).sum().exp() for value in values]
+    mixed = torch.zeros_like(values[0])
+    for score, value in zip(scores, values):
+        mixed = mixed + score / sum(scores) * value
+    return mixed
+
+
+def published(stream, x: Tensor, sublayers: list, block_size: int, eps: float) -> Tensor:
+    """Token by token: a list of completed blocks, and the partial sum of the running one.
+
+    The first sublayer reads the embedding as it is. A sublayer whose index is a multiple of the block size completes
+    the running block. The readout attends over the same list.
+    """
+    rows = []
+    for embedding in x.flatten(0, 1):
+        completed, partial = [embedding], None
+        for index, (connection, sublayer) in enumerate(zip(stream.connections, sublayers)):
+            if index % block_size == 0 and partial is not None:
+                completed.append(partial)
+                partial = None
+            values = completed if partial is None else [*completed, partial]
+            read = embedding
+            if index > 0:
+                read = attend(values, connection.attend.query, connection.attend.gain, eps)
+            y = sublayer(rms_norm(read, connection.norm.weight, eps))
+            partial = y if partial is None else partial + y
+        final = stream.collapse.attend
+        rows.append(attend([*completed, partial], final.query, final.gain, eps))
+    return torch.stack(rows).view_as(x)
+
+
+@blocks
+@pytest.mark.parametrize("sublayers", [1, 2, 7])
+def test_values_and_gradients_are_those_of_the_published_form(block_size, sublayers):
+    stream, functions, eps = stream_of(block_size, sublayers, eps=0.01), bare_sublayers(DIM, sublayers), 0.01
+    leaves = [normal(2, 3, DIM).requires_grad_(), *stream.parameters()]
+    ours, theirs = stream(leaves[0], functions), published(stream, leaves[0], functions, block_size, eps)
+    assert_close(ours, theirs)
+    grad = normal(2, 3, DIM, seed=7)
+    for a, b in zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(theirs, leaves, grad)):
+        assert_close(a, b)
+
+
+def test_sources_are_the_embedding_the_sums_of_completed_blocks_and_the_running_sum():
+    x, written, read = normal(1, 2, DIM), [normal(1, 2, DIM, seed=10 + i) for i in range(7)], []
+    stream = stream_of(3, 7)
+    state = stream.expand(x)
+    for connection, y in zip(stream.connections, written):
+        _, carry = connection.read(state)
+        read.append(carry.residual)
+        assert (carry.coefficients.weights is None) == (len(read) == 1), "one source is read as it is"
+        state = connection.write(y, carry)
+    first, second = sum(written[:3]), sum(written[3:6])
+    expected = [
+        [x],
+        [x, written[0]],
+        [x, written[0] + written[1]],
+        [x, first],
+        [x, first, written[3]],
+        [x, first, written[3] + written[4]],
+        [x, first, second],
+    ]
+    assert [len(sources) for sources in read] == [1, 2, 2, 2, 3, 3, 3]
+    for sources, wanted in zip([*read, state], [*expected, [x, first, second, written[6]]], strict=True):
+        for a, b in zip(sources, wanted, strict=True):
+            assert_close(a, b)
+
+
+def test_full_attention_is_blocks_of_one_and_twelve_are_the_published_six_layers():
+    assert resolve("attnres") == AttentionResiduals(block_size=1)
+    assert resolve("attnres-block") == AttentionResiduals(block_size=12)
+
+
+def test_parameters_are_a_query_and_a_gain_for_each_read_but_the_first():
+    plain, ours = Residual().build(DIM, 6), AttentionResiduals().build(DIM, 6)
+    added = sum(p.numel() for p in ours.parameters()) - sum(p.numel() for p in plain.parameters())
+    assert added == 2 * DIM * 6  # five sublayers and the readout
+    assert sum(p.numel() for p in AttentionResiduals().build(DIM, 0).parameters()) == 0
+
+
+def residual_of(stream, sublayers: int, eps: float):
+    """The plain pre-norm residual with the norms of `stream`."""
+    plain = Residual().build(DIM, sublayers, norm_eps=eps).double()
+    for connection, other in zip(plain.connections, stream.connections):
+        connection.norm.load_state_dict(other.norm.state_dict())
+    return plain
+
+
+def with_queries_of_zeros(block_size: int, sublayers: int, eps: float):
+    stream = stream_of(block_size, sublayers, eps=eps)
+    with torch.no_grad():
+        for name, parameter in stream.named_parameters():
+            if name.endswith("query"):
+                parameter.zero_()
+    return stream
+
+
+@blocks
+def test_queries_of_zeros_are_the_plain_residual_up_to_eps(block_size):
+    """The read is then h / n, the mean of n sources with the sum h, and RMSNorm forgets the n but for its eps.
+
+    With m = mean(h^2), norm(h / n) = h / sqrt(m + n^2 eps) where the residual has h / sqrt(m + eps): shorter by a
+    factor of at least 1 - (n^2 - 1) eps / (2 (m + eps)), because 1 - 1 / sqrt(1 + t) <= t / 2. A sublayer x -> tanh(x
+    W) passes at most |W| of the difference on, and the norm of the next at most |gain| / sqrt(m'), where m' is the
+    smallest mean square between the two states. The sum of these is the bound. With eps = 0 nothing is left of it.
+    """
+    sublayers, eps, x = 6, 1e-5, normal(2, 3, DIM)
+    stream, functions = with_queries_of_zeros(block_size, sublayers, eps), bare_sublayers(DIM, sublayers)
+    plain = residual_of(stream, sublayers, eps)
+    spectral = [torch.linalg.matrix_norm(normal(DIM, DIM, seed=5 + i) / DIM**0.5, 2) for i in range(sublayers)]
+
+    state, h, gap = stream.expand(x), x, torch.zeros(2, 3).double()  # gap: a bound on |sum of the sources - h|
+    for connection, other, function, norm_of_map in zip(stream.connections, plain.connections, functions, spectral):
+        n = len(state)
+        gain = other.norm.weight.abs().max()
+        read, carry = connection.read(state)
+        expected, other_carry = other.read(h)
+        root = (h.square().mean(-1) + eps).sqrt()
+        nearest = root - gap / math.sqrt(DIM)
+        assert (nearest > 0).all()
+        shorter = (n**2 - 1) * eps / (2 * nearest**2)
+        allowed = gain * (gap / nearest + shorter * math.sqrt(DIM))  # |h| / root is at most sqrt(dim)
+        assert ((read - expected).norm(dim=-1) <= allowed + 1e-12).all()
+        gap = gap + norm_of_map * allowed
+        state, h = connection.write(function(read), carry), other.write(function(expected), other_carry)
+        assert ((sum(state) - h).norm(dim=-1) <= gap + 1e-12).all()
+    assert (gap < 0.02 * h.norm(dim=-1)).all(), "the bound says something"
+    assert_close(stream.collapse(state) * len(state), sum(state))
+
+    exact = with_queries_of_zeros(block_size, sublayers, 0.0)
+    ours, theirs = exact(x, functions), residual_of(exact, sublayers, 0.0)(x, functions)
+    assert_close(ours / ours.norm(dim=-1, keepdim=True), theirs / theirs.norm(dim=-1, keepdim=True))
+
+
+@blocks
+def test_it_starts_with_queries_of_zeros_and_gains_of_one(block_size):
+    reads = [part.attend for part in AttentionResiduals(block_size=block_size).build(DIM, 4).parts[2:]]
+    assert all(not read.query.any() and (read.gain == 1).all() for read in reads)
+
+
+def kept(stream, x: Tensor, sublayers: int) -> list[int]:
+    """Bytes of every storage that the backward pass keeps, parameters not counted; the sublayers keep nothing."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in stream.parameters()}
+    storages = {}
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in own:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no other gets its address
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = stream(x, [lambda x: 2 * x] * sublayers)
+    assert y.requires_grad
+    return [storage.nbytes() for storage in storages.values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_the_backward_pass_keeps_each_source_once_and_never_a_stack(block_size, dtype):
+    """Beside the plain residual: one vector for each sublayer (its output, or the running sum), and two numbers in
+    float32, the logit and the scale, for each source of each read."""
+    sublayers, tokens, dim = 6, 10, 64
+    scheme, x = AttentionResiduals(block_size=block_size), normal(2, 5, dim, dtype=dtype).requires_grad_()
+    ours = kept(perturbed(scheme.build(dim, sublayers)).to(dtype), x, sublayers)
+    plain = kept(perturbed(Residual().build(dim, sublayers)).to(dtype), x, sublayers)
+    vector = tokens * dim * dtype.itemsize
+    assert max(ours) == max(plain) == vector, "no stack of sources"
+    assert ours.count(vector) - plain.count(vector) == sublayers
+    read = sum(len(scheme.state_spec(boundary, dim)) for boundary in range(1, sublayers + 1))
+    # Of each read also the query times the gain, which all tokens share, and both in float32 where they are narrower.
+    shared = sublayers * 4 * dim * (1 if dtype == torch.float32 else 3)
+    assert sum(ours) - sum(plain) == sublayers * vector + 4 * tokens * 2 * read + shared
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_softmax_over_depth_is_float32_in_a_bfloat16_model(autocast):
+    narrow = stream_of(1, 5, dtype=torch.bfloat16)
+    wide = stream_of(1, 5)
+    wide.load_state_dict(narrow.state_dict())
+    sources = tuple(normal(2, 3, DIM, seed=i, dtype=torch.bfloat16) for i in range(4))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        _, carry = narrow.connections[3].read(sources)
+    _, expected = wide.connections[3].read(tuple(source.double() for source in sources))
+    assert carry.coefficients.weights.dtype == torch.float32
+    assert_close(carry.coefficients.weights, expected.coefficients.weights, dtype=torch.float32)
+
+
+def test_second_derivatives_of_a_stack():
+    stream, functions = stream_of(2, 3), bare_sublayers(DIM, 3)
+    x = normal(1, 2, DIM).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: stream(x, functions), (x,), fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"block_size": 0}, ["block_size", "at least 1", "0"]),
+        ({"block_size": 1.5}, ["block_size", "int", "1.5"]),
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(options, words):
+    with pytest.raises(ValueError) as raised:
+        AttentionResiduals(**options)
+    assert all(word in str(raised.value) for word in ["AttentionResiduals", "expected", "got", *words])

@@ -1,0 +1,61 @@
+"""The norm before a sublayer may be any module: a model's own."""
+
+import pytest
+import torch
+from torch import nn
+
+from residua import DeepDelta, Residual
+from residua.connections import RMSNorm
+from support.variants import ALL, bare_sublayers, normal, perturbed
+
+DIM = 8
+
+
+class OnePlusWeight(nn.Module):
+    """As in Gemma: the gain is 1 + w."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_norms_of_a_model_serve_as_those_of_the_connections(name):
+    """The same module, which gets a gradient, for every scheme and sublayer, and no other norm in its place."""
+    own = nn.ModuleList(perturbed(nn.LayerNorm(DIM) if i % 2 else OnePlusWeight(), seed=i) for i in range(4))
+    torch.manual_seed(0)
+    stream = perturbed(ALL[name].build(DIM, 4, norm=own.__getitem__)).double()
+    assert [connection.norm for connection in stream.connections] == list(own)
+    stream(normal(2, 5, DIM), bare_sublayers(DIM, 4)).square().sum().backward()
+    for parameter in own.parameters():
+        assert parameter.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_norm_given_as_the_default_changes_no_bit(name):
+    torch.manual_seed(0)
+    expected = ALL[name].build(DIM, 4, norm_eps=1e-3)
+    torch.manual_seed(0)
+    given = ALL[name].build(DIM, 4, norm_eps=1e-3, norm=lambda _: RMSNorm(DIM, eps=1e-3))
+    x, sublayers = normal(2, 5, DIM, dtype=torch.float32), bare_sublayers(DIM, 4)
+    assert expected.state_dict().keys() == given.state_dict().keys()
+    assert torch.equal(given(x, sublayers), expected(x, sublayers))
+
+
+def test_the_plain_residual_is_the_sum_with_the_models_own_norms():
+    own = [perturbed(nn.LayerNorm(DIM), seed=i) for i in range(2)]
+    x, sublayers = normal(2, 5, DIM, dtype=torch.float32), bare_sublayers(DIM, 2)
+    expected = x
+    for norm, sublayer in zip(own, sublayers):
+        expected = expected + sublayer(norm(expected))
+    assert torch.equal(Residual().build(DIM, 2, norm=own.__getitem__)(x, sublayers), expected)
+
+
+def test_kernels_step_aside_for_a_norm_that_they_do_not_know():
+    scheme = DeepDelta(value_channels=4, compress="channel", implementation="triton")
+    known, foreign = (scheme.build(DIM, 2, norm=norm).connections for norm in (None, lambda _: nn.LayerNorm(DIM)))
+    assert known[0]._joins(known[1])
+    assert not foreign[0]._joins(foreign[1])

@@ -1,0 +1,91 @@
+"""Sequences that arrive in pieces, and padding, in models that do not use the cache of transformers."""
+
+import pytest
+import torch
+
+from residua import StreamMemory
+from support.tolerances import assert_close
+from support.variants import ALL, LOOKING_BACK, bare_sublayers, normal, perturbed
+
+DIM, SUBLAYERS = 8, 4
+looking_back = pytest.mark.parametrize("name", LOOKING_BACK)
+SUB = bare_sublayers(DIM, SUBLAYERS)
+
+
+def build(name):
+    torch.manual_seed(0)
+    return perturbed(ALL[name].build(DIM, SUBLAYERS).double())
+
+
+@torch.no_grad()
+@looking_back
+def test_a_loop_over_the_connections_of_ones_own(name):
+    """As in somebody else's decoder, whose layers call one connection each."""
+    stream, x, memory = build(name), normal(2, 6, DIM), StreamMemory()
+    pieces = []
+    for token in x.split(1, 1):
+        state = stream.expand(token, memory.of(stream.expand))
+        for connection, sublayer in zip(stream.connections, SUB):
+            state = connection(state, sublayer, memory=memory)
+        pieces.append(stream.collapse(state, memory.of(stream.collapse)))
+    assert_close(torch.cat(pieces, 1), stream(x, SUB))
+
+
+@looking_back
+def test_a_single_token_without_a_memory_is_refused(name):
+    """A model that decodes token by token would otherwise compute wrong numbers without a word."""
+    stream, token = build(name), normal(2, 1, DIM)
+    with pytest.raises(ValueError, match="looks back on earlier tokens and got a single one; pass the same memory"):
+        stream(token, SUB)
+    for connection in stream.connections:
+        if connection.window:
+            state = stream.expand(token, StreamMemory().of(stream.expand))
+            with pytest.raises(ValueError, match="looks back on earlier tokens"):
+                connection(state, SUB[0])
+    assert stream(token, SUB, memory=StreamMemory()).shape == (2, 1, DIM)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in LOOKING_BACK])
+def test_what_does_not_look_back_needs_no_memory(name):
+    stream, x = build(name), normal(2, 3, DIM)
+    assert_close(torch.cat([stream(token, SUB) for token in x.split(1, 1)], 1), stream(x, SUB))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@torch.no_grad()
+@looking_back
+def test_left_padding_changes_nothing(name, streamed):
+    """Whatever stands at padding: the tokens behind it come out as they do alone."""
+    stream, x = build(name), 10 * normal(2, 7, DIM)
+    mask = torch.ones(2, 7)
+    mask[0, :3] = 0
+    if streamed:
+        memory, pieces = StreamMemory(), zip(x.split([4, 1, 2], 1), mask.split([4, 1, 2], 1))
+        found = torch.cat([stream(part, SUB, memory=memory, attention_mask=m) for part, m in pieces], 1)
+    else:
+        found = stream(x, SUB, attention_mask=mask)
+    assert found.isfinite().all()
+    assert_close(found[:1, 3:], stream(x[:1, 3:], SUB))
+    assert_close(found[1:], stream(x[1:], SUB))
+
+
+@torch.no_grad()
+@looking_back
+def test_a_copy_goes_on_by_itself_and_a_reset_forgets(name):
+    stream, x, memory = build(name), normal(2, 5, DIM), StreamMemory()
+    expected = stream(x, SUB)
+    stream(x[:, :3], SUB, memory=memory)
+    stream(normal(2, 2, DIM, seed=9), SUB, memory=memory.copy())  # tokens that were guessed, and wrong
+    assert_close(stream(x[:, 3:], SUB, memory=memory), expected[:, 3:])
+    memory.reset()
+    assert_close(stream(x, SUB, memory=memory), expected)
+
+
+@torch.no_grad()
+@looking_back
+def test_beams_are_reordered(name):
+    stream, x, memory = build(name), normal(3, 5, DIM), StreamMemory()
+    stream(x[:, :3], SUB, memory=memory)
+    order = torch.tensor([2, 0, 0, 1])
+    memory.reorder(order)
+    assert_close(stream(x[order, 3:], SUB, memory=memory), stream(x[order], SUB)[:, 3:])

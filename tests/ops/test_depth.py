@@ -1,0 +1,172 @@
+"""Attention over depth: a weighted mean of sources, with weights from a learned query."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from residua.ops import depth_read, rms_norm
+from support.delta_cases import generator, normal
+from support.tolerances import assert_close
+
+seeds, numbers, dims = st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 5)
+
+
+def drawn(seed: int, n: int, d: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """n sources (2, 3, d) of sizes between a tenth and ten, and a query (d,)."""
+    g = generator(seed)
+    return [10 ** (2 * torch.rand((), generator=g).double() - 1) * normal(g, 2, 3, d) for _ in range(n)], normal(g, d)
+
+
+def plain(sources, query, eps):
+    """The published form: a stack of the sources, their normalised keys, a softmax over depth."""
+    values = torch.stack(list(sources))
+    keys = values / (values.square().mean(-1, keepdim=True) + eps).sqrt()
+    weights = torch.einsum("d,nbtd->nbt", query, keys).softmax(0)
+    return torch.einsum("nbt,nbtd->btd", weights, values), weights.movedim(0, -1)
+
+
+def leaves(*tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+@given(numbers, dims, st.sampled_from([1e-5, 0.3]), seeds)
+def test_the_read_and_its_gradients_are_those_of_the_published_form(n, d, eps, seed):
+    sources, query = drawn(seed, n, d)
+    ours, theirs = leaves(query, *sources), leaves(query, *sources)
+    (x, weights), (expected, shares) = depth_read(ours[1:], ours[0], eps=eps), plain(theirs[1:], theirs[0], eps)
+    assert_close(x, expected)
+    assert_close(weights, shares)
+    assert not weights.requires_grad
+    grad = normal(generator(seed + 1), 2, 3, d)
+    for a, b in zip(torch.autograd.grad(x, ours, grad), torch.autograd.grad(expected, theirs, grad)):
+        assert_close(a, b)
+
+
+@given(numbers, dims, seeds)
+def test_a_query_of_zeros_reads_the_mean(n, d, seed):
+    sources, query = drawn(seed, n, d)
+    x, weights = depth_read(sources, torch.zeros_like(query))
+    assert_close(weights, torch.full_like(weights, 1 / n))
+    assert_close(x, torch.stack(sources).mean(0))
+
+
+@given(numbers, dims, seeds)
+def test_the_read_lies_between_the_sources_in_any_order(n, d, seed):
+    sources, query = drawn(seed, n, d)
+    x, weights = depth_read(sources, query)
+    stack = torch.stack(sources)
+    assert (weights >= 0).all()
+    assert_close(weights.sum(-1), torch.ones(2, 3).double())
+    slack = 1e-12 * stack.abs().max()
+    assert (x <= stack.amax(0) + slack).all()
+    assert (x >= stack.amin(0) - slack).all()
+    other, turned = depth_read(sources[::-1], query)
+    assert_close(other, x)
+    assert_close(turned, weights.flip(-1))
+
+
+@given(numbers, st.integers(2, 5), st.floats(0.01, 100.0), seeds)
+def test_the_keys_forget_the_size_of_a_source_and_the_values_do_not(n, d, size, seed):
+    sources, query = drawn(seed, n, d)
+    scaled = [size * sources[0], *sources[1:]]
+    before, after = depth_read(sources, query, eps=0.0), depth_read(scaled, query, eps=0.0)
+    assert_close(after[1], before[1])
+    assert_close(after[0] - before[0], (size - 1) * before[1][..., :1] * sources[0])
+
+
+def test_every_token_reads_for_itself():
+    sources, query = drawn(0, 3, 4)
+    changed = [source.clone() for source in sources]
+    changed[1][0, 1] += 1
+    x, other = depth_read(sources, query)[0], depth_read(changed, query)[0]
+    same = torch.ones(2, 3, dtype=torch.bool)
+    same[0, 1] = False
+    assert torch.equal(x[same], other[same])
+    assert not torch.equal(x[~same], other[~same])
+
+
+def test_large_logits_and_sources_of_zeros_stay_finite():
+    sources, query = drawn(0, 3, 4)
+    for given_sources, given_query in ((sources, 1e6 * query), ([0 * sources[0], *sources[1:]], query)):
+        inputs = leaves(given_query, *given_sources)
+        x, weights = depth_read(inputs[1:], inputs[0])
+        assert x.isfinite().all()
+        assert weights.isfinite().all()
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(x.sum(), inputs))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_first_and_second_derivatives_are_those_of_finite_differences(n):
+    g = generator(0)
+    inputs = leaves(normal(g, 3), *(normal(g, 1, 2, 3) for _ in range(n)))
+    read = lambda query, *sources: depth_read(sources, query, eps=0.1)[0]  # noqa: E731
+    assert torch.autograd.gradcheck(read, inputs)
+    assert torch.autograd.gradgradcheck(read, inputs)
+
+
+def test_second_derivatives_of_bfloat16_sources():
+    """A loss that is linear in the read: nothing but the inputs tells that the gradient is to be differentiated."""
+    sources, query = drawn(0, 3, 8)
+
+    def second(dtype):
+        inputs = [x.bfloat16().to(dtype).requires_grad_() for x in (query, *sources)]
+        grads = torch.autograd.grad(depth_read(inputs[1:], inputs[0])[0].double().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(grad.double().square().sum() for grad in grads), inputs)
+
+    for narrow, wide in zip(second(torch.bfloat16), second(torch.float64)):
+        assert (narrow.double() - wide).norm() <= 0.03 * wide.norm()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_sources_are_weighed_in_float32(dtype, autocast):
+    """Logits or a softmax in the dtype of the sources would be off by 1e-3 and more."""
+    sources, query = drawn(0, 5, 16)
+    sources = [source.to(dtype) for source in sources]
+    query = 3 * query.float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        x, weights = depth_read(sources, query)
+    expected, shares = plain([source.double() for source in sources], query.double(), 1e-5)
+    assert (x.dtype, weights.dtype) == (dtype, torch.float32)
+    assert_close(weights, shares, dtype=torch.float32)
+    # One rounding, at the end: at most half a unit in the last place of each number, and float32's own errors.
+    allowed = torch.finfo(dtype).eps / 2 * expected.abs() + 1e-5 * expected.abs().max()
+    assert ((x.double() - expected).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_backward_pass_keeps_the_sources_themselves_and_two_numbers_for_each(dtype):
+    n, tokens, dim = 4, 6, 32
+    sources = [normal(generator(i), 2, 3, dim).to(dtype).requires_grad_() for i in range(n)]
+    query = normal(generator(n), dim).to(dtype).requires_grad_()
+    given_storages = {x.untyped_storage().data_ptr() for x in (query, *sources)}
+    own = {}
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in given_storages:
+            own[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        depth_read(sources, query)
+    assert sum(storage.nbytes() for storage in own.values()) == 2 * n * tokens * max(4, dtype.itemsize)
+
+
+def test_norms_and_reads_agree_on_what_eps_is():
+    """A query along one axis has the RMSNorm of each source there as its logit."""
+    sources, _ = drawn(0, 3, 4)
+    axis = torch.eye(4).double()[1]
+    logits = torch.stack([rms_norm(source, eps=0.2)[..., 1] for source in sources], -1)
+    assert_close(depth_read(sources, axis, eps=0.2)[1], logits.softmax(-1))
+
+
+def test_wrong_shapes_are_refused():
+    x = torch.zeros(2, 3, 4)
+    for sources, query, message in (
+        ([], x[0, 0], "expected at least one tensor, got none"),
+        ([x, x[:, :2]], x[0, 0], r"sources: expected .*\(2, 3, 4\), got \(2, 2, 4\)"),
+        ([x], x[0, 0, :3], r"query: expected .*\(4,\), got \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            depth_read(sources, query)

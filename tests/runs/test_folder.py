@@ -1,0 +1,109 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from residua.errors import InputError
+from residua.runs.folder import FREE_KEYS, LOGGING_KEYS, hold, read_object, read_settings, read_yaml, refuse_changes
+from residua.training.config import KEYS
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from residua.runs.folder import hold
+with hold(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_every_setting_that_is_free_is_a_setting():
+    assert KEYS.keys() >= FREE_KEYS
+    assert LOGGING_KEYS < FREE_KEYS
+
+
+def test_a_folder_has_one_holder_until_its_process_ends_however_it_ends(tmp_path):
+    folder = tmp_path / "run"
+    other = subprocess.Popen([sys.executable, "-c", HOLDING, str(folder)], stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n"
+    with pytest.raises(InputError, match="another process is working in this folder; wait for it"), hold(folder):
+        pass
+    other.kill()
+    other.communicate()
+    with hold(folder), pytest.raises(InputError, match="another process"), hold(folder):
+        pass
+    with hold(folder):
+        pass
+
+
+def test_a_holder_removes_what_killed_writers_left(tmp_path):
+    (tmp_path / ".lock").write_text("")
+    (tmp_path / ".facts.json.0123abcd.partial").write_text("half")
+    (tmp_path / ".step-1.partial").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    with hold(tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "mine"]
+
+
+def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".mine.partial").write_text("mine")
+    refused = "expected a new or empty folder, found other files in it; go away"
+    with pytest.raises(InputError, match=refused), hold(tmp_path, hint="go away"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.partial", "mine"]
+    with hold(tmp_path, own=["mine"]):
+        pass
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+def test_a_planted_lock_is_not_followed(tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    folder.mkdir()
+    (folder / ".lock").symlink_to(victim)
+    with pytest.raises(InputError, match="expected a folder to write in"), hold(folder):
+        pass
+    assert victim.read_text() == "precious"
+
+
+def test_changes_are_named_and_free_ones_are_not(tmp_path):
+    before = {"train.lr": 1, "train.betas": (0.9, 1), "train.device": "cpu", "model.a": 1}
+    refuse_changes(before, before | {"train.lr": 1.0, "train.betas": [0.9, 1.0], "train.device": "cuda"}, tmp_path)
+    with pytest.raises(
+        InputError, match=r"model.b was absent, is 2; train.lr was 1, is 2; use another folder"
+    ) as error:
+        refuse_changes(before, before | {"train.lr": 2, "model.b": 2}, tmp_path)
+    assert "device" not in str(error.value)
+    with pytest.raises(InputError, match=r"train\.device was cpu, is cuda"):
+        refuse_changes(before, before | {"train.device": "cuda"}, tmp_path, free=())
+
+
+def test_yaml_has_the_numbers_that_everybody_means():
+    assert read_yaml("{a: 3e-4, b: 1E5, c: 1.5, d: .5, e: 7, f: e4}") == {
+        "a": 3e-4, "b": 1e5, "c": 1.5, "d": 0.5, "e": 7, "f": "e4",
+    }  # fmt: skip
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi")
+)
+
+
+@pytest.mark.parametrize("text", [BOMB, "a: &a [*a]", "[" * 5000, "a: ["], ids=["bomb", "circle", "nested", "torn"])
+def test_yaml_that_would_fill_the_memory_is_one_line(text, tmp_path):
+    with pytest.raises(yaml.YAMLError):
+        read_yaml(text)
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(InputError, match=r"config\.yaml: expected YAML, got") as error:
+        read_settings(tmp_path / "config.yaml")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff", b"[" * 100_000], ids=repr)
+def test_a_file_that_is_no_json_object(content, tmp_path):
+    (tmp_path / "facts.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"facts\.json: expected a JSON object, got"):
+        read_object(tmp_path / "facts.json")
