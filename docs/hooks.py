@@ -9,7 +9,13 @@ from mkdocs.structure.files import File
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-EXAMPLES = ("llama.py", "vision_transformer.py", "graph.py", "custom_scheme/momentum_residual.py")
+EXAMPLES = (
+    "llama.py",
+    "vision_transformer.py",
+    "graph.py",
+    "custom_scheme/momentum_residual.py",
+    "custom_scheme/use.py",
+)
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 
 sys.path[:0] = [str(DOCS), str(ROOT / "src"), str(ROOT / "experiments")]

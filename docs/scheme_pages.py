@@ -82,9 +82,10 @@ def page(name: str) -> str:
         f"```python\n{code}```",
         f"It prints:\n\n```text\n{printed(code)}```",
         "## Presets: start and cost",
-        "State: numbers per token in widths d. Parameters: what the scheme adds to a language model with the plain "
-        "residual. Start: the relative difference of an untrained stack from the plain pre-norm residual, after the "
-        "final norm; 0 means that training starts from the plain residual.",
+        "State: numbers per token in widths d, from the first to the last of 24 sublayers where it grows. Parameters: "
+        "what the scheme adds to a language model with the plain residual. Start: the relative difference of an "
+        "untrained stack from the plain pre-norm residual, after the final norm; 0 means that training starts from the "
+        "plain residual.",
         costs(name),
         "## Options",
         options(kind),
@@ -137,9 +138,9 @@ def costs(name: str) -> str:
 
 
 def state(scheme: residua.Scheme) -> str:
-    """Return the size of the state of a token, at both ends of 24 sublayers where it grows."""
-    ends = dict.fromkeys(scheme.state_size(boundary, 1) for boundary in (0, 24))
-    return " to ".join(f"{rows}d" if rows > 1 else "d" for rows in ends)
+    """Return the size of the state of a token, from the first to the last of 24 sublayers where it grows."""
+    sizes = dict.fromkeys(scheme.state_size(boundary, 1) for boundary in (0, 24))
+    return " to ".join("d" if size == 1 else f"{size}d" for size in sizes)
 
 
 def added(scheme: residua.Scheme, size: str) -> int:

@@ -29,11 +29,8 @@ class Layer(nn.Module):
 def rebuild(model: LlamaForCausalLM, connection: residua.Scheme) -> LlamaForCausalLM:
     """Replace the residual connections of `model` in place. The connections take over the norms of its layers."""
     trunk = model.model
-    dim, eps = model.config.hidden_size, model.config.rms_norm_eps
-    stream = connection.build(dim, 2 * len(trunk.layers), norm_eps=eps)
     norms = [norm for layer in trunk.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    for one, norm in zip(stream.connections, norms):
-        one.norm.load_state_dict(norm.state_dict())
+    stream = connection.build(model.config.hidden_size, len(norms), norm=norms.__getitem__)
     pairs = zip(stream.connections[::2], stream.connections[1::2])
     trunk.layers = nn.ModuleList(Layer(layer, *pair) for layer, pair in zip(trunk.layers, pairs))
     trunk.embed_tokens = nn.Sequential(trunk.embed_tokens, stream.expand)
