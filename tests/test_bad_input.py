@@ -22,6 +22,7 @@ STARTS = [
     ["train", "--config", NOWHERE, "--run", "run", "{}"],
     ["train", "--config", "tiny", "--print_config", "{}"],
     ["train", "--resume", "--run", NOWHERE, "{}"],
+    ["sweep", "--config", "tiny", "--out", "out", "--over", NOWHERE, "{}"],
     ["estimate", "--config", "tiny", "--gpu", NOWHERE, "{}"],
     ["estimate", "--config", "small", "--print_config", "{}"],
     ["evaluate", NOWHERE, "{}"],

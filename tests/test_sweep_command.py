@@ -142,9 +142,9 @@ def test_values_are_read_as_yaml():
         (["--out", "x", "--over", "train.lrr=1"], "did you mean train.lr"),
         (["--out", "x", "--over", "train.lr=1e-3,-1"], "train.lr: expected a positive number"),
         (["--out", "x", "--over", "model.connection=residual,dll"], "ddl"),
-        (["--out", "x", "--over", "train.lr=1", "--seeds", "0"], "--seeds: expected at least 1"),
-        (["--out", "x", "--over", "train.lr=1", "--finalists", "0"], "--finalists: expected at least 1"),
-        (["--out", "x", "--over", "train.lr=1", "--processes", "0"], "--processes: expected at least 1"),
+        (["--out", "x", "--over", "train.lr=1", "--seeds", "0"], "--seeds: expected a whole number from 1"),
+        (["--out", "x", "--over", "train.lr=1", "--finalists", "0"], "--finalists: expected a whole number from 1"),
+        (["--out", "x", "--over", "train.lr=1", "--processes", "0"], "--processes: expected a whole number from 1"),
         (["--out", "x", "--over", "model.connection=ddl", "--neighbours"], "--neighbours: expected --over with a key"),
         (["--out", "x", "--over", "train.lr=1", "--trian.steps", "3"], "train.steps"),
     ],
@@ -214,7 +214,7 @@ def test_other_data_under_the_same_path_are_refused(data, tmp_path):
         train_sweep(sweep, tmp_path / "out", progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
 def test_killed_at_any_moment_it_goes_on_and_every_number_is_the_same(data, tmp_path):
     """Killed in the middle of a run, alone and with two workers, which end with their parent."""

@@ -50,6 +50,7 @@ def export(
     if place == Path.cwd():
         raise InputError(f"{folder}: expected a folder that can be replaced, got the working one; name another")
     opened = open_run(run, checkpoint, device="cpu")
+    card = model_card(opened, Path(run), name=place.name, remote_code=remote_code)
     try:
         with unfinished(place) as temporary:
             save_tokenizer(opened.tokenizer, temporary)
@@ -58,7 +59,6 @@ def export(
                 for name, text in model_code().items():
                     (temporary / f"{name}.py").write_text(text, encoding="utf-8")
                 _name_the_code(temporary / "config.json")
-            card = model_card(opened, Path(run), name=place.name, remote_code=remote_code)
             (temporary / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise RunError(f"{folder}: cannot write the export: {error.strerror or error}") from error

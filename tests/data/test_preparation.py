@@ -450,13 +450,13 @@ def test_settings_that_do_not_fit_are_refused(folder, tmp_path, settings, expect
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_worker_may_be_asked_for(folder, undisturbed, small, tmp_path, capsys):
+def test_a_number_of_workers_that_makes_no_sense_is_refused(folder, tmp_path, capsys):
     argv = ["prepare", "--source", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
-    assert main([*argv, "--shard-tokens", "9000", "--workers", "0", "--json"]) == 0
-    assert contents(tmp_path / "out") == undisturbed["fraction"]
-    assert main([*argv, "--workers", "2000"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()[-1:]
-    assert "expected 0 to 1024" in line
+    for workers in ("0", "2000"):
+        assert main([*argv, "--workers", workers]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"expected a whole number from 1 to 1024, got {workers}" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_state_of_a_leading_split_is_all_there_is():

@@ -92,7 +92,7 @@ def test_one_token_without_other_axes(dtype):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"value_input": "contxt"}, r"^value_input: expected 'stream' or 'context', got 'contxt'"),
+        ({"value_input": "contxt"}, r"^value_input: expected 'x_in' or 'context', got 'contxt'"),
         ({"value_weight": torch.ones(1, 4)}, r"^value_weight: expected \(value_channels, dim\) = \(3, 4\)"),
         ({"gate_weight": torch.ones(1)}, r"^gate_weight: expected \(dim,\) = \(4,\)"),
         ({"gain": torch.ones(1)}, r"^gain: expected \(dim,\) = \(4,\)"),

@@ -76,11 +76,11 @@ def test_a_run_writes_the_gates_of_its_scheme(connection, data, alone, tmp_path,
     if connection == "residual":
         assert not (folder / "connections.jsonl").exists()
         return
-    name = "gamma" if connection == "edelta" else "beta"
+    names = ["gamma", "cayley_beta", "angle"] if connection == "edelta" else ["beta"]
     seen = looked(folder)
     assert [row["step"] for row in seen] == [2, 4, 6]
-    assert all(list(row) == ["step", name] for row in seen)
-    assert all(len(column) == 4 for row in seen for column in row[name].values())
+    assert all(list(row) == ["step", *names] for row in seen)
+    assert all(len(column) == 4 for row in seen for name in names for column in row[name].values())
     assert open_run(folder).step == 6
 
 

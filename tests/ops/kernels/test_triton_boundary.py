@@ -126,8 +126,8 @@ def test_what_the_kernel_does_not_take_is_an_error():
         kernel(*inputs[:5], inputs[5].double(), *inputs[6:])
     with pytest.raises(ValueError, match=r"weights: expected .*\(2, 48\)"):
         kernel(*inputs[:4], inputs[4][:1], *inputs[5:])
-    with pytest.raises(ValueError, match="value_input: expected 'stream' or 'context'"):
-        kernel(*inputs, value_input="x_in")
+    with pytest.raises(ValueError, match="value_input: expected 'x_in' or 'context'"):
+        kernel(*inputs, value_input="y")
 
 
 def test_the_public_op_runs_the_kernel_also_while_compiling():
