@@ -110,7 +110,7 @@ def test_the_seed_decides_everything_and_nothing_else_does(undisturbed):
 @pytest.mark.parametrize("step", [10, 30, 60])
 def test_stopped_anywhere_it_goes_on_and_ends_the_same(step, undisturbed, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "CHECKPOINT_SECONDS", 0.0)
-    one, path = jobs()[1], tmp_path / "run.pt"
+    one, path = jobs()[1], tmp_path / "run.state"
     with pytest.raises(Stopped):
         train(*one.arguments, place=path, report=stopping_at(step))
     assert path.exists() == (step > 10)
@@ -118,6 +118,28 @@ def test_stopped_anywhere_it_goes_on_and_ends_the_same(step, undisturbed, tmp_pa
     record = train(*one.arguments, place=path, report=seen.append)
     assert seen[0] == step - 10
     assert timeless([record])[0] == {key: undisturbed[1][key] for key in record if key not in BY_CLOCK}
+
+
+class Marks:
+    """A pickle of this leaves a file behind."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("content", [b"", b"no state", b"\x08" + bytes(7) + b'{"a": 1}', "a pickle"], ids=repr)
+def test_a_damaged_or_forged_state_is_one_line_and_runs_nothing(content, tmp_path):
+    one, path, mark = jobs()[1], tmp_path / "run.state", tmp_path / "mark"
+    if content == "a pickle":
+        torch.save({"model": Marks(mark)}, path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=r"run\.state: expected the state of a run, got: .+; remove it to begin again"):
+        train(*one.arguments, place=path)
+    assert not mark.exists()
 
 
 TRAINING = """

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from residua.errors import InputError
 from residua.geometry.measure import causality, full_and_online, norm_deviation, position0, stream_norms
 from residua.geometry.models import Architecture, Sizes, match
+from residua.geometry.progress import load_progress, save_progress
 from residua.geometry.tasks import Data, Task, task
-from residua.runs.durable import replacing
 from residua.runs.jsonlines import finite
 from residua.runs.sweep import Job
 
@@ -147,9 +147,7 @@ def train(
     optimizer = _optimizer(model, settings)
     step, curve, gates, seconds = 0, [], {}, 0.0
     if place is not None and place.exists():
-        saved = torch.load(place, map_location="cpu", weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        saved = load_progress(place, model, optimizer)
         step, curve, gates, seconds = saved["step"], saved["curve"], saved["gates"], saved["seconds"]
 
     report(step)
@@ -169,9 +167,7 @@ def train(
         if place is not None and step % REPORT_STEPS == 0 and good and not last:
             now = time.monotonic()
             if now - last_saved >= CHECKPOINT_SECONDS:
-                content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-                with replacing(place) as file:
-                    torch.save({**content, "curve": curve, "gates": gates, "seconds": now - started}, file)
+                save_progress(place, model, optimizer, step=step, curve=curve, gates=gates, seconds=now - started)
                 last_saved = now
     seconds = time.monotonic() - started
     return {
