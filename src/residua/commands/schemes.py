@@ -64,10 +64,9 @@ def run(arguments: Arguments) -> None:
 
 
 def _options(scheme: "Scheme") -> dict[str, Any]:
-    """Return the options that differ from the defaults of the scheme's class."""
-    standard = type(scheme)()
-    values = {field.name: getattr(scheme, field.name) for field in fields(scheme)}
-    return {name: value for name, value in values.items() if value != getattr(standard, name)}
+    """Return the options that differ from their defaults."""
+    values = {field.name: (getattr(scheme, field.name), field.default) for field in fields(scheme)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _state(scheme: "Scheme") -> str:
