@@ -138,6 +138,7 @@ def test_closed_and_full_streams(command, status):
     assert len(done.stderr.splitlines()) <= 1
 
 
+@pytest.mark.processes
 def test_a_file_does_not_take_the_place_of_a_closed_stream(tmp_path):
     """The first file that a process opens without stdout has the number 1, and would receive what is printed."""
     config = tmp_path / "mine.yaml"

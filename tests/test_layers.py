@@ -116,6 +116,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(result.stdout.split())
 
 
+@pytest.mark.processes
 def test_importing_residua_loads_nothing_until_it_is_asked():
     assert "torch" not in loaded_by("import residua")
     assert "torch" not in loaded_by("import residua.training")
@@ -123,6 +124,7 @@ def test_importing_residua_loads_nothing_until_it_is_asked():
     assert "torch" in loaded_by("from residua import DeepDelta")
 
 
+@pytest.mark.processes
 def test_what_residua_names_needs_torch_alone():
     # torch itself takes numpy where it finds it.
     by_torch = loaded_by("import torch")

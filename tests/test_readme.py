@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from residua import PRESETS
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -28,6 +30,7 @@ def test_it_is_short_and_in_order():
     ]
 
 
+@pytest.mark.processes
 def test_the_first_block_is_short_and_runs_alone():
     """As a reader pastes it, in a fresh process: the last gate leaves its start at 1 for the reflection at 2."""
     block = re.search(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)[1]

@@ -98,6 +98,7 @@ def residua_command(*arguments: object, site: Path | None = None, check: bool = 
     return run(sys.executable, "-m", "residua", *arguments, site=site, check=check)
 
 
+@pytest.mark.processes
 def test_a_scheme_of_an_installed_package_works_wherever_a_preset_does(site, tmp_path):
     """Listed, trained, generated with, exported and loaded, each in a fresh process that imports no module of it."""
     listed = json.loads(residua_command("schemes", "--json", site=site).stdout)
@@ -133,6 +134,7 @@ def test_a_scheme_of_an_installed_package_works_wherever_a_preset_does(site, tmp
     assert "scheme 'scaled' comes with the package 'scaled-residuals', which is not here" in failed
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [

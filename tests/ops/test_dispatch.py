@@ -83,6 +83,7 @@ def test_triton_without_a_gpu_is_an_error(monkeypatch):
         choose("triton", OnGPU(1, 2, 4, 8), STATE)
 
 
+@pytest.mark.processes
 def test_a_missing_triton_says_how_to_install_it():
     code = (
         "import sys; sys.modules['triton'] = None\n"

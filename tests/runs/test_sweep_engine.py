@@ -33,7 +33,7 @@ def with_key(job, record):
     return {"key": job.key, **record}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
 def test_records_come_back_in_the_order_of_the_jobs_and_stay(processes, tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text('{"number": 2, "double": "old"}\n')
@@ -44,7 +44,7 @@ def test_records_come_back_in_the_order_of_the_jobs_and_stay(processes, tmp_path
     assert {row["number"]: row["double"] for row in jsonlines.read(path)} == {1: 2, 2: "old", 3: 6}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
 def test_what_is_wanted_may_follow_from_what_came_out(processes, tmp_path):
     """Doubling until 20 is passed: no run twice, and the last answer of the plan comes back."""
 
@@ -60,7 +60,7 @@ def test_what_is_wanted_may_follow_from_what_came_out(processes, tmp_path):
     assert len(jsonlines.read(tmp_path / "records.jsonl")) == 5
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
 @pytest.mark.parametrize("error", [InputError("wrong key"), RunError("disk full")], ids=repr)
 def test_what_a_run_refuses_is_the_error_of_the_sweep(processes, error, tmp_path):
     jobs = [Job("bad", refuses, (error,)), Job("other", refuses, (error,))]
