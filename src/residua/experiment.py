@@ -304,13 +304,18 @@ def _data(config: DataConfig, folder: Path, *, fresh: bool, progress: bool) -> P
     own = folder / "data"
     if own.exists() and fresh:
         shutil.rmtree(own)  # of a run that ended before its first step, perhaps with other settings
-    if own.exists():
-        return PreparedData.open(own)
+    return open_or_prepare(config, own, progress=progress)
+
+
+def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> PreparedData:
+    """Open `folder`, or prepare the source of a configuration there first. Raises InputError where there is none."""
+    if folder.exists():
+        return PreparedData.open(folder)
     if config.source is None:
         raise InputError("data.path: expected a folder written by residua prepare (or data.source: text), got neither")
     return prepare(
         config.source,
-        own,
+        folder,
         vocab_size=config.vocab_size,
         tokenizer=config.tokenizer,
         validation_fraction=config.validation_fraction,

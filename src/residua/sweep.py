@@ -15,11 +15,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from residua.data import PreparedData, prepare
+from residua.data import PreparedData
 from residua.errors import Diverged, InputError, extra
-from residua.experiment import run
+from residua.experiment import open_or_prepare, run
 from residua.runs.durable import remove, write_bytes, write_text
-from residua.runs.folder import FREE_KEYS, RunFolder, flatten, writable
+from residua.runs.folder import FREE_KEYS, RunFolder, flatten, read_object, writable
 from residua.runs.jsonlines import finite, read_metrics
 from residua.runs.reading import parse_yaml
 from residua.runs.statistics import Estimate
@@ -360,7 +360,7 @@ def train_point(
         raise KeyboardInterrupt
     rows = read_metrics(folder.metrics)
     names = ("val_loss", "loss", "tokens", "seconds", "tokens_per_second")
-    facts = json.loads(folder.facts.read_text(encoding="utf-8"))
+    facts = read_object(folder.facts)
     curve = [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row]
     return record | finite({name: result[name] for name in names}) | {"curve": curve, "facts": facts}
 
@@ -389,18 +389,7 @@ def _shared_data(sweep: Sweep, config: RunConfig, folder: Path, progress: bool) 
     """The prepared data of all runs; None where the configuration names them, or where they are swept."""
     if config.data.path is not None or config.data.source is None or any(key.startswith("data.") for key in sweep.over):
         return None
-    if folder.exists():
-        return str(PreparedData.open(folder).folder)
-    return str(
-        prepare(
-            config.data.source,
-            folder,
-            vocab_size=config.data.vocab_size,
-            tokenizer=config.data.tokenizer,
-            validation_fraction=config.data.validation_fraction,
-            progress=progress,
-        ).folder
-    )
+    return str(open_or_prepare(config.data, folder, progress=progress).folder)
 
 
 def _frozen(point: Sequence[Any]) -> Point:

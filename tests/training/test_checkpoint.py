@@ -73,14 +73,14 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_a_whole_one(tmp_path, fit)
 
 def test_a_file_that_the_disk_cannot_give_back_is_damage_too(tmp_path, fit, monkeypatch):
     fit(tmp_path / "run")
-    original = checkpoint_module._sha256
+    original = checkpoint_module.file_sha256
 
     def fail(path):
         if path.parent.name == "step-12":
             raise OSError(errno.EIO, "Input/output error")
         return original(path)
 
-    monkeypatch.setattr(checkpoint_module, "_sha256", fail)
+    monkeypatch.setattr(checkpoint_module, "file_sha256", fail)
     messages = []
     assert latest_checkpoint(tmp_path / "run", report=messages.append).step == 9
     assert len(messages) == 1
@@ -90,16 +90,16 @@ def test_a_file_that_the_disk_cannot_give_back_is_damage_too(tmp_path, fit, monk
 def test_the_newest_is_found_while_the_run_drops_what_was_there(tmp_path, fit, monkeypatch):
     """A training that goes on publishes one and drops those that were listed: no damage, and no run without any."""
     fit(tmp_path / "run")
-    checkpoints, original = tmp_path / "run" / "checkpoints", checkpoint_module._sha256
+    checkpoints, original = tmp_path / "run" / "checkpoints", checkpoint_module.file_sha256
 
     def go_on(path):
-        monkeypatch.setattr(checkpoint_module, "_sha256", original)
+        monkeypatch.setattr(checkpoint_module, "file_sha256", original)
         shutil.copytree(checkpoints / "step-12", checkpoints / "step-15")
         for old in ("step-9", "step-12"):
             shutil.rmtree(checkpoints / old)
         return original(path)
 
-    monkeypatch.setattr(checkpoint_module, "_sha256", go_on)
+    monkeypatch.setattr(checkpoint_module, "file_sha256", go_on)
     messages = []
     assert latest_checkpoint(tmp_path / "run", report=messages.append).path == checkpoints / "step-15"
     assert messages == []
