@@ -12,7 +12,7 @@ import torch
 from residua.analysis import Trace, gate_quantiles, has_gates, pieces, trace
 from residua.connections import describe, resolve
 from residua.data import Batches, HeldOutBatches, PreparedData, prepare
-from residua.errors import InputError, extra
+from residua.errors import InputError, extra, first_line
 from residua.evaluation.loss import dealt, held_out_loss
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.models.configuration import refuse_fetched_attention
@@ -206,8 +206,7 @@ def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedM
     except InputError:
         raise
     except Exception as error:  # transformers and tokenizers raise many kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{folder}: expected a model of transformers, got: {reason}") from error
+        raise InputError(f"{folder}: expected a model of transformers, got: {first_line(error)}") from error
     differences = [f"{kind.replace('_', ' ')} {sorted(map(str, names))[:5]}" for kind, names in found.items() if names]
     if differences:
         raise InputError(f"{folder}: expected the weights of the model in config.json, found {'; '.join(differences)}")

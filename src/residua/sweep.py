@@ -15,6 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from residua.checks import require
 from residua.data import PreparedData
 from residua.errors import Diverged, InputError, extra
 from residua.experiment import open_or_prepare, run
@@ -57,8 +58,7 @@ class Sweep:
         if "train.seed" in self.over:
             raise InputError("--over: expected another key than train.seed; --seeds N trains every point N times")
         for name, value in (("seeds", self.seeds), ("finalists", self.finalists)):
-            if value is not None and value < 1:
-                raise InputError(f"--{name}: expected at least 1, got {value}")
+            require(value is None or value >= 1, f"--{name}", "at least 1", value)
         if self.neighbours and not self.numeric:
             raise InputError("--neighbours: expected --over with a key whose values are numbers, got none")
 
@@ -306,8 +306,7 @@ def train_sweep(
         InputError: the configuration or the folder cannot be used, see `runs.sweep.open_runs`.
         RunError: a run failed for another reason than its numbers, or a result could not be written.
     """
-    if processes < 1:
-        raise InputError(f"--processes: expected at least 1, got {processes}")
+    require(processes >= 1, "--processes", "at least 1", processes)
     out = Path(out)
     for point in itertools.product(*sweep.over.values()):
         base = sweep.config(point)

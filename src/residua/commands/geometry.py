@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residua.commands.base import INTERRUPTED, Arguments, Parser, SubCommand, add_json, fail, print_json, whole
+from residua.commands.base import Arguments, Parser, SubCommand, add_json, print_json, whole
 from residua.errors import InputError, extra
 from residua.tables import print_table
 
@@ -158,12 +158,7 @@ def _study(
         from residua.geometry.pictures import draw
     here = {"circumstances": circumstances(device) | {"threads": 1}}
     with open_runs(out, settings) as made:
-        try:
-            asked = run_jobs(
-                jobs, made, processes=workers, finish=lambda job, record: {"key": job.key, **record, **here}
-            )
-        except KeyboardInterrupt:
-            return fail(f"interrupted; what is done is in {out}, the same command goes on from there", INTERRUPTED)
+        asked = run_jobs(jobs, made, processes=workers, finish=lambda job, record: {"key": job.key, **record, **here})
         keys = {record["key"] for record in asked}
         records = [*asked, *(record for key, record in made.finished.items() if key not in keys)]
         trained = {record["task"] for record in records}

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.checks import did_you_mean
+from residua.checks import did_you_mean, require
 from residua.errors import InputError
 from residua.geometry.tasks import task
 from residua.ops import (
@@ -204,8 +204,7 @@ class ReflectionSettings:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "num_train", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise InputError(f"reflection: {name}: expected at least 1, got {getattr(self, name)}")
+            require(getattr(self, name) >= 1, f"reflection: {name}", "at least 1", getattr(self, name))
 
 
 def toy(name: str) -> Toy:
