@@ -214,7 +214,7 @@ def test_other_data_under_the_same_path_are_refused(data, tmp_path):
         train_sweep(sweep, tmp_path / "out", progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
 def test_killed_at_any_moment_it_goes_on_and_every_number_is_the_same(data, tmp_path):
     """Killed in the middle of a run, alone and with two workers, which end with their parent."""
