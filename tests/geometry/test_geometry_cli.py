@@ -31,7 +31,7 @@ def test_every_command_explains_itself(capsys, command):
         (["quick", "--models", "dll"], "did you mean ddl?"),
         (["quick", "--models", "edelta-token:num_streams=3"], "num_streams"),
         (["quick", "--models", "jpmhc:num_streams=0"], "num_streams"),
-        (["quick", "--device", "tpu"], "cpu or cuda"),
+        (["quick", "--device", "tpu"], "invalid choice"),
         (["quick", "--steps", "0"], "steps"),
         (["quick", "--seeds", "-1"], "--seeds"),
         (["quick", "--workers", "0"], "--workers"),

@@ -9,8 +9,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from residua.errors import InputError
+from residua.training import Checkpoint, latest_checkpoint, load_checkpoint, open_checkpoint
 from residua.training import checkpoint as checkpoint_module
-from residua.training import latest_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
+from residua.training.checkpoint import snapshot, write_checkpoint
+from residua.training.distributed import ALONE
 from support.toy_language_model import ToyBatches, ToyModel
 
 OPTIMIZER = "optimizer.safetensors"
@@ -112,8 +114,8 @@ def test_what_lies_in_the_folder_before_a_save_is_neither_followed_nor_changed(t
     (tmp_path / ".step-3.partial").symlink_to("victim")
     model = ToyModel()
     optimizer = torch.optim.AdamW(model.parameters())
-    given = {"seconds": 0.0, "settings": {}, "model": model, "optimizer": optimizer, "device": torch.device("cpu")}
-    saved = save_checkpoint(tmp_path, step=3, **given)
+    blocks = snapshot(model, optimizer, torch.device("cpu"), ALONE)
+    saved = write_checkpoint(Checkpoint(tmp_path / "step-3", 3, 0.0, {}), blocks, ALONE)
     assert open_checkpoint(saved.path) == saved
     assert (tmp_path / "victim" / "model.safetensors").read_bytes() == b"precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step-3.partial", "step-3", "victim"]

@@ -51,28 +51,6 @@ Blocks = Mapping[str, Mapping[str, Block]]
 """What one rank saves: the blocks of each of its files, by `WEIGHTS` and `OPTIMIZER`."""
 
 
-def save_checkpoint(
-    folder: Path,
-    *,
-    step: int,
-    seconds: float,
-    settings: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    val_loss: float | None = None,
-) -> Checkpoint:
-    """Write `folder/step-N` from one process.
-
-    A failure or an interruption leaves the older checkpoints as they are and nothing of this one.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
-    """
-    checkpoint = Checkpoint(folder / f"step-{step}", step, seconds, settings, val_loss)
-    return write_checkpoint(checkpoint, snapshot(model, optimizer, device, ALONE), ALONE)
-
-
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ranks: Ranks) -> Blocks:
     """Return what this rank has to save, on the CPU; copies if there are several ranks, which train on meanwhile."""
     own = own_tensors(model)
