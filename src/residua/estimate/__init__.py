@@ -125,7 +125,7 @@ def _assumptions(
         + ("bfloat16, weights in float32" if low else "float32, but timed as in bfloat16"),
         *(
             f"{name}: {scenario.compute:.0%} of those FLOP/s, {scenario.bandwidth:.0%} of the bandwidth, "
-            f"{scenario.kernels} kernels between sublayers"
+            f"{'fused' if scenario.fused else 'separate'} kernels between sublayers"
             for name, scenario in SCENARIOS.items()
         ),
         "arithmetic is matrix products; arithmetic, memory traffic and communication are added, nothing overlaps; "
