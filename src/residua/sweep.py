@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from residua.checks import require
 from residua.data import PreparedData
 from residua.errors import Diverged, InputError, extra
 from residua.experiment import open_or_prepare, run
-from residua.runs.durable import remove, write_bytes, write_text
+from residua.runs.durable import remove, replacing, write_text
 from residua.runs.folder import FREE_KEYS, RunFolder, flatten, read_object, writable
 from residua.runs.jsonlines import finite, read_metrics
 from residua.runs.reading import parse_yaml
@@ -233,9 +232,8 @@ class Outcome:
         panels[-1].set_title("Dots: runs. Lines: best point at each value, ± 95 %.", loc="right", fontsize=8)
         if len(groups) > 1:
             figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
-        picture = BytesIO()
-        FigureCanvasAgg(figure).print_png(picture)
-        write_bytes(path, picture.getvalue())
+        with replacing(path) as file:
+            FigureCanvasAgg(figure).print_png(file)
 
     def _panel(self, panel: Any, place: int, groups: Mapping[Point, Sequence[Result]]) -> None:
         """Draw one swept key. Groups stand beside each other at each value."""
