@@ -6,7 +6,6 @@ import pytest
 
 from residua.errors import InputError
 from residua.runs.folder import FREE_KEYS, LOGGING_KEYS, hold, read_object, read_settings, refuse_changes
-from residua.runs.reading import parse_yaml
 from residua.training.config import KEYS
 
 HOLDING = """
@@ -81,21 +80,12 @@ def test_changes_are_named_and_free_ones_are_not(tmp_path):
         refuse_changes(before, before | {"train.device": "cuda"}, tmp_path, free=())
 
 
-def test_yaml_has_the_numbers_that_everybody_means():
-    assert parse_yaml("{a: 3e-4, b: 1E5, c: 1.5, d: .5, e: 7, f: e4}", "text") == {
-        "a": 3e-4, "b": 1e5, "c": 1.5, "d": 0.5, "e": 7, "f": "e4",
-    }  # fmt: skip
-
-
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi")
-)
-
-
-@pytest.mark.parametrize("text", [BOMB, "a: &a [*a]", "[" * 5000, "a: ["], ids=["bomb", "circle", "nested", "torn"])
-def test_yaml_that_would_fill_the_memory_is_one_line(text, tmp_path):
+@pytest.mark.parametrize("text", ["a: &a [*a]", "[" * 5000, "a: [", "a: 1", "[1]"])
+def test_settings_are_sections_of_plain_values(text, tmp_path):
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(InputError, match=r"config\.yaml: expected YAML, got") as error:
+    with pytest.raises(
+        InputError, match=r"config\.yaml: expected (YAML, got|the settings of a run by section)"
+    ) as error:
         read_settings(tmp_path / "config.yaml")
     assert "\n" not in str(error.value)
 
@@ -103,5 +93,5 @@ def test_yaml_that_would_fill_the_memory_is_one_line(text, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff", b"[" * 100_000], ids=repr)
 def test_a_file_that_is_no_json_object(content, tmp_path):
     (tmp_path / "facts.json").write_bytes(content)
-    with pytest.raises(InputError, match=r"facts\.json: expected (JSON|a JSON object), got"):
+    with pytest.raises(InputError, match=r"facts\.json: expected (a JSON object|JSON), got"):
         read_object(tmp_path / "facts.json")
