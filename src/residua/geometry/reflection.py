@@ -80,14 +80,11 @@ class CayleyToy(nn.Module):
         return Result(cayley_apply(x.unsqueeze(-1), *_plane(self.u(x), self.v(x)), beta).squeeze(-1), beta)
 
 
-class HybridToy(nn.Module):
+class HybridToy(CayleyToy):
     """gamma Q x + (1 - gamma)(x - 2 k k^T x) with a gate gamma = sigmoid(w x + gate_bias), w = 0 at the start."""
 
     def __init__(self, dim: int = DIM, hidden: int = HIDDEN, gate_bias: float = -1.5):
-        super().__init__()
-        self.u = _network(dim, dim, hidden)
-        self.v = _network(dim, dim, hidden)
-        self.beta = _network(1, dim, hidden)
+        super().__init__(dim, hidden)
         self.k = _network(dim, dim, hidden)
         self.gate = nn.Linear(dim, 1)
         nn.init.zeros_(self.gate.weight)
