@@ -53,8 +53,8 @@ def _guarded(argv: list[str], pressed: list[int]) -> int:
     except BrokenPipeError:
         discard_output()  # the reader, such as `head`, has had enough
         return FAILED
-    except KeyboardInterrupt:
-        return fail("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        return fail(str(stop) or "interrupted", INTERRUPTED)
     except Exception as error:
         if isinstance(error, OSError):
             discard_output()

@@ -1,19 +1,18 @@
 """The demonstration: three residual schemes on the same tokens in the same order, each with its own best settings."""
 
 import importlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from residua.data import PreparedData, prepare
 from residua.errors import extra
 from residua.evaluation.compare import Comparison, compare
 from residua.evaluation.generate import complete
 from residua.evaluation.plots import draw
-from residua.experiment import open_run, run
+from residua.experiment import open_or_prepare, open_run, run
 from residua.explorer import write_page
 from residua.explorer.collect import collect
+from residua.runs.progress import say
 from residua.training import RunConfig, load_config
 
 RECIPES = {"residual": "tiny", "ddl": "tiny-ddl", "ddl-cc-ec": "tiny-ddl-cc-ec"}
@@ -53,10 +52,10 @@ def demonstrate(out: str | Path, *, steps: int | None = None, progress: bool = T
     configs = {
         name: shortened(load_config(recipe, [f"--model.connection={name}"]), steps) for name, recipe in RECIPES.items()
     }
-    data = _shared_data(configs["residual"], out / "data", progress)
+    data = open_or_prepare(configs["residual"].data, out / "data", progress=progress)
     for number, (name, config) in enumerate(configs.items(), start=1):
         if progress:
-            print(f"{number} of {len(configs)}: {name}", file=sys.stderr, flush=True)
+            say(f"{number} of {len(configs)}: {name}")
         config = replace(config, data=replace(config.data, path=str(data.folder)))
         begun = (out / name / "config.yaml").is_file()
         if run(config, out / name, resume=begun, progress=progress)["interrupted"]:
@@ -78,19 +77,6 @@ def shortened(config: RunConfig, steps: int | None) -> RunConfig:
     }
     warmup = config.train.warmup_steps * steps // config.train.steps
     return replace(config, train=replace(config.train, steps=steps, warmup_steps=warmup, **scaled))
-
-
-def _shared_data(config: RunConfig, folder: Path, progress: bool) -> PreparedData:
-    if folder.exists():
-        return PreparedData.open(folder)
-    return prepare(
-        config.data.source,
-        folder,
-        vocab_size=config.data.vocab_size,
-        tokenizer=config.data.tokenizer,
-        validation_fraction=config.data.validation_fraction,
-        progress=progress,
-    )
 
 
 def _texts(out: Path) -> Iterator[tuple[str, str]]:

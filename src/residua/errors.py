@@ -24,6 +24,11 @@ class ReportedElsewhere(Exception):
         self.status = status
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class where it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 @contextmanager
 def extra(name: str) -> Iterator[None]:
     """Import optional packages of the extra `name` in this context.

@@ -12,7 +12,7 @@ import torch
 from residua.analysis import Trace, gate_quantiles, has_gates, pieces, trace
 from residua.connections import describe, resolve
 from residua.data import Batches, HeldOutBatches, PreparedData, prepare
-from residua.errors import InputError, extra
+from residua.errors import InputError, extra, first_line
 from residua.evaluation.loss import dealt, held_out_loss
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.models.configuration import refuse_fetched_attention
@@ -206,8 +206,7 @@ def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedM
     except InputError:
         raise
     except Exception as error:  # transformers and tokenizers raise many kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{folder}: expected a model of transformers, got: {reason}") from error
+        raise InputError(f"{folder}: expected a model of transformers, got: {first_line(error)}") from error
     differences = [f"{kind.replace('_', ' ')} {sorted(map(str, names))[:5]}" for kind, names in found.items() if names]
     if differences:
         raise InputError(f"{folder}: expected the weights of the model in config.json, found {'; '.join(differences)}")
@@ -304,13 +303,18 @@ def _data(config: DataConfig, folder: Path, *, fresh: bool, progress: bool) -> P
     own = folder / "data"
     if own.exists() and fresh:
         shutil.rmtree(own)  # of a run that ended before its first step, perhaps with other settings
-    if own.exists():
-        return PreparedData.open(own)
+    return open_or_prepare(config, own, progress=progress)
+
+
+def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> PreparedData:
+    """Open `folder`, or prepare the source of a configuration there first. Raises InputError where there is none."""
+    if folder.exists():
+        return PreparedData.open(folder)
     if config.source is None:
         raise InputError("data.path: expected a folder written by residua prepare (or data.source: text), got neither")
     return prepare(
         config.source,
-        own,
+        folder,
         vocab_size=config.vocab_size,
         tokenizer=config.tokenizer,
         validation_fraction=config.validation_fraction,

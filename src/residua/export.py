@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from residua.data.tokenizer import save_tokenizer
-from residua.errors import InputError, RunError, extra
+from residua.errors import InputError, RunError
 from residua.experiment import OpenRun, open_run
 from residua.runs.durable import unfinished
 from residua.runs.jsonlines import read_metrics
-from residua.runs.reading import read_json
+from residua.runs.reading import read_json, write_yaml
 from residua.terminal import printable
-
-with extra("lab"):
-    import yaml
 
 PACKAGE = Path(__file__).parent
 ENTRY = "residua.models.transformer"
@@ -106,7 +103,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
         *((f"data: {key}", _shown(value)) for key, value in data.items()),
         *((key, _shown(facts[key])) for key in ("date", "device", "commit", "torch", "transformers") if facts.get(key)),
     ]
-    code, settings = json.dumps(name), yaml.safe_dump(settings, sort_keys=False).rstrip()
+    code, settings = json.dumps(name), write_yaml(settings).rstrip()
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))  # no text in it ends it
     first = "" if remote_code else "import residua.models  # makes the model type known to transformers\n"
     option = ", trust_remote_code=True" if remote_code else ""  # both lines: the tokenizer's reads config.json too
@@ -174,7 +171,7 @@ def _shown(value: Any) -> str:
 
 
 def _name_the_code(config: Path) -> None:
-    settings = json.loads(config.read_text(encoding="utf-8"))
+    settings = read_json(config)
     # All classes in the one file: for another one transformers would load a second copy of everything.
     settings["auto_map"] = {auto: f"{FILES[ENTRY]}.{name}" for auto, name in CLASSES.items()}
     config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -11,15 +11,15 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from residua.data import PreparedData, prepare
+from residua.checks import require
+from residua.data import PreparedData
 from residua.errors import Diverged, InputError, extra
-from residua.experiment import run
-from residua.runs.durable import remove, write_bytes, write_text
-from residua.runs.folder import FREE_KEYS, RunFolder, flatten, writable
+from residua.experiment import open_or_prepare, run
+from residua.runs.durable import remove, replacing, write_text
+from residua.runs.folder import FREE_KEYS, RunFolder, flatten, read_object, writable
 from residua.runs.jsonlines import finite, read_metrics
 from residua.runs.reading import parse_yaml
 from residua.runs.statistics import Estimate
@@ -57,8 +57,7 @@ class Sweep:
         if "train.seed" in self.over:
             raise InputError("--over: expected another key than train.seed; --seeds N trains every point N times")
         for name, value in (("seeds", self.seeds), ("finalists", self.finalists)):
-            if value is not None and value < 1:
-                raise InputError(f"--{name}: expected at least 1, got {value}")
+            require(value is None or value >= 1, f"--{name}", "at least 1", value)
         if self.neighbours and not self.numeric:
             raise InputError("--neighbours: expected --over with a key whose values are numbers, got none")
 
@@ -233,9 +232,8 @@ class Outcome:
         panels[-1].set_title("Dots: runs. Lines: best point at each value, ± 95 %.", loc="right", fontsize=8)
         if len(groups) > 1:
             figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
-        picture = BytesIO()
-        FigureCanvasAgg(figure).print_png(picture)
-        write_bytes(path, picture.getvalue())
+        with replacing(path) as file:
+            FigureCanvasAgg(figure).print_png(file)
 
     def _panel(self, panel: Any, place: int, groups: Mapping[Point, Sequence[Result]]) -> None:
         """Draw one swept key. Groups stand beside each other at each value."""
@@ -306,8 +304,7 @@ def train_sweep(
         InputError: the configuration or the folder cannot be used, see `runs.sweep.open_runs`.
         RunError: a run failed for another reason than its numbers, or a result could not be written.
     """
-    if processes < 1:
-        raise InputError(f"--processes: expected at least 1, got {processes}")
+    require(processes >= 1, "--processes", "at least 1", processes)
     out = Path(out)
     for point in itertools.product(*sweep.over.values()):
         base = sweep.config(point)
@@ -360,7 +357,7 @@ def train_point(
         raise KeyboardInterrupt
     rows = read_metrics(folder.metrics)
     names = ("val_loss", "loss", "tokens", "seconds", "tokens_per_second")
-    facts = json.loads(folder.facts.read_text(encoding="utf-8"))
+    facts = read_object(folder.facts)
     curve = [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row]
     return record | finite({name: result[name] for name in names}) | {"curve": curve, "facts": facts}
 
@@ -389,18 +386,7 @@ def _shared_data(sweep: Sweep, config: RunConfig, folder: Path, progress: bool) 
     """The prepared data of all runs; None where the configuration names them, or where they are swept."""
     if config.data.path is not None or config.data.source is None or any(key.startswith("data.") for key in sweep.over):
         return None
-    if folder.exists():
-        return str(PreparedData.open(folder).folder)
-    return str(
-        prepare(
-            config.data.source,
-            folder,
-            vocab_size=config.data.vocab_size,
-            tokenizer=config.data.tokenizer,
-            validation_fraction=config.data.validation_fraction,
-            progress=progress,
-        ).folder
-    )
+    return str(open_or_prepare(config.data, folder, progress=progress).folder)
 
 
 def _frozen(point: Sequence[Any]) -> Point:

@@ -1,6 +1,6 @@
 import pytest
 
-from residua.benchmarks import Quartiles, compare
+from residua.benchmarks.timing import Quartiles, compare
 
 
 def called(calls, name):

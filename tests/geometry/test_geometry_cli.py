@@ -31,7 +31,7 @@ def test_every_command_explains_itself(capsys, command):
         (["quick", "--models", "dll"], "did you mean ddl?"),
         (["quick", "--models", "edelta-token:num_streams=3"], "num_streams"),
         (["quick", "--models", "jpmhc:num_streams=0"], "num_streams"),
-        (["quick", "--device", "tpu"], "cpu or cuda"),
+        (["quick", "--device", "tpu"], "invalid choice"),
         (["quick", "--steps", "0"], "steps"),
         (["quick", "--seeds", "-1"], "--seeds"),
         (["quick", "--workers", "0"], "--workers"),
@@ -94,7 +94,7 @@ def test_interrupting_says_how_to_go_on(capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr("residua.runs.sweep.run_jobs", interrupted)
     assert main(["geometry", "reflection", "--out", str(tmp_path / "out")]) == 130
-    assert "goes on from there" in capsys.readouterr().err
+    assert "the same command resumes there" in capsys.readouterr().err
 
 
 def test_the_quick_models_are_those_of_the_publication_and_their_controls(capsys):

@@ -9,8 +9,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from residua.errors import InputError
+from residua.training import Checkpoint, latest_checkpoint, load_checkpoint, open_checkpoint
 from residua.training import checkpoint as checkpoint_module
-from residua.training import latest_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
+from residua.training.checkpoint import snapshot, write_checkpoint
+from residua.training.distributed import ALONE
 from support.toy_language_model import ToyBatches, ToyModel
 
 OPTIMIZER = "optimizer.safetensors"
@@ -73,14 +75,14 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_a_whole_one(tmp_path, fit)
 
 def test_a_file_that_the_disk_cannot_give_back_is_damage_too(tmp_path, fit, monkeypatch):
     fit(tmp_path / "run")
-    original = checkpoint_module._sha256
+    original = checkpoint_module.file_sha256
 
     def fail(path):
         if path.parent.name == "step-12":
             raise OSError(errno.EIO, "Input/output error")
         return original(path)
 
-    monkeypatch.setattr(checkpoint_module, "_sha256", fail)
+    monkeypatch.setattr(checkpoint_module, "file_sha256", fail)
     messages = []
     assert latest_checkpoint(tmp_path / "run", report=messages.append).step == 9
     assert len(messages) == 1
@@ -90,16 +92,16 @@ def test_a_file_that_the_disk_cannot_give_back_is_damage_too(tmp_path, fit, monk
 def test_the_newest_is_found_while_the_run_drops_what_was_there(tmp_path, fit, monkeypatch):
     """A training that goes on publishes one and drops those that were listed: no damage, and no run without any."""
     fit(tmp_path / "run")
-    checkpoints, original = tmp_path / "run" / "checkpoints", checkpoint_module._sha256
+    checkpoints, original = tmp_path / "run" / "checkpoints", checkpoint_module.file_sha256
 
     def go_on(path):
-        monkeypatch.setattr(checkpoint_module, "_sha256", original)
+        monkeypatch.setattr(checkpoint_module, "file_sha256", original)
         shutil.copytree(checkpoints / "step-12", checkpoints / "step-15")
         for old in ("step-9", "step-12"):
             shutil.rmtree(checkpoints / old)
         return original(path)
 
-    monkeypatch.setattr(checkpoint_module, "_sha256", go_on)
+    monkeypatch.setattr(checkpoint_module, "file_sha256", go_on)
     messages = []
     assert latest_checkpoint(tmp_path / "run", report=messages.append).path == checkpoints / "step-15"
     assert messages == []
@@ -112,8 +114,8 @@ def test_what_lies_in_the_folder_before_a_save_is_neither_followed_nor_changed(t
     (tmp_path / ".step-3.partial").symlink_to("victim")
     model = ToyModel()
     optimizer = torch.optim.AdamW(model.parameters())
-    given = {"seconds": 0.0, "settings": {}, "model": model, "optimizer": optimizer, "device": torch.device("cpu")}
-    saved = save_checkpoint(tmp_path, step=3, **given)
+    blocks = snapshot(model, optimizer, torch.device("cpu"), ALONE)
+    saved = write_checkpoint(Checkpoint(tmp_path / "step-3", 3, 0.0, {}), blocks, ALONE)
     assert open_checkpoint(saved.path) == saved
     assert (tmp_path / "victim" / "model.safetensors").read_bytes() == b"precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step-3.partial", "step-3", "victim"]

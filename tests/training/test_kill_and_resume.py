@@ -50,9 +50,9 @@ def _at_call(number, fatal, original):
 DEATHS = {
     "weights half written": (shards_module, "save_file", 5, _half_weights),
     "before the optimizer": (shards_module, "save_file", 6, _die),
-    "before anything is synced": (checkpoint_module, "sync", 11, _die),
-    "before the folder is synced": (checkpoint_module, "sync", 14, _die),
-    "before the name is given": (checkpoint_module, "_rename", 3, _die),
+    "before anything is synced": (checkpoint_module, "sync", 9, _die),
+    "before the folder is synced": (checkpoint_module, "sync", 12, _die),
+    "before the name is given": (checkpoint_module, "publish", 3, _die),
     "before the oldest is dropped": (checkpoint_module, "_remove", 4, _die),
     "while the oldest is dropped": (shutil, "rmtree", 1, _half_removed),
 }

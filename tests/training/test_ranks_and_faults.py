@@ -119,7 +119,7 @@ def test_a_disk_that_refuses_one_rank_ends_all_with_one_line(data, tmp_path, sta
 
 @pytest.mark.parametrize(
     ("rank", "name", "call", "newest"),
-    [(1, "_sha256", 3, 2), (0, "_sha256", 4, 2), (0, "_publish", 2, 2), (0, "drop_old", 2, 4)],
+    [(1, "file_sha256", 3, 2), (0, "file_sha256", 4, 2), (0, "_publish", 2, 2), (0, "drop_old", 2, 4)],
 )
 def test_what_the_disk_refuses_one_rank_in_a_save_is_said_once(rank, name, call, newest, data, tmp_path, start):
     """In the save of step 4, in which each rank hashes its two files. None waits for the other."""

@@ -228,7 +228,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_too(tmp_path, fit):
         (shards_module, "save_file", "model", OSError(errno.ENOSPC, "No space left on device")),
         (shards_module, "save_file", "model", SafetensorError("I/O error: No space left on device")),
         (shards_module, "save_file", "optimizer", SafetensorError("I/O error: No space left on device")),
-        (checkpoint_module, "_rename", "", OSError(errno.ENOSPC, "No space left on device")),
+        (checkpoint_module, "publish", "", OSError(errno.ENOSPC, "No space left on device")),
     ],
 )
 def test_a_full_disk_while_saving_keeps_the_last_checkpoint(

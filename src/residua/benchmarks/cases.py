@@ -50,6 +50,9 @@ class Draw:
     def large(self, *shape: int) -> Tensor:
         return self.coefficients(*shape).to(self.dtype)
 
+    def streams(self, sizes: Sizes) -> Tensor:
+        return self.large(*sizes.leading, sizes.channels, sizes.dim)
+
     def coefficients(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device)
 
@@ -91,7 +94,7 @@ def _delta_write(sizes: Sizes, draw: Draw) -> Case:
 
 def _write_inputs(sizes: Sizes, draw: Draw) -> dict[str, Tensor]:
     return {
-        "state": draw.large(*sizes.leading, sizes.channels, sizes.dim),
+        "state": draw.streams(sizes),
         "k": draw.large(*sizes.leading, sizes.dim),
         "v": draw.coefficients(*sizes.leading, sizes.channels),
         "beta": 2 * draw.coefficients(*sizes.leading).sigmoid(),
@@ -99,33 +102,24 @@ def _write_inputs(sizes: Sizes, draw: Draw) -> dict[str, Tensor]:
 
 
 def _stream_read(sizes: Sizes, draw: Draw) -> Case:
-    inputs = {
-        "streams": draw.large(*sizes.leading, sizes.channels, sizes.dim),
-        "weights": draw.coefficients(sizes.channels, sizes.dim),
-    }
+    inputs = {"streams": draw.streams(sizes), "weights": draw.coefficients(sizes.channels, sizes.dim)}
     return Case(ops.stream_read, inputs, frozenset({"weights"}))
 
 
 def _causal_read(sizes: Sizes, draw: Draw) -> Case:
-    inputs = {
-        "streams": draw.large(*sizes.leading, sizes.channels, sizes.dim),
-        "taps": draw.coefficients(KERNEL, sizes.channels, sizes.dim),
-    }
+    inputs = {"streams": draw.streams(sizes), "taps": draw.coefficients(KERNEL, sizes.channels, sizes.dim)}
     return Case(ops.causal_read, inputs, frozenset({"taps"}))
 
 
 def _hyper_read(sizes: Sizes, draw: Draw) -> Case:
-    inputs = {
-        "streams": draw.large(*sizes.leading, sizes.channels, sizes.dim),
-        "h_pre": draw.coefficients(*sizes.leading, sizes.channels),
-    }
+    inputs = {"streams": draw.streams(sizes), "h_pre": draw.coefficients(*sizes.leading, sizes.channels)}
     return Case(ops.hyper_read, inputs)
 
 
 def _hyper_write(sizes: Sizes, draw: Draw) -> Case:
     n = sizes.channels
     inputs = {
-        "streams": draw.large(*sizes.leading, n, sizes.dim),
+        "streams": draw.streams(sizes),
         "y": draw.large(*sizes.leading, sizes.dim),
         "h_res": draw.coefficients(*sizes.leading, n, n).softmax(-1),
         "h_post": draw.coefficients(*sizes.leading, n),
@@ -140,7 +134,7 @@ def _sinkhorn(sizes: Sizes, draw: Draw) -> Case:
 def _hybrid(sizes: Sizes, draw: Draw) -> Case:
     directions = {name: draw.coefficients(*sizes.leading, sizes.channels) for name in ("u", "v", "k")}
     inputs = {
-        "x": draw.large(*sizes.leading, sizes.channels, sizes.dim),
+        "x": draw.streams(sizes),
         **{name: x / x.norm(dim=-1, keepdim=True) for name, x in directions.items()},
         "beta": draw.coefficients(*sizes.leading),
         "gamma": draw.coefficients(*sizes.leading).sigmoid(),

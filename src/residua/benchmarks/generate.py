@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.benchmarks.settings import BASELINE, Precision, Settings, many_graphs, perturb, threads
+from residua.benchmarks.settings import BASELINE, Precision, Settings, expect_at_least, many_graphs, threads
 from residua.benchmarks.timing import Timing, compare
 from residua.errors import RunError, extra
-from residua.models import ResiduaForCausalLM
 from residua.provenance import circumstances
 
 with extra("lab"):
@@ -29,25 +28,24 @@ class GenerateSettings(Settings):
     new_tokens     tokens to generate in one measurement, greedily
     batch_sizes    sequences to generate at once; each size is a comparison of its own
     precision      the dtype of weights and activations
-    compile        the model through `torch.compile`, as one graph; on a CUDA device replayed as a CUDA graph
-    rounds, warmup see `timing.compare`
+    compile        as in `Settings`; on a CUDA device replayed as a CUDA graph
     """
 
     prompt_length: int = 64
     new_tokens: int = 16
     batch_sizes: tuple[int, ...] = (1, 8)
-    compile: bool = False
-    rounds: int = 9
-    warmup: int = 2
 
     def __post_init__(self):
-        self._require_positive("prompt_length", "new_tokens", "batch_sizes", "rounds")
-        self._require_not_negative("warmup")
+        expect_at_least(1, self, "prompt_length", "new_tokens", "batch_sizes")
         super().__post_init__()
 
     @property
     def positions(self) -> int:
         return self.prompt_length + self.new_tokens
+
+    @property
+    def steps(self) -> int:
+        return len(self.batch_sizes) * super().steps
 
 
 class Decoding:
@@ -60,11 +58,7 @@ class Decoding:
         self.preset = preset
         self.settings = settings
         self.device = torch.device(settings.device)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed)
-            tokens = torch.randint(settings.vocab_size, (batch, settings.positions))
-            model = ResiduaForCausalLM(settings.config(preset))
-            perturb(model)
+        model, tokens = settings.model(preset, batch, settings.positions)
         self.tokens = tokens.to(self.device)
         self.model = model.to(self.device, getattr(torch, settings.precision)).eval()
         self.forward: Callable[..., Any] = self.model

@@ -47,6 +47,10 @@ class MemorySettings(ModelSettings):
         if self.peak and self.device == "cpu" and not STATUS.exists():
             raise InputError("peak: expected Linux, which records the peak of a process; measure without it")
 
+    @property
+    def steps(self) -> int:
+        return len(self.presets)
+
 
 @dataclass(frozen=True)
 class MemoryResult:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.benchmarks.settings import BASELINE, Precision, Settings, many_graphs, perturb, threads
+from residua.benchmarks.settings import BASELINE, Precision, Settings, expect_at_least, many_graphs, threads
 from residua.benchmarks.timing import Timing, compare
 from residua.errors import RunError
-from residua.models import ResiduaForCausalLM
 from residua.provenance import circumstances
 
 
@@ -34,19 +33,13 @@ class ModelSettings(Settings):
 
     sequence_length, batch_size   a batch of random tokens
     precision      "bfloat16": autocast around the forward pass, as in training; weights stay in float32
-    compile        the whole model through `torch.compile`, as one graph
-    rounds, warmup see `timing.compare`
     """
 
     sequence_length: int = 256
     batch_size: int = 2
-    compile: bool = False
-    rounds: int = 9
-    warmup: int = 2
 
     def __post_init__(self):
-        self._require_positive("sequence_length", "batch_size", "rounds")
-        self._require_not_negative("warmup")
+        expect_at_least(1, self, "sequence_length", "batch_size")
         super().__post_init__()
 
     @property
@@ -66,11 +59,7 @@ class TrainingStep:
         self.precision: Precision = settings.precision
         self.tolerances = settings.tolerances
         self.device = torch.device(settings.device)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed)
-            tokens = torch.randint(settings.vocab_size, (settings.batch_size, settings.sequence_length + 1))
-            model = ResiduaForCausalLM(settings.config(preset))
-            perturb(model)
+        model, tokens = settings.model(preset, settings.batch_size, settings.sequence_length + 1)
         tokens = tokens.to(self.device)
         self.inputs, self.labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         self.model = model.to(self.device).train()

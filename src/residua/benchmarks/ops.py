@@ -13,8 +13,9 @@ from torch import Tensor
 from residua.benchmarks.cases import CASES, CONNECTION, CONNECTIONS, MEASURED, Case, Draw, Dtype, Sizes, make
 from residua.benchmarks.peers import peers
 from residua.benchmarks.roofline import TRAFFIC
-from residua.benchmarks.settings import Device, expect_device, threads
+from residua.benchmarks.settings import Device, expect_at_least, expect_device, threads
 from residua.benchmarks.timing import Clock, Quartiles, Timing, cold, compare, process_clock, wall_clock
+from residua.checks import require
 from residua.connections import TensorSpec, resolve
 from residua.errors import InputError, RunError
 from residua.ops.dispatch import choose
@@ -79,16 +80,9 @@ class OpSettings:
     def __post_init__(self):
         for name, known in (("implementations", Implementation), ("dtypes", Dtype)):
             for value in getattr(self, name):
-                if value not in get_args(known):
-                    raise InputError(f"{name}: expected {', '.join(get_args(known))}, got {value!r}")
-        for name in ("tokens", "dims", "channels"):
-            if min(getattr(self, name)) < 1:
-                raise InputError(f"{name}: expected at least 1, got {min(getattr(self, name))}")
-        for name in ("sequence_length", "rounds", "threads"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.warmup < 0:
-            raise InputError(f"warmup: expected at least 0, got {self.warmup}")
+                require(value in get_args(known), name, ", ".join(get_args(known)), value)
+        expect_at_least(1, self, "tokens", "dims", "channels", "sequence_length", "rounds", "threads")
+        expect_at_least(0, self, "warmup")
         expect_device(self.device)
         for tokens in self.tokens:
             if tokens % min(self.sequence_length, tokens):
@@ -107,6 +101,10 @@ class OpSettings:
             for tokens in self.tokens
             for operation in self.operations
         ]
+
+    @property
+    def steps(self) -> int:
+        return len(self.plan())
 
 
 @dataclass(frozen=True)

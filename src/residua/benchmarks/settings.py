@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from residua.benchmarks.timing import Clock, cuda_clock, process_clock, wall_clock
 from residua.checks import require
 from residua.connections import PRESETS
 from residua.errors import InputError
-from residua.models import ResiduaConfig
+from residua.models import ResiduaConfig, ResiduaForCausalLM
 
 BASELINE = "residual"
 Device = Literal["cpu", "cuda"]
@@ -26,6 +27,8 @@ class Settings:
     layers, dim, heads, head_dim, vocab_size   the model
     precision    the dtype of the computation
     state_dtype  see `ResiduaConfig`
+    compile      the model through `torch.compile`, as one graph
+    rounds, warmup   see `timing.compare`
     threads      PyTorch's threads on the CPU. One: CPU time of the process is measured; more: wall-clock time
     seed         for weights and tokens
 
@@ -41,12 +44,16 @@ class Settings:
     vocab_size: int = 4096
     precision: Precision = "float32"
     state_dtype: Precision | None = None
+    compile: bool = False
+    rounds: int = 9
+    warmup: int = 2
     threads: int = 1
     seed: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "presets", tuple(dict.fromkeys([BASELINE, *self.presets])))
-        self._require_positive("layers", "threads")
+        expect_at_least(1, self, "layers", "threads", "rounds")
+        expect_at_least(0, self, "warmup")
         for name, choices in (("device", get_args(Device)), ("precision", get_args(Precision))):
             require(getattr(self, name) in choices, name, " or ".join(choices), getattr(self, name))
         expect_device(self.device)
@@ -74,21 +81,33 @@ class Settings:
         except ValueError as error:
             raise InputError(str(error)) from error
 
+    def model(self, preset: str, *shape: int) -> tuple[ResiduaForCausalLM, Tensor]:
+        """Return the model of one preset, on the CPU, and random tokens of this shape; both follow from the seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            tokens = torch.randint(self.vocab_size, shape)
+            model = ResiduaForCausalLM(self.config(preset))
+            perturb(model)
+        return model, tokens
+
+    @property
+    def steps(self) -> int:
+        """How often a benchmark of these settings reports that it advanced."""
+        return len(self.presets) * (self.warmup + self.rounds)
+
     @property
     def clock(self) -> Clock:
         if self.device == "cuda":
             return cuda_clock
         return process_clock if self.threads == 1 else wall_clock
 
-    def _require_positive(self, *names: str) -> None:
-        for name in names:
-            values = getattr(self, name)
-            for value in values if isinstance(values, tuple) else (values,):
-                require(value >= 1, name, "at least 1", value)
 
-    def _require_not_negative(self, *names: str) -> None:
-        for name in names:
-            require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+def expect_at_least(least: int, settings: object, *names: str) -> None:
+    """Raise InputError for a number in one of these settings, or in a tuple there, that is below `least`."""
+    for name in names:
+        values = getattr(settings, name)
+        for value in values if isinstance(values, tuple) else (values,):
+            require(value >= least, name, f"at least {least}", value)
 
 
 def expect_device(device: str) -> None:

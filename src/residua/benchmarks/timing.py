@@ -4,7 +4,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,10 +99,13 @@ def wall_clock(call: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def cuda_clock(call: Callable[[], None]) -> float:
-    """Measure time on the current CUDA device, from idle until everything that `call` launched is done."""
+def cuda_clock(call: Callable[[], None], before: Callable[[], Any] = lambda: None) -> float:
+    """Measure time on the current CUDA device until everything that `call` launched is done: from idle, or from the end
+    of what `before` launches.
+    """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    before()
     start.record()
     call()
     end.record()
@@ -124,15 +128,4 @@ def cold(clock: Clock, device: torch.device) -> Clock:
 
         return cold_clock
     sweep = torch.empty(2**28, device=device)  # 1 GiB, a quarter of a millisecond to write
-
-    def cold_cuda_clock(call: Callable[[], None]) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        sweep.zero_()
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-    return cold_cuda_clock
+    return partial(cuda_clock, before=sweep.zero_)

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
+from importlib import import_module
 from itertools import count
 from typing import Any, get_args
 
@@ -43,7 +45,6 @@ LISTS: Mapping[str, str] = {
     "batch_sizes": "sequences that are written at once",
 }
 """The same for lists of whole numbers."""
-COMPILE = "compile every model, the plain residual included"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -72,7 +73,7 @@ def _shared(parser: Parser, settings: type) -> None:
     add_json(parser)
 
 
-def _of_models(parser: Parser, settings: type, precision: str) -> None:
+def _of_models(parser: Parser, settings: type, precision: str, compiled: str = "") -> None:
     from residua.benchmarks.settings import BASELINE, Precision
 
     parser.add_argument(
@@ -93,27 +94,26 @@ def _of_models(parser: Parser, settings: type, precision: str) -> None:
     parser.add_argument(
         "--state-dtype", choices=get_args(Precision), help="of the residual state (default: as the embeddings)"
     )
+    what = f"compile every model, the plain residual included{compiled}"
+    parser.add_argument("--compile", action="store_true", help=what)
 
 
 def _models_arguments(parser: Parser) -> None:
     from residua.benchmarks import models
 
     _of_models(parser, models.ModelSettings, "bfloat16 is autocast")
-    parser.add_argument("--compile", action="store_true", help=COMPILE)
 
 
 def _generate_arguments(parser: Parser) -> None:
     from residua.benchmarks import generate
 
-    _of_models(parser, generate.GenerateSettings, "of the weights")
-    parser.add_argument("--compile", action="store_true", help=f"{COMPILE}; with CUDA graphs on a CUDA device")
+    _of_models(parser, generate.GenerateSettings, "of the weights", "; with CUDA graphs on a CUDA device")
 
 
 def _memory_arguments(parser: Parser) -> None:
     from residua.benchmarks import memory
 
     _of_models(parser, memory.MemorySettings, "bfloat16 is autocast")
-    parser.add_argument("--compile", action="store_true", help=COMPILE)
     parser.add_argument(
         "--no-peak", dest="peak", action="store_false", help="only count what is kept, without running a step"
     )
@@ -152,34 +152,11 @@ def _chosen(arguments: Arguments, settings: type) -> Any:
     return settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-def _models(arguments: Arguments) -> int:
-    from residua.benchmarks import models
-
-    settings = _chosen(arguments, models.ModelSettings)
-    steps = len(settings.presets) * (settings.warmup + settings.rounds)
-    return _measure(arguments, steps, lambda advance: models.benchmark(settings, advance=advance))
-
-
-def _generate(arguments: Arguments) -> int:
-    from residua.benchmarks import generate
-
-    settings = _chosen(arguments, generate.GenerateSettings)
-    steps = len(settings.batch_sizes) * len(settings.presets) * (settings.warmup + settings.rounds)
-    return _measure(arguments, steps, lambda advance: generate.benchmark(settings, advance=advance))
-
-
-def _memory(arguments: Arguments) -> int:
-    from residua.benchmarks import memory
-
-    settings = _chosen(arguments, memory.MemorySettings)
-    return _measure(arguments, len(settings.presets), lambda advance: memory.benchmark(settings, advance=advance))
-
-
-def _ops(arguments: Arguments) -> int:
-    from residua.benchmarks import ops
-
-    settings = _chosen(arguments, ops.OpSettings)
-    return _measure(arguments, len(settings.plan()), lambda advance: ops.benchmark(settings, advance=advance))
+def _benchmark(module: str, kind: str, arguments: Arguments) -> int:
+    """Run the benchmark of a module with settings of this kind."""
+    found = import_module(f"residua.benchmarks.{module}")
+    settings = _chosen(arguments, getattr(found, kind))
+    return _measure(arguments, settings.steps, lambda advance: found.benchmark(settings, advance=advance))
 
 
 def _measure(arguments: Arguments, steps: int, benchmark: Callable[[Advance], Any]) -> int:
@@ -222,27 +199,27 @@ SUBCOMMANDS: Mapping[str, SubCommand] = {
         "they reach with the bytes that they must move. Check every implementation against float64 first. "
         "Liger-Kernel and hyper-connections take part where they are installed.",
         _ops_arguments,
-        _ops,
+        partial(_benchmark, "ops", "OpSettings"),
     ),
     "models": SubCommand(
         "training step of whole language models",
         "Time the training step (forward, backward, fused AdamW) of language models under each scheme, and its ratio "
         "to the plain residual's in the same rounds. Check all models against float64 first.",
         _models_arguments,
-        _models,
+        partial(_benchmark, "models", "ModelSettings"),
     ),
     "generate": SubCommand(
         "writing a token, after a prompt",
         "Time the writing of a token under each scheme, with a cache of constant size, and its ratio to the plain "
         "residual's in the same rounds. Check all models against float64 first.",
         _generate_arguments,
-        _generate,
+        partial(_benchmark, "generate", "GenerateSettings"),
     ),
     "memory": SubCommand(
         "memory of a training step",
         "Count what each scheme keeps for the backward pass, in vectors of the model's width for each token and layer, "
         "and measure the peak of a training step. Check all models against float64 first.",
         _memory_arguments,
-        _memory,
+        partial(_benchmark, "memory", "MemorySettings"),
     ),
 }

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residua.commands.base import INTERRUPTED, Arguments, Parser, SubCommand, add_json, fail, print_json, whole
-from residua.errors import InputError, extra
+from residua.commands.base import Arguments, Parser, SubCommand, add_json, print_json, whole
+from residua.errors import extra
 from residua.tables import print_table
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _quick_arguments(parser: Parser) -> None:
         help=f"(default: {' '.join(STUDY_TASKS)})",
     )
     parser.add_argument("--full", action="store_true", help="the published sizes and steps")
-    parser.add_argument("--device", metavar="cpu|cuda", help="(default: cuda where there is one)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: cuda if there)")
 
 
 def _sizes_arguments(parser: Parser) -> None:
@@ -120,11 +120,12 @@ def _reflection(arguments: Arguments) -> int:
 
 def _quick(arguments: Arguments) -> int:
     from residua.geometry.study import STUDY_TASKS, job
+    from residua.training import pick_device
 
     settings = _settings(arguments)
     if arguments.steps is not None:
         settings = replace(settings, steps=arguments.steps)
-    device = _device(arguments.device)
+    device = pick_device(arguments.device, "--device")
     tasks = [settings.task(name) for name in _distinct(arguments.tasks)]
     jobs = [
         job(model, one.name, seed, settings, device)
@@ -158,12 +159,7 @@ def _study(
         from residua.geometry.pictures import draw
     here = {"circumstances": circumstances(device) | {"threads": 1}}
     with open_runs(out, settings) as made:
-        try:
-            asked = run_jobs(
-                jobs, made, processes=workers, finish=lambda job, record: {"key": job.key, **record, **here}
-            )
-        except KeyboardInterrupt:
-            return fail(f"interrupted; what is done is in {out}, the same command goes on from there", INTERRUPTED)
+        asked = run_jobs(jobs, made, processes=workers, finish=lambda job, record: {"key": job.key, **record, **here})
         keys = {record["key"] for record in asked}
         records = [*asked, *(record for key, record in made.finished.items() if key not in keys)]
         trained = {record["task"] for record in records}
@@ -227,18 +223,6 @@ def _settings(arguments: Arguments) -> "Settings":
     from residua.geometry.study import FULL, QUICK
 
     return FULL if arguments.full else QUICK
-
-
-def _device(name: str | None) -> "torch.device":
-    import torch
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise InputError(f"--device: expected cpu or cuda, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device: expected a GPU that torch can use for cuda, found none; use --device cpu")
-    return torch.device(name)
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:

@@ -3,7 +3,7 @@
 import importlib
 from pathlib import Path
 
-from residua.commands.base import INTERRUPTED, Arguments, Parser, add_json, fail, print_json, whole
+from residua.commands.base import Arguments, Parser, add_json, print_json, whole
 from residua.errors import InputError, extra
 from residua.tables import print_table
 
@@ -57,13 +57,13 @@ def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser)
 
 
-def run(arguments: Arguments) -> int | None:
+def run(arguments: Arguments) -> None:
     """Train what is missing and show the results. Raises InputError and RunError."""
     from residua.training import load_config
 
     if arguments.print_config:
         print(load_config(arguments.config, arguments.overrides).to_yaml(), end="")
-        return None
+        return
     if arguments.out is None:
         raise InputError("expected --out DIR, the folder of the sweep")
     with extra("lab"):  # known to be there before hours are spent on the picture's numbers
@@ -79,13 +79,10 @@ def run(arguments: Arguments) -> int | None:
         neighbours=arguments.neighbours,
         finalists=finalists,
     )
-    try:
-        outcome = train_sweep(sweep, arguments.out, processes=arguments.processes, keep=arguments.keep_runs)
-    except KeyboardInterrupt:
-        return fail(f"interrupted; what is done is in {arguments.out}, the same command resumes there", INTERRUPTED)
+    outcome = train_sweep(sweep, arguments.out, processes=arguments.processes, keep=arguments.keep_runs)
     if arguments.json:
         print_json(outcome.to_json())
-        return None
+        return
     print_table(*outcome.table())
     for note in outcome.notes:
         print(f"note: {note}")
@@ -93,4 +90,3 @@ def run(arguments: Arguments) -> int | None:
         print(f"written: {Path(arguments.out) / name}")
     if outcome.best:
         print(f"train the best with: {outcome.command()}")
-    return None

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
+from residua.checks import require
 from residua.errors import InputError, extra
 
 with extra("lab"):
@@ -155,5 +156,4 @@ def _aligned(block: np.ndarray) -> tuple[Tensor, Tensor]:
 
 def _check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
-        if size < 1:
-            raise InputError(f"{name}: expected at least 1, got {size}")
+        require(size >= 1, name, "at least 1", size)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from residua.data.corpus import Corpus, Document, PartReading
-from residua.errors import InputError, extra
+from residua.errors import InputError, extra, first_line
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 PIECE = 8192
@@ -178,4 +178,4 @@ def _parquet(file: Path, column: str) -> Iterator[Any]:
             f"{file}: expected UTF-8 text in column {column}: {error.reason}; convert or remove it"
         ) from None
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{file}: not a readable parquet file: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{file}: not a readable parquet file: {first_line(error)}") from error

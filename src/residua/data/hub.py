@@ -7,7 +7,7 @@ from typing import Any
 
 from residua.data.corpus import Corpus, Document
 from residua.data.named import NAMED
-from residua.errors import InputError, RunError, extra
+from residua.errors import InputError, RunError, extra, first_line
 
 GPT2 = "openai-community/gpt2"
 
@@ -57,7 +57,7 @@ class Rows:
         try:
             stream = datasets.load_dataset(identity["dataset"], identity["config"], streaming=True, **place)
         except (ValueError, FileNotFoundError) as error:
-            raise InputError(f"{name}: {_first_line(error)}") from error
+            raise InputError(f"{name}: {first_line(error)}") from error
         except self._failures as error:
             raise _unreachable(name, error) from error
         if stream.column_names is not None:
@@ -122,15 +122,9 @@ def _hub_error(name: str, error: Exception) -> InputError | RunError:
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError)):
-        return InputError(
-            f"{name}: the hub does not have it, or it needs a login (hf auth login): {_first_line(error)}"
-        )
+        return InputError(f"{name}: the hub does not have it, or it needs a login (hf auth login): {first_line(error)}")
     return _unreachable(name, error)
 
 
 def _unreachable(name: str, error: Exception) -> RunError:
-    return RunError(f"{name}: the hub cannot be read: {_first_line(error)}; try again when it can be reached")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return RunError(f"{name}: the hub cannot be read: {first_line(error)}; try again when it can be reached")

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from residua.checks import require
 from residua.data import writer
 from residua.data.corpus import Corpus, Document
 from residua.data.encode import Encoder
@@ -164,8 +165,7 @@ def _check(
         )
     if tokenizer == "bpe":
         check_vocab_size(vocab_size)
-    if shard_tokens < 1:
-        raise InputError(f"shard_tokens: expected at least 1, got {shard_tokens}")
+    require(shard_tokens >= 1, "shard_tokens", "at least 1", shard_tokens)
     if workers is not None and not 0 <= workers <= MOST_WORKERS:
         raise InputError(f"workers: expected 0 to {MOST_WORKERS} (0: no other process), got {workers}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):

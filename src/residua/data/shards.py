@@ -240,15 +240,6 @@ def _shard(folder: Path, file: Any, tokens: Any, sha256: Any) -> Shard:
     return Shard(file_inside(folder, file).name, _count(tokens), sha256)
 
 
-def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file's content. Raises OSError."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(16 * 2**20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _verify(path: Path, shard: Shard, dtype: np.dtype, vocab_size: int) -> None:
     digest, largest = hashlib.sha256(), 0
     try:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from residua.data.hub import download_tokenizer
-from residua.errors import InputError, extra
+from residua.errors import InputError, extra, first_line
 from residua.runs.reading import read_json_files
 
 with extra("lab"):
@@ -78,9 +78,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     except ModuleNotFoundError:
         raise
     except Exception as error:  # transformers and tokenizers raise many kinds
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
-            f"tokenizer: expected bpe, byte or a folder with tokenizer.json, got {folder}: {reason} "
+            f"tokenizer: expected bpe, byte or a folder with tokenizer.json, got {folder}: {first_line(error)} "
             "(from the hub: gpt2 or hf:OWNER/NAME)"
         ) from error
     if loaded.eos_token is None:

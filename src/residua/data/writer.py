@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, get_args
 from residua.data.corpus import Corpus, Reading, has_text
 from residua.data.encode import Encoders, Group, WorkerLost
 from residua.data.progress import text_progress
-from residua.data.shards import Shard, file_sha256
+from residua.data.shards import Shard
 from residua.data.split import HashSplit, LeadingSplit, Split
 from residua.data.staging import PROGRESS, Staging, changed
 from residua.errors import InputError, RunError, extra
-from residua.runs.durable import sync
+from residua.runs.durable import file_sha256, sync
 
 with extra("lab"):
     import numpy as np

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from residua.checks import require
 from residua.connections import Scheme
 from residua.errors import InputError
 from residua.estimate.counts import bytes_per_token, flops_per_token, parameters
@@ -54,10 +55,8 @@ def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int
     Raises:
         InputError: the GPU is not known, or this number of them cannot share a step.
     """
-    if gpu not in GPUS:
-        raise InputError(f"--gpu: expected one of {', '.join(GPUS)}, got {gpu!r}")
-    if gpus < 1:
-        raise InputError(f"--gpus: expected at least 1, got {gpus}")
+    require(gpu in GPUS, "--gpu", f"one of {', '.join(GPUS)}", gpu)
+    require(gpus >= 1, "--gpus", "at least 1", gpus)
     device, train = GPUS[gpu], config.train
     try:
         share = Share.of(train, Ranks(world_size=gpus))
@@ -126,7 +125,7 @@ def _assumptions(
         + ("bfloat16, weights in float32" if low else "float32, but timed as in bfloat16"),
         *(
             f"{name}: {scenario.compute:.0%} of those FLOP/s, {scenario.bandwidth:.0%} of the bandwidth, "
-            f"{scenario.kernels} kernels between sublayers"
+            f"{'fused' if scenario.fused else 'separate'} kernels between sublayers"
             for name, scenario in SCENARIOS.items()
         ),
         "arithmetic is matrix products; arithmetic, memory traffic and communication are added, nothing overlaps; "

@@ -44,10 +44,6 @@ class Scenario(NamedTuple):
     bandwidth: float
     fused: bool
 
-    @property
-    def kernels(self) -> str:
-        return "fused" if self.fused else "separate"
-
 
 SCENARIOS: Mapping[str, Scenario] = {
     "ceiling": Scenario(1.0, 1.0, fused=True),

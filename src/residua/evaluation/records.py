@@ -1,9 +1,10 @@
 """Read a run folder: its settings, losses and speed."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Any, NamedTuple
 
 from residua.errors import InputError
@@ -58,7 +59,9 @@ class Run:
         if isinstance(data, dict) and data.get("fingerprint") is not None:
             settings = {key: value for key, value in settings.items() if not key.startswith("data.")}
             settings["data"] = data["fingerprint"]
-        return cls(run.path, seed, settings, training, validation, _median(speeds), facts.get("parameters"))
+        # The first logged step is slow and would pull a mean down.
+        speed = median_high(speeds) if speeds else None
+        return cls(run.path, seed, settings, training, validation, speed, facts.get("parameters"))
 
     @property
     def connection(self) -> str:
@@ -109,8 +112,3 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _median(values: Sequence[float]) -> float | None:
-    """The median, as the first logged step is slow and would pull a mean down."""
-    return sorted(values)[len(values) // 2] if values else None

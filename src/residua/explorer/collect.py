@@ -5,7 +5,6 @@ all fit, else all but beta as float16, and what still does not fit at the sample
 """
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from residua.analysis.trace import Trace
 from residua.errors import InputError, extra
 from residua.experiment import open_run, trace_run
 from residua.explorer.comparison import comparison_payload
+from residua.runs.progress import say
 from residua.training import latest_checkpoint, read_metrics
 
 with extra("lab"):
@@ -114,7 +114,7 @@ def _of_run(folder: Path) -> Source:
 
 def _made(folder: Path) -> Trace:
     opened = open_run(folder)
-    print(f"{folder}: no trace of its newest checkpoint yet, making one", file=sys.stderr, flush=True)
+    say(f"{folder}: no trace of its newest checkpoint yet, making one")
     made = trace_run(opened)
     made.save(archive.place(folder, made.facts["checkpoint"]))
     return made

@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from residua.geometry.references import causal_floor, expected_first_point
-from residua.geometry.tasks import Data
+from residua.geometry.tasks import Data, unit_vectors
 
 Model = Callable[[Tensor], Tensor]
 
@@ -34,10 +34,6 @@ class Causality(NamedTuple):
     relative: float
     position0: float  # the largest change at position 0
     causal: bool
-
-    @property
-    def badge(self) -> str:
-        return "causal" if self.causal else "not causal"
 
 
 class Scores(NamedTuple):
@@ -86,9 +82,9 @@ def causality(
     elif isinstance(model, nn.Module) or dtype is None:
         dtype = _place(model)[1]
     generator = Generator().manual_seed(seed)
-    inputs = _unit_vectors(batch, length, dim, generator)
+    inputs = unit_vectors(batch, length, dim, generator=generator)
     changed = inputs.clone()
-    changed[:, -1] = _unit_vectors(batch, 1, dim, generator)[:, 0]
+    changed[:, -1] = unit_vectors(batch, 1, dim, generator=generator)[:, 0]
     with _measuring(model) as run:
         before, after = (run(x.to(dtype))[:, :-1].double() for x in (inputs, changed))
     _finite(before, after)
@@ -181,7 +177,7 @@ def norm_deviation(
     outputs cancel in N_t. `average_first=False` takes | ||y_t|| - 1 | of each output instead. Both see only what
     follows the output norm, and are 0 for copying the input: `stream_norms` looks inside.
     """
-    inputs = _unit_vectors(sequences, length, dim, Generator().manual_seed(seed)).float()
+    inputs = unit_vectors(sequences, length, dim, generator=Generator().manual_seed(seed)).float()
     with _measuring(model) as run:
         norms = run(inputs).double().norm(dim=-1)
     norms = norms.mean(0) if average_first else norms
@@ -208,11 +204,6 @@ def _positions(length: int, stride: int) -> tuple[list[int], Tensor]:
     positions = [*range(min(stride, length)), *range(stride, length, stride)]
     ends = [*positions[1:], length]
     return positions, torch.tensor([end - at for at, end in zip(positions, ends)], dtype=torch.float64) / length
-
-
-def _unit_vectors(sequences: int, length: int, dim: int, generator: Generator) -> Tensor:
-    x = torch.randn(sequences, length, dim, generator=generator, dtype=torch.float64)
-    return x / x.norm(dim=-1, keepdim=True)
 
 
 def _place(model: Model) -> tuple[torch.device, torch.dtype]:

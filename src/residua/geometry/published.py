@@ -33,14 +33,14 @@ MODELS: dict[str, Model] = {
     "edelta-sequence": Model("EDelta, sequence", "EΔ-MHC-Geo", "6 layers", 1_788_000),
 }
 
+
+def _by_model(*values: Any) -> dict[str, Any]:
+    """One value for each of `MODELS`, in their order."""
+    return dict(zip(MODELS, values, strict=True))
+
+
 # Whether the published code's model sees later inputs: its coefficients come from the mean over the whole sequence.
-CAUSAL = {
-    "residual": True,
-    "pooled-householder-sequence": False,
-    "mhc-split": True,
-    "jpmhc": True,
-    "edelta-sequence": False,
-}
+CAUSAL: dict[str, bool] = _by_model(True, False, True, True, False)
 
 
 class Value(NamedTuple):
@@ -52,75 +52,33 @@ class Value(NamedTuple):
 
 # Three seeds. task -> model -> mean squared error.
 LOSSES: dict[str, dict[str, Value]] = {
-    "gyroscope": {
-        "residual": Value(3.78e-3, 0.04e-3),
-        "pooled-householder-sequence": Value(3.36e-3, 0.13e-3),
-        "mhc-split": Value(4.02e-3, 0.03e-3),
-        "jpmhc": Value(3.08e-4, 0.02e-4),
-        "edelta-sequence": Value(1.02e-3, 0.26e-3),
-    },
-    "stability": {
-        "residual": Value(16.4e-6, 0.7e-6),
-        "pooled-householder-sequence": Value(15.3e-6, 1.8e-6),
-        "mhc-split": Value(8650e-6, 140e-6),
-        "jpmhc": Value(8.19e-6, 3.69e-6),
-        "edelta-sequence": Value(4.35e-6, 0.27e-6),
-    },
-    "near-pi": {
-        "residual": Value(1.19e-5),
-        "pooled-householder-sequence": Value(1.11e-5),
-        "mhc-split": Value(9.64e-3),
-        "jpmhc": Value(6.54e-6),
-        "edelta-sequence": Value(1.44e-6),
-    },
-    "near-pi-multi": {
-        "residual": Value(3.34e-6),
-        "pooled-householder-sequence": Value(3.75e-6),
-        "mhc-split": Value(1.63e-3),
-        "jpmhc": Value(1.69e-6),
-        "edelta-sequence": Value(1.24e-6),
-    },
+    "gyroscope": _by_model(
+        Value(3.78e-3, 0.04e-3),
+        Value(3.36e-3, 0.13e-3),
+        Value(4.02e-3, 0.03e-3),
+        Value(3.08e-4, 0.02e-4),
+        Value(1.02e-3, 0.26e-3),
+    ),
+    "stability": _by_model(
+        Value(16.4e-6, 0.7e-6),
+        Value(15.3e-6, 1.8e-6),
+        Value(8650e-6, 140e-6),
+        Value(8.19e-6, 3.69e-6),
+        Value(4.35e-6, 0.27e-6),
+    ),
+    "near-pi": _by_model(*map(Value, (1.19e-5, 1.11e-5, 9.64e-3, 6.54e-6, 1.44e-6))),
+    "near-pi-multi": _by_model(*map(Value, (3.34e-6, 3.75e-6, 1.63e-3, 1.69e-6, 1.24e-6))),
 }
 
 # Of the models trained on stability (docs/RESEARCH.md).
-NORM_DEVIATION: dict[str, float] = {
-    "residual": 0.474,
-    "pooled-householder-sequence": 0.506,
-    "mhc-split": 0.543,
-    "jpmhc": 0.004,
-    "edelta-sequence": 0.001,
-}
+NORM_DEVIATION: dict[str, float] = _by_model(0.474, 0.506, 0.543, 0.004, 0.001)
 
 # Older and of one seed (docs/RESEARCH.md v3.6). "jpmhc" was another model then: see OLDER_MODELS.
 OLDER_LOSSES: dict[str, dict[str, Value]] = {
-    "gyroscope": {
-        "residual": Value(3.80e-3),
-        "pooled-householder-sequence": Value(3.29e-3),
-        "mhc-split": Value(4.06e-3),
-        "jpmhc": Value(3.46e-3),
-        "edelta-sequence": Value(7.08e-4),
-    },
-    "stability": {
-        "residual": Value(1.55e-5),
-        "pooled-householder-sequence": Value(1.41e-5),
-        "mhc-split": Value(8.46e-3),
-        "jpmhc": Value(3.41e-6),
-        "edelta-sequence": Value(4.53e-6),
-    },
-    "near-pi": {
-        "residual": Value(1.20e-5),
-        "pooled-householder-sequence": Value(1.16e-5),
-        "mhc-split": Value(9.83e-3),
-        "jpmhc": Value(1.70e-6),
-        "edelta-sequence": Value(1.16e-6),
-    },
-    "near-pi-multi": {
-        "residual": Value(4.93e-6),
-        "pooled-householder-sequence": Value(4.85e-6),
-        "mhc-split": Value(1.55e-2),
-        "jpmhc": Value(1.32e-6),
-        "edelta-sequence": Value(1.51e-6),
-    },
+    "gyroscope": _by_model(*map(Value, (3.80e-3, 3.29e-3, 4.06e-3, 3.46e-3, 7.08e-4))),
+    "stability": _by_model(*map(Value, (1.55e-5, 1.41e-5, 8.46e-3, 3.41e-6, 4.53e-6))),
+    "near-pi": _by_model(*map(Value, (1.20e-5, 1.16e-5, 9.83e-3, 1.70e-6, 1.16e-6))),
+    "near-pi-multi": _by_model(*map(Value, (4.93e-6, 4.85e-6, 1.55e-2, 1.32e-6, 1.51e-6))),
 }
 OLDER_MODELS: dict[str, Model] = {**MODELS, "jpmhc": Model("JPmHC", "JPmHC", "9 layers, width 128", 1_896_000)}
 

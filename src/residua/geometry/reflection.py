@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.checks import did_you_mean
+from residua.checks import did_you_mean, require
 from residua.errors import InputError
 from residua.geometry.tasks import task
 from residua.ops import (
@@ -80,14 +80,11 @@ class CayleyToy(nn.Module):
         return Result(cayley_apply(x.unsqueeze(-1), *_plane(self.u(x), self.v(x)), beta).squeeze(-1), beta)
 
 
-class HybridToy(nn.Module):
+class HybridToy(CayleyToy):
     """gamma Q x + (1 - gamma)(x - 2 k k^T x) with a gate gamma = sigmoid(w x + gate_bias), w = 0 at the start."""
 
     def __init__(self, dim: int = DIM, hidden: int = HIDDEN, gate_bias: float = -1.5):
-        super().__init__()
-        self.u = _network(dim, dim, hidden)
-        self.v = _network(dim, dim, hidden)
-        self.beta = _network(1, dim, hidden)
+        super().__init__(dim, hidden)
         self.k = _network(dim, dim, hidden)
         self.gate = nn.Linear(dim, 1)
         nn.init.zeros_(self.gate.weight)
@@ -204,8 +201,7 @@ class ReflectionSettings:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "num_train", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise InputError(f"reflection: {name}: expected at least 1, got {getattr(self, name)}")
+            require(getattr(self, name) >= 1, f"reflection: {name}", "at least 1", getattr(self, name))
 
 
 def toy(name: str) -> Toy:

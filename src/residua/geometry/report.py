@@ -47,6 +47,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -263,7 +264,8 @@ def _cell(row: dict[str, Any], column: Column) -> str:
     if column.key == "causal":
         return "causal" if value else "not causal"
     if isinstance(value, Value):
-        text = _quoted(value) if "citation" in row and column.style != "e" else _WRITE[column.style](value)
+        quoted = "citation" in row and column.style != "e"  # with no more digits than were published
+        text = _spread(value, "g", "g") if quoted else _WRITE[column.style](value)
         return f"{text} (leak)" if column.key == "position0_loss" and row.get("position0_leak") else text
     return f"{value:{column.style}}"
 
@@ -279,23 +281,16 @@ def _scientific(value: Value) -> str:
     return f"{digits}e{power} ± {deviation / 10.0**power:.2f}e{power}"
 
 
-def _fixed(value: Value) -> str:
+def _spread(value: Value, form: str, deviation_form: str) -> str:
     mean, deviation = value
-    return f"{mean:.3f}" if deviation is None else f"{mean:.3f} ± {deviation:.3f}"
+    return f"{mean:{form}}" if deviation is None else f"{mean:{form}} ± {deviation:{deviation_form}}"
 
 
-def _short(value: Value) -> str:
-    mean, deviation = value
-    return f"{mean:.3g}" if deviation is None else f"{mean:.3g} ± {deviation:.1g}"
-
-
-def _quoted(value: Value) -> str:
-    """With no more digits than were published."""
-    mean, deviation = value
-    return f"{mean:g}" if deviation is None else f"{mean:g} ± {deviation:g}"
-
-
-_WRITE = {"e": _scientific, "f": _fixed, "g": _short}
+_WRITE = {
+    "e": _scientific,
+    "f": partial(_spread, form=".3f", deviation_form=".3f"),
+    "g": partial(_spread, form=".3g", deviation_form=".1g"),
+}
 
 
 def _section(records: Sequence[Record], task: str) -> str:

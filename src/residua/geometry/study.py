@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.errors import InputError
+from residua.checks import require
 from residua.geometry.measure import causality, full_and_online, norm_deviation, position0, stream_norms
 from residua.geometry.models import Architecture, Sizes, match
 from residua.geometry.progress import load_progress, save_progress
@@ -64,10 +64,8 @@ class Settings:
     def __post_init__(self) -> None:
         whole = ("steps", "batch_size", "dim", "layers", "heads", "evaluate_every", "online_stride")
         for name in whole:
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.dim % self.heads:
-            raise InputError(f"dim: expected a multiple of the {self.heads} attention heads, got {self.dim}")
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        require(self.dim % self.heads == 0, "dim", f"a multiple of the {self.heads} attention heads", self.dim)
 
     @property
     def sizes(self) -> Sizes:

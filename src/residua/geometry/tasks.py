@@ -99,8 +99,9 @@ def rotate(start: Tensor, first: Tensor, second: Tensor, angle: Tensor, steps: i
     return points
 
 
-def _sphere(num: int, dim: int, generator: Generator) -> Tensor:
-    points = torch.randn(num, dim, generator=generator, dtype=torch.float64)
+def unit_vectors(*shape: int, generator: Generator) -> Tensor:
+    """Points of the unit sphere of the last axis, uniform, in float64."""
+    points = torch.randn(shape, generator=generator, dtype=torch.float64)
     return points / points.norm(dim=-1, keepdim=True)
 
 
@@ -119,7 +120,7 @@ def _gyroscope(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tens
 
     As published. The planes are not equally likely: with 16 axes, the last is in 22 % of them, the first in 6.7 %.
     """
-    start = _sphere(num, task.dim, generator)
+    start = unit_vectors(num, task.dim, generator=generator)
     low, high = GYROSCOPE_ANGLES
     angle = low + (high - low) * torch.rand(num, 1, generator=generator, dtype=torch.float64)
     first = _whole(torch.full((num, 1), task.dim - 1), generator)
@@ -129,7 +130,7 @@ def _gyroscope(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tens
 
 def _stability(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor]:
     """A constant unit vector, with fresh noise at every point."""
-    key = _sphere(num, task.dim, generator).unsqueeze(1)
+    key = unit_vectors(num, task.dim, generator=generator).unsqueeze(1)
     noise = torch.randn(num, task.length + 1, task.dim, generator=generator, dtype=torch.float64)
     return _shifted(key + STABILITY_NOISE * noise)
 
@@ -145,7 +146,7 @@ def near_pi_planes(task: Task) -> tuple[Tensor, Tensor, float]:
 def _near_pi(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor]:
     """The same rotation in every trajectory: only the start is drawn."""
     first, second, angle = near_pi_planes(task)
-    start = _sphere(num, task.dim, generator)
+    start = unit_vectors(num, task.dim, generator=generator)
     planes = first.expand(num, -1), second.expand(num, -1)
     return _shifted(rotate(start, *planes, torch.tensor([[angle]], dtype=torch.float64), task.length))
 

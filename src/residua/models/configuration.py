@@ -14,31 +14,12 @@ with extra("lab"):
 # Far beyond what any machine holds, and small enough that sizes multiply without overflow.
 MOST_LAYERS, MOST_ROWS = 2**14, 2**28
 
+_SIZED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
 SIZES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "num_hidden_layers": 4,
-        "hidden_size": 128,
-        "num_attention_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 256,
-    },
-    "small": {
-        "num_hidden_layers": 12,
-        "hidden_size": 768,
-        "num_attention_heads": 6,
-        "head_dim": 128,
-        "max_position_embeddings": 1024,
-    },
-    "medium": {
-        "num_hidden_layers": 24,
-        "hidden_size": 1024,
-        "num_attention_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 1024,
-    },
+    "tiny": dict(zip(_SIZED, (4, 128, 2, 64, 256))),
+    "small": dict(zip(_SIZED, (12, 768, 6, 128, 1024))),
+    "medium": dict(zip(_SIZED, (24, 1024, 8, 128, 1024))),
 }
-
-
 ATTENTION = ("eager", "sdpa", "flex_attention")
 """Implementations of attention that transformers and torch bring themselves."""
 

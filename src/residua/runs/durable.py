@@ -6,6 +6,7 @@ its partial file; the next writer removes what killed ones left.
 """
 
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -71,13 +72,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def partial(path: Path) -> Path:
-    """The temporary sibling under which a folder is put together before it takes its name."""
-    return path.with_name(f".{path.name}.partial")
+    """A name beside `path` that nobody can guess, for what is not finished; `remove_partials` knows it by its form."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
-def publish(path: Path) -> None:
-    """Give the finished `partial(path)` its name in one step. Raises OSError."""
-    os.replace(partial(path), path)
+def publish(temporary: Path, path: Path) -> None:
+    """Give a finished folder its name in one step. Raises OSError, also where `path` is a folder with files in it."""
+    os.replace(temporary, path)
     sync(path.parent)
 
 
@@ -89,7 +90,7 @@ def unfinished(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    temporary = partial(path)
     temporary.mkdir()
     lock = None
     try:
@@ -98,8 +99,7 @@ def unfinished(path: Path) -> Iterator[Path]:
             _lock(lock)
         yield temporary
         sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
+        publish(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -133,6 +133,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file's content. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(16 * 2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 def _stream(path: Path) -> BinaryIO | None:
     """`path` opened for writing where it cannot be replaced by a file; None where it can."""
     try:
@@ -157,7 +166,7 @@ def _stream(path: Path) -> BinaryIO | None:
 def _create(path: Path) -> tuple[Path, BinaryIO]:
     """A new partial file for `path`, locked as long as it is open."""
     while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+        temporary = partial(path)
         file = temporary.open("xb")
         if flock is None:
             return temporary, file

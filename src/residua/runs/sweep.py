@@ -123,6 +123,7 @@ def open_runs(
     Raises:
         InputError: another process holds the folder, its runs were made with other settings, it holds something else,
             or it cannot be written.
+        KeyboardInterrupt: as in the body, with a message that says where the finished runs are.
     """
     path = Path(folder)
     records, known = path / "records.jsonl", path / "settings.json"
@@ -137,7 +138,11 @@ def open_runs(
                 (path / "runs").mkdir(exist_ok=True)
                 remove_partials(path / "runs")
             found.drop_state(found.finished)
-            yield found
+            try:
+                yield found
+            except KeyboardInterrupt:
+                message = f"interrupted; what is done is in {folder}, the same command resumes there"
+                raise KeyboardInterrupt(message) from None
 
 
 def run_jobs(

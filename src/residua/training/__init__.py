@@ -7,13 +7,7 @@ from residua import lazy
 if TYPE_CHECKING:
     from residua.runs.folder import RunFolder
     from residua.runs.jsonlines import read_metrics
-    from residua.training.checkpoint import (
-        Checkpoint,
-        latest_checkpoint,
-        load_checkpoint,
-        open_checkpoint,
-        save_checkpoint,
-    )
+    from residua.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, open_checkpoint
     from residua.training.config import (
         DataConfig,
         ModelConfig,
@@ -46,7 +40,6 @@ __all__ = [
     "pick_device",
     "read_metrics",
     "recipe_names",
-    "save_checkpoint",
     "set_learning_rate",
     "train",
 ]

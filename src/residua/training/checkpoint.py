@@ -10,12 +10,9 @@ rates and the other settings of the optimizer follow from the configuration and 
 ignored.
 """
 
-import hashlib
 import json
 import os
-import secrets
 import shutil
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import InputError
-from residua.runs.durable import sync
+from residua.runs.durable import file_sha256, partial, publish, sync
+from residua.runs.progress import say
 from residua.runs.reading import file_inside, read_json
-from residua.terminal import printable
 from residua.training.distributed import ALONE, Ranks, gather
 from residua.training.shards import Block, StoredTensors, blocks_of_rank, write_blocks
 
@@ -52,28 +49,6 @@ class Checkpoint:
 
 Blocks = Mapping[str, Mapping[str, Block]]
 """What one rank saves: the blocks of each of its files, by `WEIGHTS` and `OPTIMIZER`."""
-
-
-def save_checkpoint(
-    folder: Path,
-    *,
-    step: int,
-    seconds: float,
-    settings: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    val_loss: float | None = None,
-) -> Checkpoint:
-    """Write `folder/step-N` from one process.
-
-    A failure or an interruption leaves the older checkpoints as they are and nothing of this one.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
-    """
-    checkpoint = Checkpoint(folder / f"step-{step}", step, seconds, settings, val_loss)
-    return write_checkpoint(checkpoint, snapshot(model, optimizer, device, ALONE), ALONE)
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ranks: Ranks) -> Blocks:
@@ -102,7 +77,7 @@ def write_checkpoint(checkpoint: Checkpoint, blocks: Blocks, ranks: Ranks) -> Ch
     temporary = None
     with ranks.together_saving():
         if ranks.first:
-            temporary = _partial(checkpoint.path)
+            temporary = partial(checkpoint.path)
             temporary.mkdir(parents=True)
     temporary = gather(temporary, ranks.saving)[0]
     try:
@@ -127,7 +102,7 @@ def _write_files(folder: Path, blocks: Blocks, ranks: Ranks) -> dict[str, dict[s
     for kind in (WEIGHTS, OPTIMIZER):
         path = folder / f"{kind}{part}.safetensors"
         write_blocks(path, blocks[kind])
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     return files
 
 
@@ -145,17 +120,7 @@ def _publish(checkpoint: Checkpoint, temporary: Path, files: Mapping[str, Mappin
         sync(temporary / name)
     sync(temporary)
     _remove(checkpoint.path)  # only a damaged one can stand here: the run resumed before it
-    _rename(temporary, checkpoint.path)
-
-
-def _partial(path: Path) -> Path:
-    """A name beside `path` that nobody can guess, for what is not finished; `claim` removes what a kill leaves."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-
-
-def _rename(temporary: Path, path: Path) -> None:
-    os.replace(temporary, path)
-    sync(path.parent)
+    publish(temporary, checkpoint.path)
 
 
 def drop_old(folder: Path, step: int, *, keep: int, keep_best: bool, damaged: Collection[int] = ()) -> None:
@@ -201,7 +166,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             raise InputError(f"{path}: expected {name}, found no such file")
         try:
             found = file.stat().st_size
-            changed = found == size and _sha256(file) != sha256
+            changed = found == size and file_sha256(file) != sha256
         except OSError as error:
             raise InputError(f"{path}: expected to read {name}, got: {error.strerror or error}") from error
         if found != size:
@@ -228,11 +193,11 @@ def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, str]]]:
     return Checkpoint(path, step, seconds, settings, loss, tuple(sorted(files))), files
 
 
-def latest_checkpoint(folder: str | Path, report: Callable[[str], None] | None = None) -> Checkpoint | None:
+def latest_checkpoint(folder: str | Path, report: Callable[[str], None] = say) -> Checkpoint | None:
     """Return the newest whole checkpoint of a run folder, or None. The run may still be training.
 
     Args:
-        report: takes one line for each damaged checkpoint that is skipped; None prints it to standard error.
+        report: takes one line for each damaged checkpoint that is skipped.
     """
     seen: set[Path] = set()
     while path := next((path for path in _step_folders(Path(folder) / "checkpoints") if path not in seen), None):
@@ -241,8 +206,7 @@ def latest_checkpoint(folder: str | Path, report: Callable[[str], None] | None =
             return open_checkpoint(path)
         except InputError as error:
             if path.exists():
-                message = f"skipping a damaged checkpoint: {error}"
-                report(message) if report else print(printable(message), file=sys.stderr, flush=True)
+                report(f"skipping a damaged checkpoint: {error}")
     return None
 
 
@@ -353,14 +317,6 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def saved_steps(folder: str | Path) -> list[int]:
     """Return the steps of the checkpoints in a run folder, in order; their files are not checked."""
     return sorted(int(_step(path)) for path in _step_folders(Path(folder) / "checkpoints"))
@@ -379,6 +335,6 @@ def _step_folders(folder: Path) -> list[Path]:
 def _remove(path: Path) -> None:
     """Delete a checkpoint; a kill leaves a stale partial folder, never a checkpoint with files missing."""
     if path.exists():
-        doomed = _partial(path)
+        doomed = partial(path)
         os.replace(path, doomed)
         shutil.rmtree(doomed)

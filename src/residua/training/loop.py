@@ -230,12 +230,12 @@ def _finished(run: RunFolder, checkpoint: Checkpoint, ranks: Ranks) -> dict[str,
     return rows[-1] | {"checkpoint": str(checkpoint.path), "interrupted": False}
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, option: str = "train.device") -> torch.device:
     """The device of `train.device`: auto is cuda where there is one. Raises InputError where cuda is missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("train.device: expected a machine with a CUDA device, found none; use cpu")
+        raise InputError(f"{option}: expected a machine with a CUDA device, found none; use cpu")
     return torch.device(name)
 
 
