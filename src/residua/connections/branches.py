@@ -4,6 +4,7 @@ Each states its inputs; `streams` is the state (batch, seq, streams, dim), `cont
 """
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +72,7 @@ class Value(nn.Module):
         self.activation = activation
         self.scale = scale
         self.constant = constant
-        start = None if not bias else "uniform" if init == "authors" else 0.0
+        start: float | Literal["uniform"] | None = None if not bias else "uniform" if init == "authors" else 0.0
         self.project = None if activation == "constant" else Projection(dim, value_channels, bias=start)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class Value(nn.Module):
 
     def activated(self, products: Tensor) -> Tensor:
         """v from W x, (..., value_channels), where somebody else has computed those products."""
-        bias = self.project.bias
+        bias = None if self.project is None else self.project.bias
         return self._activated(products if bias is None else products + at_least_float32(bias))
 
     def _activated(self, v: Tensor) -> Tensor:

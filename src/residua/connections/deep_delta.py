@@ -204,18 +204,13 @@ class DeepDelta(Scheme):
 
     def build_compress(self, dim: int) -> TokenCompress | ChannelCompress | OnlyStream:
         """One compressor, (batch, seq, streams, dim) -> (batch, seq, dim)."""
+        kernel = self.compress_kernel
+        if self.compress is None or kernel is None:
+            return OnlyStream()
         if self.compress == "token":
-            return TokenCompress(dim, self.value_channels, self.compress_kernel, init=self.init)
-        if self.compress == "channel":
-            return ChannelCompress(
-                dim,
-                self.value_channels,
-                self.compress_kernel,
-                form=self.compress_form,
-                causal=self.compress_causal,
-                init=self.init,
-            )
-        return OnlyStream()
+            return TokenCompress(dim, self.value_channels, kernel, init=self.init)
+        form, causal = self.compress_form, self.compress_causal
+        return ChannelCompress(dim, self.value_channels, kernel, form=form, causal=causal, init=self.init)
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         norm = norms(dim, norm_eps, norm)
@@ -298,14 +293,14 @@ class DeltaConnection(Connection):
         beta = v = k = None
         if scheme.beta_input != "sublayer_out":
             beta = self.beta(context if pooled is None else pooled)
-        if scheme.map == "k":
+        if self.direction is None:
             v = self.value(x_in if scheme.v_input == "x_in" else context)
         else:
             k = self.direction(x_in, context, streams)
         return context, Carry(state, DeltaCoefficients(beta, v, k))
 
-    def completed(self, y: Tensor, coefficients: DeltaCoefficients) -> DeltaCoefficients:
-        """The coefficients with those that come from the sublayer's output y: (batch, seq, dim)."""
+    def completed(self, y: Tensor, coefficients: DeltaCoefficients) -> tuple[Tensor, Tensor, Tensor]:
+        """Return beta, v and k, filling in what comes from the sublayer's output y: (batch, seq, dim)."""
         beta, v, k = coefficients
         if beta is None:
             beta = self.beta(rms_norm(y, eps=self.norm_eps))
@@ -313,7 +308,7 @@ class DeltaConnection(Connection):
             v = self.value(y)
         if k is None:
             k = y if self.k_proj is None else self.k_proj(y)
-        return DeltaCoefficients(beta, v, k)
+        return beta, v, k
 
     def write(self, y: Tensor, carry: Carry) -> State:
         scheme, state = self.scheme, carry.residual
@@ -329,35 +324,36 @@ class DeltaConnection(Connection):
         self, y: Tensor, carry: Carry, following: Connection | Readout, memory: Memory | None = None
     ) -> tuple[Tensor, Carry]:
         """As the base class, or both in one kernel: one pass over the state, which is read once and written once."""
-        if self.scheme.implementation == "reference" or memory is not None or not self._joins(following):
-            return super().write_read(y, carry, following, memory)
-        scheme = following.scheme
+        fused = None if memory is not None else self._fused(y, carry, following)
+        return super().write_read(y, carry, following, memory) if fused is None else fused
+
+    def _fused(self, y: Tensor, carry: Carry, following: Connection | Readout) -> tuple[Tensor, Carry] | None:
+        """Write and read in one kernel; return None where no kernel exists for this write and the read that follows."""
+        scheme = self.scheme
+        if (
+            scheme.implementation == "reference"
+            or not isinstance(following, DeltaConnection)
+            or following.scheme != scheme
+            or (scheme.map, scheme.operator) != ("k", "unit")
+            or (scheme.beta_input, scheme.beta_head) != ("context", "linear")
+        ):
+            return None
+        compressor, norm, project = following.compressor, following.norm, following.value.project
+        if isinstance(compressor, OnlyStream) or type(norm) is not RMSNorm or project is None:
+            return None
         state, (beta, v, _) = carry
         k = y if self.k_proj is None else self.k_proj(y)
-        compress, gate, value = following.compressor, following.beta.out.weight[0], following.value.project.weight
-        inputs = (state, k, v, beta, compress.weights(), following.norm.weight, gate, value)
+        gate = following.beta.out.weight[0]
+        inputs = (state, k, v, beta, compressor.weights(), norm.weight, gate, project.weight)
         if choose(scheme.implementation, *inputs) == "reference":
-            return super().write_read(y, carry, following, memory)
-        options = {**scheme.write_options, "norm_eps": following.norm.eps, "value_input": scheme.v_input}
+            return None
+        options = {**scheme.write_options, "norm_eps": norm.eps, "value_input": scheme.v_input}
         write_read = token_boundary if scheme.compress == "token" else channel_boundary
         boundary = write_read(*inputs, **options, implementation="triton")
         coefficients = DeltaCoefficients(
             following.beta.opened(boundary.gate), following.value.activated(boundary.value), None
         )
         return boundary.context, Carry(boundary.state, coefficients)
-
-    def _joins(self, following: Connection | Readout) -> bool:
-        """Whether a kernel exists for this write and the read that follows."""
-        scheme = self.scheme
-        return (
-            isinstance(following, DeltaConnection)
-            and following.scheme == scheme
-            and type(following.norm) is RMSNorm
-            and scheme.compress is not None
-            and (scheme.map, scheme.operator) == ("k", "unit")
-            and (scheme.beta_input, scheme.beta_head) == ("context", "linear")
-            and scheme.v_activation != "constant"
-        )
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne:
         """Every form of the write as X + beta k (v^T - k^T X), with |k| = 1 up to the guard.

@@ -188,7 +188,7 @@ def _shares(weights: Tensor) -> Tensor:
 class Collapse(nn.Module):
     """The readout: a compressor of its own after the last sublayer. (batch, seq, streams, dim) -> (batch, seq, dim)."""
 
-    def __init__(self, compress: TokenCompress | ChannelCompress):
+    def __init__(self, compress: TokenCompress | ChannelCompress | OnlyStream):
         super().__init__()
         self.compress = compress
         self.window = window_of(compress)

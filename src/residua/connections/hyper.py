@@ -118,7 +118,7 @@ class HyperConnection(Connection):
 
     def coefficients(self, streams: Tensor) -> HyperCoefficients:
         alpha, beta = at_least_float32(self.alpha), at_least_float32(self.beta)
-        if self.project is not None:
+        if self.project is not None and self.stream_norm is not None and self.scales is not None:
             # The gain belongs to the norm; on the weights it is a product of n + 2 rows instead of one of the state.
             weight = at_least_float32(self.project.weight) * at_least_float32(self.stream_norm.weight)
             share = linear_of_normalised(streams, weight, self.stream_norm.eps)

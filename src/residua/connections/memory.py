@@ -38,7 +38,7 @@ class StreamMemory:
     `stream.expand`, likewise for `stream.collapse`. It keeps tensors as they are: generate under `torch.no_grad()`.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._rows: dict[nn.Module, Tensor] = {}
 
     def of(self, part: nn.Module, attention_mask: Tensor | None = None) -> Memory | None:

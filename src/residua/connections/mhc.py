@@ -101,8 +101,8 @@ class ManifoldHyperConnections(Scheme):
                     f"layout='split': expected a dim that num_streams ({n}) divides, got {dim}; change one of the two, "
                     "or take layout='copies'"
                 )
-            connections = [SplitConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
-            return Stream(Same(), connections, Same())
+            pieces = [SplitConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
+            return Stream(Same(), pieces, Same())
         last = num_sublayers - 1
         connections = [
             ManifoldConnection(self, dim, i, norm(i), selects=i > 0, mixes=0 < i < last, norm_eps=norm_eps)
@@ -171,6 +171,7 @@ class Mappings(nn.Module):
         pre, post, res = (
             next(alphas) * share + bias if size else None for share, bias, size in zip(shares, biases, self.sizes)
         )
+        assert post is not None  # every connection has h_post
         h_res = None
         if res is not None and self.scheme.mixing == "sinkhorn":
             # Its tokens lie last in memory, where products of many small matrices are several times slower.

@@ -12,6 +12,8 @@ class RMSNorm(nn.RMSNorm):
     (..., dim) -> (..., dim).
     """
 
+    eps: float
+
     def __init__(self, dim: int, *, eps: float = 1e-5):
         super().__init__(dim, eps=eps)
 

@@ -34,7 +34,7 @@ class Projection(nn.Linear):
         if self.bias_start == "uniform":
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)
-        elif self.bias is not None:
+        elif self.bias_start is not None:
             nn.init.constant_(self.bias, self.bias_start)
 
     def forward(self, x: Tensor) -> Tensor:

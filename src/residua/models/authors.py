@@ -99,7 +99,7 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
         head_dim=head_dim,
         intermediate_size=intermediate_size,
         max_position_embeddings=given.get("block_size", 1024),
-        connection=scheme,  # type: ignore[arg-type]  # a scheme is described by the configuration
+        connection=scheme,
         qk_norm="post_rope" if given.pop("use_qk_rmsnorm", True) else None,
         rope_theta=float(given.pop("rope_base", 10000.0)),
         rope_ratio=float(given.pop("rope_ratio", 1.0)),

@@ -103,7 +103,7 @@ class ResiduaConfig(PreTrainedConfig):
     head_dim: int | None = None
     intermediate_size: int | None = None
     max_position_embeddings: int = 1024
-    connection: str | dict = "ddl"
+    connection: str | dict | Scheme = "ddl"
     state_dtype: str | None = None
     qk_norm: str | None = "post_rope"
     rope_theta: float = 10000.0

@@ -62,9 +62,9 @@ class Embedding(nn.Embedding):
 
 
 class Reader(NamedTuple):
-    """Who reads from the state, and what it remembers of earlier tokens."""
+    """What reads from the state, and its memory of earlier tokens."""
 
-    connection: Connection | Readout
+    connection: Any  # a Connection or what `watch` puts in its place; at the end a Readout, which only reads
     memory: Memory | None
 
 
