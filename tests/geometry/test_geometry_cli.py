@@ -94,7 +94,7 @@ def test_interrupting_says_how_to_go_on(capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr("residua.runs.sweep.run_jobs", interrupted)
     assert main(["geometry", "reflection", "--out", str(tmp_path / "out")]) == 130
-    assert "goes on from there" in capsys.readouterr().err
+    assert "continues from there" in capsys.readouterr().err
 
 
 def test_the_quick_models_are_those_of_the_publication_and_their_controls(capsys):

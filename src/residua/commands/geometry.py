@@ -163,7 +163,7 @@ def _study(
                 jobs, made, processes=workers, finish=lambda job, record: {"key": job.key, **record, **here}
             )
         except KeyboardInterrupt:
-            return fail(f"interrupted; what is done is in {out}, the same command goes on from there", INTERRUPTED)
+            return fail(f"interrupted; what is done is in {out}, the same command continues from there", INTERRUPTED)
         keys = {record["key"] for record in asked}
         records = [*asked, *(record for key, record in made.finished.items() if key not in keys)]
         trained = {record["task"] for record in records}
