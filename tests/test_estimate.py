@@ -226,7 +226,7 @@ def test_what_cannot_be_estimated_is_refused():
         estimate(config, vocab_size=2048, gpu="h20")
     with pytest.raises(InputError, match="at least 1"):
         estimate(config, vocab_size=2048, gpus=0)
-    with pytest.raises(InputError, match=r"^--gpus: expected a number of processes that shares the step evenly, got 3"):
+    with pytest.raises(InputError, match=r"^--gpus: expected a number of processes that divides the step evenly"):
         estimate(config, vocab_size=2048, gpus=3)
 
 

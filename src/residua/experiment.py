@@ -1,4 +1,4 @@
-"""One experiment, put together from the parts: data, a model, the training loop, and what is measured on the way."""
+"""One experiment from its parts: data, a model, the training loop, evaluation and telemetry."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from residua.analysis import Trace, gate_quantiles, has_gates, pieces, trace
 from residua.connections import describe, resolve
 from residua.data import Batches, HeldOutBatches, PreparedData, prepare
 from residua.errors import InputError, extra, first_line
-from residua.evaluation.loss import dealt, held_out_loss
+from residua.evaluation.loss import held_out_loss, shard_batches
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.models.configuration import refuse_fetched_attention
 from residua.runs.reading import file_name, read_json_files
@@ -29,7 +29,7 @@ from residua.training import (
     train,
 )
 from residua.training.checkpoint import best_checkpoint, saved_steps
-from residua.training.distributed import ALONE, Ranks, Share, join
+from residua.training.distributed import ALONE, BatchShard, Ranks, join
 
 with extra("lab"):
     from transformers import (
@@ -41,14 +41,14 @@ with extra("lab"):
     )
     from transformers.utils import logging
 
-# An embedding with a multiple of 64 rows is faster on accelerators; the rows beyond the tokenizer's are never labels.
+# An embedding with a multiple of 64 rows is faster on accelerators; rows beyond the tokenizer's are never labels.
 VOCABULARY_MULTIPLE = 64
 GPT2_VOCABULARY = 50257
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run folder opened to work with its model: `model` is in evaluation mode, as it was after step `step`."""
+    """An opened run: `model` has the weights after step `step` and is in evaluation mode."""
 
     model: ResiduaForCausalLM
     tokenizer: PreTrainedTokenizerFast
@@ -58,50 +58,50 @@ class OpenRun:
     folder: Path
 
     def precision(self) -> torch.autocast:
-        """The context in which the model computes as it did in training."""
+        """Return the autocast context with the precision of the training."""
         bfloat16 = self.config.train.precision == "bfloat16"
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=bfloat16)
 
 
 def run(config: RunConfig, folder: str | Path, *, resume: bool = False, progress: bool = True) -> dict[str, Any]:
-    """Train one model into a run folder: prepare or open its data, build it, train it, evaluate it on the way.
+    """Train one model into a run folder: prepare or open the data, build the model, train and evaluate it.
 
-    Under torchrun all processes train the one model together, in a folder that all of them see.
+    Under torchrun all processes train one model, in a folder that all of them can access.
 
     Args:
-        config: everything that decides the numbers.
-        folder: a new or empty folder; with `resume`, the folder of a run, which goes on at its newest checkpoint.
-        progress: show how far it is.
+        config: all settings that affect the numbers.
+        folder: a new or empty folder; with `resume`, the folder of a run, which continues at its newest checkpoint.
+        progress: show the progress.
 
     Returns:
-        The row of the last step, as `residua.training.train` does: `val_loss`, `interrupted` and the rest.
+        The row of the last step from `residua.training.train`: `val_loss`, `interrupted` and others.
 
     Raises:
         InputError: the folder, the data and the configuration do not fit together.
         RunError: training or writing failed; the older checkpoints stay.
     """
     if config.data.path is not None:
-        # The run shall find its data again from wherever it is opened.
+        # An absolute path, so that the run can be opened from any working directory.
         config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
     described = describe(resolve(config.model.connection))
-    if "package" in described:  # its name says what to install where the run is opened without it
+    if "package" in described:  # its name tells what to install before the run is opened elsewhere
         config = replace(config, model=replace(config.model, connection=described))
     with join(config.train.device) as ranks, _held(config, folder, resume, ranks) as held:
-        with ranks.together():
-            share = Share.of(config.train, ranks)
+        with ranks.raise_together():
+            shard = BatchShard.of(config.train, ranks)
             if ranks.first:
-                data = _data(config.data, held.path, fresh=not held.resume, progress=progress)
-        with ranks.together():
+                data = _data(config.data, held.path, restart=not held.resume, progress=progress)
+        with ranks.raise_together():
             if not ranks.first:
-                data = _data(config.data, held.path, fresh=False, progress=False)
+                data = _data(config.data, held.path, restart=False, progress=False)
             model = build_model(config, data)
             batches = Batches(
                 data.train,
-                share.rows_here,
+                shard.rows_here,
                 config.train.sequence_length,
                 config.train.seed,
-                rank=share.member,
-                world_size=share.members,
+                rank=shard.member,
+                world_size=shard.members,
             )
         evaluator = _evaluator(config, data, ranks)
         return train(
@@ -119,20 +119,20 @@ def run(config: RunConfig, folder: str | Path, *, resume: bool = False, progress
 
 @contextmanager
 def _held(config: RunConfig, folder: str | Path, resume: bool, ranks: Ranks) -> Iterator[RunFolder]:
-    """The run folder, which the first rank claims for all. torchrun's second attempt goes on with its first."""
+    """Claim the run folder in the first rank, for all ranks. A restart by torchrun resumes the first attempt."""
     resume = resume or (ranks.restarts > 0 and (Path(folder) / "config.yaml").is_file())
     held = RunFolder(Path(folder), asdict(config), resume)
     with ExitStack() as stack:
-        with ranks.together():
+        with ranks.raise_together():
             if ranks.first:
                 held = stack.enter_context(claim(folder, asdict(config), resume=resume))
         yield held
 
 
 def build_model(config: RunConfig, data: PreparedData) -> ResiduaForCausalLM:
-    """The untrained model of a run; its weights depend on `train.seed` alone, and no global random state changes.
+    """Build the untrained model of a run. Its weights depend only on `train.seed`; no global random state changes.
 
-    Without `model.vocab_size` the vocabulary is that of the data, rounded up to a multiple of 64.
+    Without `model.vocab_size`, use the vocabulary of the data, rounded up to a multiple of 64.
 
     Raises:
         InputError: the model's vocabulary is smaller than the data's.
@@ -152,9 +152,9 @@ def build_model(config: RunConfig, data: PreparedData) -> ResiduaForCausalLM:
 
 
 def expected_vocabulary(config: RunConfig) -> int:
-    """The rows of the embedding that `build_model` will make, as far as they can be known before there are data.
+    """Return the number of rows of the embedding that `build_model` will make, as far as known before preparation.
 
-    Those of prepared data where `data.path` is given; of a trained tokenizer, all that it may have; else GPT-2's.
+    It comes from prepared data if `data.path` is given, else from the size of the tokenizer to train, else from GPT-2.
     """
     if config.model.vocab_size is not None:
         return config.model.vocab_size
@@ -166,12 +166,12 @@ def expected_vocabulary(config: RunConfig) -> int:
 
 
 def open_run(folder: str | Path, checkpoint: int | Literal["best"] | None = None, *, device: str = "auto") -> OpenRun:
-    """Open the model of a run, at the checkpoint of step `checkpoint` or else at its newest whole one.
+    """Open the model of a run, at the checkpoint of step `checkpoint`, or else at its newest complete one.
 
-    "best" is, of the checkpoints that are kept, the one with the lowest validation loss.
+    "best" means the saved checkpoint with the lowest validation loss.
 
     Raises:
-        InputError: the folder is no run, it has no such checkpoint, or its data are gone or changed.
+        InputError: the folder is not a run, it has no such checkpoint, or its data are missing or changed.
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
@@ -185,9 +185,9 @@ def open_run(folder: str | Path, checkpoint: int | Literal["best"] | None = None
 
 
 def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Open the language model and the tokenizer of a folder of transformers; the model is in evaluation mode.
+    """Open the language model and the tokenizer in a transformers folder; the model is in evaluation mode.
 
-    Nothing in the folder is executed, and nothing is downloaded for it.
+    No code in the folder is executed, and nothing is downloaded.
 
     Raises:
         InputError: the folder has no such model, its weights are not the model's, or it needs code of its own.
@@ -215,7 +215,7 @@ def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedM
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from printing what it finds in the files: it becomes one error here."""
+    """Silence transformers' messages about the files, which become one error here."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -228,10 +228,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _refuse_what_leads_elsewhere(folder: Path, files: Mapping[str, Any]) -> None:
-    """Check the JSON files of a model folder for what would make transformers read or fetch something outside it.
+    """Check that no JSON file of a model folder makes transformers read or download anything outside the folder.
 
     Raises:
-        InputError, ValueError: weights in another folder, an adapter on another model, attention to be downloaded.
+        InputError, ValueError: weights in another folder, an adapter of another model, or attention code to download.
     """
     refuse_fetched_attention(files["config.json"], folder / "config.json")
     if "adapter_config.json" in files:
@@ -243,20 +243,20 @@ def _refuse_what_leads_elsewhere(folder: Path, files: Mapping[str, Any]) -> None
 
 
 def evaluate(opened: OpenRun) -> dict[str, float]:
-    """Validation loss, perplexity and bits per byte of an opened run, measured just as during its training."""
+    """Return validation loss, perplexity and bits per byte of an opened run, measured as during its training."""
     with opened.precision():
         return _evaluator(opened.config, opened.data)(opened.model)
 
 
 def trace_run(opened: OpenRun, prompt: str | None = None, *, tokens: int | None = None) -> Trace:
-    """What the connections of an opened run do, in the precision of its training.
+    """Trace the connections of an opened run, in the precision of its training.
 
     Args:
-        prompt: the text they do it to; by default the beginning of the validation data.
-        tokens: at most so many of it; None is `train.sequence_length`, or the whole of a prompt.
+        prompt: the text to run; by default the beginning of the validation data.
+        tokens: the largest number of tokens; None means `train.sequence_length`, or the whole prompt.
 
     Raises:
-        InputError: these are no tokens, or more than the model's context holds.
+        InputError: there are no tokens, or more than the model's context holds.
     """
     if tokens is not None and tokens < 1:
         raise InputError(f"expected at least 1 token, got {tokens}")
@@ -279,9 +279,9 @@ def trace_prompt(
     tokens: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Trace:
-    """What the connections of a model do to a text, or to an end-of-text token where it is empty.
+    """Trace the connections of a model on a text, or on an end-of-text token if it is empty.
 
-    tokens: at most so many of it. Raises InputError where they do not fit into the model's context.
+    tokens: the largest number of tokens. Raises InputError if they do not fit into the model's context.
     """
     ids = (tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id])[:tokens]
     read = f"{len(ids)} tokens of a prompt"
@@ -293,16 +293,16 @@ def _evaluator(
 ) -> Callable[[torch.nn.Module], dict[str, float]]:
     batches = HeldOutBatches(data.validation, config.train.batch_size, config.train.sequence_length)
     return lambda model: held_out_loss(
-        model, dealt(batches, ranks.rank, ranks.world_size), bytes=data.validation_bytes, gather=ranks.gather
+        model, shard_batches(batches, ranks.rank, ranks.world_size), bytes=data.validation_bytes, gather=ranks.gather
     )
 
 
-def _data(config: DataConfig, folder: Path, *, fresh: bool, progress: bool) -> PreparedData:
+def _data(config: DataConfig, folder: Path, *, restart: bool, progress: bool) -> PreparedData:
     if config.path is not None:
         return PreparedData.open(config.path)
     own = folder / "data"
-    if own.exists() and fresh:
-        shutil.rmtree(own)  # of a run that ended before its first step, perhaps with other settings
+    if own.exists() and restart:
+        shutil.rmtree(own)  # left by a run that ended before its first step, perhaps with other settings
     return open_or_prepare(config, own, progress=progress)
 
 
@@ -332,8 +332,8 @@ def _checkpoint(folder: Path, step: int | Literal["best"] | None) -> Any:
         found = best_checkpoint(folder / "checkpoints")
         if found is None:
             raise InputError(
-                f"{folder}: expected a checkpoint with a validation loss, found none; they have one where "
-                "train.evaluate_every and train.checkpoint_every meet"
+                f"{folder}: expected a checkpoint with a validation loss, found none; a checkpoint has one "
+                "if the model was evaluated at its step (train.evaluate_every)"
             )
         return found
     path = folder / "checkpoints" / f"step-{step}"

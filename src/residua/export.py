@@ -1,4 +1,4 @@
-"""Export a trained run as a folder for transformers: weights, tokenizer, a model card, and the code if wanted."""
+"""Export a trained run as a transformers folder: weights, tokenizer, model card, and optionally the code."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ from residua.terminal import printable
 
 PACKAGE = Path(__file__).parent
 ENTRY = "residua.models.transformer"
-# transformers asks for one file with the classes; every other module of the copy has its dotted name with underscores.
+# transformers needs one file with the classes; other modules are named by their dotted name with underscores.
 FILES = {ENTRY: "modeling_residua", "residua.models.configuration": "configuration_residua"}
 CLASSES = {"AutoConfig": "ResiduaConfig", "AutoModel": "ResiduaModel", "AutoModelForCausalLM": "ResiduaForCausalLM"}
 OPTIONAL = {"triton"}
@@ -29,7 +29,7 @@ OPTIONAL = {"triton"}
 def export(
     run: str | Path, folder: str | Path, *, checkpoint: int | Literal["best"] | None = None, remote_code: bool = False
 ) -> Path:
-    """Write the model of a run into a new or empty folder, all of it or nothing.
+    """Write the model of a run into a new or empty folder, completely or not at all.
 
     The folder holds model.safetensors, config.json, generation_config.json, the tokenizer and README.md, the model
     card. With `remote_code` it also holds the code of the model, so that
@@ -37,15 +37,15 @@ def export(
     `import residua.models` must come first.
 
     Raises:
-        InputError: `run` is no run, it has no such checkpoint, or `folder` is not empty or is the working folder.
+        InputError: `run` is not a run or has no such checkpoint; `folder` is not empty or is the working directory.
         RunError: the folder cannot be written.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: expected a new or empty folder, found files in it; choose another folder")
-    place = folder.resolve()  # "." has no name of its own to write beside
+    place = folder.resolve()  # "." has no name for a temporary folder beside it
     if place == Path.cwd():
-        raise InputError(f"{folder}: expected a folder that can be replaced, got the working one; name another")
+        raise InputError(f"{folder}: expected another folder than the working directory; choose one")
     opened = open_run(run, checkpoint, device="cpu")
     card = model_card(opened, Path(run), name=place.name, remote_code=remote_code)
     try:
@@ -63,9 +63,9 @@ def export(
 
 
 def model_code() -> dict[str, str]:
-    """Return the text of the modules that the model needs by file name: flat, with relative imports, for transformers.
+    """Return the modules that the model needs as texts by file name: flat, with relative imports, for transformers.
 
-    The modules are found by following the imports of `ENTRY`. Only their import lines are changed.
+    They are found by following the imports of `ENTRY`. Only their import lines change.
     """
     files: dict[str, str] = {}
     waiting = [ENTRY]
@@ -92,7 +92,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     if not isinstance(data, dict):
         raise InputError(f"{run / 'facts.json'}: expected a JSON object with an object data, got something else")
     settings = asdict(opened.config)
-    settings["data"].pop("path")  # a place on the machine that trained it
+    settings["data"].pop("path")  # a path on the machine that trained it
     parameters = sum(parameter.numel() for parameter in opened.model.parameters())
     rows = [
         ("connection", _connection(opened)),
@@ -104,9 +104,11 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
         *((key, _shown(facts[key])) for key in ("date", "device", "commit", "torch", "transformers") if facts.get(key)),
     ]
     code, settings = json.dumps(name), write_yaml(settings).rstrip()
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))  # no text in it ends it
+    # Longer than any fence in the settings.
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))
     first = "" if remote_code else "import residua.models  # makes the model type known to transformers\n"
-    option = ", trust_remote_code=True" if remote_code else ""  # both lines: the tokenizer's reads config.json too
+    # On both lines, because the tokenizer also reads config.json.
+    option = ", trust_remote_code=True" if remote_code else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -140,7 +142,7 @@ The settings of the run:
 
 
 def _markdown(text: str) -> str:
-    """Return a text for one line of Markdown in which nothing of it is markup, of Markdown or of HTML."""
+    """Return a text as one line of Markdown, with all Markdown and HTML markup escaped."""
     escaped = re.sub(r"([\\`*_\[\]<>|~&$#])", r"\\\1", printable(text))
     return " ".join(escaped.split())
 
@@ -172,7 +174,7 @@ def _shown(value: Any) -> str:
 
 def _name_the_code(config: Path) -> None:
     settings = read_json(config)
-    # All classes in the one file: for another one transformers would load a second copy of everything.
+    # All classes are in one file: for a second one transformers would load another copy of everything.
     settings["auto_map"] = {auto: f"{FILES[ENTRY]}.{name}" for auto, name in CLASSES.items()}
     config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -188,7 +190,7 @@ def _source(module: str) -> Path | None:
 
 
 def _imports(text: str) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield the import statements that must change, wherever they stand in the module."""
+    """Yield the import statements that must change, anywhere in the module."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             top = node.module.partition(".")[0]
@@ -211,7 +213,7 @@ def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
     for alias in node.names:
         inner = f"{node.module}.{alias.name}"
         if _source(inner) is not None:
-            # `from . import name` would be shorter, but transformers copies only files it finds named behind a dot.
+            # `from . import name` would be shorter, but transformers copies only files that are named after a dot.
             own = alias.asname or alias.name
             lines += [f"from .{_file(inner)} import __name__ as {own}", f"{own} = __import__('sys').modules[{own}]"]
             needed.append(inner)

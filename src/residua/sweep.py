@@ -292,7 +292,7 @@ def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 def train_sweep(
     sweep: Sweep, out: str | Path, *, processes: int = 1, keep: bool = False, progress: bool = True
 ) -> Outcome:
-    """Train what the folder `out` does not hold yet; after a kill at any moment, the same call goes on.
+    """Train the runs that the folder `out` does not hold yet. After a kill at any moment, call this again to continue.
 
     A run under way resumes at its newest checkpoint. A run whose loss is not finite is recorded as diverged.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from residua import DeepDelta, EDelta, JacobianHyperConnections, ManifoldHyperConnections
-from residua.analysis import figures, overview, summary, trace, warnings
+from residua.analysis import overview, sublayer_statistics, summary, trace, warnings
 from support.traced_models import small_model, words
 from support.variants import PRESETS, perturbed
 
@@ -28,7 +28,7 @@ def test_every_preset_has_a_table_and_figures(name):
     for key, title in shown.items():
         assert (key in found.values) == (title in table.header)
     assert ("rows off" in table.header) == (name == "mhc")
-    json.dumps(figures(found), allow_nan=False)
+    json.dumps(sublayer_statistics(found), allow_nan=False)
     first, *others, legend = overview(found)
     assert first.startswith(f"{name}, 12 tokens, loss ")
     assert any(line.startswith("product of all shortcuts") for line in others) == (
@@ -40,7 +40,7 @@ def test_every_preset_has_a_table_and_figures(name):
 def test_figures_are_means_and_quantiles_over_the_tokens():
     found = trace(small_model("ddl-cc"), words(12))
     beta = found.values["beta"]
-    for i, row in enumerate(figures(found)):
+    for i, row in enumerate(sublayer_statistics(found)):
         assert row["beta"] == pytest.approx(beta[i].mean().item())
         assert row["beta_q95"] == pytest.approx(beta[i].quantile(0.95).item())
         assert row["identity"] + row["projection"] + row["reflection"] == pytest.approx(1)
@@ -136,7 +136,7 @@ def test_what_is_not_finite_comes_first():
     assert first.startswith("not finite: ")
     assert first.endswith("; the state after 1 mlp")
     assert found.facts["loss"] is None
-    json.dumps(figures(found), allow_nan=False)
+    json.dumps(sublayer_statistics(found), allow_nan=False)
     assert any("nan" in row for row in summary(found).rows)
     overview(found)
 

@@ -346,7 +346,7 @@ def test_residual_is_exactly_the_sum():
 
 
 def test_a_stream_wants_as_many_sublayers_as_connections():
-    with pytest.raises(ValueError, match="sublayers: expected 2, one for each connection, got 3"):
+    with pytest.raises(ValueError, match="sublayers: expected 2, one per connection, got 3"):
         resolve("ddl").build(DIM, 2)(normal(1, 2, DIM, dtype=torch.float32), bare_sublayers(DIM, 3))
 
 

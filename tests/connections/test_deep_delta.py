@@ -230,10 +230,10 @@ def test_states_without_a_sequence(name):
 def test_a_convolution_over_tokens_wants_tokens(name):
     """(batch, dim) has none: taking the batch for a sequence would mix its entries without a word."""
     stream = ALL[name].build(DIM, 2)
-    with pytest.raises(ValueError, match=r"on earlier tokens: expected \(batch, seq"):
+    with pytest.raises(ValueError, match=r"reads earlier tokens: expected \(batch, seq"):
         stream(normal(6, DIM, dtype=torch.float32), bare_sublayers(DIM, 2))
     block = DeltaResidual(DIM, 2, Phi(DIM, DIM, lambda X: X[..., 0, :]), pool="conv")
-    with pytest.raises(ValueError, match=r"on earlier tokens: expected \(batch, seq"):
+    with pytest.raises(ValueError, match=r"reads earlier tokens: expected \(batch, seq"):
         block(normal(6, 2, DIM, dtype=torch.float32))
 
 

@@ -511,7 +511,7 @@ def test_what_is_left_out_could_not_matter(n):
         ({"gamma_init": float("nan")}, ["gamma_init", "nan"]),
         ({"beta_init": 0.0}, ["beta_init", "positive", "0.0"]),
         ({"beta_init": float("inf")}, ["beta_init", "positive", "inf"]),
-        ({"penalty": -0.1}, ["penalty", "not negative", "-0.1"]),
+        ({"penalty": -0.1}, ["penalty", "at least 0", "-0.1"]),
         ({"penalty": "strong"}, ["penalty", "float", "'strong'"]),
     ],
 )

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from residua import DeepDelta, Residual
-from residua.connections import RMSNorm
+from residua.connections import RMSNorm, deep_delta
 from support.variants import ALL, bare_sublayers, normal, perturbed
 
 DIM = 8
@@ -54,8 +54,13 @@ def test_the_plain_residual_is_the_sum_with_the_models_own_norms():
     assert torch.equal(Residual().build(DIM, 2, norm=own.__getitem__)(x, sublayers), expected)
 
 
-def test_kernels_step_aside_for_a_norm_that_they_do_not_know():
-    scheme = DeepDelta(value_channels=4, compress="channel", implementation="triton")
-    known, foreign = (scheme.build(DIM, 2, norm=norm).connections for norm in (None, lambda _: nn.LayerNorm(DIM)))
-    assert known[0]._joins(known[1])
-    assert not foreign[0]._joins(foreign[1])
+@pytest.mark.parametrize(("norm", "asked"), [(None, 1), (lambda _: nn.LayerNorm(DIM), 0)])
+def test_kernels_step_aside_for_a_norm_that_they_do_not_know(norm, asked, monkeypatch):
+    """The implementation is chosen only where a kernel for write and read exists."""
+    chosen = []
+    monkeypatch.setattr(deep_delta, "choose", lambda *inputs: chosen.append(inputs) or "reference")
+    stream = DeepDelta(value_channels=4, compress="channel", implementation="auto").build(DIM, 2, norm=norm)
+    first, second = stream.connections
+    x, carry = first.read(stream.expand(normal(2, 5, DIM, dtype=torch.float32)))
+    first.write_read(x, carry, second)
+    assert len(chosen) == asked

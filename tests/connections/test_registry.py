@@ -129,9 +129,9 @@ def test_a_scheme_of_an_installed_package_works_wherever_a_preset_does(site, tmp
         missing = residua_command(*command, check=False)
         assert missing.returncode == 2, missing.stderr
         assert missing.stderr.count("\n") == 1
-        assert "scheme 'scaled' comes with the package 'scaled-residuals', which is not here" in missing.stderr
+        assert "scheme 'scaled' comes with the package 'scaled-residuals', which is not installed" in missing.stderr
     failed = run(sys.executable, "-c", load, tmp_path / "export", check=False).stderr
-    assert "scheme 'scaled' comes with the package 'scaled-residuals', which is not here" in failed
+    assert "scheme 'scaled' comes with the package 'scaled-residuals', which is not installed" in failed
 
 
 @pytest.mark.processes
@@ -202,7 +202,7 @@ def test_an_option_must_not_have_the_name_of_a_key():
     class Bad(Residual):
         package: str = "x"
 
-    with pytest.raises(ValueError, match="has an option 'package', which a description needs"):
+    with pytest.raises(ValueError, match="has an option 'package'; this name is reserved"):
         residua.register("bad", Bad)
 
 
@@ -213,6 +213,6 @@ def test_a_configuration_never_imports_what_it_names(name, key):
     before = set(sys.modules)
     with pytest.raises(ValueError, match=f"no {key} is called"):
         resolve({key: name})
-    with pytest.raises(ValueError, match="comes with the package 'antigravity', which is not here"):
+    with pytest.raises(ValueError, match="comes with the package 'antigravity', which is not installed"):
         resolve({key: name, "package": "antigravity"})
     assert "antigravity" not in set(sys.modules) - before

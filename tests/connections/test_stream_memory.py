@@ -35,12 +35,12 @@ def test_a_loop_over_the_connections_of_ones_own(name):
 def test_a_single_token_without_a_memory_is_refused(name):
     """A model that decodes token by token would otherwise compute wrong numbers without a word."""
     stream, token = build(name), normal(2, 1, DIM)
-    with pytest.raises(ValueError, match="looks back on earlier tokens and got a single one; pass the same memory"):
+    with pytest.raises(ValueError, match="reads earlier tokens and got a single one; pass the same memory"):
         stream(token, SUB)
     for connection in stream.connections:
         if connection.window:
             state = stream.expand(token, StreamMemory().of(stream.expand))
-            with pytest.raises(ValueError, match="looks back on earlier tokens"):
+            with pytest.raises(ValueError, match="reads earlier tokens"):
                 connection(state, SUB[0])
     assert stream(token, SUB, memory=StreamMemory()).shape == (2, 1, DIM)
 

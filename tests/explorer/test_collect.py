@@ -190,14 +190,14 @@ def wrong(tmp_path: Path, a_run: Path) -> dict[str, tuple[list[Path], str]]:
     shutil.copytree(a_run, untrained)
     shutil.rmtree(untrained / "checkpoints")
     return {
-        "missing": ([tmp_path / "nowhere"], "nothing of this name"),
+        "missing": ([tmp_path / "nowhere"], "found no such file or folder"),
         "no run": ([tmp_path / "empty"], "config.yaml"),
         "version": ([other], "version 99"),
         "tensors": ([tensors], "expected a trace"),
         "text": ([text], "expected a trace"),
         "untrained": ([untrained], "expected a checkpoint"),
         "too many": ([tmp_path / str(number) for number in range(13)], "at most 12"),
-        "last of two": ([a_run, tmp_path / "nowhere"], "nothing of this name"),
+        "last of two": ([a_run, tmp_path / "nowhere"], "found no such file or folder"),
     }
 
 

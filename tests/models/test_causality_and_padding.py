@@ -173,12 +173,12 @@ def test_a_static_cache_equals_the_full_pass(name):
 
 @pytest.mark.parametrize("name", LOOKING_BACK)
 def test_the_cache_has_room_for_every_look_back(name):
-    """Each part that looks back has its own place, and there are no more places than needed in the fullest layer."""
+    """Each part that looks back has its own slot, and there are no more slots than needed in the fullest layer."""
     model = tiny_model(name)
-    places = [place for place in model.model.places if place is not None]
-    assert len(set(places)) == len(places) == ALL[name].num_memories(16, 4)
-    assert max(place.slot for place in places) + 1 == model.config.number_of_conv_states
-    assert all(place.layer < 2 for place in places)
+    slots = [slot for slot in model.model.cache_slots if slot is not None]
+    assert len(set(slots)) == len(slots) == ALL[name].num_memories(16, 4)
+    assert max(slot.conv_state for slot in slots) + 1 == model.config.number_of_conv_states
+    assert all(slot.layer < 2 for slot in slots)
 
 
 def test_schemes_that_look_back_on_nothing_use_the_plain_cache():

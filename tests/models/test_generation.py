@@ -178,7 +178,7 @@ def test_token_compression_remembers_a_vector_for_each_earlier_tap(name, vectors
     """Sums over the channels, in float32, in the place of the channels of the earlier tokens."""
     model = tiny_model(name, torch.bfloat16)
     cache = model(prompt(1, 6), use_cache=True).past_key_values
-    place = model.model.places[1]
-    state = cache.layers[place.layer].conv_states[place.slot]
+    slot = model.model.cache_slots[1]
+    state = cache.layers[slot.layer].conv_states[slot.conv_state]
     assert state.numel() == vectors * model.config.hidden_size
     assert state.dtype == torch.float32

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.analysis.watch import Passage, watching
+from residua.analysis.watch import ConnectionRecord, watching
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from support.variants import ALL, perturbed
 
@@ -36,9 +36,9 @@ def words(count: int, seed: int = 0) -> Tensor:
     return torch.randint(2, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def passages(model: ResiduaForCausalLM, ids: Tensor) -> list[Passage]:
+def passages(model: ResiduaForCausalLM, ids: Tensor) -> list[ConnectionRecord]:
     """All that passed the connections, in order, with the batch axis of 1."""
-    seen: list[Passage] = []
+    seen: list[ConnectionRecord] = []
     with torch.no_grad():
         model(ids[None], watch=watching(seen.append))
     return seen

@@ -60,18 +60,18 @@ def test_whatever_ends_the_thread_is_raised_where_it_is_waited_for(error):
     def fail():
         raise error
 
-    future = saving._behind(fail)
+    future = saving._in_background(fail)
     for _ in range(2):
         with pytest.raises(type(error)) as raised:
             future.result(timeout=10)
         assert raised.value is error
 
 
-def _leave_a_save_behind():
-    saving._behind(threading.Event().wait)
+def _leave_a_save_unfinished():
+    saving._in_background(threading.Event().wait)
 
 
 def test_a_save_that_never_ends_does_not_hold_the_process(start):
-    process = start(_leave_a_save_behind)
+    process = start(_leave_a_save_unfinished)
     process.join(60)
     assert process.exitcode == 0

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from residua.errors import InputError
-from residua.evaluation.loss import dealt
+from residua.evaluation.loss import shard_batches
 from residua.training import TrainConfig
-from residua.training.distributed import Ranks, Share
+from residua.training.distributed import BatchShard, Ranks
 from support.ranks import (
     assert_same_run,
     compile_eagerly,
@@ -76,8 +76,8 @@ def test_ranks_that_cannot_share_the_step_say_so_once(data, tmp_path, start):
     assert job.statuses == [2, 2, 2]
     lines = [line for out in job.out for line in out.splitlines()]
     assert lines == [
-        "residua: torchrun: expected a number of processes that shares the step evenly, got 3 for "
-        "train.gradient_accumulation 2 micro-batches of train.batch_size 2 sequences; take a number of processes that "
+        "residua: torchrun: expected a number of processes that divides the step evenly, got 3 for "
+        "train.gradient_accumulation 2 micro-batches of train.batch_size 2 sequences; use a number of processes that "
         "divides one of the two"
     ]
 
@@ -87,7 +87,7 @@ def test_ranks_that_cannot_share_the_step_say_so_once(data, tmp_path, start):
 def test_the_shares_of_all_ranks_are_the_step(batch_size, accumulation, size):
     train = TrainConfig(batch_size=batch_size, gradient_accumulation=accumulation)
     try:
-        shares = [Share.of(train, Ranks(rank, size)) for rank in range(size)]
+        shares = [BatchShard.of(train, Ranks(rank, size)) for rank in range(size)]
     except InputError:
         assert size > 1
         return
@@ -103,9 +103,9 @@ def test_the_shares_of_all_ranks_are_the_step(batch_size, accumulation, size):
     assert len({len(share.micro_batches(3)) for share in shares}) == 1
 
 
-def test_held_out_batches_are_dealt_in_equal_shares():
+def test_held_out_batches_are_split_into_equal_shards():
     batches = [(torch.full((1, 2), i), torch.full((1, 2), i)) for i in range(5)]
-    shares = [list(dealt(batches, rank, 3)) for rank in range(3)]
+    shares = [list(shard_batches(batches, rank, 3)) for rank in range(3)]
     assert [len(share) for share in shares] == [2, 2, 2]
     labels = sorted(int(labels[0, 0]) for share in shares for _, labels in share)
     assert labels == [-100, 0, 1, 2, 3, 4]

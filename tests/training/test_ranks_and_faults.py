@@ -238,6 +238,6 @@ def test_ranks_that_cannot_meet_say_where_in_one_line(wrong, reason, tmp_path):
     done = subprocess.run(command, env={**os.environ, **meeting, **wrong}, capture_output=True, text=True)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("residua: rank 0 of 1: cannot meet the other ranks at 127.0.0.1:")
+    assert line.startswith("residua: rank 0 of 1: cannot reach the other ranks at 127.0.0.1:")
     assert reason in line
     assert not (tmp_path / "run").exists()

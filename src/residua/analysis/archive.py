@@ -72,7 +72,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
 
 
 def _check(facts: Any, tokens: Any, values: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for parts that do not belong together; a view would fail later, and say less."""
+    """Check that the parts belong together; raise ValueError here, as later errors would be less clear."""
     if not isinstance(facts, dict) or not isinstance(tokens, list) or not all(isinstance(text, str) for text in tokens):
         raise ValueError("facts or tokens are of another kind")
     sublayers, sampled, length = len(facts["sublayers"]), len(facts["sampled"]), len(tokens)

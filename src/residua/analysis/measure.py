@@ -1,7 +1,7 @@
-"""What is measured where a forward pass goes through one connection, for every scheme.
+"""The measurements at one connection of a forward pass, for every scheme.
 
-All functions take a `Passage` of one sequence (batch 1) and return tensors with one row for each of its T tokens, by
-the names under which `Trace.values` keeps them for all sublayers. What the state is, only the connection knows.
+They take a `ConnectionRecord` of one sequence (batch 1) and return tensors with one row for each of its T tokens, by
+their names in `Trace.values`. Only the connection knows the structure of the state.
 """
 
 import torch
@@ -9,30 +9,30 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from residua.analysis.spectrum import orthogonality_error
-from residua.analysis.watch import Passage
+from residua.analysis.watch import ConnectionRecord
 from residua.connections import Mixing, RankOne
 from residua.connections.base import State
 from residua.ops import at_least_float32
 
 
-def measured(passage: Passage, shortcut: RankOne | Mixing | None) -> dict[str, Tensor]:
-    """Norms, and what the connection says of its shortcut. The keys depend on the connection alone."""
-    found = {"output_norm": norm(passage.y), "change_norm": change(passage.before, passage.after)}
-    if passage.normed is not None:
-        found["input_norm"] = norm(passage.normed)
+def measured(record: ConnectionRecord, shortcut: RankOne | Mixing | None) -> dict[str, Tensor]:
+    """Return norms and the values of the shortcut. The keys depend only on the connection."""
+    found = {"output_norm": norm(record.y), "change_norm": change(record.before, record.after)}
+    if record.normed is not None:
+        found["input_norm"] = norm(record.normed)
     if isinstance(shortcut, RankOne):
-        return found | rank_one(shortcut, passage.y)
-    return found if shortcut is None else found | mixing(shortcut, passage.y)
+        return found | rank_one(shortcut, record.y)
+    return found if shortcut is None else found | mixing(shortcut, record.y)
 
 
 def norm(state: State) -> Tensor:
-    """The Frobenius norm of every token over all that the state holds of it: (1, T, ...) -> (T)."""
+    """Return the Frobenius norm of each token's part of the state: (1, T, ...) -> (T)."""
     norms = [at_least_float32(leaf)[0].flatten(1).norm(dim=-1) for leaf in tree_leaves(state)]
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm(dim=0)
 
 
 def change(before: State, after: State) -> Tensor:
-    """|X' - X| of every token, where a tensor that X' adds to the state counts whole: (T)."""
+    """Return |X' - X| of each token, (T), where a tensor that X' adds to the state is counted as a whole."""
     earlier = tree_leaves(before)
     return norm(
         [
@@ -42,14 +42,14 @@ def change(before: State, after: State) -> Tensor:
     )
 
 
-def gates(passage: Passage) -> dict[str, Tensor]:
-    """The gates of a shortcut by name, (batch, T) each: beta, or those that decide a mixing matrix."""
-    shortcut = passage.shortcut()
+def gates(record: ConnectionRecord) -> dict[str, Tensor]:
+    """Return the gates of a shortcut by name, (batch, T) each: beta, or the gates of a mixing matrix."""
+    shortcut = record.shortcut()
     return {"beta": shortcut.beta} if isinstance(shortcut, RankOne) else dict(shortcut.gates) if shortcut else {}
 
 
 def rank_one(shortcut: RankOne, y: Tensor) -> dict[str, Tensor]:
-    """Gate, readout and direction of X - beta (X k) k^T, and what was written along k, if anything was."""
+    """Return gate, readout and direction of X - beta (X k) k^T, and the write along k, if there is one."""
     beta, k, readout = (
         each_token(x, y, axes) for x, axes in ((shortcut.beta, 0), (shortcut.k, 1), (shortcut.readout, 1))
     )
@@ -65,7 +65,7 @@ def rank_one(shortcut: RankOne, y: Tensor) -> dict[str, Tensor]:
 
 
 def mixing(shortcut: Mixing, y: Tensor) -> dict[str, Tensor]:
-    """The matrix that mixes the rows, its gates and its errors, and the weights that read and write the rows."""
+    """Return the matrix that mixes the rows, its gates and errors, and the weights that read and write the rows."""
     h_res = each_token(shortcut.h_res, y, 2)
     found = {
         "h_res": h_res,
@@ -80,6 +80,6 @@ def mixing(shortcut: Mixing, y: Tensor) -> dict[str, Tensor]:
 
 
 def each_token(coefficient: Tensor, y: Tensor, axes: int) -> Tensor:
-    """A row for each token of y: (1, T, dim), also of a coefficient for all of them, with `axes` axes of its own."""
+    """Expand a coefficient with `axes` inner axes to one row per token of y: (1, T, dim), if tokens share it."""
     own = coefficient.shape[coefficient.dim() - axes :]
     return at_least_float32(coefficient).expand(1, y.shape[1], *own)[0]

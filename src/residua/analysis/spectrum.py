@@ -1,7 +1,7 @@
 """Spectra of shortcuts and of their products over depth, alignment and effective rank of directions.
 
-S sublayers in order, P tokens; computed in float64, where the dtype of the arguments is not wider. What is not finite
-makes the results of its token, from its sublayer on, NaN.
+S sublayers in order, P tokens; computed in float64. If a value is not finite, the results of its token are NaN from its
+sublayer on.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from residua.ops import compose
 
 
 class Products(NamedTuple):
-    """Of the products M_l ... M_0 of shortcuts for every l: (S, P); `singular_values` of the last: (P, r).
+    """Results for the product M_l ... M_0 of shortcuts for every l: (S, P); `singular_values` of the last one: (P, r).
 
     determinant; singular_max, singular_min; defect: the spectral norm of M^T M - I, 0 for an isometry.
     """
@@ -26,9 +26,9 @@ class Products(NamedTuple):
 
 
 def rank_one_products(k: Tensor, beta: Tensor) -> Products:
-    """The products of the shortcuts I - beta k k^T of S delta writes on R^d. k: (S, P, d), beta: (S, P).
+    """Analyse the products of the shortcuts I - beta k k^T of S delta writes on R^d. k: (S, P, d), beta: (S, P).
 
-    Beyond the span of the k's every product is the identity, so with K^T = Q R the matrix I - R T R^T, for the WY
+    Outside the span of the k's every product is the identity, so with K^T = Q R the matrix I - R T R^T, for the WY
     form I - K^T T K of `ops.compose`, has all singular values but d - min(S, d) ones. det M_l = prod(1 - beta |k|^2).
     """
     k, beta = k.double(), beta.double()
@@ -36,7 +36,7 @@ def rank_one_products(k: Tensor, beta: Tensor) -> Products:
     k, beta = k.masked_fill(broken.unsqueeze(-1), 0.0), beta.masked_fill(broken, 0.0)
     sublayers, _, dim = k.shape
     directions = k.transpose(0, 1)
-    triangle = torch.linalg.qr(directions.mT, mode="r").R  # (P, r, S): the first l columns need the first l rows alone
+    triangle = torch.linalg.qr(directions.mT, mode="r").R  # (P, r, S): the first l columns need only the first l rows
     steps = compose(directions, beta.T).t  # its leading blocks are the T of the first writes
     largest, smallest, defect, values = [], [], [], None
     for count in range(1, sublayers + 1):
@@ -53,7 +53,7 @@ def rank_one_products(k: Tensor, beta: Tensor) -> Products:
 
 
 def matrix_products(m: Tensor) -> Products:
-    """The products of S shortcuts that are n x n matrices: m (S, P, n, n), with the target stream first."""
+    """Analyse the products of S shortcuts that are n x n matrices: m (S, P, n, n), with the target stream first."""
     m = m.double()
     broken = ~m.isfinite().all(-1).all(-1)
     identity = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
@@ -67,14 +67,14 @@ def matrix_products(m: Tensor) -> Products:
 
 
 def _broken(products: Products, broken: Tensor) -> Products:
-    """NaN from the sublayer on that is `broken`: (S, P)."""
+    """Set results to NaN from each token's first `broken` sublayer on: (S, P)."""
     since = broken.cumsum(0) > 0
     *depth, last = products
     return Products(*(x.masked_fill(since, torch.nan) for x in depth), last.masked_fill(since[-1, :, None], torch.nan))
 
 
 def orthogonality_error(m: Tensor) -> Tensor:
-    """The spectral norm of M^T M - I: (..., n, n) -> (...)."""
+    """Return the spectral norm of M^T M - I: (..., n, n) -> (...)."""
     m = m.double()
     broken = ~m.isfinite().all(-1).all(-1)
     m = m.masked_fill(broken[..., None, None], 0.0)
@@ -83,22 +83,22 @@ def orthogonality_error(m: Tensor) -> Tensor:
 
 
 def cosines(k: Tensor) -> Tensor:
-    """cos(k_i, k_j) between the directions of S sublayers at each token: (S, P, d) -> (P, S, S); k = 0 gives 0."""
+    """Return cos(k_i, k_j) between the directions of S sublayers at each token: (S, P, d) -> (P, S, S); 0 for k = 0."""
     k = k.double().transpose(0, 1)
     k = k / k.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(k.dtype).tiny)
     return k @ k.mT
 
 
 def alignment(k: Tensor) -> Tensor:
-    """The mean over the tokens of |cos(k_i, k_j)|: (S, P, d) -> (S, S)."""
+    """Return the mean of |cos(k_i, k_j)| over the tokens: (S, P, d) -> (S, S)."""
     return cosines(k).abs().mean(0)
 
 
 def effective_rank(k: Tensor) -> Tensor:
-    """exp of the entropy of the eigenvalues of the cosines, as shares of their sum: (S, P, d) -> (P).
+    """Return exp of the entropy of the cosines' eigenvalues, normalised to sum 1: (S, P, d) -> (P).
 
-    1 where all directions are parallel, min(S, d) where they fill the space evenly (Roy and Vetterli 2007). A direction
-    k = 0 adds nothing, and where all of them are 0 the rank is 0.
+    1 if all directions are parallel, min(S, d) if they fill the space evenly (Roy and Vetterli 2007). A direction k = 0
+    adds nothing; if all are 0, the rank is 0.
     """
     gram = cosines(k)
     broken = ~gram.isfinite().all(-1).all(-1)

@@ -1,4 +1,4 @@
-"""A trace for a reader: what is worth a warning, and tables of its sublayers."""
+"""Summarise a trace: warnings, and tables of its sublayers."""
 
 import math
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ from residua.analysis.trace import Trace
 STUCK = 1e-3
 """Mean distance of a gate from its initial value below which it has not moved."""
 SATURATED = 0.005
-"""Distance of a gate from its bounds, as a share of its range, below which its gradient is nearly 0: under 1/50 of the
-largest."""
+"""Distance of a gate from its bounds, as a fraction of its range, below which its gradient is under
+1/50 of the largest."""
 MOST = 0.9
-"""Share of the tokens, or of the weights, that counts as all of them."""
+"""Fraction of the tokens, or of the weights, that counts as all of them."""
 IDENTITY = 0.01
 """Mean distance of the entries of a mixing matrix from the identity's, the largest of a token, below which it does not
 mix."""
 CONSTRAINT = 0.05
-"""Largest mean error of a constraint that passes for rounding or for the iterations that were saved."""
+"""Largest mean error of a constraint that rounding or too few iterations can explain."""
 
 
 class Table(NamedTuple):
@@ -31,15 +31,15 @@ class Table(NamedTuple):
 
 
 def warnings(trace: Trace) -> list[str]:
-    """What a reader of the numbers should know first, one sentence each; empty where all is as it should be."""
+    """Return what a reader of the numbers must know first, one sentence each; empty if nothing is wrong."""
     return [*_not_finite(trace), *_causality(trace), *_gates(trace), *_mixing(trace), *_compressors(trace)]
 
 
-def figures(trace: Trace) -> list[dict[str, Any]]:
-    """Every sublayer's numbers, averaged over the tokens, as plain values; None stands for what is not finite.
+def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
+    """Return every sublayer's numbers, averaged over the tokens, as plain values; None for numbers that are not finite.
 
-    Means carry the names of `Trace.values`; beta and gamma also `_q05`, `_q50`, `_q95`. Singular values and
-    determinants are those of the product of all shortcuts so far, as medians over the sampled tokens.
+    Means have the names of `Trace.values`; beta and gamma also have `_q05`, `_q50`, `_q95`. Singular values and
+    determinants belong to the product of all shortcuts so far; they are medians over the sampled tokens.
     """
     values = trace.values
     rows: list[dict[str, Any]] = [{"sublayer": name} for name in trace.facts["sublayers"]]
@@ -74,8 +74,8 @@ _MEANS = (
 
 
 def summary(trace: Trace) -> Table:
-    """The sublayers' `figures` as a table: one row each, with the columns that the scheme has."""
-    found = figures(trace)
+    """Return the `sublayer_statistics` as a table: one row per sublayer, with the columns that the scheme has."""
+    found = sublayer_statistics(trace)
     columns = [column for column in _COLUMNS if column.key in found[0]]
     if trace.facts["constraint"] != "doubly stochastic":
         columns = [column for column in columns if column.key not in ("row_error", "column_error")]
@@ -84,7 +84,7 @@ def summary(trace: Trace) -> Table:
 
 
 def overview(trace: Trace) -> list[str]:
-    """One line on what was read, one for each number that belongs to the whole depth, and what the columns mean."""
+    """Return lines about the text that was read, the numbers over the whole depth, and the meaning of the columns."""
     facts, values = trace.facts, trace.values
     known = [facts["preset"] or facts["scheme"]["scheme"]]
     known += [f"step {facts['checkpoint']}"] if facts["checkpoint"] is not None else []
@@ -158,7 +158,7 @@ def _fill(rows: list[dict[str, Any]], name: str, column: Tensor) -> None:
 
 
 def _named(trace: Trace, which: list[int]) -> str:
-    """Sublayers by name: all of them, or the first few."""
+    """Return the names of sublayers: "all sublayers", or the first few."""
     if len(which) == trace.num_sublayers:
         return "all sublayers"
     names = ", ".join(trace.facts["sublayers"][i] for i in which[:4])
@@ -243,5 +243,5 @@ def _compressors(trace: Trace) -> Iterator[str]:
 
 
 def _from_identity(h_res: Tensor) -> Tensor:
-    """The largest difference of an entry from the identity's: (S, T, n, n) -> (S, T)."""
+    """Return the largest difference of an entry from the identity: (S, T, n, n) -> (S, T)."""
     return (h_res - torch.eye(h_res.shape[-1])).abs().amax((-2, -1))

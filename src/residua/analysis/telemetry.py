@@ -1,4 +1,4 @@
-"""The gates that a training run logs: those of every sublayer, as a mean and quantiles."""
+"""The gates that a training run logs: mean and quantiles for every sublayer."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.analysis.measure import gates
-from residua.analysis.watch import Passage, as_written, watching
+from residua.analysis.watch import ConnectionRecord, as_written, watching
 from residua.connections import Stream
 from residua.connections.base import as_inputs
 
@@ -15,36 +15,36 @@ QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 
 @torch.no_grad()
 def has_gates(stream: Stream, dim: int) -> bool:
-    """Whether the connections of a stream have gates for `gate_quantiles`: one token goes through the first."""
+    """Return whether the connections of a stream have gates for `gate_quantiles`, by running one token through one."""
     for connection in stream.connections[:1]:
         weights = next(stream.parameters(), None)
         like = {} if weights is None else {"dtype": weights.dtype, "device": weights.device}
         before = stream.expand(torch.ones(1, 1, dim, **like))
         x, carry = connection.read(before)
         y = as_inputs(x)[0]
-        return bool(gates(Passage(0, connection, before, None, y, carry, y, before)))
+        return bool(gates(ConnectionRecord(0, connection, before, None, y, carry, y, before)))
     return False
 
 
 def gate_quantiles(model: nn.Module, tokens: Tensor) -> dict[str, dict[str, list[float]]]:
-    """Mean and quantiles over the tokens (rows, T) of every gate, {"beta": {"mean": [S], "q05": [S], ...}, ...}.
+    """Return mean and quantiles of every gate over the tokens (rows, T), {"beta": {"mean": [S], "q05": [S], ...}, ...}.
 
-    S sublayers; one forward pass without gradients, in the precision of the caller. Where ranks hold parts of the
-    model, all of them call this together.
+    S sublayers; one forward pass without gradients, in the precision of the caller. If ranks hold parts of the
+    model, all of them must call this together.
     """
     found: dict[str, list[Tensor]] = {}
 
-    def see(passage: Passage) -> None:
-        for name, gate in gates(passage).items():
+    def collect(record: ConnectionRecord) -> None:
+        for name, gate in gates(record).items():
             found.setdefault(name, []).append(gate.float().flatten())
 
     with torch.no_grad(), as_written(model):
-        model(input_ids=tokens, use_cache=False, logits_to_keep=1, watch=watching(see))
+        model(input_ids=tokens, use_cache=False, logits_to_keep=1, watch=watching(collect))
     return {name: _quantiles(torch.stack(rows)) for name, rows in found.items()}
 
 
 def _quantiles(gates: Tensor) -> dict[str, Any]:
-    """gates: (S, tokens). One copy to the host for all numbers, each of which may have to wait for the device."""
+    """Return mean and quantiles of gates: (S, tokens), with one copy to the host, which waits for the device."""
     shares = torch.tensor(list(QUANTILES.values()), device=gates.device)
     table = torch.cat([gates.mean(-1, keepdim=True).T, gates.quantile(shares, -1)]).tolist()
     return dict(zip(("mean", *QUANTILES), table))

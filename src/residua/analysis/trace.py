@@ -1,6 +1,6 @@
-"""A trace: what every connection of a language model did at every token of one text.
+"""A trace: measurements of every connection of a language model at every token of one text.
 
-`trace` runs the model once, through the public read and write of its connections, and keeps small arrays alone.
+`trace` runs the model once, through the public read and write of its connections, and keeps only small arrays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from residua.analysis import archive
 from residua.analysis.measure import measured, norm
 from residua.analysis.spectrum import alignment, effective_rank, matrix_products, rank_one_products
-from residua.analysis.watch import Passage, as_written, watching
+from residua.analysis.watch import ConnectionRecord, as_written, watching
 from residua.connections import Mixing, RankOne, presets
 from residua.errors import InputError
 from residua.models import ResiduaForCausalLM, ResiduaModel
@@ -25,26 +25,26 @@ from residua.provenance import circumstances
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Logits of a large vocabulary are the largest tensors of a forward pass; so many tokens have theirs at a time.
+# Compute logits for this many tokens at a time: with a large vocabulary they are a pass's largest tensors.
 LOGITS_AT_A_TIME = 256
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What the connections of a model did at every token of one text.
+    """Measurements of the connections of a model at every token of one text.
 
     Sizes: S sublayers in order, T tokens, n streams, P sampled tokens, d the width. `values` are float32 tensors on the
-    CPU (`token_ids` int64); X is the state, x what the sublayer sees, y what it returns.
+    CPU (`token_ids` int64); X is the state, x the sublayer's input, y its output.
 
     every scheme
         token_ids (T); token_loss (T): of predicting the next token, in nats, NaN for the last
         state_norm (S + 1, T): |X| before each sublayer and after the last
-        input_norm (S, T): |x| before its norm, where the connection has one; output_norm (S, T): |y|
+        input_norm (S, T): |x| before its norm, if the connection has one; output_norm (S, T): |y|
         change_norm (S, T): |X' - X|
     shortcut "rank-one" (`connections.RankOne`)
         beta (S, T); readout (S, T, n): k^T X; erase_norm (S, T): beta |k^T X|
-        target (S, T, n): v; write_norm, discrepancy_norm (S, T): beta |v|, |v - k^T X|, where something is written
-        compress_share (S, n): how much each row weighs in what the sublayer reads
+        target (S, T, n): v; write_norm, discrepancy_norm (S, T): beta |v|, |v - k^T X|, if v is written
+        compress_share (S, n): the weight of each row in the sublayer's input
         direction (S, P, d): the unit vector k; alignment (S, S): mean |cos(k_i, k_j)|; effective_rank (P): of the k's
     shortcut "mixing" (`connections.Mixing`)
         h_pre, h_post (S, T, n); h_res (S, T, n, n): the shortcut's matrix, target stream first
@@ -52,12 +52,12 @@ class Trace:
         gates of the matrix by name (S, T): gamma, angle (radians) and cayley_beta blend a rotation and a reflection
     products M_l ... M_0 of the shortcuts of sublayers 0 to l, on R^d for rank-1 shortcuts, otherwise on R^n
         determinant, singular_max, singular_min, defect (S, P): defect is |M^T M - I|, spectral
-        singular_values (P, r): after the last sublayer; r = min(S, d), the others being 1, or r = n
+        singular_values (P, r): after the last sublayer; r = min(S, d), where the others are 1, or r = n
 
-    `facts`, which JSON can hold: version of the format; residua, commit, date; preset (or None) and scheme; shortcut
+    `facts`, metadata for JSON: version of the format; residua, commit, date; preset (or None) and scheme; shortcut
     ("rank-one", "mixing" or None); causal; constraint on h_res ("doubly stochastic", "orthogonal" or None); left_out:
-    by the name of a mapping, the sublayers that do without it; dim; rows (of width dim in the last state); sublayers
-    (their names); run and checkpoint (or None); sampled (token positions); loss (mean of token_loss, or None).
+    by the name of a mapping, the sublayers that omit it; dim; rows (of width dim in the last state); sublayers (their
+    names); run and checkpoint (or None); sampled (token positions); loss (mean of token_loss, or None).
     """
 
     facts: dict[str, Any]
@@ -78,7 +78,7 @@ class Trace:
         return len(self.tokens)
 
     def regimes(self, identity: float = 0.5, reflection: float = 1.5) -> Tensor:
-        """Shares of the tokens, (S, 3): beta < `identity`, between, beta > `reflection`.
+        """Return fractions of the tokens, (S, 3): beta < `identity`, between, beta > `reflection`.
 
         Raises:
             InputError: the scheme has no beta.
@@ -95,7 +95,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
-        """Raises InputError for a file that is no trace, is damaged or of another version."""
+        """Read a trace file. Raises InputError if it is not a trace, is damaged, or has another version."""
         return cls(*archive.read(path))
 
 
@@ -107,14 +107,14 @@ def trace(
     sample: int = 64,
     facts: Mapping[str, Any] | None = None,
 ) -> Trace:
-    """Run the model once over `tokens` and keep what its connections did. Nothing in the model changes.
+    """Run the model once over `tokens` and measure its connections. The model is not changed.
 
     Args:
         model: in any mode, dtype and on any device; without a language-model head there are no losses.
         tokens: T token ids.
         text: the T pieces of text that the tokens stand for; by default their numbers.
-        sample: at how many tokens, evenly spaced, to keep what is large or takes long.
-        facts: more for `Trace.facts`, such as run and checkpoint.
+        sample: number of evenly spaced tokens for values that are large or slow to compute.
+        facts: further metadata for `Trace.facts`, such as run and checkpoint.
 
     Raises:
         InputError: the model is of another kind, or the tokens do not fit it.
@@ -133,7 +133,7 @@ def trace(
     recorder = _Recorder(sampled)
     ids = ids.to(trunk.embed_tokens.weight.device)
     with torch.no_grad(), as_written(model):
-        hidden = trunk(input_ids=ids.unsqueeze(0), use_cache=False, watch=watching(recorder.see)).last_hidden_state
+        hidden = trunk(input_ids=ids.unsqueeze(0), use_cache=False, watch=watching(recorder.add)).last_hidden_state
         losses = _losses(model, hidden, ids)
     values = {"token_ids": ids, "token_loss": losses, **recorder.values()}
     counted = losses[:-1]
@@ -160,12 +160,12 @@ def trace(
 
 
 def pieces(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[str]:
-    """The text of each token alone; one that holds a part of a character shows a replacement character."""
+    """Return the text of each token by itself; part of a character gives a replacement character."""
     return [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in tokens]
 
 
 class _Recorder:
-    """Collects the values of every sublayer that passes; `sampled`: (P) positions of tokens."""
+    """Collect the values of every sublayer; `sampled`: (P) positions of tokens."""
 
     def __init__(self, sampled: Tensor):
         self.sampled = sampled
@@ -175,17 +175,17 @@ class _Recorder:
         self._rows: list[dict[str, Tensor]] = []
         self._exact: list[dict[str, Tensor]] = []
 
-    def see(self, passage: Passage) -> None:
-        if passage.index == 0:
-            self._states.append(norm(passage.before).to("cpu", torch.float32))
-        self._states.append(norm(passage.after).to("cpu", torch.float32))
-        shortcut = passage.shortcut()
+    def add(self, record: ConnectionRecord) -> None:
+        if record.index == 0:
+            self._states.append(norm(record.before).to("cpu", torch.float32))
+        self._states.append(norm(record.after).to("cpu", torch.float32))
+        shortcut = record.shortcut()
         self.shortcut = "rank-one" if isinstance(shortcut, RankOne) else "mixing" if shortcut else self.shortcut
         if isinstance(shortcut, Mixing):
             for name in shortcut.left_out:
-                self.left_out.setdefault(name, []).append(passage.index)
-        found = measured(passage, shortcut)
-        # What becomes a product over the whole depth keeps its digits, at the sampled tokens.
+                self.left_out.setdefault(name, []).append(record.index)
+        found = measured(record, shortcut)
+        # Values that are multiplied over the whole depth stay in float64, at the sampled tokens.
         exact = {name: found[name].cpu()[self.sampled].double() for name in _MULTIPLIED if name in found}
         found.pop("direction", None)
         self._rows.append({name: rows.to("cpu", torch.float32) for name, rows in found.items()})
@@ -207,7 +207,7 @@ _MULTIPLIED = ("direction", "beta", "h_res")
 
 
 def _stacked(sublayers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The values that every sublayer has, with an axis of sublayers in front."""
+    """Stack the values that every sublayer has, with the axis of sublayers first."""
     names = [name for name in sublayers[0] if all(name in found for found in sublayers)] if sublayers else []
     return {name: torch.stack([found[name] for found in sublayers]) for name in names}
 
@@ -227,7 +227,7 @@ def _token_ids(tokens: Sequence[int] | Tensor, model: ResiduaForCausalLM | Resid
 
 
 def _losses(model: ResiduaForCausalLM | ResiduaModel, hidden: Tensor, ids: Tensor) -> Tensor:
-    """-log p of the token after each, (T), NaN for the last one and without a head."""
+    """Return -log p of the token after each, (T); NaN for the last one and without a head."""
     losses = hidden.new_full((len(ids),), torch.nan, dtype=torch.float64)
     if isinstance(model, ResiduaForCausalLM):
         for start in range(0, len(ids) - 1, LOGITS_AT_A_TIME):

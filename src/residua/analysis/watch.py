@@ -1,4 +1,4 @@
-"""Watching a forward pass: stand-ins for the connections, which do the same and show what went through them."""
+"""Watch a forward pass: wrappers of the connections, which do the same and record their inputs and outputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from residua.connections import Carry, Connection, Memory, Mixing, RankOne, Read
 from residua.connections.base import State
 
 
-class Passage(NamedTuple):
-    """What passed one connection: the states before its read and after its write, and everything between.
+class ConnectionRecord(NamedTuple):
+    """The states before the read and after the write of one connection, and everything between them.
 
-    normed: what the norm before the sublayer was given; None for a connection without a module `norm`.
+    normed: the input of the norm before the sublayer; None for a connection without a module `norm`.
     """
 
     index: int
@@ -27,25 +27,25 @@ class Passage(NamedTuple):
     after: State
 
     def shortcut(self) -> RankOne | Mixing | None:
-        """What the connection says of the linear map that the state went through."""
+        """Return the linear map that the connection applied to the state; None if it describes none."""
         return self.connection.shortcut(self.before, self.carry, self.y)
 
 
 class Watched:
-    """A stand-in for a connection that calls `see` after every write.
+    """A wrapper of a connection that calls `record` after every write.
 
-    It never joins a write and a read in one kernel: the state between them is what one wants to see.
+    It never fuses a write and a read into one kernel, because the state between them is recorded.
     """
 
-    def __init__(self, connection: Connection, index: int, see: Callable[[Passage], None]):
+    def __init__(self, connection: Connection, index: int, record: Callable[[ConnectionRecord], None]):
         self.connection = connection
         self.index = index
-        self.see = see
+        self.record = record
         self._read: tuple[State, Tensor | None, Tensor] | None = None
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         normed: list[Tensor] = []
-        with _given_to(getattr(self.connection, "norm", None), normed):
+        with _inputs_of(getattr(self.connection, "norm", None), normed):
             x, carry = self.connection.read(state, memory)
         self._read = state, normed[-1] if normed else None, x
         return x, carry
@@ -53,7 +53,7 @@ class Watched:
     def write(self, y: Tensor, carry: Carry) -> State:
         (before, normed, x), self._read = self._read, None
         after = self.connection.write(y, carry)
-        self.see(Passage(self.index, self.connection, before, normed, x, carry, y, after))
+        self.record(ConnectionRecord(self.index, self.connection, before, normed, x, carry, y, after))
         return after
 
     def write_read(
@@ -66,8 +66,8 @@ class Watched:
 
 
 @contextmanager
-def _given_to(module: nn.Module | None, inputs: list[Tensor]) -> Iterator[None]:
-    """Collect what a module is called with inside this context."""
+def _inputs_of(module: nn.Module | None, inputs: list[Tensor]) -> Iterator[None]:
+    """Collect the inputs of a module inside this context."""
     if module is None:
         yield
         return
@@ -78,20 +78,22 @@ def _given_to(module: nn.Module | None, inputs: list[Tensor]) -> Iterator[None]:
         handle.remove()
 
 
-def watching(see: Callable[[Passage], None]) -> Callable[[list[Connection | Readout]], Sequence[Watched | Readout]]:
-    """The argument `watch` of a model's forward pass: `see` is called after the write of every sublayer, in order."""
+def watching(
+    record: Callable[[ConnectionRecord], None],
+) -> Callable[[list[Connection | Readout]], Sequence[Watched | Readout]]:
+    """Return the argument `watch` of a model's forward pass that calls `record` after each write, in order."""
 
     def watch(readers: list[Connection | Readout]) -> list[Watched | Readout]:
         *connections, readout = readers
-        return [*(Watched(connection, i, see) for i, connection in enumerate(connections)), readout]
+        return [*(Watched(connection, i, record) for i, connection in enumerate(connections)), readout]
 
     return watch
 
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """Parts of the model that were compiled in place run as Python here: compiled code would not call `see`."""
-    # Asking for it loads the compiler, which takes seconds and is of no use where nothing is compiled.
+    """Run parts of the model that were compiled in place as Python: compiled code would not call `record`."""
+    # This loads the compiler, which takes seconds, so skip it if nothing is compiled.
     if all(module._compiled_call_impl is None for module in model.modules()):
         yield
         return

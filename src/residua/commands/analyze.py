@@ -37,7 +37,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> None:
-    from residua.analysis import archive, figures, warnings
+    from residua.analysis import archive, sublayer_statistics, warnings
 
     folder = Path(arguments.run)
     found = []
@@ -46,7 +46,12 @@ def run(arguments: Arguments) -> None:
     if arguments.json:
         print_json(
             [
-                {"trace": str(path), **trace.facts, "warnings": warnings(trace), "sublayers": figures(trace)}
+                {
+                    "trace": str(path),
+                    **trace.facts,
+                    "warnings": warnings(trace),
+                    "sublayers": sublayer_statistics(trace),
+                }
                 for trace, path in found
             ]
         )

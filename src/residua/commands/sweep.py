@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
         "residua sweep --out DIR --over KEY=VALUE,VALUE,... [--over ...] [--config NAME|FILE.yaml ...] [--seeds N] "
         "[--neighbours] [--finalists N] [--processes N] [--keep-runs] [--json] [--KEY VALUE ...]"
     )
-    parser.add_argument("--out", metavar="DIR", help="a new folder, or the folder of a sweep to go on with")
+    parser.add_argument("--out", metavar="DIR", help="a new folder, or the folder of a sweep to continue")
     parser.add_argument(
         "--over",
         action="append",
@@ -36,8 +36,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--neighbours",
         action="store_true",
-        help="go on from the best point of the grid: train its neighbours, each number halved and doubled, until none "
-        "is better",
+        help="continue from the best point of the grid: train its neighbours, each number halved and doubled, until "
+        "none is better",
     )
     parser.add_argument(
         "--finalists",

@@ -1,4 +1,4 @@
-"""Attention Residuals, AttnRes (arXiv 2603.15031): every sublayer attends over what earlier sublayers wrote.
+"""Attention Residuals, AttnRes (arXiv 2603.15031): every sublayer attends over the outputs of earlier sublayers.
 
     x = sum_i a_i V_i,   a = softmax_i(w . RMSNorm(V_i)),   V_0 = embedding,   V_l = F(norm(x)) of sublayer l
 
@@ -20,7 +20,7 @@ from residua.ops import at_least_float32, depth_read
 
 
 class DepthCoefficients(NamedTuple):
-    """weights: (batch, seq, sources), the attention over depth, in float32 at least; None where there is one source."""
+    """weights: (batch, seq, sources), the attention over depth, in at least float32; None for one source."""
 
     weights: Tensor | None
 
@@ -29,8 +29,8 @@ class DepthCoefficients(NamedTuple):
 class AttentionResiduals(Scheme):
     """AttnRes. Starts as the pre-norm residual, up to the eps of its norms: a zero query reads the mean of the sources.
 
-    block_size   S, the sublayers whose outputs are summed into one source; 1 keeps every output (Full AttnRes), 12 is
-                 the publication's block of six layers
+    block_size   S, how many outputs are summed into one source; 1 keeps every output (Full AttnRes), 12 is the
+                 paper's block of six layers
     """
 
     equation: ClassVar[str] = "V_l = F(norm(sum_i a_i V_i)), a = softmax_i(w . norm(V_i))"
@@ -46,7 +46,7 @@ class AttentionResiduals(Scheme):
         return (TensorSpec((dim,)),) * (1 + -(-boundary // self.block_size))
 
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """n sources are read and one is written: (n + 1) P + 4. Backward their gradients are added up: 3 n P + 6."""
+        """Return (n + 1) P + 4 forward, which reads n sources and writes one, and 3 n P + 6 backward."""
         sources = self.state_size(boundary, 1)
         return Traffic((sources + 1) * state_bytes + 4, 3 * sources * state_bytes + 6)
 
@@ -57,7 +57,7 @@ class AttentionResiduals(Scheme):
 
 
 class OpenSources(nn.Module):
-    """The state that holds the embedding alone: (batch, seq, dim) -> a tuple of one such tensor."""
+    """Make the first state, a tuple of the embedding alone: (batch, seq, dim) -> a tuple of one such tensor."""
 
     def forward(self, x: Tensor, memory: Memory | None = None) -> tuple[Tensor, ...]:
         return (x,)

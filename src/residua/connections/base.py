@@ -3,12 +3,12 @@
 A sublayer is bare attention or a bare MLP, any map (batch, seq, dim) -> (batch, seq, dim). It knows no residual. A
 connection owns the norm before the sublayer and works in two phases around it:
 
-    x, carry = connection.read(state)             what the sublayer sees, and what `write` needs
+    x, carry = connection.read(state)             the sublayer's input, and what `write` needs
     state = connection.write(sublayer(x), carry)  the state with the sublayer's output written into it
 
 The state is an opaque pytree of tensors: (batch, seq, dim), (batch, seq, streams, dim), or a tuple that grows with
-depth. Only the scheme looks inside. Everybody else asks the scheme or the connection: `Scheme.state_spec` for shapes,
-`Scheme.traffic` for bytes, `Connection.shortcut` for the linear map that the state went through.
+depth. Only the scheme looks inside. All other code asks the scheme or the connection: `Scheme.state_spec` for shapes,
+`Scheme.traffic` for bytes, `Connection.shortcut` for the linear map that was applied to the state.
 """
 
 import math
@@ -30,7 +30,7 @@ Norm = Callable[[int], nn.Module]  # from the index of a sublayer to the norm be
 
 
 class Carry(NamedTuple):
-    """What `read` hands to `write`: the state to update, and the coefficients (a NamedTuple, also telemetry)."""
+    """What `read` passes to `write`: the state to update, and the coefficients (a NamedTuple, also telemetry)."""
 
     residual: State
     coefficients: Any
@@ -41,8 +41,8 @@ class RankOne(NamedTuple):
 
     beta: (batch, seq); k: (batch, seq, dim), of length 1 up to its guard; readout = X k: (batch, seq, rows);
     v: (batch, seq, rows), what the write moves the readout towards, or None where nothing is written along k.
-    read_share: (rows,), how much each row weighs in what the sublayer reads, with sum 1; None where nothing is weighed.
-    A sequence axis of size 1 stands for coefficients that all tokens share.
+    read_share: (rows,), the weight of each row in the sublayer's input, with sum 1; None without such weights.
+    A sequence axis of size 1 means that all tokens share the coefficients.
     """
 
     beta: Tensor
@@ -56,9 +56,9 @@ class Mixing(NamedTuple):
     """A shortcut that mixes the rows of the state: X'[o] = sum_i h_res[o, i] X[i].
 
     h_res: (batch, seq, n, n), target row first; h_pre, h_post: (batch, seq, n), the weights that read and write the
-    rows, or None where a scheme has no such weights. Axes in front may be missing or 1 where tokens share the
-    coefficients. gates: numbers (batch, seq) that decide h_res, by name. left_out: the mappings that this connection
-    leaves out because they could not change anything; the tensors then hold what leaving them out amounts to.
+    rows, or None where a scheme has no such weights. Leading axes may be missing or 1 where tokens share the
+    coefficients. gates: the gates (batch, seq) that h_res depends on, by name. left_out: the mappings that this
+    connection omits because they could not change anything; the tensors then hold their trivial values.
     """
 
     h_res: Tensor
@@ -71,11 +71,11 @@ class Mixing(NamedTuple):
 class Connection(nn.Module, ABC):
     """One residual connection around one sublayer. `read` and `write` store nothing on the module."""
 
-    window: int = 0  # how many earlier tokens `read` looks back on through its memory; 1 for a sum over all of them
+    window: int = 0  # how many earlier tokens `read` needs from its memory; 1 for a sum over all of them
 
     @abstractmethod
     def read(self, state: State, memory: Memory | None = None) -> tuple[Any, Carry]:
-        """Return the normalised sublayer input and everything that the state decides.
+        """Return the normalised sublayer input, and the carry with all coefficients that depend on the state.
 
         The input is (batch, seq, dim), or a tuple of such tensors for a sublayer that takes several (q, k, v).
         """
@@ -87,13 +87,13 @@ class Connection(nn.Module, ABC):
     def write_read(
         self, y: Tensor, carry: Carry, following: "Connection | Readout", memory: Memory | None = None
     ) -> tuple[Any, Carry]:
-        """Write y, then read for the `following` connection, whose memory this is: the seam that kernels fuse."""
+        """Write y, then read for the `following` connection, whose memory this is. Kernels may fuse the two."""
         return following.read(self.write(y, carry), memory)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | Mixing | None:
-        """Return the linear map that takes `state` through this connection, for spectra and telemetry.
+        """Return the linear map that this connection applies to `state`, for spectra and telemetry.
 
-        state: what `read` was given; carry: what it returned; y: the sublayer's output. None: only norms are measured.
+        state: the input of `read`; carry: its result; y: the sublayer's output. None: only norms are measured.
         """
         return None
 
@@ -111,42 +111,42 @@ class Connection(nn.Module, ABC):
     ) -> State:
         """Return the state after this connection around `sublayer`, which maps (batch, seq, dim) to the same shape.
 
-        Pass the same `memory` with every piece of a sequence that arrives in pieces, as in generation.
+        If a sequence arrives in pieces, as in generation, pass the same `memory` with every piece.
         attention_mask: (batch, seq), 0 at padding and 1 at tokens.
 
         Raises:
-            TypeError, ValueError: the sublayer returns something else, or a single token arrives without the memory
-                that this scheme needs.
+            TypeError, ValueError: the sublayer returns anything but a tensor of this shape, or a single token arrives
+                without the memory that this scheme needs.
         """
         x, carry = self.read(state, memory_of(self, memory, attention_mask))
         inputs = as_inputs(x)
         expect_memory(self, memory, inputs[0])
         y = sublayer(*inputs)
         if not isinstance(y, Tensor):
-            raise TypeError(f"sublayer: expected it to return a tensor, got {type(y).__name__}: wrap what returns more")
+            raise TypeError(f"sublayer: expected it to return a tensor, got {type(y).__name__}; wrap it in a function")
         expect_shape("the sublayer's output", y, inputs[0].shape, "the shape of its input")
         return self.write(y, carry)
 
 
 def as_inputs(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The arguments of a sublayer, from what a read returned."""
+    """Return the arguments of a sublayer, given the x that `read` returned."""
     return x if isinstance(x, tuple) else (x,)
 
 
 def expect_memory(part: nn.Module, memory: StreamMemory | None, x: Tensor) -> None:
-    """Raise ValueError where x is a single token: (batch, 1, dim) and the earlier tokens that `part` reads are unknown.
+    """Raise ValueError if x is a single token, (batch, 1, dim), and `part` needs earlier tokens but has no memory.
 
-    Token by token without a memory, every number would be wrong.
+    Generation token by token without a memory would give wrong numbers.
     """
     if window_of(part) and memory is None and x.dim() > 2 and x.shape[-2] == 1:
         raise ValueError(
-            "memory: this scheme looks back on earlier tokens and got a single one; pass the same "
-            "memory=StreamMemory() with every piece of a sequence (a new one for a sequence of one token)"
+            "memory: this scheme reads earlier tokens and got a single one; pass the same memory=StreamMemory() with "
+            "every piece of a sequence (a new one for a sequence of one token)"
         )
 
 
 class Readout:
-    """The end of the stream in the place of a following connection: it reads, and nothing is written after it."""
+    """The end of the stream, in place of a following connection: it reads, and nothing is written after it."""
 
     def __init__(self, collapse: nn.Module):
         self.collapse = collapse
@@ -156,9 +156,9 @@ class Readout:
 
 
 class Stream(nn.Module):
-    """A built scheme: `expand` opens the state, `connections` (one per sublayer) update it, `collapse` closes it.
+    """A built scheme: `expand` makes the state, `connections` (one per sublayer) update it, `collapse` reads it out.
 
-    `expand` and `collapse` take their input and, where they look back on earlier tokens, a `Memory` or None.
+    `expand` and `collapse` take their input and, if they need earlier tokens, a `Memory` or None.
     """
 
     def __init__(self, expand: nn.Module, connections: Sequence[Connection], collapse: nn.Module):
@@ -169,7 +169,7 @@ class Stream(nn.Module):
 
     @property
     def parts(self) -> list[nn.Module]:
-        """Expand, every connection and collapse, in this order: the parts that may look back (`window` above 0)."""
+        """Expand, every connection and collapse, in this order: the parts that may need a memory (`window` above 0)."""
         return [self.expand, *self.connections, self.collapse]
 
     def forward(
@@ -180,15 +180,13 @@ class Stream(nn.Module):
         memory: StreamMemory | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """x: (batch, seq, dim) through all sublayers; returns (batch, seq, dim), not normalised.
+        """Run x: (batch, seq, dim) through all sublayers; return (batch, seq, dim), not normalised.
 
-        `memory` and `attention_mask` as in `Connection.forward`. Raises ValueError unless there is one sublayer for
-        each connection.
+        `memory` and `attention_mask` are as in `Connection.forward`. Raises ValueError unless there is one sublayer
+        per connection.
         """
         if len(sublayers) != len(self.connections):
-            raise ValueError(
-                f"sublayers: expected {len(self.connections)}, one for each connection, got {len(sublayers)}"
-            )
+            raise ValueError(f"sublayers: expected {len(self.connections)}, one per connection, got {len(sublayers)}")
         expect_memory(self.expand, memory, x)
         state = self.expand(x, memory_of(self.expand, memory, attention_mask))
         for connection, sublayer in zip(self.connections, sublayers):
@@ -198,14 +196,14 @@ class Stream(nn.Module):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a state: (batch, seq, *shape), in `dtype`, or in the dtype of the embedding where that is None."""
+    """One tensor of a state: (batch, seq, *shape), in `dtype`, or in the embedding's dtype if `dtype` is None."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
 
 class Traffic(NamedTuple):
-    """Bytes of memory traffic for one token and feature, in the forward and in the backward pass."""
+    """Bytes of memory traffic per token and feature, in the forward and in the backward pass."""
 
     forward: float
     backward: float
@@ -215,9 +213,9 @@ class Traffic(NamedTuple):
 class Scheme(ABC):
     """A residual scheme with all its options: a frozen dataclass that is its own configuration.
 
-    equation, paper: what `residua schemes` shows.
+    equation, paper: shown by `residua schemes`.
     constraint: what h_res of a `Mixing` must be, "doubly stochastic" or "orthogonal"; None without a constraint.
-    derived: for an option that may be None, the options that it then follows from.
+    derived: for an option that may be None, the options from which it is then derived.
     """
 
     equation: ClassVar[str]
@@ -227,24 +225,24 @@ class Scheme(ABC):
 
     @property
     def causal(self) -> bool:
-        """Whether a token and earlier ones alone decide what happens at it: a language model needs this."""
+        """Whether the result at a token depends only on it and earlier tokens, as a language model needs."""
         return True
 
     def state_spec(self, boundary: int, dim: int) -> Any:
         """Describe the state after `boundary` sublayers of width `dim`: a pytree of `TensorSpec`, like the state.
 
-        Boundary 0 is the state that `expand` opens. A pipeline sends these tensors, and memory is counted by them.
+        Boundary 0 is the state that `expand` makes. A pipeline sends these tensors, and memory estimates count them.
         """
         return TensorSpec((dim,))
 
     def state_size(self, boundary: int, dim: int) -> int:
-        """How many numbers the state holds for each token after `boundary` sublayers."""
+        """Return how many numbers the state holds per token after `boundary` sublayers."""
         return sum(math.prod(spec.shape) for spec in tree_leaves(self.state_spec(boundary, dim)))
 
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Model the bytes that the write of sublayer `boundary` - 1 and the next read and norm move.
+        """Estimate the bytes that the write of sublayer `boundary` - 1 and the next read and norm move.
 
-        The state has `state_bytes` for each number, everything else is bfloat16. With P bytes of state: fused in one
+        The state has `state_bytes` per number, everything else is bfloat16. With P bytes of state: fused in one
         kernel 2 P + 4 forward (state in and out, y in, x out) and 3 P + 6 backward; separate, one kernel for the write
         and one for read and norm, 3 P + 6 and 6 P + 10.
         """
@@ -252,15 +250,15 @@ class Scheme(ABC):
         return Traffic(2 * passes + 4, 3 * passes + 6) if fused else Traffic(3 * passes + 6, 6 * passes + 10)
 
     def num_memories(self, dim: int, num_sublayers: int) -> int:
-        """How many parts of the built stream look back on earlier tokens and need a memory."""
+        """Return how many parts of the built stream read earlier tokens and need a memory."""
         return _num_memories(self, dim, num_sublayers)
 
     @abstractmethod
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         """Build the modules for a stack of `num_sublayers` sublayers of width `dim`, initialised.
 
-        norm: makes the norm before sublayer i from i, or hands over a model's own; None is an RMSNorm with `norm_eps`,
-        which also guards the norms inside the connections.
+        norm: returns the norm before sublayer i, given i; None for an RMSNorm with `norm_eps`, which is also the eps of
+        the norms inside the connections.
         """
 
 

@@ -1,9 +1,10 @@
 """The learned maps of Deep Delta Learning: the gate beta, the value v and the direction k (arXiv 2601.00417 section 2).
 
-Each states its inputs; `streams` is the state (batch, seq, streams, dim), `context` is RMSNorm(x_in).
+`streams` is the state (batch, seq, streams, dim), `context` is RMSNorm(x_in).
 """
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from residua.ops import at_least_float32, causal_read, linear_at_least_float32
 
 
 class Gate(nn.Module):
-    """beta = 2 sigmoid(z) in (0, 2), z in float32 at least from a linear map (`head="linear"`) or from
+    """beta = 2 sigmoid(z) in (0, 2), z in at least float32 from a linear map (`head="linear"`) or from
     w2 . tanh(W1 x) + b2 with a bias-free W1 of `hidden` rows (`head="mlp"`). (..., in_features) -> (...,).
 
     The bias starts at logit(beta_init / 2) and the last weights at 0, so beta = beta_init for every token;
@@ -27,7 +28,7 @@ class Gate(nn.Module):
         self, in_features: int, *, beta_init: float, head: str = "linear", hidden: int = 128, init: str = "average"
     ):
         super().__init__()
-        # As the authors clamp it: beta_init = 0 gives beta = 2e-6, not a gate that can never open.
+        # The authors' clamp: beta_init = 0 gives beta = 2e-6, as a gate at exactly 0 would get no gradient.
         p = min(max(beta_init / 2, 1e-6), 1 - 1e-6)
         self.hidden = Projection(in_features, hidden) if head == "mlp" else None
         self.out = Projection(
@@ -43,16 +44,16 @@ class Gate(nn.Module):
         return 2 * torch.sigmoid(linear_at_least_float32(x, self.out.weight, self.out.bias).squeeze(-1))
 
     def opened(self, product: Tensor) -> Tensor:
-        """beta from w . x, (...,), where somebody else has computed that product."""
+        """Return beta from w . x, (...,), if a kernel has computed that product."""
         return 2 * torch.sigmoid(product + at_least_float32(self.out.bias))
 
 
 class Value(nn.Module):
-    """v from a linear map in float32 at least, (..., dim) -> (..., value_channels).
+    """v from a linear map in at least float32, (..., dim) -> (..., value_channels).
 
     `activation="scaled_sigmoid"`: scale * sigmoid(W x + b); `"linear"`: W x + b; `"constant"`: the number `constant`
-    everywhere, no parameters. `bias=False` drops b. The authors' code draws W from N(0, (0.5/sqrt(dim))^2) and leaves
-    b at PyTorch's uniform draw (`init="authors"`); here b starts at 0.
+    everywhere, no parameters. `bias=False` omits b. The authors' code draws W from N(0, (0.5/sqrt(dim))^2) and b from
+    PyTorch's uniform distribution (`init="authors"`); here b starts at 0.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Value(nn.Module):
         self.activation = activation
         self.scale = scale
         self.constant = constant
-        start = None if not bias else "uniform" if init == "authors" else 0.0
+        start: float | Literal["uniform"] | None = None if not bias else "uniform" if init == "authors" else 0.0
         self.project = None if activation == "constant" else Projection(dim, value_channels, bias=start)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,8 +81,8 @@ class Value(nn.Module):
         return self._activated(linear_at_least_float32(x, self.project.weight, self.project.bias))
 
     def activated(self, products: Tensor) -> Tensor:
-        """v from W x, (..., value_channels), where somebody else has computed those products."""
-        bias = self.project.bias
+        """Return v from W x, (..., value_channels), if a kernel has computed that product."""
+        bias = None if self.project is None else self.project.bias
         return self._activated(products if bias is None else products + at_least_float32(bias))
 
     def _activated(self, v: Tensor) -> Tensor:
@@ -101,11 +102,11 @@ class MLP(nn.Module):
 
 
 class StreamAttention(nn.Module):
-    """A direction by attention over the streams, a form that the paper leaves open.
+    """A direction from attention over the streams; the paper leaves the form open.
 
     q = W_q c; keys W_k N_j + e_j and values W_u N_j of the normalised streams N_j = RMSNorm(X_j), where the slot
-    embeddings e_j tell streams apart that are still equal; k~ = W_o sum_j softmax_j(q . key_j / sqrt(rank)) value_j.
-    A single stream has weight 1: then there are no queries, keys and slots, which could not change anything.
+    embeddings e_j distinguish streams that are still equal; k~ = W_o sum_j softmax_j(q . key_j / sqrt(rank)) value_j.
+    A single stream has weight 1, so queries, keys and slots are omitted.
     """
 
     def __init__(self, dim: int, num_streams: int, rank: int, *, norm_eps: float = 1e-5):

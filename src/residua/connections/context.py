@@ -1,4 +1,4 @@
-"""What the coefficients of a scheme may see of the sequence."""
+"""The context from which a scheme computes its coefficients: a token, the tokens so far, or the whole sequence."""
 
 from typing import Literal
 
@@ -12,9 +12,9 @@ Context = Literal["token", "cumulative", "sequence"]
 
 
 def running_mean(x: Tensor, memory: Memory | None = None) -> Tensor:
-    """The mean of the tokens up to each, in float32 at least: x_t -> (1/t) sum_{s <= t} x_s, padding not counted.
+    """Return the running mean over the tokens, in at least float32: x_t -> (1/t) sum_{s <= t} x_s, without padding.
 
-    x: (batch, seq, dim). With a memory, which keeps one sum and one count, the tokens of earlier calls are included.
+    x: (batch, seq, dim). A memory keeps one sum and one count, so that tokens of earlier calls are included.
     """
     expect_tokens(x, 1, axes="(batch, seq, dim)")
     x = at_least_float32(x)
@@ -28,7 +28,7 @@ def running_mean(x: Tensor, memory: Memory | None = None) -> Tensor:
 
 
 def pooled(x: Tensor, context: Context, memory: Memory | None = None, *, eps: float = 1e-5) -> Tensor:
-    """The context of the coefficients, in float32 at least.
+    """Return the context of the coefficients, in at least float32.
 
     x: (batch, seq, dim). "token": each token alone, divided by its root mean square; "cumulative": the running mean;
     "sequence": the mean over the whole sequence, later tokens included, as (batch, 1, dim).

@@ -2,7 +2,7 @@
 
     X <- X + beta k (v^T - k^T X),   beta = 2 sigmoid(z) in (0, 2)
 
-k-Map: the sublayer's output, made a unit vector, is the direction k; v is a linear map of the compressed state x_in.
+k-Map: the normalised sublayer output is the direction k; v is a linear map of the compressed state x_in.
 v-Map: the sublayer's output gives the value v; k is a map phi_k of the context c = RMSNorm(x_in) or of the state.
 """
 
@@ -38,7 +38,7 @@ from residua.ops.write_read import channel_boundary, token_boundary
 class DeltaCoefficients(NamedTuple):
     """beta: (batch, seq), v: (batch, seq, value_channels), raw direction k: (batch, seq, dim).
 
-    None stands for what comes from the sublayer's output: k in the k-Map, v in the v-Map, beta where it is gated by it.
+    None: computed from the sublayer's output later. This is k in the k-Map, v in the v-Map, beta with "sublayer_out".
     """
 
     beta: Tensor | None
@@ -50,38 +50,38 @@ class DeltaCoefficients(NamedTuple):
 class DeepDelta(Scheme):
     """Deep Delta Learning with every variant of the paper's versions and of the authors' code.
 
-    The defaults are the authors' code, except that compressors start as an average and gates at exactly `beta_init`
-    (`init="authors"` reproduces their draws). docs/deviations.md lists every choice. ValueError for an option that is
-    not at its default where the others leave it without effect.
+    The defaults follow the authors' code, but compressors start as an average and gates at exactly `beta_init`
+    (`init="authors"` reproduces their initialisation). docs/deviations.md lists every choice. Raises ValueError for an
+    option that is set but has no effect with the others.
 
-    value_channels   d_v, rows of the state; 1 is a single residual stream
+    value_channels   d_v, the rows of the state; 1 for a single residual stream
     map              "k": the sublayer gives the direction; "v": the sublayer gives the value
     compress         how x_in is read from d_v > 1 channels: "token" (a causal convolution over the second axis, the
-                     tokens) or "channel" (pointwise); None is "token" for several channels, and nothing for one
-    compress_kernel  taps; 4 for "token", value_channels for "channel"
-    compress_form    "read": convolution and read vector (the code), "direct": one weight for each channel (the paper)
+                     tokens) or "channel" (pointwise); None means "token" for d_v > 1 and no compression otherwise
+    compress_kernel  number of taps; None means 4 for "token", value_channels for "channel"
+    compress_form    "read": convolution and read vector (the code), "direct": one weight per channel (the paper)
     compress_causal  the channel convolution sees only channels up to its own (form "read")
     compress_sharing one compressor for the two sublayers of a "block", or "separate" ones
-    expand           "repeat" the embedding over the channels, or "conv": a causal convolution that starts as repetition
+    expand           "repeat" the embedding over the channels, or "conv": a causal convolution that starts as "repeat"
     k_norm, k_eps    how the direction is divided by its norm, see `ops.unit`
     k_proj           the direction is a linear map of the sublayer's output
-    operator         "unit": I - beta k k^T with unit k; "v1_eps": the first version's, with raw k
-    beta_init        beta of every token at the start, in [0, 2]; 0 and 2 are moved inside by 2e-6
+    operator         "unit": I - beta k k^T with unit k; "v1_eps": as in the first version, with raw k
+    beta_init        beta of every token at the start, in [0, 2]; 0 and 2 are shifted inwards by 2e-6
     beta_head        "linear", or "mlp": two layers with tanh and beta_hidden units
-    beta_input       what the gate sees: "context" (RMSNorm of x_in), the state "pool_mean", "flatten" or "conv", or
+    beta_input       input of the gate: "context" (RMSNorm of x_in), the state "pool_mean", "flatten" or "conv", or
                      "sublayer_out", the normalised sublayer output
     v_activation     "scaled_sigmoid" (v_scale * sigmoid), "linear" or "constant" (v_constant)
     v_bias           whether the value map has a bias
-    v_input          k-Map: the value comes from "x_in" as it is or from the "context"
+    v_input          k-Map: input of the value, "x_in" without a norm or the "context"
     phi_k            v-Map: "mlp", "linear", "pool_mlp", "flatten_mlp" or "attention", see `branches.Direction`
-    phi_k_input      v-Map: "linear" and "mlp" see the "context" or "x_in" as it is
+    phi_k_input      v-Map: input of "linear" and "mlp", the "context" or "x_in" without a norm
     phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
-    implementation   of the delta write, and of the whole stretch between two sublayers where it can be one kernel:
-                     "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto", which takes triton
+    implementation   of the delta write, and of everything between two sublayers where one kernel can do it all:
+                     "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto", which picks triton
                      where it runs. No kernel has been timed on a GPU yet, so the default is "reference"
-    recompute        what the backward pass does for states of several channels: "replay" keeps one of `recompute_every`
-                     in a row and makes the others again, equal to the last bit, in either implementation; "none" keeps
-                     them all, as does a compiled model. Changes memory and speed, no number
+    recompute        for states of several channels: "replay" keeps every `recompute_every`-th state and recomputes the
+                     others in the backward pass, equal to the last bit, in either implementation; "none" keeps all
+                     states, as a compiled model always does. Affects memory and speed, never the numbers
     """
 
     equation: ClassVar[str] = "X + beta k (v^T - k^T X)"
@@ -180,8 +180,8 @@ class DeepDelta(Scheme):
         return TensorSpec((self.value_channels, dim) if self.has_stream_axis else (dim,))
 
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """As for every scheme, and fused: a convolution over tokens adds P / 8 + 2 and P / 8 + 4 (neighbours read
-        tokens twice, x_in); recomputing states from every m-th one adds m - 1 backward.
+        """Estimate as the base class does. Fused, a convolution over tokens adds P / 8 + 2 and P / 8 + 4 (neighbours
+        read tokens twice, x_in), and keeping every m-th state only adds m - 1 backward.
         """
         forward, backward = super().traffic(boundary, state_bytes=state_bytes, fused=fused)
         if fused and self.compress == "token":
@@ -198,24 +198,19 @@ class DeepDelta(Scheme):
 
     @property
     def write_options(self) -> dict[str, Any]:
-        """What every implementation of a write with a unit direction takes beside tensors."""
+        """The options of a write with a unit direction, for every implementation."""
         every = self.recompute_every if self.recompute == "replay" else 1
         return {"k_norm": self.k_norm, "eps": self.k_eps, "recompute_every": every}
 
     def build_compress(self, dim: int) -> TokenCompress | ChannelCompress | OnlyStream:
-        """One compressor, (batch, seq, streams, dim) -> (batch, seq, dim)."""
+        """Build one compressor, (batch, seq, streams, dim) -> (batch, seq, dim)."""
+        kernel = self.compress_kernel
+        if self.compress is None or kernel is None:
+            return OnlyStream()
         if self.compress == "token":
-            return TokenCompress(dim, self.value_channels, self.compress_kernel, init=self.init)
-        if self.compress == "channel":
-            return ChannelCompress(
-                dim,
-                self.value_channels,
-                self.compress_kernel,
-                form=self.compress_form,
-                causal=self.compress_causal,
-                init=self.init,
-            )
-        return OnlyStream()
+            return TokenCompress(dim, self.value_channels, kernel, init=self.init)
+        form, causal = self.compress_form, self.compress_causal
+        return ChannelCompress(dim, self.value_channels, kernel, form=form, causal=causal, init=self.init)
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         norm = norms(dim, norm_eps, norm)
@@ -234,7 +229,7 @@ class DeepDelta(Scheme):
 
 
 class DeltaConnection(Connection):
-    """One delta write around one sublayer; `borrow` shares the compressor of an earlier connection."""
+    """One delta write around one sublayer; with `borrow` it uses the compressor of an earlier connection."""
 
     def __init__(
         self,
@@ -248,7 +243,7 @@ class DeltaConnection(Connection):
         super().__init__()
         self.scheme = scheme
         m = scheme.value_channels
-        # In a list the owner is not registered: a shared compressor's parameters have one name and one owner.
+        # A list does not register the owner as a submodule, so a shared compressor's parameters have one name.
         self._borrowed = [] if borrow is None else [borrow]
         if borrow is None:
             self.compress = scheme.build_compress(dim)
@@ -282,7 +277,7 @@ class DeltaConnection(Connection):
 
     @property
     def compressor(self) -> TokenCompress | ChannelCompress | OnlyStream:
-        """What makes x_in of the state, (batch, seq, streams, dim) -> (batch, seq, dim); maybe another connection's."""
+        """The map from the state to x_in, (batch, seq, streams, dim) -> (batch, seq, dim); may be borrowed."""
         return self._borrowed[0].compressor if self._borrowed else self.compress
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
@@ -290,22 +285,22 @@ class DeltaConnection(Connection):
         streams = state if scheme.has_stream_axis else state.unsqueeze(-2)
         if self.pool is None or not self.pool.window:
             x_in, pooled = self.compressor(streams, memory), None if self.pool is None else self.pool(streams)
-        else:  # both look back on the same tokens
-            seen = remembered(streams, memory, self.window)
-            x_in, pooled = (current(part(seen), streams, seen) for part in (self.compressor, self.pool))
+        else:  # both need the same earlier tokens
+            extended = remembered(streams, memory, self.window)
+            x_in, pooled = (current(part(extended), streams, extended) for part in (self.compressor, self.pool))
         context = self.norm(x_in)
 
         beta = v = k = None
         if scheme.beta_input != "sublayer_out":
             beta = self.beta(context if pooled is None else pooled)
-        if scheme.map == "k":
+        if self.direction is None:
             v = self.value(x_in if scheme.v_input == "x_in" else context)
         else:
             k = self.direction(x_in, context, streams)
         return context, Carry(state, DeltaCoefficients(beta, v, k))
 
-    def completed(self, y: Tensor, coefficients: DeltaCoefficients) -> DeltaCoefficients:
-        """The coefficients with those that come from the sublayer's output y: (batch, seq, dim)."""
+    def completed(self, y: Tensor, coefficients: DeltaCoefficients) -> tuple[Tensor, Tensor, Tensor]:
+        """Return beta, v and k, filling in what comes from the sublayer's output y: (batch, seq, dim)."""
         beta, v, k = coefficients
         if beta is None:
             beta = self.beta(rms_norm(y, eps=self.norm_eps))
@@ -313,7 +308,7 @@ class DeltaConnection(Connection):
             v = self.value(y)
         if k is None:
             k = y if self.k_proj is None else self.k_proj(y)
-        return DeltaCoefficients(beta, v, k)
+        return beta, v, k
 
     def write(self, y: Tensor, carry: Carry) -> State:
         scheme, state = self.scheme, carry.residual
@@ -328,17 +323,31 @@ class DeltaConnection(Connection):
     def write_read(
         self, y: Tensor, carry: Carry, following: Connection | Readout, memory: Memory | None = None
     ) -> tuple[Tensor, Carry]:
-        """As the base class, or both in one kernel: one pass over the state, which is read once and written once."""
-        if self.scheme.implementation == "reference" or memory is not None or not self._joins(following):
-            return super().write_read(y, carry, following, memory)
-        scheme = following.scheme
+        """As the base class, or in one kernel, which reads and writes the state only once."""
+        fused = None if memory is not None else self._fused(y, carry, following)
+        return super().write_read(y, carry, following, memory) if fused is None else fused
+
+    def _fused(self, y: Tensor, carry: Carry, following: Connection | Readout) -> tuple[Tensor, Carry] | None:
+        """Write and read in one kernel; return None where no kernel exists for this write and the read that follows."""
+        scheme = self.scheme
+        if (
+            scheme.implementation == "reference"
+            or not isinstance(following, DeltaConnection)
+            or following.scheme != scheme
+            or (scheme.map, scheme.operator) != ("k", "unit")
+            or (scheme.beta_input, scheme.beta_head) != ("context", "linear")
+        ):
+            return None
+        compressor, norm, project = following.compressor, following.norm, following.value.project
+        if isinstance(compressor, OnlyStream) or type(norm) is not RMSNorm or project is None:
+            return None
         state, (beta, v, _) = carry
         k = y if self.k_proj is None else self.k_proj(y)
-        compress, gate, value = following.compressor, following.beta.out.weight[0], following.value.project.weight
-        inputs = (state, k, v, beta, compress.weights(), following.norm.weight, gate, value)
+        gate = following.beta.out.weight[0]
+        inputs = (state, k, v, beta, compressor.weights(), norm.weight, gate, project.weight)
         if choose(scheme.implementation, *inputs) == "reference":
-            return super().write_read(y, carry, following, memory)
-        options = {**scheme.write_options, "norm_eps": following.norm.eps, "value_input": scheme.v_input}
+            return None
+        options = {**scheme.write_options, "norm_eps": norm.eps, "value_input": scheme.v_input}
         write_read = token_boundary if scheme.compress == "token" else channel_boundary
         boundary = write_read(*inputs, **options, implementation="triton")
         coefficients = DeltaCoefficients(
@@ -346,23 +355,10 @@ class DeltaConnection(Connection):
         )
         return boundary.context, Carry(boundary.state, coefficients)
 
-    def _joins(self, following: Connection | Readout) -> bool:
-        """Whether a kernel exists for this write and the read that follows."""
-        scheme = self.scheme
-        return (
-            isinstance(following, DeltaConnection)
-            and following.scheme == scheme
-            and type(following.norm) is RMSNorm
-            and scheme.compress is not None
-            and (scheme.map, scheme.operator) == ("k", "unit")
-            and (scheme.beta_input, scheme.beta_head) == ("context", "linear")
-            and scheme.v_activation != "constant"
-        )
-
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne:
-        """Every form of the write as X + beta k (v^T - k^T X), with |k| = 1 up to the guard.
+        """Return every form of the write as X + beta k (v^T - k^T X), with |k| = 1 up to eps.
 
-        The first version's I - beta k k^T / (k^T k + eps) and beta k v^T are this with k / sqrt(k^T k + eps) and
+        The first version's I - beta k k^T / (k^T k + eps) and beta k v^T have this form with k / sqrt(k^T k + eps) and
         sqrt(k^T k + eps) v.
         """
         scheme = self.scheme

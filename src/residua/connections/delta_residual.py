@@ -1,4 +1,4 @@
-"""The delta write as a residual block of its own, without the two phases around a sublayer (arXiv 2601.00417)."""
+"""The delta write as a self-contained residual block, without the two phases around a sublayer (arXiv 2601.00417)."""
 
 from typing import Literal
 
@@ -11,8 +11,8 @@ from residua.ops import K_NORMS, KNorm, delta_write
 class DeltaResidual(nn.Module):
     """The general delta-residual block: X <- X + beta k (v^T - k^T X) with k, v and beta all computed from X.
 
-    For stacks of any kind of module. phi_k: state -> (..., dim) gives the raw direction, phi_v: state ->
-    (..., value_channels) the value, both maps of the whole state (..., value_channels, dim); without phi_v the value
+    For a stack of any modules. phi_k: state -> (..., dim) gives the raw direction, phi_v: state ->
+    (..., value_channels) the value; both take the whole state (..., value_channels, dim). Without phi_v the value
     is a linear map of the mean over the channels. beta = 2 sigmoid(linear(G(X))) with G = `pool`: "mean", "flatten", or
     "conv" over a sequence axis, for states (batch, seq, value_channels, dim). arXiv 2601.00417 section 2.
     """

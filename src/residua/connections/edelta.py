@@ -5,9 +5,9 @@
 Q and H are n x n and mix the n rows of the state; the features of a row stay where they are. gamma, beta, k, u and v
 are computed from the state. The sublayer sees g and its output is added to g.
 
-Away from gamma = 0 and 1 the shortcut is no isometry: it shrinks some direction of R^n by |2 gamma - 1| and is singular
-at gamma = 1/2. The penalty 4 gamma (1 - gamma) is exactly this defect, |G^T G - I|. On R^(n d) the reflection has the
-determinant (-1)^d, so it changes orientation for odd d only.
+Except at gamma = 0 and 1 the shortcut is not an isometry: it shrinks some direction of R^n by |2 gamma - 1| and is
+singular at gamma = 1/2. The penalty 4 gamma (1 - gamma) is exactly this defect, |G^T G - I|. On R^(n d) the reflection
+has the determinant (-1)^d, so it changes the orientation only for odd d.
 """
 
 import math
@@ -27,15 +27,15 @@ from residua.connections.options import check_types, require
 from residua.connections.projection import Projection
 from residua.connections.router import Router
 from residua.ops import cayley_angle, gate_penalty, hybrid, hyper_read, hyper_write, linear_at_least_float32, unit
-from residua.ops.precision import widened
+from residua.ops.precision import promote
 
-# The guard of |k| = 1, by which |H^T H - I| = 4 eps^2 / |k~|^2: 4e-16 for |k~| = 1, as much as float64 rounds. At
-# k~ = 0 the derivative 1 / eps is far inside the range of float32.
+# The eps in the norm of k, which makes |H^T H - I| = 4 eps^2 / |k~|^2: 4e-16 for |k~| = 1, the rounding error of
+# float64. At k~ = 0 the derivative 1 / eps is far inside the range of float32.
 K_EPS = 1e-8
 
 
 class EDeltaCoefficients(NamedTuple):
-    """gamma, beta: (batch, seq), k, u, v: (batch, seq, num_streams); seq is 1 where the context is the sequence."""
+    """gamma, beta: (batch, seq), k, u, v: (batch, seq, num_streams); seq is 1 if the context is the sequence."""
 
     gamma: Tensor
     beta: Tensor
@@ -45,10 +45,10 @@ class EDeltaCoefficients(NamedTuple):
 
 
 class EDeltaStreamCoefficients(NamedTuple):
-    """As `EDeltaCoefficients`, and the weights h_pre, h_post: (batch, seq, num_streams) that read and write the rows.
+    """As `EDeltaCoefficients`, with the weights h_pre, h_post: (batch, seq, num_streams) that read and write the rows.
 
-    Of the matrices of the equation only these matter, because the read is averaged over the rows and the output is the
-    same for each of them: h_pre is the mean of the rows of softmax(P, -1), h_post has the row sums of softmax(R, -2).
+    The read is averaged over the rows and all rows get the same output, so the matrices in the equation reduce to these
+    vectors: h_pre is the mean of the rows of softmax(P, -1), h_post has the row sums of softmax(R, -2).
     h_pre is None in the first sublayer and h_post in the last, see `EDeltaStreamConnection`.
     """
 
@@ -63,7 +63,7 @@ class EDeltaStreamCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class _Hybrid(Scheme):
-    """The options that both variants share."""
+    """The options of both variants."""
 
     paper: ClassVar[str] = "arXiv 2605.06729"
 
@@ -81,7 +81,7 @@ class _Hybrid(Scheme):
             require(self, "hidden", self.hidden >= 1, "at least 1")
         require(self, "gamma_init", 0 < self.gamma_init < 1, "a number strictly between 0 and 1")
         require(self, "beta_init", 0 < self.beta_init < math.inf, "a positive number")
-        require(self, "penalty", 0 <= self.penalty < math.inf, "a number that is not negative")
+        require(self, "penalty", 0 <= self.penalty < math.inf, "a number of at least 0")
 
     @property
     def causal(self) -> bool:
@@ -90,22 +90,22 @@ class _Hybrid(Scheme):
 
 @dataclass(frozen=True)
 class EDelta(_Hybrid):
-    """The hybrid: the state (batch, seq, dim) is cut into num_streams rows of width dim / num_streams for Q and H only.
+    """The hybrid: the state (batch, seq, dim) is cut into num_streams rows of dim / num_streams, only for Q and H.
 
         x <- g + H_post F(H_pre norm(g)),   g = (gamma Q + (1 - gamma) H) x
 
-    Published: coefficients from the mean of the sequence, which is not causal; gamma = 0.5 at the start, where the
-    shortcut is singular and training is slow; a Cayley angle of about 1e-9 at the start, whose gradient vanishes with
-    it; and H_pre, H_post meant as the identity, but overwritten with N(0, 0.02^2).
+    As published: coefficients from the mean of the sequence, which is not causal; gamma starts at 0.5, where the
+    shortcut is singular and training is slow; the Cayley angle starts at about 1e-9, where its gradient vanishes too;
+    and H_pre, H_post are meant to start as the identity, but are overwritten with N(0, 0.02^2).
 
     num_streams   rows that dim is cut into, at least 2
-    context       what the coefficients see: each "token", the "cumulative" mean up to it, or the "sequence" (published)
-    hidden        width of the nets of u, v, k and beta; None is dim / 4
+    context       input of the coefficients: each "token", the "cumulative" mean up to it, or the "sequence" (published)
+    hidden        width of the nets of u, v, k and beta; None means dim / 4
     gamma_init    gamma of every token at the start, in (0, 1); 1 rotates, 0 reflects; published 0.5
-    beta_init     beta at the start, and nearly the angle of the rotation, because u and v start orthonormal; published
-                  0.693, with u and v of nearly no length
+    beta_init     beta at the start, which is nearly the rotation angle, as u and v start orthonormal; published 0.693,
+                  with u and v nearly 0
     penalty       weight of the mean of 4 gamma (1 - gamma) in the loss; 0 for none
-    projections   the dense dim x dim maps H_pre and H_post around the sublayer, which start as the identity
+    projections   whether the sublayer has the dense dim x dim maps H_pre and H_post, which start as the identity
     """
 
     equation: ClassVar[str] = "g + H_post F(H_pre norm(g)), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) x"
@@ -115,8 +115,7 @@ class EDelta(_Hybrid):
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         if dim % self.num_streams:
             raise ValueError(
-                f"EDelta: num_streams: expected a divisor of the width dim = {dim}, which is cut into rows, "
-                f"got {self.num_streams}"
+                f"EDelta: num_streams: expected a divisor of the width dim = {dim}, got {self.num_streams}"
             )
         norm = norms(dim, norm_eps, norm)
         connections = [EDeltaConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
@@ -129,13 +128,13 @@ class EDeltaStream(_Hybrid):
 
         X <- g + H_post (1 y^T),   y = F(norm(mean_i (H_pre g)_i)),   g = (gamma Q + (1 - gamma) H) X
 
-    One net gives all coefficients from the normalised context of the whole state. The router is that of JPmHC (arXiv
-    2602.18308): H_pre = softmax(P, -1) and H_post = softmax(R, -2), for each token from its own g.
+    One net computes all coefficients from the normalised context of the whole state. The router is the one in JPmHC
+    (arXiv 2602.18308): H_pre = softmax(P, -1) and H_post = softmax(R, -2), for each token from its own g.
 
-    The options are those of `EDelta`, with `hidden` the width of the one net. Published: context "sequence",
-    gamma_init 0.5, and a penalty that the training loop never adds for this variant (`penalty=0.0`); the state is made
-    and read by linear maps of width num_streams * dim, where here the embedding is repeated and the rows are averaged,
-    so that the first H_pre and the last H_post, which could not matter, are left out.
+    The options are as in `EDelta`; `hidden` is the width of the one net. As published: context "sequence", gamma_init
+    0.5, and no penalty, because their training loop never adds it for this variant (`penalty=0.0`). Their state is made
+    and read by linear maps of width num_streams * dim; here the embedding is repeated and the rows are averaged, so the
+    first H_pre and the last H_post could not change anything and are omitted.
     """
 
     equation: ClassVar[str] = "g + H_post (1 F(norm(mean(H_pre g)))^T), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) X"
@@ -165,9 +164,9 @@ class Identity(Projection):
 
 
 class Frame(nn.Module):
-    """Where u, v and k start: the rows of a (3, n) matrix, u and v orthonormal, k a unit vector, drawn at random.
+    """Random start of u, v and k, the rows of a (3, n) matrix: u and v are orthonormal, k is a unit vector.
 
-    All three alike would cost the start its rotation: u v^T - v u^T vanishes, and with it every gradient.
+    With u = v there would be no rotation: u v^T - v u^T would vanish, and every gradient with it.
     """
 
     def __init__(self, n: int):
@@ -176,7 +175,7 @@ class Frame(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # Orthogonal draws exist in float32 and float64 only.
+        # orthogonal_ supports only float32 and float64.
         dtype = torch.promote_types(self.rows.dtype, torch.float32)
         plane, mirror = (self.rows.new_empty(count, self.rows.shape[1], dtype=dtype) for count in (2, 1))
         nn.init.orthogonal_(plane)
@@ -188,8 +187,8 @@ class Frame(nn.Module):
 class Heads(nn.Module):
     """u, v, the unit vector k and beta = softplus(w . h + b) from hidden features: (..., hidden) each.
 
-    The weights start small beside the biases, so that all tokens start with nearly the same operator; those of beta
-    start at 0, so beta = beta_init for every token.
+    The weights start small beside the biases, so that all tokens start with nearly the same operator. The weights of
+    beta start at 0, so beta = beta_init for every token.
     """
 
     def __init__(self, hidden: int, n: int, *, beta_init: float):
@@ -210,7 +209,7 @@ class Heads(nn.Module):
 
 
 class BlendGate(Projection):
-    """gamma = sigmoid(w . x + b) in (0, 1), which is gamma_init for every x at the start. (..., features) -> (...)."""
+    """gamma = sigmoid(w . x + b) in (0, 1), at the start gamma_init for every x. (..., features) -> (...)."""
 
     def __init__(self, features: int, *, gamma_init: float):
         super().__init__(features, 1, std=0.0, bias=math.log(gamma_init) - math.log1p(-gamma_init))
@@ -220,7 +219,7 @@ class BlendGate(Projection):
 
 
 class _HybridConnection(Connection):
-    """The context that both variants pool and the penalty that both add."""
+    """The pooled context and the penalty of both variants."""
 
     def __init__(self, scheme: _Hybrid, norm: nn.Module, *, norm_eps: float):
         super().__init__()
@@ -238,7 +237,7 @@ class _HybridConnection(Connection):
         return self.scheme.penalty * gate_penalty(coefficients.gamma).mean()
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
-        """gamma Q + (1 - gamma) H as the matrix h_res, and the router where there is one."""
+        """Return gamma Q + (1 - gamma) H as the matrix h_res, with the router's weights if there is one."""
         gamma, beta, k, u, v, *routing = carry.coefficients
         n = k.shape[-1]
         identity = torch.eye(n, dtype=gamma.dtype, device=gamma.device).expand(*gamma.shape, n, n)
@@ -259,7 +258,7 @@ class EDeltaConnection(_HybridConnection):
     def __init__(self, scheme: EDelta, dim: int, norm: nn.Module, *, norm_eps: float):
         super().__init__(scheme, norm, norm_eps=norm_eps)
         hidden = scheme.hidden or max(1, dim // 4)
-        # The first layers of the four nets, as one product.
+        # The first layers of the four nets in one product.
         self.up = Projection(dim, 4 * hidden, bias=0.0)
         self.heads = Heads(hidden, scheme.num_streams, beta_init=scheme.beta_init)
         self.gamma = BlendGate(dim, gamma_init=scheme.gamma_init)
@@ -282,9 +281,9 @@ class EDeltaConnection(_HybridConnection):
 class EDeltaStreamConnection(_HybridConnection):
     """One hybrid shortcut and one router around one sublayer, state: (batch, seq, num_streams, dim).
 
-    `selects=False` leaves out H_pre in the first sublayer: the rows of g are multiples of one vector there, and the
-    norm sees none of their mixtures apart; it gets their mean. `distributes=False` leaves out H_post in the last one:
-    the mean of the rows grows by y whatever it is.
+    `selects=False` omits H_pre in the first sublayer: there the rows of g are multiples of one vector, and the norm
+    makes all their mixtures equal; it gets their mean. `distributes=False` omits H_post in the last one: the mean of
+    the rows grows by y for any H_post.
     """
 
     def __init__(
@@ -306,11 +305,11 @@ class EDeltaStreamConnection(_HybridConnection):
         self.gamma = BlendGate(scheme.hidden, gamma_init=scheme.gamma_init)
         self.router = None
         if selects or distributes:
-            drawn = int(selects) if distributes else None
-            self.router = Router(dim, n, int(selects) + int(distributes), drawn=drawn, norm_eps=norm_eps)
+            random_bias = int(selects) if distributes else None
+            self.router = Router(dim, n, int(selects) + int(distributes), random_bias=random_bias, norm_eps=norm_eps)
 
     def routing(self, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """h_pre and h_post for the rows of g."""
+        """Compute h_pre and h_post for the rows of g."""
         logits = [] if self.router is None else list(self.router(g).unbind(-3))
         h_pre = logits.pop(0).softmax(-1).mean(-2) if self.selects else None
         h_post = logits.pop(0).softmax(-2).sum(-1) if self.distributes else None
@@ -319,7 +318,7 @@ class EDeltaStreamConnection(_HybridConnection):
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         context = self.pooled(state.flatten(-2), memory)
         norm = self.context_norm
-        context, weight, bias = widened(context, norm.weight, norm.bias)
+        context, weight, bias = promote(context, norm.weight, norm.bias)
         context = F.layer_norm(context, norm.normalized_shape, weight, bias, norm.eps)
         hidden = F.gelu(linear_at_least_float32(context, self.up.weight, self.up.bias))
         u, v, k, beta = self.heads(hidden, hidden, hidden, hidden)

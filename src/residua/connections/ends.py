@@ -1,6 +1,6 @@
 """The ends of a stream: modules that expand an embedding into the state, and that compress the state to width dim.
 
-Streams are (batch, seq, streams, dim). A module with `window > 0` looks back that many tokens and takes a `Memory`.
+Streams are (batch, seq, streams, dim). A module with `window > 0` reads that many earlier tokens and takes a `Memory`.
 """
 
 import math
@@ -17,11 +17,11 @@ from residua.ops import (
     channel_taps,
     stream_read,
 )
-from residua.ops.precision import widened
+from residua.ops.precision import promote
 
 
 class Same(nn.Module):
-    """The end of a stream whose state is (batch, seq, dim): nothing changes."""
+    """The identity, for a stream whose state is (batch, seq, dim)."""
 
     def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
         return x
@@ -34,7 +34,7 @@ class OnlyStream(nn.Module):
         return streams.squeeze(-2)
 
     def shares(self) -> None:
-        """None: a single stream leaves nothing to weigh."""
+        """Return None: a single stream needs no weights."""
 
 
 class Repeat(nn.Module):
@@ -65,7 +65,7 @@ class MeanStreams(nn.Module):
 class ConvExpand(nn.Module):
     """DDL's embedding convolution (EC): a causal filter over the tokens for every stream and feature.
 
-    Starts as repetition: the tap of the current token is 1, the others 0.
+    Starts as a repetition: the tap of the current token is 1, the others are 0.
     (batch, seq, dim) -> (batch, seq, streams, dim).
     """
 
@@ -81,14 +81,14 @@ class ConvExpand(nn.Module):
 
     def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
         expect_tokens(x, self.window, axes="(batch, seq, dim)")
-        seen = remembered(x, memory, self.window)
-        return current(causal_expand(seen, self.taps), x, seen)
+        extended = remembered(x, memory, self.window)
+        return current(causal_expand(extended, self.taps), x, extended)
 
 
 class TokenCompress(nn.Module):
     """DDL's token-axis compression: a causal filter over the tokens for every stream and feature, then a read vector.
 
-    Starts as the average of the streams of the current token; `init="authors"` draws the taps from N(0,
+    Starts as the average of the current token's streams; `init="authors"` draws the taps from N(0,
     (0.5/sqrt(dim))^2) as their code does. (batch, seq, streams, dim) -> (batch, seq, dim).
     """
 
@@ -109,8 +109,8 @@ class TokenCompress(nn.Module):
             nn.init.ones_(self.taps[0])
 
     def weights(self) -> Tensor:
-        """The taps with the read vector folded in, (kernel, streams, dim)."""
-        taps, read = widened(self.taps, self.read)
+        """Return the taps times the read vector, (kernel, streams, dim)."""
+        taps, read = promote(self.taps, self.read)
         return taps * read.unsqueeze(-1)
 
     def shares(self) -> Tensor:
@@ -162,13 +162,13 @@ class ChannelCompress(nn.Module):
         elif self.read is None:
             nn.init.constant_(self.taps, 1 / self.taps.shape[0])
         else:
-            # Convolving with a one where the kernel meets the stream itself leaves the streams as they are.
+            # A one at the tap of the stream itself makes the convolution the identity.
             kernel = self.taps.shape[0]
             nn.init.zeros_(self.taps)
             nn.init.ones_(self.taps[kernel - 1 if self.causal else (kernel - 1) // 2])
 
     def weights(self) -> Tensor:
-        """What convolution and read vector amount to, (streams, dim)."""
+        """Return convolution and read vector combined into one weight per stream and feature, (streams, dim)."""
         return self.taps if self.read is None else channel_taps(self.taps, self.read, causal=self.causal)
 
     def shares(self) -> Tensor:
@@ -179,16 +179,16 @@ class ChannelCompress(nn.Module):
 
 
 def _shares(weights: Tensor) -> Tensor:
-    """How much each stream weighs in what is read, (streams,) with sum 1: weights (..., streams, dim)."""
+    """Return the share of each stream in the read, (streams,) with sum 1, from weights (..., streams, dim)."""
     sizes = at_least_float32(weights).abs().sum(-1)
     sizes = sizes.reshape(-1, sizes.shape[-1]).sum(0)
     return sizes / sizes.sum()
 
 
 class Collapse(nn.Module):
-    """The readout: a compressor of its own after the last sublayer. (batch, seq, streams, dim) -> (batch, seq, dim)."""
+    """The readout: a separate compressor after the last sublayer. (batch, seq, streams, dim) -> (batch, seq, dim)."""
 
-    def __init__(self, compress: TokenCompress | ChannelCompress):
+    def __init__(self, compress: TokenCompress | ChannelCompress | OnlyStream):
         super().__init__()
         self.compress = compress
         self.window = window_of(compress)

@@ -2,7 +2,7 @@
 
     x = sum_i h_pre[i] X[i],   X[o] <- sum_i h_res[o, i] X[i] + h_post[o] F(norm(x))
 
-The weights are numbers (static) or depend on the token (dynamic). Nothing constrains them.
+The weights are constants (static) or depend on the token (dynamic). They are unconstrained.
 """
 
 import math
@@ -24,9 +24,9 @@ from residua.ops.norm import mean_square
 
 
 class HyperCoefficients(NamedTuple):
-    """h_pre: (..., n), h_res: (..., n, n) with the target stream first, h_post: (..., n), in float32 at least.
+    """h_pre: (..., n), h_res: (..., n, n) with the target stream first, h_post: (..., n), in at least float32.
 
-    The leading axes are (batch, seq), or none where the coefficients are static.
+    The leading axes are (batch, seq), or none if the coefficients are static.
     """
 
     h_pre: Tensor
@@ -35,9 +35,9 @@ class HyperCoefficients(NamedTuple):
 
 
 def linear_of_normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """W x / sqrt(mean(x^2) + eps) in float32 at least: (..., in_features) -> (..., out_features).
+    """Return W x / sqrt(mean(x^2) + eps) in at least float32: (..., in_features) -> (..., out_features).
 
-    Dividing after the product saves the normalised copy of a state that is several times as wide as the model
+    Dividing after the product avoids a normalised copy of a state that is several times as wide as the model
     (arXiv 2512.24880 equations 14 to 16).
     """
     return linear_at_least_float32(x, weight) * torch.rsqrt(mean_square(x) + eps)
@@ -45,14 +45,14 @@ def linear_of_normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class HyperConnections(Scheme):
-    """Hyper-Connections. Starts as the pre-norm residual in n equal streams, whose sum the final norm makes one.
+    """Hyper-Connections. Starts as the pre-norm residual in n equal streams; the final norm cancels the factor n.
 
-    num_streams     n; 1 has no other stream to mix with, but the weights still scale
-    dynamic         the weights also depend on the token (DHC in the paper), or they are numbers alone (SHC)
-    tanh            dynamic: the token's share goes through tanh, so that it is bounded
-    scale_init      dynamic: the factor on the token's share at the start
+    num_streams     n; with 1 there is nothing to mix, but the weights still scale
+    dynamic         whether the weights also depend on the token (DHC in the paper) or are constants (SHC)
+    tanh            dynamic: bound the token-dependent part by tanh
+    scale_init      dynamic: initial factor on the token-dependent part
     implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto",
-                    which takes triton where it runs. No kernel has been timed on a GPU yet, so the default is
+                    which picks triton where it runs. No kernel has been timed on a GPU yet, so the default is
                     "reference"
     """
 
@@ -69,7 +69,7 @@ class HyperConnections(Scheme):
         check_types(self)
         require(self, "num_streams", self.num_streams >= 1, "at least 1")
         usable = math.isfinite(self.scale_init) and self.scale_init != 0
-        require(self, "scale_init", usable, "a finite number other than 0, which no gradient could pass")
+        require(self, "scale_init", usable, "a finite number other than 0, which would stop the gradient")
 
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
         return TensorSpec((self.num_streams, dim))
@@ -83,13 +83,13 @@ class HyperConnections(Scheme):
 class HyperConnection(Connection):
     """One hyper-connection; the state is (batch, seq, n, dim).
 
-    With [A_m | A_r] the columns of alpha, (n, n + 1), and N = RMSNorm of each stream with a gain of its own:
+    With [A_m | A_r] the columns of alpha, (n, n + 1), and N = RMSNorm of each stream with its own gain:
 
         alpha = [e_j | I] + s_alpha tanh(N W_alpha),   beta = 1 + s_beta tanh(N w_beta)
         h_pre = A_m,   h_res = A_r^T,   h_post = beta                          (arXiv 2409.19606 equations 10 to 13)
 
-    j = `index` mod n, so that sublayers start from different streams: which stream is which then matters from the
-    first step on. W_alpha and w_beta are the rows of `project` and start at 0.
+    j = `index` mod n, so that sublayers start from different streams and the streams become different from the first
+    step on. W_alpha and w_beta are the rows of `project` and start at 0.
     """
 
     def __init__(self, scheme: HyperConnections, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
@@ -118,8 +118,8 @@ class HyperConnection(Connection):
 
     def coefficients(self, streams: Tensor) -> HyperCoefficients:
         alpha, beta = at_least_float32(self.alpha), at_least_float32(self.beta)
-        if self.project is not None:
-            # The gain belongs to the norm; on the weights it is a product of n + 2 rows instead of one of the state.
+        if self.project is not None and self.stream_norm is not None and self.scales is not None:
+            # The norm's gain, multiplied into the n + 2 rows of the weights instead of into the state.
             weight = at_least_float32(self.project.weight) * at_least_float32(self.stream_norm.weight)
             share = linear_of_normalised(streams, weight, self.stream_norm.eps)
             if self.scheme.tanh:
@@ -127,7 +127,7 @@ class HyperConnection(Connection):
             s_alpha, s_beta = at_least_float32(self.scales).unbind()
             alpha = alpha + s_alpha * share[..., :-1]
             beta = beta + s_beta * share[..., -1]
-        # Products of many small matrices are several times slower where these are slices.
+        # Products of many small matrices are several times slower if these are slices.
         return HyperCoefficients(alpha[..., 0].contiguous(), alpha[..., 1:].mT.contiguous(), beta)
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:

@@ -1,8 +1,8 @@
-"""JPmHC (arXiv 2602.18308): hyper-connections whose mixing is nearly, or exactly, a rotation of the streams.
+"""JPmHC (arXiv 2602.18308): hyper-connections whose mixing is an approximate or exact rotation of the streams.
 
     x = sum_i h_pre[i] X[i],   X[o] <- sum_i h_res[o, i] X[i] + h_post[o] F(norm(x))
 
-One map of the whole state of a token gives three n x n matrices: the rows of H_pre and the columns of H_post sum to 1,
+One map of a token's whole state gives three n x n matrices: the rows of H_pre and the columns of H_post sum to 1,
 and H_res is the Cayley transform of a skew matrix.
 """
 
@@ -24,7 +24,7 @@ from residua.ops.dispatch import Implementation
 
 
 class JacobianMatrices(NamedTuple):
-    """The paper's H_pre, H_res, H_post, (batch, seq, n, n) each, in float32 at least; None where it is left out."""
+    """The paper's H_pre, H_res, H_post, (batch, seq, n, n) each, in at least float32; None if omitted."""
 
     pre: Tensor | None
     res: Tensor
@@ -34,7 +34,7 @@ class JacobianMatrices(NamedTuple):
 class JacobianCoefficients(NamedTuple):
     """h_pre: (batch, seq, n), h_res: (batch, seq, n, n) with the target stream first, h_post: (batch, seq, n).
 
-    In float32 at least. The sublayer sees the mean of the rows of H_pre X, and each column of H_post is given the same
+    In at least float32. The sublayer sees the mean of the rows of H_pre X, and every column of H_post gets the same
     output, so only two vectors of these matrices matter: h_pre, the mean of the rows of H_pre, which sums to 1, and
     h_post, the row sums of H_post, which sum to n. h_pre is None in the first sublayer, see `JacobianConnection`.
     """
@@ -46,17 +46,17 @@ class JacobianCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class JacobianHyperConnections(Scheme):
-    """JPmHC. Starts as the pre-norm residual in the mean of the streams, which differ from the first write on.
+    """JPmHC. The mean of the streams starts as the pre-norm residual; the streams differ from the first write on.
 
-    Published without copies: a linear map makes the n streams and another reads them. Here the embedding is repeated
-    and the streams are averaged, as in the other schemes.
+    In the paper one linear map makes the n streams and another reads them. Here the embedding is repeated and the
+    streams are averaged, as in the other schemes.
 
     num_streams     n, at least 2
-    alpha           how far W turns the streams
-    steps           "iterative": steps of the fixed-point iteration that starts from I + alpha W
-    cayley          "iterative" (the paper), whose matrix is orthogonal for small alpha W alone, or "exact", by a solve
+    alpha           factor on W: how far it rotates the streams
+    steps           "iterative": number of fixed-point iterations, starting from I + alpha W
+    cayley          "iterative" (the paper), orthogonal only for small alpha W, or "exact", by a linear solve
     implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto",
-                    which takes triton where it runs. No kernel has been timed on a GPU yet, so the default is
+                    which picks triton where it runs. No kernel has been timed on a GPU yet, so the default is
                     "reference"
     """
 
@@ -93,12 +93,12 @@ class JacobianConnection(Connection):
 
         [P, R, S] = W m + b,   H_pre = softmax(P, -1),   H_post = softmax(R, -2),   H_res = Cayley(alpha (S - S^T))
 
-    W and b start at 0, but the part of b that belongs to R is drawn from N(0, 1). The mean of the streams then is the
-    residual, while the streams differ. With all of b at 0 they would be equal, no gradient would reach W and b, and
-    they would stay equal.
+    W and b start at 0, except the part of b for R, which is drawn from N(0, 1). The mean of the streams is then the
+    residual, while the streams differ. With all of b at 0 the streams would be equal, no gradient would reach W and b,
+    and the streams would stay equal.
 
-    `selects=False` leaves out H_pre in the first sublayer: every average of streams that are still equal is the same.
-    `distributes=False` leaves out H_post in the last one: the mean of the streams grows by y whatever it is.
+    `selects=False` omits H_pre in the first sublayer: all averages of equal streams are the same. `distributes=False`
+    omits H_post in the last one: the mean of the streams grows by y for any H_post.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class JacobianConnection(Connection):
         self.scheme = scheme
         self.selects, self.distributes = selects, distributes
         maps = 1 + selects + distributes
-        drawn = int(selects) if distributes else None
-        self.router = Router(dim, scheme.num_streams, maps, drawn=drawn, norm_eps=norm_eps)
+        random_bias = int(selects) if distributes else None
+        self.router = Router(dim, scheme.num_streams, maps, random_bias=random_bias, norm_eps=norm_eps)
         self.norm = norm
 
     def matrices(self, streams: Tensor) -> JacobianMatrices:
-        """H_pre, H_res and H_post of a state."""
+        """Compute H_pre, H_res and H_post from a state."""
         scheme = self.scheme
         logits = list(self.router(streams).unbind(-3))
         pre = logits.pop(0).softmax(-1) if self.selects else None

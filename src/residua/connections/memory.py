@@ -1,4 +1,4 @@
-"""What a stream remembers of earlier tokens while a sequence arrives in pieces, as in generation."""
+"""The memory of earlier tokens that a stream needs while a sequence arrives in pieces, as in generation."""
 
 from typing import Protocol
 
@@ -7,22 +7,22 @@ from torch import Tensor, nn
 
 
 class Memory(Protocol):
-    """What one part of the stream remembers of earlier tokens, and which of the tokens at hand are padding.
+    """The memory of one part of the stream: its earlier tokens, and which of the current tokens are padding.
 
-    It serves one of two purposes: `extend` for a look back on inputs, or `recall` and `keep` for what sums them up.
+    A part uses either `extend`, if it needs earlier inputs, or `recall` and `keep`, if it needs a running sum.
     """
 
-    keeps: bool  # whether later calls will ask; without a cache there are none
+    keeps: bool  # whether anything is kept for later calls; False without a cache
     padding: Tensor | None  # (batch, seq), 0 at padding and 1 at tokens; None without padding
 
     def extend(self, x: Tensor, window: int) -> Tensor:
-        """Return x: (batch, seq, ...) behind up to `window` inputs of earlier calls, and remember the last `window`."""
+        """Return up to `window` earlier inputs followed by x: (batch, seq, ...), and keep the last `window` of them."""
 
     def recall(self, like: Tensor) -> Tensor | None:
-        """Return the last row kept before, (batch, 1, ...) with axes and dtype as in `like`; None at the start."""
+        """Return the last row that was kept, (batch, 1, ...) with the axes and dtype of `like`; None at the start."""
 
     def keep(self, rows: Tensor) -> None:
-        """Keep rows: (batch, seq, ...), one for each token of this call."""
+        """Keep rows: (batch, seq, ...), one per token of this call."""
 
 
 class StreamMemory:
@@ -34,15 +34,15 @@ class StreamMemory:
         for piece in x.split(1, dim=1):
             y = stream(piece, sublayers, memory=memory)
 
-    A loop of its own passes it to every `connection(state, sublayer, memory=memory)`, and `memory.of(stream.expand)` to
-    `stream.expand`, likewise for `stream.collapse`. It keeps tensors as they are: generate under `torch.no_grad()`.
+    In your own loop, pass it to every `connection(state, sublayer, memory=memory)`, and pass `memory.of(stream.expand)`
+    to `stream.expand`, likewise for `stream.collapse`. Tensors are not detached: generate under `torch.no_grad()`.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._rows: dict[nn.Module, Tensor] = {}
 
     def of(self, part: nn.Module, attention_mask: Tensor | None = None) -> Memory | None:
-        """The memory of one part of the stream, None where it does not look back."""
+        """Return the memory of one part of the stream; None if it needs none."""
         return memory_of(part, self, attention_mask)
 
     def reset(self) -> None:
@@ -50,18 +50,18 @@ class StreamMemory:
         self._rows.clear()
 
     def copy(self) -> "StreamMemory":
-        """A memory that goes on from here by itself, to come back to when tokens were only guessed."""
+        """Return an independent copy, to return to after speculative tokens."""
         other = StreamMemory()
         other._rows = dict(self._rows)
         return other
 
     def reorder(self, indices: Tensor) -> None:
-        """Take the entries `indices`: (new batch,) of the batch, as beam search does."""
+        """Select the batch entries `indices`: (new batch,), as beam search does."""
         self._rows = {part: rows.index_select(0, indices.to(rows.device)) for part, rows in self._rows.items()}
 
 
 class _PartMemory:
-    """The memory of one part during one call. `rows` None keeps nothing: the call has the whole sequence."""
+    """The memory of one part during one call. With `rows` None nothing is kept: the call has the whole sequence."""
 
     def __init__(self, part: nn.Module, rows: dict[nn.Module, Tensor] | None, padding: Tensor | None):
         self.keeps = rows is not None
@@ -71,10 +71,10 @@ class _PartMemory:
 
     def extend(self, x: Tensor, window: int) -> Tensor:
         before = self._rows.get(self._part)
-        seen = x if before is None else torch.cat([before, x], 1)
+        extended = x if before is None else torch.cat([before, x], 1)
         if self.keeps:
-            self._rows[self._part] = seen[:, -window:]
-        return seen
+            self._rows[self._part] = extended[:, -window:]
+        return extended
 
     def recall(self, like: Tensor) -> Tensor | None:
         return self._rows.get(self._part)
@@ -84,38 +84,38 @@ class _PartMemory:
 
 
 def window_of(part: nn.Module) -> int:
-    """How many earlier tokens a part of a stream looks back on: its `window`, or 0 without one."""
+    """Return how many earlier tokens a part of a stream reads: its `window`, or 0 without one."""
     return getattr(part, "window", 0)
 
 
 def memory_of(part: nn.Module, memory: StreamMemory | None, padding: Tensor | None) -> Memory | None:
-    """What `part` is given for this call: None where it does not look back, or has neither memory nor padding."""
+    """Return the memory of `part` for this call; None if it needs none, or if there is neither memory nor padding."""
     if not window_of(part) or (memory is None and padding is None):
         return None
     return _PartMemory(part, None if memory is None else memory._rows, padding)
 
 
 def masked(x: Tensor, padding: Tensor | None) -> Tensor:
-    """x: (batch, seq, ...) with zeros at padding: (batch, seq), 0 at padding and 1 at tokens, or None."""
+    """Return x: (batch, seq, ...) with zeros at padding: (batch, seq), 0 at padding and 1 at tokens, or None."""
     if padding is None:
         return x
     return x * padding.to(x.dtype).view(*padding.shape, *(1,) * (x.dim() - 2))
 
 
 def remembered(x: Tensor, memory: Memory | None, window: int) -> Tensor:
-    """x: (batch, seq, ...) behind the earlier tokens that `memory` holds, if any, with padding set to zero."""
+    """Return the earlier tokens in `memory`, if any, followed by x: (batch, seq, ...), with padding set to zero."""
     return x if memory is None or not window else memory.extend(masked(x, memory.padding), window)
 
 
-def current(out: Tensor, x: Tensor, seen: Tensor) -> Tensor:
-    """The part of `out` that belongs to the tokens of x, where `out` was computed from `seen = remembered(x, ...)`."""
-    return out if seen is x else out[:, -x.shape[1] :]
+def current(out: Tensor, x: Tensor, extended: Tensor) -> Tensor:
+    """Return the part of `out` for the tokens of x, where `out` was computed from `extended = remembered(x, ...)`."""
+    return out if extended is x else out[:, -x.shape[1] :]
 
 
 def expect_tokens(x: Tensor, window: int, *, axes: str) -> None:
-    """Raise ValueError where a look back of `window` > 0 meets an x that lacks one of its `axes`.
+    """Raise ValueError if earlier tokens are needed (`window` > 0) and x lacks one of its `axes`.
 
-    It would take the entries of a batch (batch, dim) for a sequence, and mix them.
+    Without the check, the entries of a batch (batch, dim) would be mixed as if they were a sequence.
     """
     if window and x.dim() < axes.count(",") + 1:
-        raise ValueError(f"what looks back on earlier tokens: expected {axes}, got {tuple(x.shape)}")
+        raise ValueError(f"a module that reads earlier tokens: expected {axes}, got {tuple(x.shape)}")

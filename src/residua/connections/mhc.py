@@ -22,9 +22,9 @@ from residua.connections.projection import Projection
 from residua.ops import at_least_float32, hyper_mix, hyper_read, hyper_write, permutation_mixture, sinkhorn
 from residua.ops.dispatch import Implementation
 
-# How far the logits of h_res start apart. With 6, one stream in another starts at e^-6 = 0.0025: what sets a stream
-# apart shrinks by 0.99 in each sublayer and by 0.79 in 24 of them, while with 4 only 0.18 of it would be left; with 8
-# nearly all of it, but the gradient, in proportion to that entry, would be a seventh.
+# Initial distance of the logits of h_res. With 6, h_res starts with e^-6 = 0.0025 beside its diagonal: the difference
+# between streams shrinks to 0.99 in each sublayer and to 0.79 in 24. With 4 it would shrink to 0.18; with 8 hardly at
+# all, but the gradient, which is proportional to that entry, would be a seventh.
 OFFSET = 6.0
 # The comparison code of arXiv 2605.06729 has b_res = 2 I.
 SPLIT_OFFSET = 2.0
@@ -33,8 +33,8 @@ SPLIT_OFFSET = 2.0
 class ManifoldCoefficients(NamedTuple):
     """h_pre: (batch, seq, n), h_res: (batch, seq, n, n) with the target stream first, h_post: (batch, seq, n).
 
-    In float32 at least. None stands for a mapping that could not change anything and is left out: h_pre where all
-    streams are still equal, h_res where they are, or where their mean is all that is read afterwards.
+    In at least float32. None: the mapping is omitted because it could not change anything. This is h_pre where all
+    streams are still equal, and h_res where they are equal or where only their mean is read afterwards.
     """
 
     h_pre: Tensor | None
@@ -43,7 +43,7 @@ class ManifoldCoefficients(NamedTuple):
 
 
 def with_identity(coefficients: Any) -> Mixing:
-    """The shortcut of h_pre, h_res and h_post, where None reads the first stream, or leaves the streams unmixed."""
+    """Return the shortcut of h_pre, h_res and h_post, where None means the first stream or the identity."""
     h_pre, h_res, h_post = coefficients
     identity = torch.eye(h_post.shape[-1], dtype=h_post.dtype, device=h_post.device)
     left_out = tuple(name for name, value in coefficients._asdict().items() if value is None)
@@ -58,15 +58,15 @@ class ManifoldHyperConnections(Scheme):
 
     num_streams     n, at least 2
     layout          "copies": n streams of full width, (batch, seq, n, dim), the paper. "split": the width is cut into
-                    n pieces, as in the comparison code of arXiv 2605.06729; the state is (batch, seq, dim). Its
-                    sublayers see one mixture of the pieces, repeated n times, which is a bottleneck of dim / n
-                    features; it does not start as the residual, and the papers' mHC must not be judged by it
-    mixing          "sinkhorn": `iterations` of alternate row and column scaling (mHC), doubly stochastic as nearly as
-                    they bring it; "permutations": a mixture of all n! permutations (mHC-lite), exact, n at most 5
-    iterations      "sinkhorn": how many pairs of scalings
-    alpha_init      the factor on the token's share of all logits at the start
+                    n pieces, as in the comparison code of arXiv 2605.06729; the state is (batch, seq, dim). The
+                    sublayers then see one mixture of the pieces, repeated n times, a bottleneck of dim / n features.
+                    It does not start as the residual; do not judge the papers' mHC by it
+    mixing          "sinkhorn": `iterations` of alternate row and column scaling (mHC), doubly stochastic up to its
+                    convergence; "permutations": a mixture of all n! permutations (mHC-lite), exact, n at most 5
+    iterations      "sinkhorn": number of pairs of scalings
+    alpha_init      initial factor on the token-dependent part of all logits
     implementation  of reads, writes and "sinkhorn": "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`),
-                    or "auto", which takes triton where it runs. No kernel has been timed on a GPU yet, so the default
+                    or "auto", which picks triton where it runs. No kernel has been timed on a GPU yet, so the default
                     is "reference"
     """
 
@@ -85,10 +85,10 @@ class ManifoldHyperConnections(Scheme):
         check_types(self)
         require(self, "num_streams", self.num_streams >= 2, "at least 2: a doubly stochastic 1 x 1 matrix is 1")
         if self.mixing == "permutations":
-            require(self, "num_streams", self.num_streams <= 5, "at most 5 with mixing='permutations', which are n!")
+            require(self, "num_streams", self.num_streams <= 5, "at most 5 with mixing='permutations', as there are n!")
         require(self, "iterations", self.iterations >= 1, "at least 1")
         usable = math.isfinite(self.alpha_init) and self.alpha_init != 0
-        require(self, "alpha_init", usable, "a finite number other than 0, which no gradient could pass")
+        require(self, "alpha_init", usable, "a finite number other than 0, which would stop the gradient")
 
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
         return TensorSpec((self.num_streams, dim) if self.layout == "copies" else (dim,))
@@ -98,11 +98,11 @@ class ManifoldHyperConnections(Scheme):
         if self.layout == "split":
             if dim % n:
                 raise ValueError(
-                    f"layout='split': expected a dim that num_streams ({n}) divides, got {dim}; change one of the two, "
-                    "or take layout='copies'"
+                    f"layout='split': expected a dim that num_streams ({n}) divides, got {dim}; change one of them, "
+                    "or use layout='copies'"
                 )
-            connections = [SplitConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
-            return Stream(Same(), connections, Same())
+            pieces = [SplitConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
+            return Stream(Same(), pieces, Same())
         last = num_sublayers - 1
         connections = [
             ManifoldConnection(self, dim, i, norm(i), selects=i > 0, mixes=0 < i < last, norm_eps=norm_eps)
@@ -116,11 +116,11 @@ class Mappings(nn.Module):
 
         z = alpha (phi r) + b,   r = vec(X) / rms(vec(X))                       (arXiv 2512.24880 equations 7 and 8)
 
-    one alpha for each of the three. streams: (batch, seq, n, d), the coefficients as in `ManifoldCoefficients`.
+    with one alpha each. streams: (batch, seq, n, d); returns `ManifoldCoefficients`.
 
-    `selects` and `mixes` say whether there are h_pre and h_res. phi is drawn from N(0, std^2); b_post starts at 0
-    (h_post = 1), b_pre at +2 for the stream `favourite` and at -2 for the others, or at 0 without one; b_res such that
-    h_res has the entries 1 : e^-offset on and beside the diagonal.
+    Without `selects` there is no h_pre, without `mixes` no h_res. phi is drawn from N(0, std^2); b_post starts at 0
+    (h_post = 1), b_pre at +2 for the stream `preferred` and at -2 for the others, or at 0 if `preferred` is None; b_res
+    such that the entries of h_res on and beside the diagonal are in the ratio 1 : e^-offset.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class Mappings(nn.Module):
         *,
         selects: bool = True,
         mixes: bool = True,
-        favourite: int | None = None,
+        preferred: int | None = None,
         offset: float = OFFSET,
         std: float = 0.0,
     ):
         super().__init__()
         n = scheme.num_streams
         self.scheme = scheme
-        self.favourite, self.offset = favourite, offset
+        self.preferred, self.offset = preferred, offset
         mixing = n * n if scheme.mixing == "sinkhorn" else math.factorial(n)
         self.sizes = [n if selects else 0, n, mixing if mixes else 0]
         self.phi = Projection(n * width, sum(self.sizes), std=std)
@@ -151,9 +151,9 @@ class Mappings(nn.Module):
             self.alpha.fill_(self.scheme.alpha_init)
             self.bias.zero_()
             b_pre, _, b_res = self.bias.split(self.sizes)
-            if self.favourite is not None and b_pre.numel():
+            if self.preferred is not None and b_pre.numel():
                 b_pre.fill_(-2)
-                b_pre[self.favourite] = 2
+                b_pre[self.preferred] = 2
             if b_res.numel() and self.scheme.mixing == "sinkhorn":
                 b_res.view(n, n).fill_diagonal_(self.offset)
             elif b_res.numel():
@@ -171,9 +171,10 @@ class Mappings(nn.Module):
         pre, post, res = (
             next(alphas) * share + bias if size else None for share, bias, size in zip(shares, biases, self.sizes)
         )
+        assert post is not None  # every connection has h_post
         h_res = None
         if res is not None and self.scheme.mixing == "sinkhorn":
-            # Its tokens lie last in memory, where products of many small matrices are several times slower.
+            # sinkhorn has the tokens as innermost axis in memory, which makes products of small matrices much slower.
             logits = res.unflatten(-1, (n, n))
             h_res = sinkhorn(logits, self.scheme.iterations, implementation=self.scheme.implementation).contiguous()
         elif res is not None:
@@ -182,12 +183,12 @@ class Mappings(nn.Module):
 
 
 class ManifoldConnection(Connection):
-    """One connection of mHC; the state is (batch, seq, n, dim), `index` mod n the stream that it starts to prefer.
+    """One connection of mHC; the state is (batch, seq, n, dim). It starts by preferring the stream `index` mod n.
 
-    Streams that start equal leave two places without influence, and parameters there would be dead. `selects=False` is
-    for the first sublayer: its streams are equal, so the norm undoes whatever h_pre does. `mixes=False` is for the
-    first, whose streams mixing leaves as they are, and for the last, as the mean of the streams does not see it (up to
-    what Sinkhorn's iteration leaves of the row sums).
+    Some mappings cannot change anything, and their parameters would be dead. `selects=False` omits h_pre in the first
+    sublayer: its streams are equal, so the norm undoes h_pre. `mixes=False` omits h_res in the first sublayer, where
+    mixing equal streams changes nothing, and in the last, where only the mean of the streams is read, which mixing
+    keeps (up to the remaining error of Sinkhorn's row sums).
     """
 
     def __init__(
@@ -204,8 +205,8 @@ class ManifoldConnection(Connection):
         super().__init__()
         self.implementation = scheme.implementation
         self.norm_eps = norm_eps
-        favourite = index % scheme.num_streams
-        self.mappings = Mappings(scheme, dim, selects=selects, mixes=mixes, favourite=favourite)
+        preferred = index % scheme.num_streams
+        self.mappings = Mappings(scheme, dim, selects=selects, mixes=mixes, preferred=preferred)
         self.norm = norm
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
@@ -227,7 +228,7 @@ class SplitConnection(Connection):
 
         x = n times [sum_i h_pre[i] X[i]],   X[o] <- sum_i h_res[o, i] X[i] + h_post[o] F(norm(x))[o]
 
-    As the comparison code of arXiv 2605.06729 has it: b_res = 2 I, so that h_res keeps 0.71 of a piece (n = 4), phi
+    As in the comparison code of arXiv 2605.06729: b_res = 2 I, so that h_res keeps 0.71 of a piece (n = 4), phi
     from N(0, 0.02^2), and a gain on the normalised state. It does not start as the residual.
     """
 

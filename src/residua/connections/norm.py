@@ -7,10 +7,12 @@ from residua.ops import rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` in float32 at least, with the result in the dtype of its input: gains keep their precision.
+    """`nn.RMSNorm` in at least float32, with the result in the dtype of its input, so that gains keep their precision.
 
     (..., dim) -> (..., dim).
     """
+
+    eps: float
 
     def __init__(self, dim: int, *, eps: float = 1e-5):
         super().__init__(dim, eps=eps)
@@ -20,5 +22,5 @@ class RMSNorm(nn.RMSNorm):
 
 
 def norms(dim: int, eps: float, norm: Norm | None) -> Norm:
-    """`norm` where it is given, otherwise an RMSNorm of width `dim` for every sublayer."""
+    """Return `norm`, or if it is None, a function that makes an RMSNorm of width `dim` for every sublayer."""
     return (lambda _: RMSNorm(dim, eps=eps)) if norm is None else norm

@@ -1,4 +1,4 @@
-"""The options of a scheme: written behind its name, and checked against the types that its dataclass declares."""
+"""The options of a scheme: parsed from text, and checked against the types that its dataclass declares."""
 
 import json
 import types
@@ -9,9 +9,10 @@ from residua.checks import did_you_mean, fits
 
 
 def named(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the options of "name" or "name:option=value,option=value".
+    """Parse "name" or "name:option=value,option=value" into the name and the options.
 
-    Values are JSON, anything else is text: 4, 0.5, true, null, token. Raises ValueError for another form.
+    A value is read as JSON if possible, otherwise as text: 4, 0.5, true, null, token. Raises ValueError for any other
+    form.
     """
     name, colon, listed = text.partition(":")
     options = {}
@@ -35,7 +36,7 @@ def _words(declared: Any) -> str:
 
 
 def check_types(scheme: Any) -> None:
-    """ValueError for the first field of the dataclass `scheme` whose value is not of the declared type."""
+    """Raise ValueError for the first field of the dataclass `scheme` whose value is not of the declared type."""
     hints = get_type_hints(type(scheme))
     for field in fields(scheme):
         value = getattr(scheme, field.name)
@@ -46,15 +47,15 @@ def check_types(scheme: Any) -> None:
 
 
 def require(scheme: Any, name: str, condition: bool, expected: str) -> None:
-    """ValueError naming the field `name` of `scheme`, what was `expected` and what came, unless `condition` holds."""
+    """Raise ValueError unless `condition` holds: the field `name` of `scheme`, what was `expected`, and its value."""
     if not condition:
         raise ValueError(f"{type(scheme).__name__}: {name}: expected {expected}, got {getattr(scheme, name)!r}")
 
 
 def expect_used(scheme: Any, uses: dict[str, tuple[bool, str]]) -> None:
-    """ValueError for an option that is not at its default where it changes nothing: who sets it expects a change.
+    """Raise ValueError for an option that is set but has no effect, because whoever sets it expects one.
 
-    uses: for an option, whether the other options let it have an effect, and in words when they do.
+    uses: for an option, whether it has an effect given the other options, and the condition in words.
     """
     for field in fields(scheme):
         used, when = uses.get(field.name, (True, ""))
@@ -64,6 +65,6 @@ def expect_used(scheme: Any, uses: dict[str, tuple[bool, str]]) -> None:
 
 
 def nearest(name: str, choices: list[str]) -> str:
-    """A phrase that names the likeliest of `choices` and then all of them, for the end of an error message."""
+    """Return the end of an error message that suggests the likeliest of `choices` and lists them all."""
     quoted = {choice: repr(choice) for choice in choices}
     return f"{did_you_mean(name, choices, show=quoted, cutoff=0.5)} (known: {', '.join(choices)})"

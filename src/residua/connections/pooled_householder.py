@@ -1,12 +1,12 @@
-"""The pooled Householder shortcut that the comparison of arXiv 2605.06729 runs under the name "DDL".
+"""The pooled Householder shortcut, which the comparison of arXiv 2605.06729 calls "DDL".
 
     x~ = x - beta k (k^T x),   x <- x~ + F(norm(x~)),   beta = 2 sigmoid(z) in (0, 2)
 
 This is not Deep Delta Learning (arXiv 2601.00417), which is `deep_delta.py`. Nothing is written along k: there is no
-value v and no term beta k v^T, the sublayer's output is simply added. k comes from a net of its own and not from the
-sublayer's output. And there, one k and one beta from the mean of the sequence serve all its tokens, later tokens
-included, where Deep Delta Learning has its own for each token. It stands here so that the published rows can be
-measured again and are not taken for what they are not.
+value v and no term beta k v^T; the sublayer's output is simply added. k comes from a separate net, not from the
+sublayer's output. As published, one k and one beta, computed from the mean of the whole sequence, serve all its tokens,
+while Deep Delta Learning computes them for each token. It is included so that the published rows can be reproduced and
+are not mistaken for Deep Delta Learning.
 """
 
 import math
@@ -29,7 +29,7 @@ from residua.ops import at_least_float32, householder, linear_at_least_float32, 
 
 
 class PooledHouseholderCoefficients(NamedTuple):
-    """beta: (batch, seq), unit vector k: (batch, seq, dim); seq is 1 where the context is the sequence."""
+    """beta: (batch, seq), unit vector k: (batch, seq, dim); seq is 1 if the context is the sequence."""
 
     beta: Tensor
     k: Tensor
@@ -37,15 +37,15 @@ class PooledHouseholderCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class PooledHouseholder(Scheme):
-    """What the comparison of arXiv 2605.06729 calls "DDL"; it is not Deep Delta Learning, which writes beta k v^T.
+    """The "DDL" of the comparison in arXiv 2605.06729. It is not Deep Delta Learning, which writes beta k v^T.
 
     The state is erased along a direction k of a pooled context, and the sublayer's output is added, not written along
     k. Use `DeepDelta` for Deep Delta Learning.
 
-    context     what k and beta see: the "cumulative" mean of the tokens so far, each "token", or the "sequence"
-                (as published; every token then knows the later ones)
-    beta_init   beta of every token at the start, in [0, 2]; 0 and 2 are moved inside by 2e-6. 1, as published, is a
-                projection, which erases k
+    context     input of k and beta: the "cumulative" mean of the tokens so far, each "token", or the "sequence"
+                (as published; every token then depends on later ones)
+    beta_init   beta of every token at the start, in [0, 2]; 0 and 2 are shifted inwards by 2e-6. 1, as published, is a
+                projection, which erases the component along k
     """
 
     equation: ClassVar[str] = "x~ + F(norm(x~)), x~ = x - beta k (k^T x)"
@@ -78,7 +78,7 @@ class PooledHouseholderConnection(Connection):
         self.norm_eps = norm_eps
         self.window = int(scheme.context == "cumulative")
         hidden = max(1, dim // 4)
-        # As in Deep Delta Learning's gate: beta_init = 0 gives beta = 2e-6, not a gate that can never open.
+        # As in `branches.Gate`: beta_init = 0 gives beta = 2e-6, as a gate at exactly 0 would get no gradient.
         p = min(max(scheme.beta_init / 2, 1e-6), 1 - 1e-6)
         # The first layers of both nets, as one product.
         self.up = Projection(dim, 2 * hidden, bias=0.0)

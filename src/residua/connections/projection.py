@@ -1,4 +1,4 @@
-"""A linear map that knows how it starts."""
+"""A linear map with its own initialisation."""
 
 import math
 from typing import Literal
@@ -11,9 +11,9 @@ from residua.ops.precision import under_autocast
 class Projection(nn.Linear):
     """`nn.Linear` whose weights start from N(0, std^2), by default with the authors' std = 0.5 / sqrt(in_features).
 
-    Without autocast it computes in the dtype of its weights, whatever that of the residual state is.
+    Without autocast it computes in the dtype of its weights, even if the residual state has another.
 
-    bias: the number it starts at, "uniform" for PyTorch's draw from U(-1/sqrt(in_features), 1/sqrt(in_features)), or
+    bias: its initial value, "uniform" for PyTorch's U(-1/sqrt(in_features), 1/sqrt(in_features)), or
     None for no bias.
     """
 
@@ -34,7 +34,7 @@ class Projection(nn.Linear):
         if self.bias_start == "uniform":
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)
-        elif self.bias is not None:
+        elif self.bias_start is not None:
             nn.init.constant_(self.bias, self.bias_start)
 
     def forward(self, x: Tensor) -> Tensor:

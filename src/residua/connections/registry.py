@@ -1,7 +1,7 @@
-"""The names of schemes: the library's own, registered ones, and those of installed packages.
+"""The names of schemes: built in, registered, and declared by installed packages.
 
-A configuration holds names and plain options. A name finds what is registered here or declared by an installed package
-in the entry-point group `residua.schemes`; it never imports a module that a configuration names.
+A configuration holds names and plain options. A name refers to a scheme that is registered here or that an installed
+package declares in the entry-point group `residua.schemes`. A configuration never names a module to import.
 """
 
 import warnings
@@ -22,7 +22,7 @@ from residua.connections.pooled_householder import PooledHouseholder
 from residua.connections.residual import Residual
 
 ENTRY_POINTS = "residua.schemes"
-RESERVED = ("preset", "scheme", "package")  # keys of a description beside the options
+RESERVED = ("preset", "scheme", "package")  # keys of a description that are not options
 
 SCHEMES: dict[str, type[Scheme]] = {
     "residual": Residual,
@@ -55,27 +55,27 @@ PRESETS: dict[str, Scheme] = {
     "attnres-block": AttentionResiduals(block_size=12),
 }
 
-_PACKAGES: dict[type[Scheme], str] = {}  # of schemes that are not the library's own
+_PACKAGES: dict[type[Scheme], str] = {}  # the package of each scheme that is not built in
 
 
 def register(name: str, scheme: type[Scheme] | Scheme) -> None:
-    """Give a scheme a name that works wherever a preset's does: in configurations, commands and checkpoints.
+    """Give a scheme a name that works like a preset's in configurations, commands and checkpoints.
 
-    A class is registered with its default options, an instance with its own. In an installed package, declare the
-    entry point instead, and no process has to call this: `[project.entry-points."residua.schemes"]`, then
+    A class is registered with its default options, an instance with its own. An installed package should declare an
+    entry point instead, so that no process has to call this: `[project.entry-points."residua.schemes"]`, then
     `my-scheme = "my_package.module:MyScheme"`.
 
     Raises:
-        TypeError: this is not a Scheme, or a class whose options lack defaults.
-        ValueError: the name belongs to another scheme or cannot be written as a preset; an option has a reserved name.
+        TypeError: `scheme` is neither a Scheme nor a class of one, or an option of the class lacks a default.
+        ValueError: the name is taken or has marks that a preset's name must not have; an option has a reserved name.
     """
     kind = scheme if isinstance(scheme, type) else type(scheme)
     if not issubclass(kind, Scheme):
         raise TypeError(f"register {name!r}: expected a Scheme, its class or an instance, got {scheme!r}")
     if not isinstance(name, str) or not name or any(mark in name for mark in ":,= "):
-        raise ValueError(f"register: expected a name without spaces or the marks : , =, got {name!r}")
+        raise ValueError(f"register: expected a name without spaces and without : , =, got {name!r}")
     if taken := [field.name for field in fields(kind) if field.name in RESERVED]:
-        raise ValueError(f"register {name!r}: {kind.__name__} has an option {taken[0]!r}, which a description needs")
+        raise ValueError(f"register {name!r}: {kind.__name__} has an option {taken[0]!r}; this name is reserved")
     instance = kind() if isinstance(scheme, type) else scheme
     if (PRESETS.get(name, instance), SCHEMES.get(name, kind)) != (instance, kind):
         raise ValueError(f"register: {name!r} is the name of another scheme; choose another name")
@@ -86,9 +86,9 @@ def register(name: str, scheme: type[Scheme] | Scheme) -> None:
 
 
 def presets() -> dict[str, Scheme]:
-    """Every preset that can be had: the library's, registered ones and those of installed packages.
+    """Return every preset: built in, registered, and declared by installed packages.
 
-    Warns of a package that declares something that cannot be used, and leaves it out.
+    Warns of a declaration that cannot be used, and leaves it out.
     """
     for name in _installed():
         try:
@@ -101,8 +101,8 @@ def presets() -> dict[str, Scheme]:
 def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     """Return the scheme of a preset's name, `{"preset": name, **overrides}` or `{"scheme": name, **options}`.
 
-    A preset's name may carry overrides itself: "ddl-cc:recompute=none,value_channels=3" (`options.named`). Overriding
-    an option derives those that follow from it: `{"preset": "ddl-cc", "value_channels": 3}` has a channel kernel of 3.
+    A preset's name may include overrides: "ddl-cc:recompute=none,value_channels=3" (`options.named`). Overriding an
+    option updates the options derived from it: `{"preset": "ddl-cc", "value_channels": 3}` has a channel kernel of 3.
 
     Raises:
         ValueError: an unknown name (with the nearest one), option or value, or a package that is not installed.
@@ -123,7 +123,9 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     if not isinstance(name, str) or (name not in known and not _find(name)) or name not in known:
         package = connection.get("package")
         if isinstance(package, str):
-            raise ValueError(f"connection: the scheme {name!r} comes with the package {package!r}, which is not here")
+            raise ValueError(
+                f"connection: the scheme {name!r} comes with the package {package!r}, which is not installed"
+            )
         raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, [*known, *_installed()])}")
     scheme = known[name]
     declared = [field.name for field in fields(scheme)]
@@ -139,9 +141,9 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
 
 
 def describe(scheme: Scheme) -> dict[str, Any]:
-    """Return the mapping with all options spelt out from which `resolve` makes `scheme` again.
+    """Return a mapping with every option, from which `resolve` builds an equal scheme.
 
-    The scheme of another package comes with the key "package". Raises ValueError for a class without a name.
+    For a scheme of another package it has the key "package". Raises ValueError for a class without a name.
     """
     kind = type(scheme)
     name = next((name for name, found in SCHEMES.items() if found is kind), None)
@@ -155,17 +157,17 @@ def describe(scheme: Scheme) -> dict[str, Any]:
 
 
 def _installed() -> dict[str, metadata.EntryPoint]:
-    """The entry points of installed packages by name, but for names of the library's own schemes."""
+    """Return the entry points of installed packages by name, except names that are presets already."""
     return {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS) if point.name not in PRESETS}
 
 
 def _find(name: str) -> bool:
-    """Register the schemes of the installed package that declares `name`; whether there is one.
+    """Register the schemes of the installed package that declares `name`; return whether there is one.
 
-    All of them, classes first, so that the description of a scheme does not depend on which one was asked for first.
+    Register all of them, classes first, so that a scheme's description does not depend on which one was used first.
 
     Raises:
-        ValueError: the package declares under this name something that cannot be imported or is not a scheme.
+        ValueError: the object that the package declares under this name cannot be imported or is not a scheme.
     """
     installed = _installed()
     if name not in installed:

@@ -1,4 +1,4 @@
-"""The plain pre-norm residual connection, X + F(norm(X)): what every other scheme is measured against."""
+"""The plain pre-norm residual connection, X + F(norm(X)): the baseline for every other scheme."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
@@ -31,7 +31,7 @@ class ResidualConnection(Connection):
 
 
 class ConvEmbedding(ConvExpand):
-    """The embedding convolution of a state with one stream and no axis for it. (batch, seq, dim) -> the same shape."""
+    """The embedding convolution for a state without a stream axis. (batch, seq, dim) -> (batch, seq, dim)."""
 
     def __init__(self, dim: int, kernel: int):
         super().__init__(dim, 1, kernel)
@@ -44,10 +44,11 @@ class ConvEmbedding(ConvExpand):
 class Residual(Scheme):
     """The scheme of plain residual connections.
 
-    With `expand="conv"` it is a control: what of a lead of Deep Delta Learning is its embedding convolution, which a
-    plain residual can have as well. Names and meaning of the options are those of `DeepDelta`.
+    With `expand="conv"` it is a control: it shows how much of Deep Delta Learning's gain comes from the embedding
+    convolution alone. The options are named as in `DeepDelta` and mean the same.
 
-    expand           "repeat": the state is the embedding; "conv": a causal convolution of it, which starts as the same
+    expand           "repeat": the state is the embedding; "conv": a causal convolution of the embedding, which starts
+                     as the identity
     expand_kernel    taps of that convolution
     """
 
@@ -62,7 +63,7 @@ class Residual(Scheme):
         require(self, "expand_kernel", self.expand_kernel >= 1, "at least 1")
 
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """2 P + 4 in both directions: the gradient needs no state."""
+        """Return 2 P + 4 in both directions: the gradient does not need the state."""
         passes = 2 * self.state_size(boundary, 1) * state_bytes + 4
         return Traffic(passes, passes)
 

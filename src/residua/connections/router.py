@@ -6,20 +6,20 @@ from torch import Tensor, nn
 
 from residua.connections.projection import Projection
 from residua.ops import linear_at_least_float32
-from residua.ops.precision import widened
+from residua.ops.precision import promote
 
 
 class Router(nn.Module):
     """Logits of `maps` mixing matrices: LayerNorm of the state, then a linear map.
 
-    Weights and biases start at 0, but the bias of the matrix `drawn`, which is H_post, is drawn from N(0, 1): streams
-    that are written alike would stay alike.
-    (..., streams, dim) -> (..., maps, streams, streams) in float32 at least.
+    Weights and biases start at 0, except the bias of matrix `random_bias`, H_post, which is drawn from N(0, 1): streams
+    that are written equally would stay equal.
+    (..., streams, dim) -> (..., maps, streams, streams) in at least float32.
     """
 
-    def __init__(self, dim: int, num_streams: int, maps: int, *, drawn: int | None = 1, norm_eps: float = 1e-5):
+    def __init__(self, dim: int, num_streams: int, maps: int, *, random_bias: int | None = 1, norm_eps: float = 1e-5):
         super().__init__()
-        self.drawn = drawn
+        self.random_bias = random_bias
         self.norm = nn.LayerNorm(num_streams * dim, eps=norm_eps)
         self.project = Projection(num_streams * dim, maps * num_streams**2, std=0.0)
         self.bias = nn.Parameter(torch.empty(maps, num_streams, num_streams))
@@ -27,12 +27,12 @@ class Router(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
-        if self.drawn is not None:
-            nn.init.normal_(self.bias[self.drawn])
+        if self.random_bias is not None:
+            nn.init.normal_(self.bias[self.random_bias])
 
     def forward(self, streams: Tensor) -> Tensor:
         norm = self.norm
-        x, weight, bias = widened(streams.flatten(-2), norm.weight, norm.bias)
+        x, weight, bias = promote(streams.flatten(-2), norm.weight, norm.bias)
         x = F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
         logits = linear_at_least_float32(x, self.project.weight, self.bias.flatten())
         return logits.unflatten(-1, self.bias.shape)

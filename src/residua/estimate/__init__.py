@@ -24,7 +24,7 @@ from residua.estimate.speed import (
 )
 from residua.models import ResiduaConfig
 from residua.training import RunConfig, TrainConfig
-from residua.training.distributed import Ranks, Share
+from residua.training.distributed import BatchShard, Ranks
 
 __all__ = ["Estimate", "estimate"]
 
@@ -59,7 +59,7 @@ def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int
     require(gpus >= 1, "--gpus", "at least 1", gpus)
     device, train = GPUS[gpu], config.train
     try:
-        share = Share.of(train, Ranks(world_size=gpus))
+        share = BatchShard.of(train, Ranks(world_size=gpus))
     except InputError as error:  # it speaks of processes, which torchrun starts, one for each GPU
         raise InputError(f"--gpus: {str(error).removeprefix('torchrun: ')}") from error
     sharded = gpus > 1 and train.parallel == "fsdp"
@@ -110,7 +110,7 @@ def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int
 
 
 def _assumptions(
-    train: TrainConfig, model: ResiduaConfig, share: Share, gpu: str, gpus: int, sharded: bool, state_bytes: int
+    train: TrainConfig, model: ResiduaConfig, share: BatchShard, gpu: str, gpus: int, sharded: bool, state_bytes: int
 ) -> tuple[str, ...]:
     device = GPUS[gpu]
     low = train.precision == "bfloat16"

@@ -15,7 +15,7 @@ from residua.connections import Scheme
 from residua.estimate.counts import on_meta
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.training import TrainConfig
-from residua.training.distributed import Share, layers_of, recompute_layers
+from residua.training.distributed import BatchShard, layers_of, recompute_layers
 
 
 class Activations(NamedTuple):
@@ -111,7 +111,7 @@ def ways_to_keep(scheme: Scheme) -> dict[str, Scheme]:
     return {way: replace(scheme, recompute=way) for way in sorted(("replay", "none"), key=lambda way: way != own)}
 
 
-def step_memory(model: ResiduaConfig, train: TrainConfig, share: Share, shards: int) -> dict[str, float]:
+def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard, shards: int) -> dict[str, float]:
     """Bytes of each part of a training step on one GPU, and their total; `shards` is 1 for whole models."""
     autocast = train.precision == "bfloat16"
     found = activation_memory(

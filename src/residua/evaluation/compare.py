@@ -1,8 +1,8 @@
 """Compare runs: the loss that each reached, and its difference to a baseline at the same step, tokens or seconds.
 
-Two loss curves of one experiment look the same on paper; schemes differ visibly only in the difference of their losses
-over several seeds. Runs that differ in `train.seed` alone form a group. Where a group and the baseline share seeds, the
-differences are taken seed by seed, which removes the noise that both share (the order of the data).
+Two loss curves look the same in a plot; schemes differ visibly only in the difference of their losses over several
+seeds. Runs that differ only in `train.seed` form a group. If a group and the baseline share seeds, the differences are
+taken seed by seed, which removes the noise that both share (the order of the data).
 """
 
 import json
@@ -26,7 +26,7 @@ BASELINE_CONNECTION = "residual"
 
 
 class Difference(NamedTuple):
-    """Loss minus the baseline's loss at one place of an axis; `count` pairs of seeds, or 0 if no seed is shared."""
+    """Loss minus the baseline's loss at one point of an axis; `count` pairs of seeds, or 0 if no seed is shared."""
 
     at: float
     mean: float
@@ -35,14 +35,14 @@ class Difference(NamedTuple):
 
     @property
     def clear(self) -> bool:
-        """Whether the 95 % confidence interval over pairs of seeds (Student's t) leaves out 0; False for one pair."""
+        """Whether the 95 % confidence interval over pairs of seeds (Student's t) excludes 0; False for one pair."""
         half = Estimate(self.mean, self.deviation, self.count).half_width
         return half is not None and abs(self.mean) > half
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in nothing but their seed, in the order of their seeds."""
+    """Runs that differ only in their seed, in the order of their seeds."""
 
     name: str
     runs: tuple[Run, ...]
@@ -76,37 +76,37 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups of runs, and the one that the others are compared with. `left_out` says which runs are in no group."""
+    """Groups of runs, and the group that the others are compared with. `left_out` names runs that are in no group."""
 
     groups: tuple[Group, ...]
     baseline: Group | None
     left_out: tuple[str, ...] = ()
 
     def against(self, baseline: str | None) -> "Comparison":
-        """The same runs compared with another baseline: the name of a group, or None for the first with the plain
-        residual. Raises InputError for an unknown name.
+        """Return the same runs compared with another baseline: the name of a group, or None for the first with the
+        plain residual. Raises InputError for an unknown name.
         """
         return replace(self, baseline=_baseline(self.groups, baseline))
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What a reader has to know about the numbers."""
+        """What a reader must know about the numbers."""
         return (*self.left_out, *_notes(self))
 
     @property
     def colours(self) -> dict[str, int]:
-        """The number of every group's colour, the same in all pictures and for every baseline: 0 for the first plain
-        residual, from 1 on for the others.
+        """The colour number of every group, the same in all pictures and for every baseline: 0 for the first plain
+        residual, from 1 for the others.
         """
         plain = _plain_residual(self.groups)
         others = [group.name for group in self.groups if group is not plain]
         return ({plain.name: 0} if plain else {}) | {name: number for number, name in enumerate(others, start=1)}
 
     def differences(self, group: Group, axis: Axis = "tokens") -> list[Difference]:
-        """The validation loss of `group` minus the baseline's along `axis`.
+        """Return the validation loss of `group` minus the baseline's along `axis`.
 
-        At every place where one of the runs was evaluated and all of them already and still were, in between linearly
-        interpolated; empty for the baseline itself, without a baseline and where nothing overlaps.
+        There is one at every point where a run was evaluated and which the curves of all runs cover; the others are
+        interpolated there. Empty for the baseline itself, without a baseline, and if the curves do not overlap.
         """
         if self.baseline is None or group is self.baseline:
             return []
@@ -117,9 +117,9 @@ class Comparison:
             return []
         curves = [*ours.values(), *theirs.values()]
         first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
-        places = sorted({at for curve in curves for at, _ in curve if first <= at <= last})
+        points = sorted({at for curve in curves for at, _ in curve if first <= at <= last})
         result = []
-        for at in places:
+        for at in points:
             values = [{seed: _interpolate(curve, at) for seed, curve in side.items()} for side in (ours, theirs)]
             if shared:
                 result.append(Difference(at, *paired(*values)))
@@ -131,12 +131,12 @@ class Comparison:
         return result
 
     def final_difference(self, group: Group) -> Difference | None:
-        """The difference at the last number of tokens that the group and the baseline both reached."""
+        """Return the difference at the last number of tokens that both the group and the baseline reached."""
         differences = self.differences(group, "tokens")
         return differences[-1] if differences else None
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """The header and the rows of the table, as text."""
+        """Return the header and the rows of the table, as text."""
         versus = f"vs {self.baseline.name}" if self.baseline else "difference"
         header = ["run", "seed(s)", "validation loss", versus, "parameters", "tokens/s", "seconds"]
         rows = []
@@ -156,14 +156,14 @@ class Comparison:
         return header, rows
 
     def to_markdown(self) -> str:
-        """The table in Markdown, and the notes below it."""
+        """Return the table in Markdown, with the notes below it."""
         header, rows = self.table()
         rule = ["---", "---", *["---:"] * (len(header) - 2)]
         lines = [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
         return "\n".join([*lines, *(f"\n{note}" for note in self.notes)]) + "\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values for `json.dumps`; what is missing or not a finite number is None."""
+        """Return everything as plain values for `json.dumps`; None for numbers that are missing or not finite."""
         groups = []
         for group in self.groups:
             difference = self.final_difference(group)
@@ -188,11 +188,11 @@ def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Co
     """Compare the runs in `folders`.
 
     Args:
-        folders: run folders, in the order of their groups in the table; the same folder twice counts once.
-        baseline: the name of a group as the table shows it; without it, the first with the plain residual.
+        folders: run folders, in the order of their groups in the table; duplicates count once.
+        baseline: the name of a group as in the table; None for the first with the plain residual.
 
     Raises:
-        InputError: no folder, a folder without a run, or a baseline that is none of the groups.
+        InputError: there is no folder, a folder has no run, or the baseline is not one of the groups.
     """
     unique = {Path(folder).resolve(): Path(folder) for folder in reversed(list(folders))}
     runs = [Run.read(folder) for folder in reversed(unique.values())]
@@ -203,7 +203,7 @@ def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Co
 
 
 def _group(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
-    """Put runs with equal settings together and give each group the shortest name that tells it from the others."""
+    """Group runs with equal settings, and give each group the shortest name that distinguishes it from the others."""
     members: dict[str, dict[int, Run]] = {}
     left_out = []
     for run in runs:
@@ -219,14 +219,14 @@ def _group(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
 
 
 def _name(run: Run, all_runs: Sequence[Run]) -> str:
-    alike = [other for other in all_runs if other.connection == run.connection]
-    keys = sorted({key for other in alike for key in other.settings})
-    differing = [key for key in keys if len({repr(other.settings.get(key)) for other in alike}) > 1]
+    same_connection = [other for other in all_runs if other.connection == run.connection]
+    keys = sorted({key for other in same_connection for key in other.settings})
+    differing = [key for key in keys if len({repr(other.settings.get(key)) for other in same_connection}) > 1]
     return " ".join([run.connection, *(f"{key}={_short(run.settings.get(key))}" for key in differing)])
 
 
 def _short(value: Any) -> str:
-    """A setting within a name: numbers without noise in their last digits, fingerprints by their beginning."""
+    """Return a setting for use in a name: numbers with 6 digits, texts such as fingerprints cut to 12 characters."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)[:12]
 
 
@@ -246,13 +246,13 @@ def _plain_residual(groups: Sequence[Group]) -> Group | None:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """The reservations about the numbers of a table."""
+    """Return caveats about the numbers of a table."""
     notes = []
     baseline = comparison.baseline
     if baseline is None and len(comparison.groups) > 1:
         notes.append("No run with the plain residual, so there are no differences: name a baseline.")
     if baseline is not None and len(comparison.groups) > 1 and all(len(group.runs) == 1 for group in comparison.groups):
-        notes.append("One seed each: how much of a difference is noise is not measured here.")
+        notes.append("One seed each: the noise in the differences is not measured.")
     for group in comparison.groups:
         missing = [str(run.folder) for run in group.runs if not run.validation]
         if missing:
@@ -283,7 +283,7 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _matched(group: Group, baseline: Group) -> tuple[dict[int, Run], dict[int, Run]]:
-    """The evaluated runs of both by seed: those whose seeds are shared, or all where none is."""
+    """Return the evaluated runs of both by seed: only shared seeds, or all if none is shared."""
     ours, theirs = ({run.seed: run for run in some.runs if run.validation} for some in (group, baseline))
     shared = sorted(ours.keys() & theirs.keys())
     if not shared:
@@ -296,7 +296,7 @@ def _curve(run: Run, axis: Axis) -> list[tuple[float, float]]:
 
 
 def _interpolate(curve: Sequence[tuple[float, float]], at: float) -> float:
-    """The value at `at`, which lies within the curve; exact at its points, linear between them."""
+    """Return the value at `at`, within the curve: exact at its points, linear between them."""
     index = bisect_left(curve, at, key=lambda point: point[0])
     right_at, right = curve[index]
     if right_at == at:

@@ -1,4 +1,4 @@
-"""Text written by a model after a prompt."""
+"""Generate text after a prompt."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -36,18 +36,18 @@ def complete(
     Args:
         model: a causal language model of transformers.
         tokenizer: the tokenizer it was trained with.
-        prompt: the text to go on from; an empty one starts a new document, after an end-of-text token.
-        max_new_tokens: at most so many; None means 200, or what still fits into the model's context.
-        min_new_tokens: the end-of-text token is not taken before so many.
+        prompt: the text to continue; an empty one starts a new document, after an end-of-text token.
+        max_new_tokens: upper limit; None means 200, or fewer if the model's context ends before.
+        min_new_tokens: number of tokens before the end-of-text token is allowed.
         temperature: divides the logits, above 0; lower is more predictable.
         top_p: sample among the most probable tokens that together reach this probability, in (0, 1]; 1 is all.
         top_k: sample among the k most probable tokens; 0 is all.
-        greedy: always take the most probable token; temperature, top_p, top_k and seed then do not matter.
-        seed: of the sampling. The global random state of PyTorch is left as it was.
-        on_text: called with each piece of new text as soon as it is final, for showing it while it is written.
+        greedy: always take the most probable token; temperature, top_p, top_k and seed then have no effect.
+        seed: seed of the sampling. The global random state of PyTorch does not change.
+        on_text: called with each piece of new text as soon as it is final, to stream the output.
 
     Raises:
-        InputError: a setting is out of its range, or prompt and new tokens do not fit into the model's context.
+        InputError: a setting is out of range, or prompt and new tokens do not fit into the model's context.
     """
     _check(temperature, top_p, top_k)
     tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
@@ -70,7 +70,7 @@ def complete(
         do_sample=not greedy,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
-        # A model may have more rows than the tokenizer has tokens; what the others are worth was never trained.
+        # A model may have more rows than the tokenizer has tokens; the other rows were never trained.
         suppress_tokens=list(range(len(tokenizer), model.config.vocab_size)) or None,
         **({} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k}),
     )
@@ -97,7 +97,7 @@ def _check(temperature: float, top_p: float, top_k: int) -> None:
 
 
 class _Pieces(TextStreamer):
-    """Hands each finished piece of text to a callback instead of printing it."""
+    """Pass each finished piece of text to a callback instead of printing it."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", on_text: Callable[[str], None]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

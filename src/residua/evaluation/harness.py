@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 PAPER = "paper"
 METRICS = ("acc_norm", "acc")
-"""The first that a task defines is reported. acc_norm divides a choice's likelihood by its length in characters."""
+"""The first one that a task defines is reported. acc_norm divides a choice's likelihood by its length in characters."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """The result of one task in percent, with its standard error, the task's version and the documents counted."""
+    """The result of one task in percent, with its standard error, the task's version and the number of documents."""
 
     task: str
     metric: str
@@ -38,7 +38,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Scores:
-    """What one model reaches; `harness` is the version of lm-evaluation-harness."""
+    """The scores of one model; `harness` is the version of lm-evaluation-harness."""
 
     name: str
     scores: tuple[Score, ...]
@@ -49,7 +49,7 @@ class Scores:
         return statistics.fmean(score.value for score in self.scores)
 
     def table(self, published: Sequence[Row] = ()) -> tuple[list[str], list[list[str]]]:
-        """Header and rows: ours, its standard errors, then those published, each with its source."""
+        """Return header and rows: our scores, their standard errors, then the published rows, each with its source."""
         header = ["", "source", *(TASKS.get(score.task, score.task) for score in self.scores), "Avg"]
         stderr = ["" if score.stderr is None else f"±{score.stderr:.2f}" for score in self.scores]
         rows = [
@@ -64,7 +64,7 @@ class Scores:
         return header, rows
 
     def to_json(self, published: Sequence[Row] = ()) -> dict[str, Any]:
-        """Plain values, with the published rows under a key of their own."""
+        """Return plain values, with the published rows under their own key."""
         return {
             **asdict(self),
             "average": self.average,
@@ -87,17 +87,17 @@ def score(
     """Score a causal language model on tasks of the harness.
 
     Args:
-        name: what the model is called in tables.
-        tasks: names of tasks; "paper" stands for the paper's eight.
-        num_fewshot: solved examples in front of each question.
-        batch_size: requests at a time; changes no result beyond the rounding of the arithmetic.
-        include_path: a folder with task files of one's own. If it has every task that is asked for, nothing else is
-            looked at, and whether the network is needed is up to those files.
-        limit: only the first documents of each task, for a quick look.
-        bfloat16: compute under autocast, as the model was trained.
+        name: the name of the model in tables.
+        tasks: names of tasks; "paper" means the paper's eight.
+        num_fewshot: number of solved examples before each question.
+        batch_size: requests per batch; affects results only by rounding.
+        include_path: a folder with your own task files. If it has every requested task, no others are loaded, and the
+            network is used only if those files need it.
+        limit: number of documents per task, for a quick test; None for all.
+        bfloat16: compute under autocast, as in bfloat16 training.
 
     Raises:
-        InputError: a task is not known or has no accuracy, the folder is not there, or a number is out of range.
+        InputError: a task is unknown or has no accuracy, the folder does not exist, or a number is out of range.
     """
     for option, value, least in (("num_fewshot", num_fewshot, 0), ("batch_size", batch_size, 1), ("limit", limit, 1)):
         if value is not None and value < least:
@@ -141,7 +141,7 @@ def _task_manager(names: Sequence[str], include_path: str | Path | None) -> Task
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
-        raise InputError(f"--tasks: expected tasks of the harness, paper or those of --include-path, got {unknown[0]}")
+        raise InputError(f"--tasks: expected paper, or tasks of the harness or --include-path, got {unknown[0]}")
     return manager
 
 

@@ -1,4 +1,4 @@
-"""The loss on held-out text: in nats per token, as a perplexity, and in bits per byte."""
+"""The loss on held-out text: nats per token, perplexity, and bits per byte."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -28,11 +28,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def dealt(batches: Iterable[tuple[Tensor, Tensor]], rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every `size`-th of the batches, from the one at `rank` on: the share of a process among several.
+def shard_batches(batches: Iterable[tuple[Tensor, Tensor]], rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield every `size`-th batch, starting at `rank`: the shard of one process among several.
 
-    All shares are equally long, because processes that hold one model in parts run it together: where a share has no
-    batch left, it gets that of another with no label in it.
+    All shards are equally long, because the ranks of a sharded model must run it together: a shard that has no batch
+    left gets another rank's batch with every label ignored.
     """
     remaining = iter(batches)
     while found := list(islice(remaining, size)):
@@ -50,20 +50,20 @@ def held_out_loss(
     bytes: int | None = None,
     gather: Callable[[Any], list[Any]] = lambda own: [own],
 ) -> dict[str, float]:
-    """The mean cross-entropy of a causal language model over every label of `batches`.
+    """Return the mean cross-entropy of a causal language model over all labels of `batches`.
 
     Args:
         model: called as `model(input_ids=inputs, use_cache=False)`; its result has `logits` (batch, seq, vocab_size).
         batches: pairs (inputs, labels) of int64 tensors (batch, seq); `labels[:, t]` is the token after
             `inputs[:, t]` (already aligned), -100 where there is none.
-        bytes: the length of the same text in UTF-8 bytes; with it the loss is also given in bits per byte, which
-            can be compared between tokenizers, as the loss per token cannot.
-        gather: where several processes measure their shares of the batches (`dealt`), gives the value of each.
+        bytes: the length of the same text in UTF-8 bytes, for the loss in bits per byte, which can be compared
+            between tokenizers, unlike the loss per token.
+        gather: if several processes measure their shards of the batches (`shard_batches`), returns the values of all.
 
     Returns:
         `val_loss` (nats per token), `perplexity` (its exponential), `bits_per_byte` (only with `bytes`) and `tokens`
-        (the number of labels). Each token weighs the same however the batches are cut. The sum over the batches is
-        exact up to its last rounding in float64, so that the number of processes does not change it.
+        (the number of labels). All tokens have the same weight in any split into batches. The sum over the batches is
+        rounded once, in float64, so that it does not depend on the number of processes.
 
     Raises:
         InputError: `batches` holds no label, or `bytes` is not positive.
@@ -98,12 +98,12 @@ def held_out_loss(
 
 
 def _total(numbers: list[float]) -> float:
-    """Their sum, rounded once; where one is not finite, the sum as it comes."""
+    """Return the sum, rounded once; if a number is not finite, the plain sum."""
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
 
 
 def _exponential(loss: float) -> float:
-    """exp(loss), infinite where a float64 cannot hold it: a diverged model has a loss, and it must be told."""
+    """Return exp(loss), or infinity if float64 overflows, so that a diverged run still reports a number."""
     try:
         return math.exp(loss)
     except OverflowError:

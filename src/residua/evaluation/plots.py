@@ -1,4 +1,4 @@
-"""Draw a comparison: the losses, and the differences to the baseline, in which schemes can be told apart."""
+"""Draw a comparison: the losses, and the differences to the baseline, where schemes can be distinguished."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,25 +16,25 @@ with extra("lab"):
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-# Okabe and Ito's palette, which people with any colour vision can tell apart; black is kept for the plain residual.
-# The explorer's page has the same, as --scheme-N in its style.css.
+# Okabe and Ito's palette, which is distinguishable with any colour vision; black is reserved for the plain residual.
+# The explorer's page has the same colours, as --scheme-N in its style.css.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 RESIDUAL_COLOUR = "#222222"
 LINE_STYLES = ("-", "--", ":")
-# The loss falls so far in the first part of a run that the axis leaves it out: the rest would be flat.
+# The loss axis excludes the first part of a run, where the loss falls so far that the rest would look flat.
 UNSETTLED_LOSS = 0.1
 UNSETTLED_DIFFERENCE = 0.3
 PANEL_HEIGHT, LEGEND_ROW_HEIGHT = 4.0, 0.21  # inches
-LEGEND_CHARACTERS, LABEL_CHARACTERS = 110, 60  # that fit beside each other above the panels, below one of them
+LEGEND_CHARACTERS, LABEL_CHARACTERS = 110, 60  # that fit above the panels and below one panel
 PANELS: dict[Axis, str] = {"step": "Training step", "seconds": "Wall-clock time of the training steps (seconds)"}
 UNITS: dict[Axis, str] = {"step": "steps", "seconds": "seconds"}
 FEW_POINTS = 24
 
 
 def draw(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Draw `loss.png` and, where something differs from a baseline, `difference.png` into `folder`.
+    """Draw `loss.png` and, if there are differences to a baseline, `difference.png` into `folder`.
 
-    Each shows the same losses by training step and by seconds. Returns the paths of the pictures.
+    Each has a panel by training step and a panel by seconds. Returns the paths of the pictures.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,34 +67,34 @@ def _differences(comparison: Comparison) -> Figure:
     shown = {axis: [] for axis in panels}
     banded = False
     for axis, panel in panels.items():
-        apart = []
+        missing = []
         for group, style in _styles(comparison):
             if group is comparison.baseline:
                 panel.axhline(0, **style, linewidth=1.2, label=f"{group.name} (baseline)")
                 continue
             differences = comparison.differences(group, axis)
             if not differences:
-                apart.append(group.name)
+                missing.append(group.name)
                 continue
-            places = [difference.at for difference in differences]
+            points = [difference.at for difference in differences]
             means = [difference.mean for difference in differences]
-            panel.plot(places, means, **style, **_marks(places), linewidth=1.5, label=group.name)
-            shown[axis] += zip(places, means)
+            panel.plot(points, means, **style, **_marks(points), linewidth=1.5, label=group.name)
+            shown[axis] += zip(points, means)
             if differences[0].deviation is not None:
                 banded = True
                 edges = [[d.mean + sign * d.deviation for d in differences] for sign in (-1, 1)]
-                panel.fill_between(places, *edges, color=style["color"], alpha=0.15, linewidth=0)
-                shown[axis] += [*zip(places, edges[0]), *zip(places, edges[1])]
-        shown[axis].append((max((at for at, _ in shown[axis]), default=0.0), 0.0))  # the baseline is always seen
-        _say_apart(panel, axis, comparison.baseline, apart, everything=len(apart) == len(comparison.groups) - 1)
+                panel.fill_between(points, *edges, color=style["color"], alpha=0.15, linewidth=0)
+                shown[axis] += [*zip(points, edges[0]), *zip(points, edges[1])]
+        shown[axis].append((max((at for at, _ in shown[axis]), default=0.0), 0.0))  # the baseline is always visible
+        _note_missing(panel, axis, comparison.baseline, missing, everything=len(missing) == len(comparison.groups) - 1)
     _scale(panels, shown, UNSETTLED_DIFFERENCE)
     note = "Band: ± 1 standard deviation over seeds." if banded else "One seed: the noise is not measured."
     _label(figure, panels, "Validation loss minus the baseline's\n(nats per token, below 0 is better)", note)
     return figure
 
 
-def _say_apart(panel: Axes, axis: Axis, baseline: Group, names: Sequence[str], *, everything: bool) -> None:
-    """Name the groups that share no value of this axis with the baseline, and so are not in the panel."""
+def _note_missing(panel: Axes, axis: Axis, baseline: Group, names: Sequence[str], *, everything: bool) -> None:
+    """Name the groups that the panel omits because they share no value of its axis with the baseline."""
     if not names:
         return
     text = f"No common {UNITS[axis]} with {baseline.name}"
@@ -120,7 +120,7 @@ def _panels() -> tuple[Figure, dict[Axis, Axes]]:
 
 
 def _styles(comparison: Comparison) -> Iterator[tuple[Group, dict[str, Any]]]:
-    """Each group with its line: black for the plain residual, then colours, then the colours again in another dash."""
+    """Yield each group with its line style: black for the plain residual, then colours, then colours with dashes."""
     for group in comparison.groups:
         number = comparison.colours[group.name]
         if number == 0:
@@ -131,7 +131,7 @@ def _styles(comparison: Comparison) -> Iterator[tuple[Group, dict[str, Any]]]:
 
 
 def _marks(points: Sequence[Any]) -> dict[str, Any]:
-    """Mark the points where there are few: a single one draws no line."""
+    """Mark the points if there are few, because a single point draws no line."""
     return {"marker": "o", "markersize": 3} if len(points) <= FEW_POINTS else {}
 
 
@@ -140,7 +140,7 @@ def _columns(points: Sequence[Point], axis: Axis) -> tuple[list[float], list[flo
 
 
 def _scale(panels: dict[Axis, Axes], shown: dict[Axis, list[tuple[float, float]]], unsettled: float) -> None:
-    """Fit the shared loss axis to the points after the first part, the fraction `unsettled` of the whole."""
+    """Fit the shared loss axis to the points after the first fraction `unsettled` of the runs."""
     settled = []
     for points in shown.values():
         start = unsettled * max((at for at, _ in points), default=0)

@@ -1,7 +1,7 @@
-"""What arXiv 2601.00417 publishes for the eight tasks, in percent; never mixed with what is measured here.
+"""Published results of arXiv 2601.00417 on the eight tasks, in percent; never mixed with our own measurements.
 
-The paper does not name its metric; the levels fit `acc_norm` where the task defines it and `acc` elsewhere. Each row is
-one run with one seed. The medium 0-shot ARC-C of "ddl" is printed as 32.07, which no number of right answers gives.
+The paper does not name its metric; the values fit `acc_norm` for tasks that define it and `acc` for others. Each row is
+one run with one seed. The medium 0-shot ARC-C of "ddl" is printed as 32.07, which no number of correct answers gives.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ TASKS: dict[str, str] = {
 
 
 class Row(NamedTuple):
-    """One published row; `preset` is our name of the scheme, `scores` are in the order of TASKS."""
+    """One published row; `preset` is our name for the scheme, `scores` are in the order of TASKS."""
 
     size: str
     num_fewshot: int
@@ -63,5 +63,5 @@ ROWS: tuple[Row, ...] = (
 
 
 def rows(size: str, num_fewshot: int) -> list[Row]:
-    """The published rows of a model size, "small" or "medium", with this many examples in the prompt."""
+    """Return the published rows of a model size, "small" or "medium", with this many examples in the prompt."""
     return [row for row in ROWS if (row.size, row.num_fewshot) == (size, num_fewshot)]

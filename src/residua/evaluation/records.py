@@ -13,7 +13,7 @@ from residua.runs.jsonlines import read_metrics
 
 
 class Point(NamedTuple):
-    """A loss (nats per token) with the place in the run where it was measured."""
+    """A loss (nats per token) and the point in the run where it was measured."""
 
     step: int
     tokens: int
@@ -25,8 +25,8 @@ class Point(NamedTuple):
 class Run:
     """One run.
 
-    `settings` is the resolved configuration with dotted keys, without the seed and `LOGGING_KEYS`. The fingerprint of
-    the data replaces their keys where facts.json has it, so that their place makes no difference.
+    `settings` is the resolved configuration with dotted keys, without the seed and `LOGGING_KEYS`. If facts.json has
+    the fingerprint of the data, it replaces the data keys, so that the location of the data does not matter.
     `tokens_per_second` is the median of the logged speeds.
     """
 
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def connection(self) -> str:
-        """The connection as a person would write it: the name of the preset or scheme, with the options given to it."""
+        """The connection in short form: the name of the preset or scheme, with its options."""
         prefix = "model.connection."
         options = {key.removeprefix(prefix): v for key, v in self.settings.items() if key.startswith(prefix)}
         name = options.pop("preset", None) or options.pop("scheme", None) or self.settings.get("model.connection", "?")
@@ -79,9 +79,9 @@ class Run:
 
 
 def _read_metrics(path: Path) -> tuple[tuple[Point, ...], tuple[Point, ...], list[float]]:
-    """Training points, validation points and the logged speeds.
+    """Return training points, validation points and the logged speeds.
 
-    A step that goes back means that the run was resumed: what it had logged beyond is void.
+    If the step decreases, the run was resumed there, and later points are dropped.
     """
     training: list[Point] = []
     validation: list[Point] = []

@@ -1,4 +1,4 @@
-"""One page, self-contained and opened from disk, on which connections can be played with, inspected and compared."""
+"""A self-contained page, opened from disk, to try, inspect and compare connections."""
 
 from residua.explorer.page import write_page
 

@@ -1,7 +1,7 @@
-"""From run folders and trace files to what the explorer's page holds: a payload for JSON, and arrays beside it.
+"""Collect run folders and trace files for the explorer's page: a JSON payload, and arrays.
 
-The page has to stay small enough to be sent by mail, so the arrays share what is left of `PAGE` bytes: as float32 where
-all fit, else all but beta as float16, and what still does not fit at the sampled tokens only. The page says so.
+The page must stay small enough for mail, so the arrays share the rest of `PAGE` bytes: float32 if all fit, else float16
+for all but beta, and arrays that still do not fit only at the sampled tokens. The page says so.
 """
 
 import json
@@ -27,17 +27,17 @@ with extra("lab"):
 MOST_RUNS = 12
 PAGE = 5_700_000
 LIBRARY = 2_150_000
-"""Bytes of the page that are there without any data: plotly, and our modules and styles."""
+"""Bytes of the page without any data: plotly, and our modules and styles."""
 BASE64 = 4 / 3
 CHECKPOINTS = 100
-"""Of beta over training: more cannot be told apart on a screen."""
+"""Points of a gate over training: more cannot be distinguished on a screen."""
 
 OF_TOKENS = (
     *("beta", "gamma", "angle", "mixing", "change", "state_norm", "erase_norm", "write_norm", "output_norm"),
     *("change_norm", "discrepancy_norm", "row_error", "column_error", "orthogonality_error"),
     *("h_pre", "h_post", "h_res"),
 )
-"""What has an axis of sublayers and one of tokens, the most needed first."""
+"""Values with an axis of sublayers and one of tokens, the most important first."""
 SMALL = (
     *("token_loss", "alignment", "effective_rank"),
     *("determinant", "singular_max", "singular_min", "defect", "singular_values"),
@@ -47,7 +47,7 @@ QUANTILES = ("mean", "q05", "q50", "q95")
 
 @dataclass(frozen=True)
 class Source:
-    """A trace with the name it has on the page, and the folder of its run where that is known."""
+    """A trace with its name on the page, and the folder of its run if known."""
 
     name: str
     trace: Trace
@@ -55,18 +55,18 @@ class Source:
 
 
 def collect(paths: Sequence[str | Path]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The payload and the arrays of a page about these run folders and trace files.
+    """Return the payload and the arrays of a page for these run folders and trace files.
 
-    A run without a trace of its newest checkpoint gets one, which is saved in the run. Two and more runs are compared.
+    A run without a trace of its newest checkpoint gets one, which is saved in the run. Two or more runs are compared.
 
     Raises:
-        InputError: a path is neither, a trace is of another version, or there are too many.
+        InputError: a path is neither a run folder nor a trace, a trace has another version, or there are too many.
     """
     paths = list({Path(path).resolve(): Path(path) for path in paths}.values())
     if len(paths) > MOST_RUNS:
         raise InputError(f"expected at most {MOST_RUNS} runs and traces on one page, got {len(paths)}")
     runs = [path for path in paths if not _is_trace(path)]
-    # Everything is read before anything is made: a mistake in the last path shall not come after a minute of work.
+    # Read everything first, so that a mistake in the last path is found before a minute of work.
     comparison = comparison_payload(runs) if len(runs) > 1 else None
     loaded = {path: Trace.load(path) for path in paths if path not in runs}
     sources = [Source(_name(path, loaded[path]), loaded[path]) if path in loaded else _of_run(path) for path in paths]
@@ -76,7 +76,7 @@ def collect(paths: Sequence[str | Path]) -> tuple[dict[str, Any], dict[str, np.n
 def page_of(
     sources: Sequence[Source], comparison: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The payload and the arrays of a page about these traces and this comparison."""
+    """Return the payload and the arrays of a page for these traces and this comparison."""
     names = _distinct([source.name for source in sources])
     described = [_described(source, name) for source, name in zip(sources, names)]
     shown = list(dict.fromkeys(source.name for source in sources))
@@ -97,14 +97,14 @@ def page_of(
 
 def _is_trace(path: Path) -> bool:
     if not path.exists():
-        raise InputError(f"{path}: expected a run folder or a trace, but there is nothing of this name")
+        raise InputError(f"{path}: expected a run folder or a trace, found no such file or folder")
     if path.is_dir() and not (path / "config.yaml").is_file():
         raise InputError(f"{path}: expected a run folder, found no config.yaml; residua train --run makes one")
     return path.is_file()
 
 
 def _of_run(folder: Path) -> Source:
-    """The trace of a run's newest checkpoint, made and saved in the run where it has none."""
+    """Return the trace of a run's newest checkpoint; make and save it in the run if there is none."""
     there = dict(archive.saved(folder))
     newest = latest_checkpoint(folder)
     step = newest.step if newest else max(there, default=None)
@@ -126,12 +126,12 @@ def _name(path: Path, trace: Trace) -> str:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """The names, with numbers behind those that occur more than once."""
-    seen: dict[str, int] = {}
+    """Return the names, with numbers appended to duplicates."""
+    counts: dict[str, int] = {}
     result = []
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        result.append(f"{name} ({seen[name]})" if names.count(name) > 1 else name)
+        counts[name] = counts.get(name, 0) + 1
+        result.append(f"{name} ({counts[name]})" if names.count(name) > 1 else name)
     return result
 
 
@@ -148,7 +148,7 @@ def _described(source: Source, name: str) -> dict[str, Any]:
 
 
 def _checked(trace: Trace) -> list[str]:
-    """What is true of a trace without warnings, as far as it has what they look at."""
+    """Return the statements that hold for a trace without warnings, as far as it has the values for them."""
     facts, values = trace.facts, trace.values
     found = ["all numbers are finite", "the connection is causal"]
     if values.keys() & {"beta", "gamma"}:
@@ -162,7 +162,7 @@ def _checked(trace: Trace) -> list[str]:
 
 
 def _fitted(trace: Trace, room: float) -> dict[str, tuple[np.ndarray, list[int] | None]]:
-    """The arrays of a trace within `room` bytes, each with the tokens it is about, None where it is about all."""
+    """Return the arrays of a trace within `room` bytes, each with the tokens it covers, None for all."""
     values = _derived(trace)
     small = {name: values[name].float().numpy() for name in SMALL if name in values}
     large = {name: values[name].float().numpy() for name in OF_TOKENS if name in values}
@@ -183,7 +183,7 @@ def _whole(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, None
 
 
 def _derived(trace: Trace) -> dict[str, torch.Tensor]:
-    """The trace's values, with how far each mixing matrix is from the identity, and each change from no change."""
+    """Return the trace's values, the distance of each mixing matrix from the identity, and relative changes."""
     values = dict(trace.values)
     if "h_res" in values:
         mix = values["h_res"].float()
@@ -194,16 +194,16 @@ def _derived(trace: Trace) -> dict[str, torch.Tensor]:
 
 
 def _halved(array: np.ndarray) -> np.ndarray:
-    """As float16 where that keeps three digits, else as it was."""
+    """Convert to float16 if that keeps three digits."""
     sizes = np.abs(array[np.isfinite(array) & (array != 0)])
     fits = sizes.size == 0 or (sizes.max() < 6e4 and sizes.min() > 1e-4)
     return array.astype(np.float16) if fits else array
 
 
 def _over_training(source: Source) -> dict[str, np.ndarray]:
-    """How the gates moved while the run trained: `steps` (N), and `training.beta.mean` and others (N, sublayers).
+    """Return the gates over training: `steps` (N), and `training.beta.mean` and others (N, sublayers).
 
-    From the telemetry of the training where there is any, else from the traces of several checkpoints.
+    They come from the telemetry of the training if there is any, else from the traces of several checkpoints.
     """
     if source.run is None:
         return {}
@@ -225,7 +225,7 @@ def _over_training(source: Source) -> dict[str, np.ndarray]:
 
 
 def _of_checkpoints(run: Path) -> Iterator[dict[str, Any]]:
-    """Rows as those of connections.jsonl, from the traces that the run has of its checkpoints."""
+    """Yield rows as in connections.jsonl, computed from the traces of the run's checkpoints."""
     for step, path in archive.saved(run):
         values = Trace.load(path).values
         row: dict[str, Any] = {"step": step}

@@ -10,17 +10,17 @@ from residua.evaluation.records import Point
 from residua.runs.jsonlines import finite
 
 POINTS = 200
-"""At most so many in a loss curve; a screen shows no more."""
+"""Largest number of points in a loss curve; a screen shows no more."""
 DIFFERENCES = 60
-"""At most so many points in a curve of differences; there is one for every pair of groups and every axis."""
+"""Largest number of points in a curve of differences; there is a curve for every pair of groups and every axis."""
 
 
 def comparison_payload(folders: Sequence[Path]) -> dict[str, Any]:
-    """The comparison of the runs in `folders` as plain values, with every group in turn as the baseline.
+    """Return the comparison of the runs in `folders` as plain values, with each group in turn as the baseline.
 
     `against[baseline]` holds, for every group by name, the differences along each axis as rows [at, mean, deviation or
     None, pairs of seeds], which are zero for the baseline itself; the groups whose final difference is more than noise
-    (`clear`); and `notes`. `colour` is the number of a group's colour in every picture.
+    (`clear`); and `notes`. `colour` is the colour number of a group in every picture.
 
     Raises:
         InputError: a folder does not hold a run.
@@ -58,7 +58,7 @@ def _against(found: Comparison) -> dict[str, Any]:
     for group in found.groups:
         if group is found.baseline:
             own = {axis: sorted({getattr(p, axis) for r in group.runs for p in r.validation}) for axis in AXES}
-            rows = {axis: [[at, 0.0, None, 0] for at in places] for axis, places in own.items()}
+            rows = {axis: [[at, 0.0, None, 0] for at in points] for axis, points in own.items()}
         else:
             rows = {axis: [_plain(d) for d in found.differences(group, axis)] for axis in AXES}
         differences[group.name] = {axis: _thinned(points, DIFFERENCES) for axis, points in rows.items()}
@@ -70,7 +70,7 @@ def _against(found: Comparison) -> dict[str, Any]:
 
 
 def _settings(groups: Sequence[Group]) -> dict[str, Any]:
-    """The settings in which the groups differ, one row for each, as text; "–" where a group does not have one."""
+    """Return the settings in which the groups differ, one row each, as text; "–" if a group does not have it."""
     settings = [group.runs[0].settings for group in groups]
     keys = sorted({key for some in settings for key in some})
     rows = [[key, *(_text(some, key) for some in settings)] for key in keys]
@@ -86,7 +86,7 @@ def _text(settings: Any, key: str) -> str:
 
 
 def _averaged(points: Sequence[Point], most: int) -> list[Point]:
-    """At most `most` points, each the mean of its neighbours, as the loss of a single batch is noisy."""
+    """Return at most `most` points, each a mean over neighbours, because the loss of a single batch is noisy."""
     width = -(-len(points) // most) if points else 1
     chunks = (points[start : start + width] for start in range(0, len(points), width))
     return [
@@ -96,14 +96,14 @@ def _averaged(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def _thinned(rows: list[Any], most: int) -> list[Any]:
-    """At most `most` rows, evenly spread, with the first and the last."""
+    """Return at most `most` rows, evenly spaced, including the first and the last."""
     if len(rows) <= most:
         return rows
     return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
 
 
 def _plain(values: Sequence[float | None] | None) -> list[float | None] | None:
-    """The values for JSON, with None for numbers that are not finite, and seven digits."""
+    """Return the values for JSON: None for numbers that are not finite, others with seven digits."""
     if values is None:
         return None
     return [float(f"{value:.7g}") if isinstance(value, float) else value for value in finite(values)]

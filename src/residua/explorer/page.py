@@ -1,7 +1,7 @@
-"""Assembles the page: markup, style, modules and data in ONE file that makes no request and needs no server.
+"""Assemble the page: markup, style, modules and data in ONE file that makes no request and needs no server.
 
-The browser gets the modules as one script, small data as JSON, and what is large (arrays, the plotting library) gzipped
-and in base64, to be unpacked by the views that need it. Nothing here knows what the views show.
+The browser gets the modules as one script, small data as JSON, and large data (arrays, the plotting library) gzipped
+and in base64, unpacked by the views that need it. This module does not depend on what the views show.
 """
 
 import base64
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parent / "results.json"
 ENTRY = "main.js"
 STYLES = ("style.css", "learn.css", "panels.css")
 
-# What an array is stored as: the browser has no wider integers than these in a typed array that holds numbers.
+# Stored types of arrays: a browser's typed arrays of numbers have no wider integers.
 STORED = {"bool": "uint8", "int64": "int32", "uint32": "int32", "uint64": "int32"}
 TYPES = {"float16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32"}
 
@@ -58,7 +58,7 @@ def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str,
         "script": bundle(ASSETS, ENTRY),
     }
     template = (ASSETS / "index.html").read_text(encoding="utf-8")
-    # One pass, so that what is put in is never searched for a place to put something in.
+    # One pass, so that inserted text is never searched for placeholders.
     page = re.sub(r"<!-- (title|style|data|script) -->", lambda match: parts[match[1]], template)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)
@@ -66,18 +66,18 @@ def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str,
 
 
 def bundle(folder: Path, entry: str) -> str:
-    """The modules that `entry` needs as one module, each in a function of its own, imported before importing.
+    """Return the modules that `entry` needs as one script, each in its own function, after the modules it imports.
 
-    A module may say `import {a, b as c} from "./file.js";` and `export function|const|class name` at the start of a
-    line, and nothing else of the module syntax. Raises InputError for anything else, for an unknown file or name and
-    for modules that need each other in a circle.
+    A module may contain `import {a, b as c} from "./file.js";` and `export function|const|class name` at the start of a
+    line, and no other module syntax. Raises InputError for anything else, for an unknown file or name and
+    for circular imports.
     """
     exports: dict[str, list[str]] = {}
     return "\n".join(_modules(folder, entry, exports, ()))
 
 
 def _modules(folder: Path, name: str, exports: dict[str, list[str]], above: tuple[str, ...]) -> Iterator[str]:
-    """The functions of the module `name` and of what it needs that is not in `exports` yet."""
+    """Yield the functions of the module `name` and of the modules it needs that are not in `exports` yet."""
     if name in above:
         raise InputError(f"modules that import each other in a circle: {' -> '.join((*above, name))}")
     if name in exports:
@@ -98,7 +98,7 @@ def _modules(folder: Path, name: str, exports: dict[str, list[str]], above: tupl
     code = _EXPORT.sub(r"\1 \2", code)
     if unknown := _UNKNOWN.search(code):
         raise InputError(f"{name}: expected import {{...}} from or export function, const or class, got {unknown[0]!r}")
-    # Inside a script element these would end it, or keep its end from being seen.
+    # Inside a script element these would end it, or hide its end.
     code = code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
     yield f"const {_scope(name)} = (() => {{\n{code}\nreturn {{{', '.join(exports[name])}}};\n}})();"
 
@@ -116,7 +116,7 @@ def _scope(name: str) -> str:
 
 
 def _json(name: str, value: Any) -> str:
-    """Inert whatever its texts say: no character in it can begin a tag or an entity."""
+    """Return a JSON element in which no text can begin a tag or an entity."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError as error:

@@ -119,7 +119,7 @@ def references(task: Task, data: Data | None = None) -> list[dict[str, Any]]:
     """One record (`report`) per reference: its mean squared error on the validation data of `task`.
 
     On the gyroscope also the two floors of position 0, exact and not measured: their `loss` is what position 0 alone
-    adds to the mean over positions, so no causal model's expected loss is below that of "causal-floor".
+    adds to the mean over positions, so the "causal-floor" is the lowest expected loss of any causal model.
     """
     inputs, targets = (data or task.data())[2:]
     records = []

@@ -130,9 +130,9 @@ class Group:
 
 
 def groups(records: Iterable[Record], task: str) -> list[Group]:
-    """The runs of a task in groups, each under a name of its own, in the order in which they first appear.
+    """Group the runs of a task, each group under a unique name, in the order in which they first appear.
 
-    The name is the label, with those of the controls and settings that tell two groups of one label apart.
+    The name is the label, followed by the controls and settings that distinguish two groups with the same label.
     """
     found: dict[tuple[str, ...], dict[int, Record]] = {}
     for record in records:

@@ -1,6 +1,6 @@
 """The tasks of arXiv:2605.06729, made on the fly: next points of a motion on the sphere, and a negation.
 
-The distributions are those of the paper's public code (commit 783e727); the random numbers are torch's, so the single
+The distributions are as in the paper's public code (commit 783e727); the random numbers are torch's, so the single
 trajectories are ours. A task is a pure function of its fields: the same fields give the same data everywhere.
 """
 

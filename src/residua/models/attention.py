@@ -1,4 +1,4 @@
-"""Causal multi-head attention with rotary positions and normalised queries and keys; it knows no residual."""
+"""Causal multi-head attention with rotary positions and normalised queries and keys, without a residual."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,14 +20,14 @@ with extra("lab"):
 
 
 class Rotary(NamedTuple):
-    """cos and sin of the rotation angles, each (batch, seq, rotated / 2), in float32 at least."""
+    """cos and sin of the rotation angles, each (batch, seq, rotated / 2), in at least float32."""
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
     def at(cls, positions: Tensor, config: ResiduaConfig, dtype: torch.dtype) -> "Rotary":
-        """Angles positions * theta^(-2i / rotated) of pair i; positions: (batch, seq), from 0. arXiv 2104.09864."""
+        """Compute positions * theta^(-2i / rotated) of pair i; positions: (batch, seq), from 0. arXiv 2104.09864."""
         head_dim: int = config.head_dim  # type: ignore[assignment]  # the configuration has chosen it
         rotated = int(config.rope_ratio * head_dim) // 2 * 2
         dtype = torch.promote_types(dtype, torch.float32)
@@ -45,8 +45,8 @@ class Rotary(NamedTuple):
 
 
 class AttentionContext(NamedTuple):
-    """What attention needs beside its input: angles, mask, cache, a list that collects the weights (or None), and what
-    an attention function of transformers may want to know, such as positions and where packed documents begin.
+    """The inputs of attention besides x: angles, mask, cache, a list that collects the weights (or None), and options
+    for an attention function of transformers, such as positions and the borders of packed documents.
     """
 
     rotary: Rotary
@@ -70,9 +70,9 @@ def eager_attention(
 class Attention(nn.Module):
     """(batch, seq, hidden_size) -> (batch, seq, hidden_size), without biases.
 
-    Queries, keys and values come from one input, or from one each where the connection reads three.
-    `qk_norm="post_rope"` rotates first and normalises then, as the authors do; with gains that differ within a rotated
-    pair the scores then depend on absolute positions. "pre_rope" normalises first.
+    Queries, keys and values come from one input, or from three if the connection reads three. `qk_norm="post_rope"`
+    normalises after the rotation, as the authors do; with gains that differ within a rotated pair, the scores then
+    depend on absolute positions. "pre_rope" normalises first.
     """
 
     is_causal = True

@@ -1,7 +1,7 @@
 """Importing checkpoints of the authors' public models (deep-delta-learning, commit 2b55f25).
 
 Their state is (..., dim, value_channels) and ours (..., value_channels, dim), so filters are transposed; everything
-else is renaming. The variant is told by the parameter names.
+else is renaming. The parameter names decide the variant.
 """
 
 import re
@@ -25,12 +25,12 @@ _WITHOUT_EFFECT = {
 
 
 def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> ResiduaForCausalLM:
-    """Our model with the authors' parameters: the same function, with their defects mended.
+    """Build our model with the authors' parameters: the same function, without their defects.
 
     config: their configuration keys (hidden_size, num_attention_heads, ddl_*, ...); state_dict: their parameter names.
     The variant (baseline, d_v = 1, token or channel compression, embedding convolution, kind of gate) follows from the
-    names. The dtype of the parameters is kept. ValueError for parameters that are unknown, missing or of another
-    shape, and for options that are not supported.
+    names. The dtype of the parameters is kept. Raises ValueError for parameters that are unknown, missing or of
+    another shape, and for unsupported options.
     """
     state = {name: tensor for name, tensor in state_dict.items() if name != "lm_head.weight"}
     layers = {int(match[1]) for name in state if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
@@ -99,7 +99,7 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
         head_dim=head_dim,
         intermediate_size=intermediate_size,
         max_position_embeddings=given.get("block_size", 1024),
-        connection=scheme,  # type: ignore[arg-type]  # a scheme is described by the configuration
+        connection=scheme,
         qk_norm="post_rope" if given.pop("use_qk_rmsnorm", True) else None,
         rope_theta=float(given.pop("rope_base", 10000.0)),
         rope_ratio=float(given.pop("rope_ratio", 1.0)),
@@ -116,7 +116,7 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
 
 
 def _scheme(given: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
-    """The scheme that the parameter names and shapes tell; removes the keys that it reads from `given`."""
+    """Infer the scheme from parameter names and shapes; remove the keys that it reads from `given`."""
     declared = {name: given.pop(f"ddl_{name}", None) for name in ("value_channels", "state_shortconv_kernel_size")}
     k_eps, beta_init = given.pop("ddl_k_eps", 1e-5), given.pop("ddl_beta_init", 1.0)
     sigmoid, scale = given.pop("ddl_v_sigmoid", True), given.pop("ddl_v_sigmoid_scale", 4.0)
@@ -143,7 +143,7 @@ def _scheme(given: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
         value_channels = declared["value_channels"] or read.numel()
         kernel = declared["state_shortconv_kernel_size"] or weights.shape[-1]
     constant, constant_value = constants["v_dim1_constant" if read is None else "v_constant"]
-    # Their configuration has numbers for what is not used as well.
+    # Their configuration also has numbers for options that are not used.
     value: dict[str, Any]
     if constant:
         value = {"v_activation": "constant", "v_constant": float(constant_value)}
@@ -165,7 +165,7 @@ def _scheme(given: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
 
 
 def _find(state: Mapping[str, Tensor], *endings: str) -> Tensor | None:
-    """The first parameter whose name ends with the first of these that any name ends with, or None."""
+    """Return the first parameter whose name ends with the first of these endings that any name has, or None."""
     return next((state[name] for ending in endings for name in sorted(state) if name.endswith(ending)), None)
 
 
@@ -181,7 +181,7 @@ def _constant(scheme: Scheme) -> bool:
 
 
 def _authors_names(scheme: Scheme, num_layers: int) -> dict[str, str]:
-    """Our parameter name -> theirs, for everything that models of this scheme can hold."""
+    """Map our parameter names to theirs, for every parameter that a model of this scheme can have."""
     names = {"model.embed_tokens.weight": "transformer.wte.weight", "model.norm.weight": "ln_f.weight"}
     for i in range(num_layers):
         theirs, layer = f"transformer.h.{i}", f"model.layers.{i}"
@@ -214,12 +214,12 @@ def _compressor_names(scheme: Scheme, ours: str, theirs: str) -> dict[str, str]:
 
 
 def _filters(tensor: Tensor) -> Tensor:
-    """Filters without the axis of length one that convolutions keep for their input channels."""
+    """Return filters without the axis of length one for the input channels of a convolution."""
     return tensor.squeeze(1) if tensor.dim() == 3 else tensor
 
 
 def _their_shape(shape: torch.Size, name: str) -> torch.Size:
-    """The shape in their layout of a parameter that has `shape` in ours: filters over the tokens are (kernel, channels,
+    """The shape in their layout of a parameter with `shape` in ours: filters over the tokens are (kernel, channels,
     dim) here and (dim * channels, kernel) there, those over the channels (kernel, dim) and (dim, kernel).
     """
     if name.endswith("conv.weight"):
@@ -228,7 +228,7 @@ def _their_shape(shape: torch.Size, name: str) -> torch.Size:
 
 
 def _our_layout(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
-    """A copy in our layout. Over the tokens their channels are fastest and their last tap is the current token."""
+    """Copy into our layout. Over the tokens their channels are fastest and their last tap is the current token."""
     filters = _filters(tensor.detach())
     if name.endswith("conv.weight"):
         filters = filters.reshape(shape[2], shape[1], shape[0]).permute(2, 1, 0).flip(0)

@@ -1,4 +1,4 @@
-"""The configuration of a language model: its sizes, and the residual scheme as a fully spelt-out mapping."""
+"""The configuration of a language model: its sizes, and the residual scheme as a mapping with all its options."""
 
 from dataclasses import fields
 from math import inf
@@ -21,16 +21,16 @@ SIZES: dict[str, dict[str, int]] = {
     "medium": dict(zip(_SIZED, (24, 1024, 8, 128, 1024))),
 }
 ATTENTION = ("eager", "sdpa", "flex_attention")
-"""Implementations of attention that transformers and torch bring themselves."""
+"""Implementations of attention that are part of transformers and torch."""
 
 
 def refuse_fetched_attention(config: Any, source: object) -> None:
     """Check the implementations of attention that a configuration file names, in it and in what it contains.
 
-    For others than `ATTENTION` transformers may download a kernel and run it. Give such a one to `from_pretrained`.
+    For any not in `ATTENTION` transformers may download a kernel and run it. Pass such a one to `from_pretrained`.
 
     Raises:
-        ValueError: the file names another one.
+        ValueError: the file names one that is not in `ATTENTION`.
     """
     for key, value in config.items() if isinstance(config, dict) else ():
         if key.lstrip("_").startswith("attn_implementation"):
@@ -51,27 +51,27 @@ class ResiduaConfig(PreTrainedConfig):
     hidden_size              width d
     num_hidden_layers        blocks of attention and MLP, two sublayers each
     num_attention_heads      heads
-    head_dim                 width of a head; hidden_size / num_attention_heads where None
-    intermediate_size        width of the SwiGLU; floor(8 hidden_size / 3) where None
+    head_dim                 width of a head; None for hidden_size / num_attention_heads
+    intermediate_size        width of the SwiGLU; None for floor(8 hidden_size / 3)
     max_position_embeddings  longest sequence the model is meant for
-    connection               the residual scheme: a preset's name, or {"preset": name, **options}; a `Scheme` too; the
-                             configuration stores it with all its options
-    state_dtype              dtype of the residual state, "float32" or "bfloat16"; the embeddings' where None, which
-                             under autocast is float32
+    connection               the residual scheme: a preset's name, or {"preset": name, **options}, or a `Scheme`; the
+                             configuration stores a mapping with all its options
+    state_dtype              dtype of the residual state, "float32" or "bfloat16"; None for the embeddings', which
+                             is float32 under autocast
     qk_norm                  norm of queries and keys: "post_rope" (the authors' order), "pre_rope", or None for none
     rope_theta               base of the rotary frequencies
-    rope_ratio               share of each head that is rotated
+    rope_ratio               fraction of each head that is rotated
     attention_output_gate    heads are normalised and gated by SiLU(W_g x) before the output projection
     rms_norm_eps             epsilon of every norm
     embedding_init_std       standard deviation of the embedding at the start
     hidden_init_std_factor   projections start with standard deviation factor / sqrt(hidden_size), projections that
                              write into the residual with another 1 / sqrt(num_hidden_layers)
     tie_word_embeddings      the head's weights are the embedding's
-    mup                      scale logits by mup_base_width / hidden_size, and learning rates as muP does
+    mup                      scale logits by mup_base_width / hidden_size, and learning rates by the rules of muP
     mup_base_width           the width at which muP changes nothing
     use_cache                keep keys and values while generating
 
-    Raises ValueError for a value of another type or out of range.
+    Raises ValueError for a value of the wrong type or out of range.
     """
 
     model_type = "residua"
@@ -84,7 +84,7 @@ class ResiduaConfig(PreTrainedConfig):
     head_dim: int | None = None
     intermediate_size: int | None = None
     max_position_embeddings: int = 1024
-    connection: str | dict = "ddl"
+    connection: str | dict | Scheme = "ddl"
     state_dtype: str | None = None
     qk_norm: str | None = "post_rope"
     rope_theta: float = 10000.0
@@ -153,16 +153,16 @@ class ResiduaConfig(PreTrainedConfig):
             self._spell_out()
 
     def _spell_out(self) -> None:
-        """Store the scheme with all its options, and what its look back needs of the cache of transformers."""
+        """Store the scheme with all its options, and the number of cache states that it needs for earlier tokens."""
         scheme, layers = resolve(self.connection), self.num_hidden_layers
         if not scheme.causal:
             raise ValueError(
-                "connection: expected a causal scheme, got one whose coefficients see the whole sequence, so that "
-                "every token would know what comes after it; use context='token' or 'cumulative'"
+                "connection: expected a causal scheme, got one whose coefficients depend on the whole sequence, so "
+                "that every token would see later ones; use context='token' or 'cumulative'"
             )
         memories = scheme.num_memories(self.hidden_size, 2 * layers)
         vars(self)["connection"] = describe(scheme)
-        # The cache then holds, beside keys and values, this many convolution states in every layer.
+        # Besides keys and values, the cache then holds this many convolution states in every layer.
         vars(self)["layer_types"] = ["hybrid" if memories else "full_attention"] * layers
         vars(self)["number_of_conv_states"] = -(-memories // layers)
 

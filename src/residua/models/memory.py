@@ -12,29 +12,29 @@ with extra("lab"):
     from transformers.cache_utils import Cache
 
 
-class Place(NamedTuple):
-    """Where in the cache one part of the stream keeps its memory: the layer, and which convolution state of it."""
+class CacheSlot(NamedTuple):
+    """The slot of the cache for the memory of one part of the stream: the layer, and the index of its state."""
 
     layer: int
-    slot: int
+    conv_state: int
 
 
-def places(stream: Stream, num_layers: int) -> list[Place | None]:
-    """For expand, every connection and collapse, in this order: its place if it looks back, spread over the layers."""
+def cache_slots(stream: Stream, num_layers: int) -> list[CacheSlot | None]:
+    """Return a slot for each part that needs a memory, None for others: expand, all connections, collapse."""
     numbers = iter(range(len(stream.parts)))
     looking = [next(numbers) if window_of(part) else None for part in stream.parts]
-    return [None if i is None else Place(i % num_layers, i // num_layers) for i in looking]
+    return [None if i is None else CacheSlot(i % num_layers, i // num_layers) for i in looking]
 
 
 class CacheMemory:
     """The memory of one part of the stream during one forward pass (`connections.Memory`).
 
-    padding: (batch, seq), 0 at padding and 1 at tokens, or None. Without a cache nothing earlier exists.
+    padding: (batch, seq), 0 at padding and 1 at tokens, or None. Without a cache there are no earlier tokens.
     """
 
-    def __init__(self, cache: Cache | None, place: Place, padding: Tensor | None):
-        self.cache: Any = cache  # where `keeps` is false, nothing asks it
-        self.place = place
+    def __init__(self, cache: Cache | None, slot: CacheSlot, padding: Tensor | None):
+        self.cache: Any = cache  # not used if `keeps` is False
+        self.slot = slot
         self.padding = padding
         self.keeps = cache is not None
 
@@ -43,12 +43,12 @@ class CacheMemory:
             return x
         return self._append(x, window)[:, -(window + x.shape[1]) :]
 
-    # What sums up all tokens so far is kept as rows, in the place of one state that is overwritten: then rows can be
-    # dropped again together with tokens that were only guessed.
+    # A running sum is kept as one row per token instead of one state that is overwritten, so that its rows can be
+    # dropped together with rejected speculative tokens.
 
     def recall(self, like: Tensor) -> Tensor | None:
         if hasattr(self.cache, "get_conv_state"):  # not in every version of transformers
-            rows = self.cache.get_conv_state(*self.place)
+            rows = self.cache.get_conv_state(*self.slot)
             return None if rows is None else rows[..., -1:].transpose(1, 2).unflatten(2, like.shape[2:])
         rows = self._append(like[:, :0], 1)[:, -1:]  # zeros at the very start, or no row at all
         return rows if rows.shape[1] else None
@@ -57,35 +57,35 @@ class CacheMemory:
         self._append(rows, 1)
 
     def _append(self, x: Tensor, window: int) -> Tensor:
-        """What the cache held before, if anything, followed by x; it keeps the last `window` rows of that."""
+        """Return the earlier rows in the cache, if any, then x; the cache keeps the last `window` rows."""
         # The cache keeps (batch, channels, seq).
         rows = x.flatten(2).transpose(1, 2)
         seen = self.cache.update_conv_state(
-            rows, self.place.layer, state_idx=self.place.slot, conv_kernel_size=window
+            rows, self.slot.layer, state_idx=self.slot.conv_state, conv_kernel_size=window
         ).transpose(1, 2)
         return seen.unflatten(2, x.shape[2:])
 
 
 def memories(
-    where: list[Place | None], cache: Cache | None, padding: Tensor | None, x: Tensor
+    slots: list[CacheSlot | None], cache: Cache | None, padding: Tensor | None, x: Tensor
 ) -> list[CacheMemory | None]:
-    """One memory for every place; None where nothing looks back, or where there is neither a cache nor padding.
+    """Return one memory per slot; None for parts without a slot, or if there is neither a cache nor padding.
 
-    Convolution states that nothing uses are given an empty tensor once, because `Cache.crop` slices every one.
-    ValueError for a cache without convolution states, such as `DynamicCache()` without a configuration.
+    Unused convolution states get an empty tensor once, because `Cache.crop` slices all of them. Raises ValueError for a
+    cache without convolution states, such as `DynamicCache()` without a configuration.
     """
-    if cache is not None and any(where):
+    if cache is not None and any(slots):
         layers: list[Any] = cache.layers
         room = [getattr(layer, "number_of_states", 0) for layer in layers]
-        if any(place and (place.layer >= len(room) or place.slot >= room[place.layer]) for place in where):
+        if any(slot and (slot.layer >= len(room) or slot.conv_state >= room[slot.layer]) for slot in slots):
             raise ValueError(
                 "past_key_values: expected a cache that keeps convolution states, as DynamicCache(config=model.config) "
                 f"does, got {type(cache).__name__} without them"
             )
         for index, layer in enumerate(layers):
-            for slot in range(getattr(layer, "number_of_states", 0)):
-                if Place(index, slot) not in where and not layer.is_conv_states_initialized[slot]:
-                    cache.update_conv_state(x.new_zeros(x.shape[0], 0, 1), index, state_idx=slot, conv_kernel_size=1)
+            for state in range(getattr(layer, "number_of_states", 0)):
+                if CacheSlot(index, state) not in slots and not layer.is_conv_states_initialized[state]:
+                    cache.update_conv_state(x.new_zeros(x.shape[0], 0, 1), index, state_idx=state, conv_kernel_size=1)
     if cache is None and padding is None:
-        return [None] * len(where)
-    return [None if place is None else CacheMemory(cache, place, padding) for place in where]
+        return [None] * len(slots)
+    return [None if slot is None else CacheMemory(cache, slot, padding) for slot in slots]

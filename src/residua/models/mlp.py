@@ -1,4 +1,4 @@
-"""The SwiGLU MLP, a sublayer that knows no residual."""
+"""The SwiGLU MLP, without a residual."""
 
 import math
 

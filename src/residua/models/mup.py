@@ -1,4 +1,4 @@
-"""muP (maximal update parameterisation): what width changes, beside the factor on the logits that the model applies.
+"""muP (maximal update parameterisation): learning rates by width. The model applies the factor on the logits itself.
 
 Tensor Programs V, arXiv 2203.03466, table 8, for Adam: with tied embeddings, logits times base / d and an embedding
 whose initial scale and learning rate do not depend on the width d, a matrix whose rows grow with d learns with
@@ -12,11 +12,11 @@ from residua.models.transformer import ResiduaForCausalLM
 
 
 def learning_rate_factors(model: ResiduaForCausalLM) -> dict[str, float]:
-    """For every parameter, by name, the factor on the learning rate under Adam; all 1 without `config.mup`.
+    """Return the factor on the learning rate under Adam for every parameter by name; all 1 without `config.mup`.
 
     A weight of `nn.Linear` gets mup_base_width / hidden_size if its number of inputs grows with hidden_size: the
-    projections of attention and MLP, and the gates and maps of a scheme that read the state. The head does not: what
-    width would do to it is in the factor on the logits.
+    projections of attention and MLP, and the gates and maps of a scheme that read the state. The head gets 1: the
+    factor on the logits replaces its own.
     """
     config = model.config
     factors = {name: 1.0 for name, _ in model.named_parameters()}

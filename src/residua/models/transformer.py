@@ -1,11 +1,11 @@
-"""The language model: a pre-norm Transformer whose trunk knows no residual scheme, only `read` and `write`.
+"""The language model: a pre-norm Transformer that works with any residual scheme through `read` and `write`.
 
     state -> read -x-> attention -y-> write -> state -> read -x-> MLP -y-> write -> state -> read -x-> ...
              '------ connection 2 i ------'             '-- connection 2 i + 1 --'           connection 2 i + 2,
                     '----------------------------- layer i --------------------------------' or the readout
 
-A layer takes x to x, so that `write_read`, a write with the read that follows, can be one kernel. Before the first
-layer, `expand` makes the state of the embeddings; behind the last, the readout collapses it, then norm and head.
+A layer maps x to x, so that `write_read`, a write and the following read, can be one kernel. Before the first layer,
+`expand` makes the state from the embeddings; after the last, the readout collapses it, then norm and head follow.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from residua.connections.base import as_inputs
 from residua.errors import extra
 from residua.models.attention import Attention, AttentionContext, Rotary
 from residua.models.configuration import ResiduaConfig
-from residua.models.memory import memories, places
+from residua.models.memory import cache_slots, memories
 from residua.models.mlp import MLP
 from residua.ops import at_least_float32
 from residua.ops.recompute import cut
@@ -62,9 +62,9 @@ class Embedding(nn.Embedding):
 
 
 class Reader(NamedTuple):
-    """Who reads from the state, and what it remembers of earlier tokens."""
+    """What reads from the state, and its memory of earlier tokens."""
 
-    connection: Connection | Readout
+    connection: Any  # a Connection or what `watch` puts in its place; at the end a Readout, which only reads
     memory: Memory | None
 
 
@@ -93,18 +93,17 @@ class Layer(nn.Module):
         states: list[Any] | None = None,
         checkpoint: Callable | None = None,
     ) -> tuple[Any, Carry, list[Tensor]]:
-        """Take x and carry of the attention's read to those of the following reader; return also the penalties.
+        """Map x and carry of the attention's read to x and carry of the following reader; return the penalties too.
 
-        states: collects the state after this layer. checkpoint: calls a function so that the backward pass computes it
-        again.
+        states: collects the state after this layer. checkpoint: calls a function so that the backward pass recomputes
+        it.
         """
         if checkpoint is None:
             return self._run(x, carry, readers, context, states)
-        # What a layer starts from is kept for it anyway. To make it again, the layer before would have to be computed
-        # again while this one is at work, and its weights may not be there.
+        # The layer's input is kept anyway. Recomputing it would run the layer before, with weights that may be absent.
         carry = carry._replace(residual=cut(carry.residual))
-        # The reentrant kind follows only tensors that are arguments themselves, not those inside a carry. What is
-        # hooked onto the call of a layer, such as gathering its weights, is not done again.
+        # Reentrant checkpointing tracks only tensors that are direct arguments, not tensors inside a carry. Hooks on
+        # the layer's call, such as gathering its weights, do not run again.
         return checkpoint(self._run, x, carry, readers, context, states, use_reentrant=False)
 
     def _run(
@@ -135,8 +134,8 @@ class ResiduaPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        # Every module that owns parameters knows how they start; there is no second place that draws them. Those that
-        # were loaded, while others of the module were missing, get their values back.
+        # Every module initialises its own parameters, and only there. If some of its parameters were loaded and others
+        # were missing, the loaded ones get their values back.
         reset = getattr(module, "reset_parameters", None)
         if reset is None:
             return
@@ -160,7 +159,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
-        self.places = places(self.stream, config.num_hidden_layers)
+        self.cache_slots = cache_slots(self.stream, config.num_hidden_layers)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -183,11 +182,11 @@ class ResiduaModel(ResiduaPreTrainedModel):
         watch: Callable[[list[Connection | Readout]], Sequence[Connection | Readout]] | None = None,
         **kwargs: Any,
     ) -> ResiduaModelOutput:
-        """As every decoder of transformers.
+        """Run the trunk, with the interface of every decoder of transformers.
 
         `hidden_states` are the residual states before the first and after every layer, as the scheme keeps them (a
-        pytree for some schemes), and then the last normalised one. `watch` is given the connections and the readout,
-        and returns what stands in for each.
+        pytree for some schemes), and then the last normalised one. `watch` maps the list of connections and readout
+        to a list of replacements.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
@@ -198,7 +197,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
             raise ValueError("output_attentions needs attn_implementation='eager', which computes the weights")
         use_cache = (config.use_cache and not self.training) if use_cache is None else use_cache
         if (use_cache or past_key_values is not None) and self.gradient_checkpointing and self.training:
-            # A layer that is computed again would add its tokens to the cache again.
+            # A recomputed layer would add its tokens to the cache a second time.
             if past_key_values is not None and past_key_values.get_seq_length():
                 raise ValueError("past_key_values: gradient checkpointing needs the whole sequence, got a filled cache")
             logger.warning_once("gradient checkpointing does not keep a cache: use_cache is set to False")
@@ -214,7 +213,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         rotary = Rotary.at(positions, config, embeddings.dtype)
         options = {**kwargs, "position_ids": positions}
         context = AttentionContext(rotary, mask, past_key_values, attentions, options)
-        remembered = memories(self.places, past_key_values, padding, embeddings)
+        remembered = memories(self.cache_slots, past_key_values, padding, embeddings)
 
         connections = [*self.stream.connections, Readout(self.stream.collapse)]
         readers = list(map(Reader, connections if watch is None else watch(connections), remembered[1:]))
@@ -241,21 +240,21 @@ class ResiduaModel(ResiduaPreTrainedModel):
     def _expect_one_document(
         self, attention_mask: Tensor | dict[str, Tensor | None] | None, position_ids: Tensor | None, cache: Cache | None
     ) -> None:
-        """ValueError for positions of another shape, and where a scheme that looks back would read across the borders
-        of documents that are packed into one sequence: only attention is told of those.
+        """Raise ValueError for positions of the wrong shape, and for packed documents if the scheme reads earlier
+        tokens: it would read across their borders, which only attention knows.
         """
         if position_ids is not None and position_ids.dim() != 2:
             raise ValueError(f"position_ids: expected (1 or batch, seq), got {tuple(position_ids.shape)}")
-        if not any(self.places):
+        if not any(self.cache_slots):
             return
-        reason = "the residual scheme looks back on earlier tokens and cannot tell documents in a sequence apart"
+        reason = "the residual scheme reads earlier tokens and cannot separate documents in a sequence"
         if isinstance(attention_mask, Tensor) and attention_mask.dim() > 2:
             raise ValueError(f"attention_mask: expected (batch, seq), got {tuple(attention_mask.shape)}: {reason}")
-        # As transformers finds packed documents; a compiler cannot look at numbers.
+        # transformers detects packed documents in this way; a compiler cannot inspect values.
         if position_ids is None or attention_mask is not None or cache is not None or torch.compiler.is_compiling():
             return
         if (position_ids.diff() != 1).any():
-            raise ValueError(f"position_ids: expected each to be one more than that before it: {reason}")
+            raise ValueError(f"position_ids: expected consecutive positions: {reason}")
 
     def _masks(
         self,
@@ -264,7 +263,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         position_ids: Tensor | None,
         cache: Cache | None,
     ) -> tuple[Any, Tensor | None, Tensor]:
-        """The attention mask in the form the attention function wants, the padding (batch, seq) of these tokens or
+        """Return the attention mask as the attention function needs it, the padding (batch, seq) of these tokens or
         None, and their positions (1 or batch, seq), counted from the first token that is not padding.
         """
         length = embeddings.shape[1]
@@ -292,7 +291,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
 
 
 def causal_lm_loss(logits: Tensor, shift_labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Mean cross-entropy of predicting the next token, in float32 at least; labels of -100 do not count.
+    """Return the mean cross-entropy of next-token prediction, in at least float32; labels of -100 do not count.
 
     logits: (batch, seq, vocab); shift_labels: (batch, seq), the token after each position. `num_items_in_batch`
     divides the sum instead of the number of labels, so that accumulated micro-batches weigh by tokens.
@@ -318,7 +317,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(batch, seq, vocab_size) from the trunk's last hidden state (batch, seq, hidden_size)."""
+        """Return (batch, seq, vocab_size), given the trunk's last hidden state (batch, seq, hidden_size)."""
         logits = self.lm_head(hidden)
         return logits * (self.config.mup_base_width / self.config.hidden_size) if self.config.mup else logits
 
@@ -336,12 +335,12 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> ResiduaCausalLMOutput:
-        """Logits (batch, seq or logits_to_keep, vocab_size), and the loss where `labels` (shifted here) or
+        """Return logits (batch, seq or logits_to_keep, vocab_size), and the loss if `labels` (shifted here) or
         `shift_labels` (already the next tokens) are given; -100 does not count. In training the loss includes the
         scheme's penalty, if it has one.
         """
-        # Not named in the signature: the Trainer of transformers evaluates no loss unless its batches hold every
-        # argument that is named like labels.
+        # Not in the signature: the Trainer of transformers evaluates a loss only if its batches hold every argument
+        # with "label" in its name.
         shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from residua.ops.precision import widened
+from residua.ops.precision import promote
 from residua.ops.recompute import recomputed, writer
 from residua.ops.shapes import expect_shape
 
@@ -50,7 +50,7 @@ def causal_read_on(streams: Tensor, taps: Tensor, sums: Tensor | None = None) ->
     """
     kernel = taps.shape[0]
     expect_shape("taps", taps, (kernel, *streams.shape[-2:]), "(kernel, streams, dim)")
-    wide_streams, wide_taps = widened(streams, taps)
+    wide_streams, wide_taps = promote(streams, taps)
     if streams.shape[1] == 1:
         after = (wide_streams.unsqueeze(-3) * wide_taps).sum(-2)
         after = after if sums is None else after + F.pad(sums, (0, 0, 0, 1))
@@ -75,13 +75,13 @@ class _CausalExpand(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, taps: Tensor) -> Tensor:
         ctx.save_for_backward(x, taps)
-        wide_x, wide_taps = widened(x, taps)
+        wide_x, wide_taps = promote(x, taps)
         return _expand(wide_x, wide_taps, ahead=False).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, taps = ctx.saved_tensors
-        wide_x, wide_taps = widened(x, taps)
+        wide_x, wide_taps = promote(x, taps)
         grad = grad.to(wide_x.dtype)
         grad_x = grad_taps = None
         if ctx.needs_input_grad[0]:
@@ -95,7 +95,7 @@ class _CausalRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, streams: Tensor, taps: Tensor, mask: Tensor | None) -> Tensor:
         ctx.save_for_backward(streams if writer(streams) is None else None, taps, mask)
-        wide_streams, wide_taps = widened(streams, taps)
+        wide_streams, wide_taps = promote(streams, taps)
         return _read(_masked(wide_streams, mask), wide_taps, ahead=False).to(streams.dtype)
 
     @staticmethod
@@ -103,7 +103,7 @@ class _CausalRead(torch.autograd.Function):
         streams, taps, mask = ctx.saved_tensors
         if streams is None:
             streams = recomputed(ctx)
-        wide_streams, wide_taps = widened(streams, taps)
+        wide_streams, wide_taps = promote(streams, taps)
         grad = grad.to(wide_streams.dtype)
         grad_streams = grad_taps = None
         if ctx.needs_input_grad[0]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from residua.ops.dispatch import Implementation, choose
-from residua.ops.precision import at_least_float32, fresh, widened, without_autocast
+from residua.ops.precision import at_least_float32, new_symbol, promote, without_autocast
 from residua.ops.recompute import expect_first_derivative, joined, opened, recomputed
 from residua.ops.shapes import expect_shape
 
@@ -31,7 +31,7 @@ def unit(k: Tensor, *, k_norm: KNorm = "rms", eps: float = 1e-5) -> Tensor:
     """
     if k_norm not in K_NORMS:
         raise ValueError(f"k_norm: expected one of {', '.join(K_NORMS)}, got {k_norm!r}")
-    return _Unit.apply(k, k_norm, fresh(eps))
+    return _Unit.apply(k, k_norm, new_symbol(eps))
 
 
 def _inverse_norm(raw: Tensor, k_norm: KNorm, eps: float) -> tuple[Tensor, Tensor | None]:
@@ -133,7 +133,7 @@ def _written(
     state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: KNorm | None, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
     """Return X', and for its gradient both results of `_inverse_norm`, beta and r, all wide."""
-    wide_state, wide_k, wide_v, wide_beta = widened(state, k, v, beta)
+    wide_state, wide_k, wide_v, wide_beta = promote(state, k, v, beta)
     scale, ratio = (None, None) if k_norm is None else _inverse_norm(wide_k, k_norm, eps)
     wide_k = wide_k if scale is None else wide_k * scale
     error = wide_v - (wide_state * wide_k.unsqueeze(-2)).sum(-1)
@@ -143,7 +143,7 @@ def _written(
 def _plain(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: KNorm | None, eps: float) -> Tensor:
     """Compute X' from operations that autograd can differentiate any number of times."""
     if k_norm is not None:
-        k = unit(widened(state, k, v, beta)[1], k_norm=k_norm, eps=eps)
+        k = unit(promote(state, k, v, beta)[1], k_norm=k_norm, eps=eps)
     return _written(state, k, v, beta, None, eps)[0]
 
 
@@ -205,7 +205,7 @@ def delta_write(
         return kernel(state, k, v, beta, k_norm, eps, recompute_every)
     if not torch.is_grad_enabled():
         return _written(state, k, v, beta, k_norm, eps)[0]  # no gradient will need anything
-    return _DeltaWrite.apply(state, k, v, beta, k_norm, fresh(eps), recompute_every)
+    return _DeltaWrite.apply(state, k, v, beta, k_norm, new_symbol(eps), recompute_every)
 
 
 def delta_write_v1(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, eps: float = 1e-5) -> Tensor:
@@ -215,7 +215,7 @@ def delta_write_v1(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, eps: fl
     for |k| = 1. eps also keeps k = 0 harmless: it leaves the state as it is.
     """
     expect_write(state, k, v, beta)
-    wide_state, wide_k, wide_v, wide_beta = widened(state, k, v, beta)
+    wide_state, wide_k, wide_v, wide_beta = promote(state, k, v, beta)
     readout = (wide_state * wide_k.unsqueeze(-2)).sum(-1) / (wide_k.square().sum(-1, keepdim=True) + eps)
     step = (wide_beta.unsqueeze(-1) * (wide_v - readout)).unsqueeze(-1)
     return torch.addcmul(wide_state, step, wide_k.unsqueeze(-2)).to(state.dtype)
@@ -261,7 +261,7 @@ class Composition(NamedTuple):
     def write(self, state: Tensor, v: Tensor) -> Tensor:
         """Write all n values v: (..., n, value_channels) into state: (..., value_channels, dim); returns its dtype."""
         expect_shape("v", v, (*state.shape[:-2], self.k.shape[-2], state.shape[-2]), "(..., n, value_channels)")
-        wide_state, wide_v, k, t = widened(state, v, self.k, self.t)
+        wide_state, wide_v, k, t = promote(state, v, self.k, self.t)
         with without_autocast(self.k.device):
             steps = t @ (wide_v - k @ wide_state.mT)
             return (wide_state + steps.mT @ k).to(state.dtype)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from residua.ops.precision import fresh, widened, without_autocast
+from residua.ops.precision import new_symbol, promote, without_autocast
 from residua.ops.shapes import expect_shape
 
 
@@ -22,7 +22,7 @@ def depth_read(sources: Sequence[Tensor], query: Tensor, *, eps: float = 1e-5) -
     for source in sources:
         expect_shape("sources", source, sources[0].shape, "the shape of the first")
     expect_shape("query", query, sources[0].shape[-1:], "(dim,)")
-    return _DepthRead.apply(query, fresh(eps), *sources)
+    return _DepthRead.apply(query, new_symbol(eps), *sources)
 
 
 def _logits(query: Tensor, eps: float, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,7 @@ def _logits(query: Tensor, eps: float, sources: Sequence[Tensor]) -> tuple[Tenso
     logits, scales = [], []
     with without_autocast(query.device):
         for source in sources:
-            wide, u = widened(source, query)
+            wide, u = promote(source, query)
             scales.append(torch.rsqrt(wide.square().mean(-1) + eps))
             logits.append((wide @ u) * scales[-1])
     return torch.stack(logits, -1), torch.stack(scales, -1)
@@ -59,7 +59,7 @@ class _DepthRead(torch.autograd.Function):
         query, logits, scales, *sources = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradient is to be differentiated, and what was saved has no history
             logits, scales = _logits(query, ctx.eps, sources)
-        grad, u, logits, scales = widened(grad, query, logits, scales)
+        grad, u, logits, scales = promote(grad, query, logits, scales)
         weights, dim = logits.softmax(-1), query.shape[0]
         products = torch.stack([torch.linalg.vecdot(grad, source.to(grad.dtype)) for source in sources], -1)
         steps = weights * (products - (weights * products).sum(-1, keepdim=True)) * scales

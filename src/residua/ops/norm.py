@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from residua.ops.precision import at_least_float32, fresh, widened, without_autocast
+from residua.ops.precision import at_least_float32, new_symbol, promote, without_autocast
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -15,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tens
     """
     if x.dtype == at_least_float32(x).dtype:
         return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
-    return _NarrowRMSNorm.apply(x, x.new_ones(x.shape[-1]) if weight is None else weight, fresh(eps))
+    return _NarrowRMSNorm.apply(x, x.new_ones(x.shape[-1]) if weight is None else weight, new_symbol(eps))
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class _NarrowRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide_x, wide_weight = widened(x, weight)
+        wide_x, wide_weight = promote(x, weight)
         scale = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.eps = eps
@@ -58,7 +58,7 @@ class _NarrowRMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         if torch.is_grad_enabled():  # for a second derivative the scale must be a function of x
             scale = torch.rsqrt(at_least_float32(x).square().mean(-1, keepdim=True) + ctx.eps)
-        grad, wide_x, wide_weight = widened(grad, x, weight)
+        grad, wide_x, wide_weight = promote(grad, x, weight)
         normed, through = wide_x * scale, grad * wide_weight
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:

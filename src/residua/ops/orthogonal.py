@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from residua.ops.precision import at_least_float32, widened, without_autocast
+from residua.ops.precision import at_least_float32, promote, without_autocast
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.streams import hyper_mix
 
@@ -66,7 +66,7 @@ def _updated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     if x.shape[-2] <= 4:
         # One product with a matrix this small is faster than two with its factors.
         return hyper_mix(x, _matrix(left, right))
-    wide, left, right = widened(x, left, right)
+    wide, left, right = promote(x, left, right)
     own = left.shape[-2:]
     left, right = (expand_leading("coefficients", part, x.shape[:-2], own, "(..., n, r)") for part in (left, right))
     with without_autocast(x.device):
@@ -82,14 +82,14 @@ def cayley(u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     arXiv 2605.06729 (the operator), derived (the closed form).
     """
     dtype = torch.promote_types(torch.promote_types(u.dtype, v.dtype), beta.dtype)
-    left, right = _rotation(*widened(u, v, beta))
+    left, right = _rotation(*promote(u, v, beta))
     return _matrix(left, right).to(dtype)
 
 
 def cayley_apply(x: Tensor, u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     """Q X for the Q of `cayley(u, v, beta)` without forming it, in O(n d). x: (..., n, d); returns its dtype."""
     _expect_directions(x.shape[-2], u=u, v=v)
-    return _updated(x, *_rotation(*widened(u, v, beta)))
+    return _updated(x, *_rotation(*promote(u, v, beta)))
 
 
 def cayley_angle(u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def cayley_angle(u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     u and v are parallel; its derivative there is taken as 0.
     """
     dtype = torch.promote_types(torch.promote_types(u.dtype, v.dtype), beta.dtype)
-    u, v, beta = widened(u, v, beta)
+    u, v, beta = promote(u, v, beta)
     _expect_directions(u.shape[-1], v=v)
     w = _sheared(u, v)
     square = _dot(u, u) * _dot(w, w) - _dot(u, w).square()
@@ -150,7 +150,7 @@ def householder(x: Tensor, k: Tensor, beta: Tensor | float = 2.0) -> Tensor:
     """
     _expect_directions(x.shape[-2], k=k)
     if isinstance(beta, Tensor):
-        k, beta = widened(k, beta)
+        k, beta = promote(k, beta)
         beta = beta.unsqueeze(-1)
     else:
         k = at_least_float32(k)
@@ -165,7 +165,7 @@ def hybrid(x: Tensor, u: Tensor, v: Tensor, beta: Tensor, k: Tensor, gamma: Tens
     beta, gamma: (...). Returns the dtype of x, in O(n d). arXiv 2605.06729.
     """
     _expect_directions(x.shape[-2], u=u, v=v, k=k)
-    u, v, beta, k, gamma = widened(u, v, beta, k, gamma)
+    u, v, beta, k, gamma = promote(u, v, beta, k, gamma)
     left, right = _rotation(u, v, beta)
     gate = gamma.unsqueeze(-1)
     parts = torch.broadcast_tensors(left[..., 0], left[..., 1], k)

@@ -12,7 +12,7 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def widened(*tensors: Tensor) -> list[Tensor]:
+def promote(*tensors: Tensor) -> list[Tensor]:
     """Promote all tensors to one dtype: the widest among them and float32."""
     dtype = tensors[0].dtype
     if dtype in (torch.float32, torch.float64) and all(x.dtype == dtype for x in tensors):
@@ -23,7 +23,7 @@ def widened(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) for x in tensors]
 
 
-def fresh(x: float) -> float:
+def new_symbol(x: float) -> float:
     """Return x, as a new symbol for a compiler.
 
     Dynamo treats a number that it has met with two values as a symbol, and (torch 2.13) cannot pass one symbol to more
@@ -55,7 +55,7 @@ def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     if torch.compiler.is_compiling() and weight.shape[0] <= FEW and torch.is_grad_enabled():
         # A compiler fuses sums into the loops around them; for a product it would write a widened copy of x. (For the
         # one token of a generation step, a product is faster.)
-        wide_x, wide_weight = widened(x, weight)
+        wide_x, wide_weight = promote(x, weight)
         y = torch.stack([(wide_x * wide_weight[i]).sum(-1) for i in range(weight.shape[0])], -1)
         return y if bias is None else y + bias.to(y.dtype)
     wide = weight.dtype in (torch.float32, torch.float64) and x.dtype == weight.dtype
@@ -71,14 +71,14 @@ class _WideLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        wide_x, wide_weight, *wide_bias = widened(x, weight, *([] if bias is None else [bias]))
+        wide_x, wide_weight, *wide_bias = promote(x, weight, *([] if bias is None else [bias]))
         with without_autocast(x.device):
             return F.linear(wide_x, wide_weight, *wide_bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        wide_x, wide_weight = widened(x, weight)
+        wide_x, wide_weight = promote(x, weight)
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
         with without_autocast(x.device):

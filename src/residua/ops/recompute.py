@@ -74,7 +74,7 @@ def nearest(node: Any, replay: Callable[[Any], Tensor], reach: int) -> tuple[Ten
     return state, between
 
 
-def opened(node: Any) -> tuple[Tensor | None, ...]:
+def opened(node: Any) -> tuple[Any, ...]:
     """Return the saved tensors of a write, read only once: activation checkpointing hands them out only once."""
     if node.opened is None:
         node.opened = node.saved_tensors

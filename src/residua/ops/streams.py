@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residua.ops.dispatch import Implementation, choose
-from residua.ops.precision import widened, without_autocast
+from residua.ops.precision import promote, without_autocast
 from residua.ops.recompute import recomputed, writer
 from residua.ops.shapes import expand_leading, expect_shape
 
@@ -23,7 +23,7 @@ def stream_read(streams: Tensor, weights: Tensor) -> Tensor:
 
 
 def _read(streams: Tensor, weights: Tensor) -> Tensor:
-    wide_streams, wide_weights = widened(streams, weights)
+    wide_streams, wide_weights = promote(streams, weights)
     if not torch.compiler.is_compiling() and streams.shape[:-2].numel() <= FEW_TOKENS:
         return (wide_streams * wide_weights).sum(-2).to(streams.dtype)
     x = wide_streams[..., 0, :] * wide_weights[0]
@@ -46,7 +46,7 @@ class _StreamRead(torch.autograd.Function):
         streams, weights = ctx.saved_tensors
         if streams is None:
             streams = recomputed(ctx)
-        grad, wide_streams, wide_weights = widened(grad, streams, weights)
+        grad, wide_streams, wide_weights = promote(grad, streams, weights)
         grad_streams = grad_weights = None
         if ctx.needs_input_grad[0]:
             grad_streams = (grad.unsqueeze(-2) * wide_weights).to(streams.dtype)
@@ -70,7 +70,7 @@ def channel_taps(conv: Tensor, read: Tensor, *, causal: bool = False) -> Tensor:
     kernel, num_streams = conv.shape[0], read.shape[0]
     if kernel > num_streams:
         raise ValueError(f"conv: expected a kernel of at most {num_streams} taps, one for each stream, got {kernel}")
-    conv, read = widened(conv, read)
+    conv, read = promote(conv, read)
     shift = kernel - 1 if causal else (kernel - 1) // 2
     # Row j of the windows holds read[j - i + shift] for every tap i, the last one first. A matrix product, because a
     # compiler would recompute a sum for every token that the weights are used on.
@@ -140,13 +140,13 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, streams: Tensor, matrix: Tensor) -> Tensor:
         ctx.save_for_backward(streams, matrix)
-        wide_streams, wide_matrix = widened(streams, matrix)
+        wide_streams, wide_matrix = promote(streams, matrix)
         return _product(wide_matrix, wide_streams).to(streams.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         streams, matrix = ctx.saved_tensors
-        grad, wide_streams, wide_matrix = widened(grad, streams, matrix)
+        grad, wide_streams, wide_matrix = promote(grad, streams, matrix)
         grad_streams = grad_matrix = None
         if ctx.needs_input_grad[0]:
             grad_streams = _product(wide_matrix.mT, grad).to(streams.dtype)
@@ -159,7 +159,7 @@ class _HyperWrite(torch.autograd.Function):
     @staticmethod
     def forward(ctx, streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor) -> Tensor:
         ctx.save_for_backward(None if h_res is None else streams, y, h_res, h_post)
-        mixed, y, h_post, *matrix = widened(streams, y, h_post, *([] if h_res is None else [h_res]))
+        mixed, y, h_post, *matrix = promote(streams, y, h_post, *([] if h_res is None else [h_res]))
         if matrix:
             mixed = _product(matrix[0], mixed)
         return torch.addcmul(mixed, h_post.unsqueeze(-1), y.unsqueeze(-2)).to(streams.dtype)
@@ -168,7 +168,7 @@ class _HyperWrite(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         streams, y, h_res, h_post = ctx.saved_tensors
         dtype = grad.dtype  # the dtype of the streams
-        grad, wide_y, wide_post, *mixing = widened(grad, y, h_post, *([] if h_res is None else [h_res, streams]))
+        grad, wide_y, wide_post, *mixing = promote(grad, y, h_post, *([] if h_res is None else [h_res, streams]))
         needs_streams, needs_y, needs_res, needs_post = ctx.needs_input_grad
         grad_streams = grad_y = grad_res = grad_post = None
         if needs_streams:

@@ -77,7 +77,7 @@ def hold(path: Path, *, own: Collection[str] = (), hint: str = "choose another f
     """Hold `path` as the one process that writes in it, and remove what killed writers left there. The folder is made
     where there is none; the system gives it back when this process ends, however it ends.
 
-    own: names of which a folder that is not empty must hold one, to be known as ours; that of the lock always counts.
+    own: a folder that is not empty must contain one of these names, or the lock file, to be recognised as ours.
 
     Raises:
         InputError: another process holds the folder, it holds other files, or it cannot be written.

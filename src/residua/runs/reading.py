@@ -114,7 +114,7 @@ def file_inside(folder: str | os.PathLike[str], name: object) -> Path:
 
 
 def file_name(folder: str | os.PathLike[str], name: object) -> str:
-    """Return `name` if it can be that of a file directly in the folder. Raises InputError."""
+    """Return `name` if it can name a file directly in the folder. Raises InputError."""
     if not isinstance(name, str) or not name or name in (".", "..") or re.search(r"[/\\:\0]", name):
         raise InputError(f"{folder}: expected the name of a file in this folder, got {name!r}")
     return name

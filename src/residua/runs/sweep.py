@@ -264,8 +264,8 @@ def _run_in_processes(work: _Work, count: int) -> None:
                     process.join()
                     raise RunError(
                         f"the process of {job.name} ended with exit status {process.exitcode}; {len(work.waiting)} "
-                        f"runs were not begun; what is finished stays in {work.records.path}, and the same command "
-                        "goes on from there"
+                        f"runs were not started; finished ones are in {work.records.path}, and the same command "
+                        "continues from there"
                     ) from error
                 if isinstance(message, int):
                     work.update(job, message)
@@ -291,7 +291,7 @@ def _work(connection: Connection) -> None:
     import torch
 
     parent: Any = multiprocessing.parent_process()
-    # A run that outlived its parent would still hold its state when the same command goes on.
+    # A run that outlived its parent would still hold its state when the same command continues.
     Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     torch.set_num_threads(1)

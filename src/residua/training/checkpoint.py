@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or not there: a folder of safetensors files, and a manifest that lists them.
+"""Atomic checkpoints: a folder of safetensors files, and a manifest that lists them.
 
-    manifest.json            step, seconds, validation loss and settings; bytes and sha256 of every file that counts
+    manifest.json            step, seconds, validation loss and settings; bytes and sha256 of every data file
     model.safetensors        weights and persistent buffers by name, shared ones once
-    optimizer.safetensors    `optimizer.NAME.KEY` for what the optimizer keeps of a weight, `random.cpu.RANK` and
+    optimizer.safetensors    `optimizer.NAME.KEY` for the optimizer's state of a weight, `random.cpu.RANK` and
                              `random.cuda.RANK` for the random states of torch
 
-Of several ranks each writes its own two files (`training.shards`), and any number of ranks resumes from them. Learning
+Each of several ranks writes its own two files (`training.shards`); any number of ranks can resume from them. Learning
 rates and the other settings of the optimizer follow from the configuration and the step. Other files in the folder are
 ignored.
 """
@@ -35,7 +35,7 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are whole. `settings` are flat, as `flatten` makes them. `val_loss` is None if the model
+    """A complete checkpoint. `settings` are flat, as `flatten` makes them. `val_loss` is None if the model
     was not evaluated at this step. `files` are the names of its safetensors files.
     """
 
@@ -48,11 +48,11 @@ class Checkpoint:
 
 
 Blocks = Mapping[str, Mapping[str, Block]]
-"""What one rank saves: the blocks of each of its files, by `WEIGHTS` and `OPTIMIZER`."""
+"""The blocks of each file that one rank saves, by `WEIGHTS` and `OPTIMIZER`."""
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ranks: Ranks) -> Blocks:
-    """Return what this rank has to save, on the CPU; copies if there are several ranks, which train on meanwhile."""
+    """Return the tensors that this rank saves, on the CPU; copies if several ranks train while they are written."""
     own = own_tensors(model)
     names = {id(tensor): name for name, tensor in own.items()}
     state = {
@@ -69,24 +69,24 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
 
 
 def write_checkpoint(checkpoint: Checkpoint, blocks: Blocks, ranks: Ranks) -> Checkpoint:
-    """Write what each rank saves, then the manifest, and give the folder its name. Ranks talk in `ranks.saving`.
+    """Write the blocks of each rank, then the manifest, and rename the folder. Ranks communicate in `ranks.saving`.
 
     Raises:
         OSError: a rank cannot write; then all ranks raise it. Other exceptions are raised by one rank only.
     """
     temporary = None
-    with ranks.together_saving():
+    with ranks.raise_together_saving():
         if ranks.first:
             temporary = partial(checkpoint.path)
             temporary.mkdir(parents=True)
     temporary = gather(temporary, ranks.saving)[0]
     try:
-        with ranks.together_saving():
+        with ranks.raise_together_saving():
             files = _write_files(temporary, blocks, ranks)
         for others in gather(files, ranks.saving):
             files |= others
         checkpoint = replace(checkpoint, files=tuple(sorted(files)))
-        with ranks.together_saving():
+        with ranks.raise_together_saving():
             if ranks.first:
                 _publish(checkpoint, temporary, files)
     except BaseException:
@@ -107,7 +107,7 @@ def _write_files(folder: Path, blocks: Blocks, ranks: Ranks) -> dict[str, dict[s
 
 
 def _publish(checkpoint: Checkpoint, temporary: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the manifest of a finished folder and give the folder its name. Raises OSError."""
+    """Write the manifest of a finished folder and rename it to its final name. Raises OSError."""
     manifest = {
         "step": checkpoint.step,
         "seconds": checkpoint.seconds,
@@ -119,7 +119,7 @@ def _publish(checkpoint: Checkpoint, temporary: Path, files: Mapping[str, Mappin
     for name in (*files, MANIFEST):
         sync(temporary / name)
     sync(temporary)
-    _remove(checkpoint.path)  # only a damaged one can stand here: the run resumed before it
+    _remove(checkpoint.path)  # can only be a damaged one, as the run resumed before it
     publish(temporary, checkpoint.path)
 
 
@@ -172,12 +172,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if found != size:
             raise InputError(f"{path}: expected {size} bytes in {name}, found {found}")
         if changed:
-            raise InputError(f"{path}: expected the sha256 of {MANIFEST} for {name}, found another: it was changed")
+            raise InputError(
+                f"{path}: expected the sha256 of {MANIFEST} for {name}, found another: the file was changed"
+            )
     return checkpoint
 
 
 def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, str]]]:
-    """Return a checkpoint as its manifest describes it, with bytes and sha256 of its files, which are not checked."""
+    """Return a checkpoint according to its manifest, and bytes and sha256 of its files, unchecked."""
     if not (path / MANIFEST).exists():
         raise InputError(f"{path}: expected a checkpoint, found no {MANIFEST}: its save was cut short")
     manifest = read_json(path / MANIFEST)
@@ -194,7 +196,7 @@ def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, str]]]:
 
 
 def latest_checkpoint(folder: str | Path, report: Callable[[str], None] = say) -> Checkpoint | None:
-    """Return the newest whole checkpoint of a run folder, or None. The run may still be training.
+    """Return the newest complete checkpoint of a run folder, or None. The run may still be training.
 
     Args:
         report: takes one line for each damaged checkpoint that is skipped.
@@ -218,12 +220,12 @@ def load_checkpoint(
     device: torch.device | None = None,
     ranks: Ranks = ALONE,
 ) -> Checkpoint:
-    """Put the weights into `model`; with an `optimizer`, restore its state and the random state of torch too.
+    """Load the weights into `model`; with an `optimizer`, also restore its state and the random state of torch.
 
     Args:
-        checkpoint: a folder, which is checked first, or what `latest_checkpoint` or `open_checkpoint` returned.
-        device: whose random state is restored beside the CPU's.
-        ranks: all of them call this, and each reads what its part of the model needs.
+        checkpoint: a folder, which is checked first, or the result of `latest_checkpoint` or `open_checkpoint`.
+        device: the device whose random state is restored, besides the CPU's.
+        ranks: all of them must call this; each reads only its part of the model.
 
     Raises:
         InputError: the checkpoint is damaged or was not made by such a model.
@@ -232,7 +234,7 @@ def load_checkpoint(
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
     own = own_tensors(model)
-    with ranks.together():
+    with ranks.raise_together():
         with _stored(checkpoint, WEIGHTS) as stored:
             _refuse_other_weights(checkpoint.path, stored.shapes, own)
             for name, tensor in own.items():
@@ -252,7 +254,7 @@ def _stored(checkpoint: Checkpoint, kind: str) -> StoredTensors:
 def _restore_optimizer(
     source: Path, stored: StoredTensors, own: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Read what the optimizer keeps of each weight: in the weight's shape as this rank holds it, else whole."""
+    """Read the optimizer's state: sharded as on this rank if it has the weight's shape, otherwise whole."""
     for full_name, shape in stored.shapes.items():
         kind, _, rest = full_name.partition(".")
         if kind != "optimizer":
@@ -270,7 +272,7 @@ def _restore_optimizer(
 
 
 def _restore_random_state(source: Path, stored: StoredTensors, device: torch.device | None, rank: int) -> None:
-    """Restore the state of this rank. A rank that was not there before keeps random numbers of its own."""
+    """Restore the random state of this rank. A rank without a saved state keeps its own."""
     for kind in ("cpu", "cuda"):
         name = f"random.{kind}.{rank}"
         if name not in stored.shapes or (kind == "cuda" and (device is None or device.type != "cuda")):
@@ -284,10 +286,10 @@ def _restore_random_state(source: Path, stored: StoredTensors, device: torch.dev
 
 
 def _refuse_other_weights(source: Path, stored: Mapping[str, Sequence[int]], own: Mapping[str, Tensor]) -> None:
-    """Compare the shapes of stored weights with a model's.
+    """Check the shapes of stored weights against a model's.
 
     Raises:
-        InputError: they differ; it names where.
+        InputError: they differ; it names the first differences.
     """
     there = {name: str(list(size)) for name, size in stored.items()}
     here = {name: str(list(tensor.shape)) for name, tensor in own.items()}

@@ -38,26 +38,26 @@ class _Section:
 
 @dataclass(frozen=True)
 class ModelConfig(_Section):
-    """The fields of `residua.models.ResiduaConfig`, which checks them; a test keeps the two alike."""
+    """The fields of `residua.models.ResiduaConfig`, which checks them; a test keeps the two equal."""
 
-    vocab_size: int | None = _setting(None, "rows of the embedding; the tokenizer's, rounded up, where null")
+    vocab_size: int | None = _setting(None, "rows of the embedding; null for the tokenizer's, rounded up")
     hidden_size: int = _setting(768, "width d")
     num_hidden_layers: int = _setting(12, "blocks of attention and MLP, two sublayers each")
     num_attention_heads: int = _setting(6, "heads")
-    head_dim: int | None = _setting(None, "width of a head; hidden_size / num_attention_heads where null")
-    intermediate_size: int | None = _setting(None, "width of the SwiGLU; floor(8 hidden_size / 3) where null")
+    head_dim: int | None = _setting(None, "width of a head; null for hidden_size / num_attention_heads")
+    intermediate_size: int | None = _setting(None, "width of the SwiGLU; null for floor(8 hidden_size / 3)")
     max_position_embeddings: int = _setting(1024, "longest sequence the model is meant for")
     connection: str | dict = _setting(  # noqa: RUF009
         "ddl", """the residual scheme: a preset's name, or {"preset": name, **options}"""
     )
     state_dtype: Literal["float32", "bfloat16"] | None = _setting(
-        None, "dtype of the residual state; the embeddings' where null, which under autocast is float32"
+        None, "dtype of the residual state; null for the embeddings', which is float32 under autocast"
     )
     qk_norm: Literal["post_rope", "pre_rope"] | None = _setting(
         "post_rope", "norm of queries and keys: post_rope (the authors' order), pre_rope, or null for none"
     )
     rope_theta: float = _setting(10000.0, "base of the rotary frequencies")
-    rope_ratio: float = _setting(1.0, "share of each head that is rotated")
+    rope_ratio: float = _setting(1.0, "fraction of each head that is rotated")
     attention_output_gate: bool = _setting(
         False, "heads are normalised and gated by SiLU(W_g x) before the output projection"
     )
@@ -69,7 +69,7 @@ class ModelConfig(_Section):
         "residual with another 1 / sqrt(num_hidden_layers)",
     )
     tie_word_embeddings: bool = _setting(True, "the head's weights are the embedding's")
-    mup: bool = _setting(False, "scale logits by mup_base_width / hidden_size, and learning rates as muP does")
+    mup: bool = _setting(False, "scale logits by mup_base_width / hidden_size, and learning rates by the rules of muP")
     mup_base_width: int = _setting(1024, "the width at which muP changes nothing")
     use_cache: bool = _setting(True, "keep keys and values while generating")
 
@@ -79,13 +79,13 @@ class ModelConfig(_Section):
 
 @dataclass(frozen=True)
 class DataConfig(_Section):
-    """What is trained on. A prepared folder, or else a source that is prepared into the run folder."""
+    """The training data: a prepared folder, or a source that is prepared into the run folder."""
 
     path: str | None = _setting(None, "folder written by `residua prepare`")
-    source: str | None = _setting("stdlib", "where path is null: stdlib, a text file or a folder of text")
+    source: str | None = _setting("stdlib", "used if path is null: stdlib, a text file or a folder of text")
     tokenizer: str = _setting("bpe", "bpe, byte, or a tokenizer's folder")
     vocab_size: int = _setting(2048, "entries of a trained BPE tokenizer")
-    validation_fraction: float = _setting(0.05, "share of the text held out")
+    validation_fraction: float = _setting(0.05, "fraction of the text that is held out")
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -97,8 +97,8 @@ class DataConfig(_Section):
 @dataclass(frozen=True)
 class TrainConfig(_Section):
     """How a model is trained. Tokens per step, over all processes: batch_size * gradient_accumulation *
-    sequence_length. Several processes share the micro-batches of a step, and the rows of a micro-batch where there are
-    fewer micro-batches than processes (`distributed.Share`): the same tokens in the same steps for any number of them.
+    sequence_length. Several processes share the micro-batches of a step, and also their rows if there are fewer
+    micro-batches than processes (`distributed.BatchShard`): any number of processes takes the same steps.
 
     Raises:
         InputError: a value is of another type or outside its range.
@@ -109,28 +109,28 @@ class TrainConfig(_Section):
     sequence_length: int = _setting(128, "tokens per sequence")
     gradient_accumulation: int = _setting(1, "micro-batches per step")
     lr: float = _setting(1e-3, "peak learning rate")
-    min_lr_ratio: float = _setting(0.05, "last learning rate as a share of the peak")
+    min_lr_ratio: float = _setting(0.05, "last learning rate as a fraction of the peak")
     warmup_steps: int = _setting(0, "steps of linear warmup")
     weight_decay: float = _setting(0.1, "AdamW's, on matrices only")
     beta1: float = _setting(0.9, "AdamW's first")
     beta2: float = _setting(0.95, "AdamW's second")
     adam_eps: float = _setting(1e-8, "AdamW's epsilon")
     clip: float = _setting(1.0, "largest gradient norm; 0 for no clipping")
-    seed: int = _setting(0, "of the initial weights and the order of the data")
+    seed: int = _setting(0, "seed of the initial weights and the order of the data")
     precision: Literal["float32", "bfloat16"] = _setting("float32", "bfloat16 runs under autocast, weights in float32")
-    compile: bool = _setting(False, "torch.compile the model; each layer by itself where several processes train")
+    compile: bool = _setting(False, "torch.compile the model; layer by layer if several processes train")
     activation_checkpointing: bool = _setting(False, "keep only the inputs of layers and recompute the rest")
     parallel: Literal["auto", "ddp", "fsdp", "none"] = _setting(
-        "auto", "under torchrun: whole models (ddp, which is auto) or models in shards (fsdp)"
+        "auto", "under torchrun: replicate the model (ddp, the choice of auto) or shard it (fsdp)"
     )
-    device: Literal["auto", "cpu", "cuda"] = _setting("auto", "auto is cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = _setting("auto", "auto picks cuda if available")
     log_every: int = _setting(1, "steps between two rows of metrics")
     evaluate_every: int = _setting(100, "steps between two evaluations; the last step has one")
     checkpoint_every: int = _setting(100, "steps between two checkpoints; the last step has one")
     keep_checkpoints: int = _setting(2, "newest checkpoints to keep")
     keep_best: bool = _setting(False, "keep the checkpoint with the lowest validation loss too")
     tensorboard: bool = _setting(True, "write TensorBoard events too")
-    wandb: str | None = _setting(None, "project at Weights & Biases that gets the rows too; needs the package wandb")
+    wandb: str | None = _setting(None, "Weights & Biases project that also gets the rows; needs the package wandb")
     connections_every: int = _setting(
         0, "steps between two rows of connections.jsonl, the gates of schemes with beta or gamma; 0 for none"
     )
@@ -198,15 +198,15 @@ def recipe_names() -> list[str]:
 
 
 def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read recipes and YAML files, each over the ones before it, then the overrides; the rest keeps its default.
+    """Read recipes and YAML files, where later ones override earlier ones, then the overrides; keep other defaults.
 
     Args:
-        sources: a name out of `recipe_names()` or the path of a YAML file, or several. A document with the key `base`,
-            another such name or path, holds only what differs from it.
-        overrides: arguments as on a command line, `--train.lr=3e-4` or `--train.lr 3e-4` in two; later ones win.
+        sources: a name out of `recipe_names()`, the path of a YAML file, or several of these. A document with the key
+            `base`, another name or path, only lists its differences from that base.
+        overrides: arguments as on a command line, `--train.lr=3e-4`, or `--train.lr` and `3e-4`; later ones win.
 
     Raises:
-        InputError: a source, a key or a value is wrong; one line with the key, what was expected and what came.
+        InputError: a source, a key or a value is wrong; one line with the key, what was expected, and what was given.
     """
     values: dict[str, Any] = {}
     for source in [sources] if isinstance(sources, str) else sources or ():
@@ -236,7 +236,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         action="append",
         metavar="NAME|FILE.yaml",
-        help=f"a recipe ({names}) or a YAML file; given again, the later one goes over the earlier ones",
+        help=f"a recipe ({names}) or a YAML file; if given again, later ones override earlier ones",
     )
     parser.add_argument("--print_config", action="store_true", help="print the resolved configuration and stop")
     group = parser.add_argument_group("configuration")
@@ -253,7 +253,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _choices(kind: Any) -> list[str]:
-    """Return the values of a type with only a few, as they are written; none for another type."""
+    """Return the values of a type that has only a few, as written in YAML; an empty list for other types."""
     if kind is bool:
         return ["true", "false"]
     if get_origin(kind) is Literal:
@@ -263,14 +263,14 @@ def _choices(kind: Any) -> list[str]:
 
 
 def _written(value: Any) -> str:
-    """Return a value as it is written in YAML and as an override."""
+    """Return a value as written in YAML and in an override."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _values(source: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the values of a recipe or file under dotted keys, over its base's."""
+    """Return the values of a recipe or file by dotted key, including its base's."""
     if source in above:
-        raise InputError(f"base: {' -> '.join([*above, source])} leads back to where it began")
+        raise InputError(f"base: {' -> '.join([*above, source])} is a circle")
     document = parse_yaml(_text(source), source)
     base = document.pop("base", None) if isinstance(document, dict) else None
     require(base is None or isinstance(base, str), "base", "a recipe's name or a YAML file", base)
@@ -289,7 +289,7 @@ def _text(source: str) -> str:
 
 
 def _flat(document: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a document under dotted keys. An empty section has none; an unknown one stands for itself."""
+    """Yield the values of a document by dotted key: nothing for an empty section, an unknown one as it is."""
     require(isinstance(document, Mapping), "configuration", f"the sections {', '.join(SECTIONS)}", document)
     for name, section in document.items():
         if name not in SECTIONS:
@@ -313,7 +313,7 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _nearest(key: str) -> str:
-    """Return a phrase with the key that was perhaps meant, by its full name or by the part behind the dot."""
+    """Return a phrase that suggests the likeliest key, by its full name or by the part behind the dot."""
     if key in SECTIONS:
         return f": expected one with a dot, such as {key}.{fields(SECTIONS[key])[0].name}"
     known = {name.rpartition(".")[2]: name for name in KEYS} | {name: name for name in (*SECTIONS, *KEYS)}
@@ -331,8 +331,10 @@ def _parser() -> Any:
 
 
 def _read(values: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Return the sections with these values in the types of their fields and defaults for the rest, None for a wrong
-    value. jsonargparse names the wrong one in words of its own, so a caller looks for it."""
+    """Return the sections with these values converted to their types and defaults for the rest; None for a wrong value.
+
+    jsonargparse would name the wrong one in its own words, so the caller looks for it.
+    """
     nested: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for key, value in values.items():
         section, _, name = key.partition(".")

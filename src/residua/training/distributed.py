@@ -1,6 +1,6 @@
-"""Train one model in several processes: join the other ranks, agree with them, and spread a plain model over them.
+"""Train one model in several processes: join the ranks, synchronise errors and flags, and parallelize a plain model.
 
-torchrun starts the processes, called ranks. They meet in `join`. A process alone is its own first rank, and its
+torchrun starts the processes, called ranks, and `join` connects them. A single process is the first rank, and its
 collective calls return at once.
 """
 
@@ -23,16 +23,16 @@ from residua.errors import InputError, ReportedElsewhere, RunError
 if TYPE_CHECKING:
     from residua.training.config import TrainConfig
 
-# The first rank prepares data for as long as it takes, while the others wait.
-PATIENCE = timedelta(hours=2)
-# What torchrun tells every process that it starts.
+# Long enough for the first rank to prepare data while the others wait.
+TIMEOUT = timedelta(hours=2)
+# Environment variables that torchrun sets in every process it starts.
 STARTED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a job, seen from one of them. `control` and `saving` are the Gloo groups of the main thread and
-    of the thread that saves; None in a process that torchrun did not start.
+    """The ranks of a job, as one of them holds it. `control` and `saving` are the Gloo groups of the main thread and of
+    the saving thread; None in a process that torchrun did not start.
     """
 
     rank: int = 0
@@ -71,20 +71,20 @@ class Ranks:
         return bool(flags.item())
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, in their order."""
+        """Return the value of every rank, in rank order."""
         return gather(value, self.control)
 
-    def together(self) -> "Together":
-        """Return a context that raises on all ranks if it raises on one, which reports its error."""
-        return Together(self.control, lambda failure: ReportedElsewhere(failure.status))
+    def raise_together(self) -> "RaiseTogether":
+        """Return a context that raises on all ranks if it raises on one. Only that one reports the error."""
+        return RaiseTogether(self.control, lambda failure: ReportedElsewhere(failure.status))
 
-    def together_saving(self) -> "Together":
-        """Return such a context for the threads that save; on the other ranks it raises OSError."""
-        return Together(self.saving, lambda failure: OSError(f"rank {failure.rank}: {failure.reason}"))
+    def raise_together_saving(self) -> "RaiseTogether":
+        """Return such a context for the saving threads; on the other ranks it raises OSError."""
+        return RaiseTogether(self.saving, lambda failure: OSError(f"rank {failure.rank}: {failure.reason}"))
 
     @contextmanager
-    def alike(self) -> Iterator[None]:
-        """Let the first rank alone report an error that all ranks raise in this context."""
+    def report_once(self) -> Iterator[None]:
+        """Let only the first rank report an error that all ranks raise in this context."""
         try:
             yield
         except (InputError, RunError) as error:
@@ -97,18 +97,18 @@ ALONE = Ranks()
 
 
 class Failure(NamedTuple):
-    """An exception of one rank, as the others learn of it."""
+    """An exception of one rank, as sent to the others."""
 
     rank: int
     status: int
     reason: str
 
 
-class Together(AbstractContextManager[None]):
+class RaiseTogether(AbstractContextManager[None]):
     """A context that raises on every rank of a group if it raises on one: the others raise `elsewhere(failure)`.
 
     If several raise, the first of them keeps its own exception. The body must not contain collective operations.
-    Interrupts are not passed on, as each rank gets its own.
+    Interrupts are not passed on, because each rank gets its own.
     """
 
     def __init__(self, group: Any, elsewhere: Callable[[Failure], Exception]):
@@ -155,13 +155,13 @@ def join(device: str = "auto") -> Iterator[Ranks]:
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     try:
         store, rank, world_size = next(dist.rendezvous("env://"))
-        # torchrun may keep its store for the next attempt, with the addresses of processes that are gone.
+        # torchrun may keep its store for the next attempt, with addresses of processes that no longer exist.
         store = dist.PrefixStore(f"attempt {restarts}", store)
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size)
-        control, saving = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
-    except (RuntimeError, ValueError, OSError) as error:  # sockets, names and settings, each in words of its own
+        control, saving = (dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2))
+    except (RuntimeError, ValueError, OSError) as error:  # from sockets, host names or settings
         raise RunError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: cannot meet the other ranks at "
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: cannot reach the other ranks at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}; all machines must "
             "reach that address, and GLOO_SOCKET_IFNAME names the network interface where there are several"
         ) from error
@@ -174,18 +174,18 @@ def join(device: str = "auto") -> Iterator[Ranks]:
             raise
         # The network's own message names addresses, but the cause is in another process.
         raise RunError(
-            f"rank {ranks.rank} of {ranks.world_size}: another rank ended, so this one cannot go on; the rank that "
-            "ended first says why, or torchrun does; saved checkpoints stay, --resume continues from the newest"
+            f"rank {ranks.rank} of {ranks.world_size}: another rank ended, so this one cannot continue; see the "
+            "messages of the rank that ended first or of torchrun; --resume continues from the newest checkpoint"
         ) from error
-    dist.destroy_process_group()  # not after an error: with ranks missing it would wait for them
+    dist.destroy_process_group()  # not after an error: it would wait for missing ranks
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShard:
     """The part of a step that one rank computes. All parts together are the step, for any number of ranks.
 
-    A step is `accumulation` micro-batches of `rows` sequences. The ranks form as many teams as evenly share the
-    micro-batches; a team takes every `teams`-th, and its members cut the rows between them.
+    A step is `accumulation` micro-batches of `rows` sequences. The ranks form the largest number of teams that divides
+    the micro-batches evenly. A team takes every `teams`-th micro-batch, and its members split the rows.
     """
 
     rows: int
@@ -195,15 +195,15 @@ class Share:
     rank: int
 
     @classmethod
-    def of(cls, config: "TrainConfig", ranks: Ranks) -> "Share":
-        """Raises InputError where the sequences of a step cannot be shared evenly."""
+    def of(cls, config: "TrainConfig", ranks: Ranks) -> "BatchShard":
+        """Return the shard of this rank. Raises InputError if the sequences of a step cannot be divided evenly."""
         teams = gcd(config.gradient_accumulation, ranks.world_size)
         members = ranks.world_size // teams
         if config.batch_size % members:
             raise InputError(
-                f"torchrun: expected a number of processes that shares the step evenly, got {ranks.world_size} for "
+                f"torchrun: expected a number of processes that divides the step evenly, got {ranks.world_size} for "
                 f"train.gradient_accumulation {config.gradient_accumulation} micro-batches of train.batch_size "
-                f"{config.batch_size} sequences; take a number of processes that divides one of the two"
+                f"{config.batch_size} sequences; use a number of processes that divides one of the two"
             )
         return cls(config.batch_size, config.gradient_accumulation, teams, members, ranks.rank)
 
@@ -214,7 +214,7 @@ class Share:
 
     @property
     def rows_here(self) -> int:
-        """How many sequences of a micro-batch this rank takes."""
+        """The number of sequences that this rank takes of a micro-batch."""
         return self.rows // self.members
 
     def micro_batches(self, step: int) -> range:
@@ -223,8 +223,8 @@ class Share:
         return range(first + self.rank // self.members, first + self.accumulation, self.teams)
 
 
-class Spread(NamedTuple):
-    """A model as the ranks train it: what to call, and the context of each forward and backward.
+class ParallelModel(NamedTuple):
+    """A model prepared for the ranks: the function to call, and the context of each forward and backward pass.
 
     Gradients are averaged over the ranks only in the context `accumulating(True)`, the last of a step. If `sharded`,
     each rank holds a part of every parameter and gradient.
@@ -239,14 +239,14 @@ class Spread(NamedTuple):
         return self.kind == "fsdp"
 
 
-def spread(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.device) -> Spread:
-    """Spread a plain model over the ranks as `train.parallel` says, and compile or recompute as it is configured.
+def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.device) -> ParallelModel:
+    """Distribute a plain model over the ranks as in `train.parallel`, and compile or recompute it as configured.
 
-    The model keeps its parameters' names; with "fsdp" they become DTensors in place. Its layers, which are compiled
-    and sharded one by one, are the modules that it names in `_no_split_modules`.
+    Parameters keep their names; with "fsdp" they become DTensors in place. The layers, which are compiled and sharded
+    one by one, are the modules named in the model's `_no_split_modules`.
 
     Raises:
-        InputError: the ranks cannot train this model in this way.
+        InputError: the ranks cannot train this model with these settings.
     """
     kind = {"auto": "ddp" if ranks.world_size > 1 else "none"}.get(config.parallel, config.parallel)
     if kind == "none" and ranks.world_size > 1:
@@ -257,7 +257,7 @@ def spread(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.
         recompute_layers(model)
     if kind == "none":
         forward = torch.compile(model) if config.compile else model
-        return Spread(forward, lambda last: nullcontext(), kind)
+        return ParallelModel(forward, lambda last: nullcontext(), kind)
 
     layers = layers_of(model)
     if config.compile:
@@ -268,14 +268,14 @@ def spread(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.
 
         devices = [torch.cuda.current_device()] if device.type == "cuda" else None
         whole = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-        return Spread(whole, lambda last: nullcontext() if last else whole.no_sync(), kind)
+        return ParallelModel(whole, lambda last: nullcontext() if last else whole.no_sync(), kind)
     _shard(model, layers, config, device)
 
     def accumulating(last: bool) -> AbstractContextManager:
         model.set_requires_gradient_sync(last)
         return nullcontext()
 
-    return Spread(model, accumulating, kind)
+    return ParallelModel(model, accumulating, kind)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -285,15 +285,15 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _shard(model: nn.Module, layers: list[nn.Module], config: "TrainConfig", device: torch.device) -> None:
-    """FSDP2: each layer is a unit that is gathered while it runs; the root is gathered for the whole of a step.
+    """FSDP2: each layer is a unit that is gathered while it runs; the root is gathered for a whole step.
 
-    The root holds what no layer has for itself: embedding, head and norms, and all connections. The first connection
-    of a layer is read in the layer before it, and what the second one reads with may belong to the first, so these
-    few parameters must be there for several layers, in forward and in backward.
+    The root holds all parameters outside the layers: embedding, head, norms and all connections. The first connection
+    of a layer is read in the layer before it, and the second one may share a compressor with the first, so these few
+    parameters are needed by several layers, in forward and in backward.
 
-    Under bfloat16 layers are gathered in bfloat16, in which autocast would multiply their weights anyway, so that half
-    as much is sent; the root stays in float32, as gates and mappings of the state need it. Gradients are summed in
-    float32, the state on its way through layers keeps its type.
+    Under bfloat16, layers are gathered in bfloat16, in which autocast would multiply their weights anyway; this halves
+    the traffic. The root stays in float32, as gates and mappings of the state need it. Gradients are summed in float32,
+    and the state keeps its dtype between layers.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -302,7 +302,7 @@ def _shard(model: nn.Module, layers: list[nn.Module], config: "TrainConfig", dev
     low = torch.bfloat16 if config.precision == "bfloat16" else None
     layer_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
     root_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # A layer may return a view; nobody changes it in place, which is what FSDP warns of.
+    # FSDP warns that a layer may return a view; no code changes it in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=layer_policy)
@@ -320,7 +320,7 @@ def recompute_layers(model: nn.Module) -> None:
 
 
 def gather(value: Any, group: Any) -> list[Any]:
-    """Return the value of every rank of a group, in their order; of this process alone where the group is None."""
+    """Return the value of every rank of a group, in rank order; only this process's if the group is None."""
     if group is None:
         return [value]
     values = [None] * dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Stops a run at the first loss or gradient that is not finite, before the optimizer applies it."""
+"""Stop a run at the first loss or gradient that is not finite, before the optimizer applies it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +12,12 @@ SHOWN = 5
 
 
 class FiniteCheck:
-    """Watches loss and gradients on the device, so that a step waits for nothing.
+    """Check loss and gradients on the device, so that no step waits for the host.
 
-    From the first step that is not finite on, the optimizer skips its updates (`found_inf`, by which a GradScaler
-    tells a fused optimizer the same) and the check keeps that step's numbers, until `check` reads them. However long
-    that takes, the weights stay those of the last good step. Where ranks hold shards of the gradients, `total` sums a
-    tensor over them; the loss must be that of all ranks, so that they all agree.
+    From the first step that is not finite, the optimizer skips its updates (`found_inf`, which a GradScaler also sets
+    on a fused optimizer), and that step's numbers are kept until `check` reads them. Until then the weights stay as
+    they were after the last good step. If ranks hold shards of the gradients, `total` sums a tensor over the ranks; the
+    loss must be the mean over all ranks, so that they all agree.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class FiniteCheck:
         optimizer.found_inf = self._failed
 
     def observe(self, step: int, loss: Tensor) -> Tensor:
-        """Take note of a step between its backward and its update; returns the gradient norm, a 0-d tensor."""
+        """Check a step between its backward pass and its update; return the gradient norm, a 0-d tensor."""
         gradients = [parameter.grad for _, parameter in self._named]
         zero = self._loss.new_zeros(())
         norms = torch.stack([zero if gradient is None else _local(gradient).norm() for gradient in gradients])
@@ -51,8 +51,8 @@ class FiniteCheck:
         return norm
 
     def check(self, last_good: Callable[[], Path | None]) -> None:
-        """Wait for the device and raise Diverged if a step failed: its number, loss and largest gradient norms, and
-        the checkpoint that `last_good` finds.
+        """Wait for the device; if a step failed, raise Diverged with its number, loss, largest gradient norms, and the
+        checkpoint that `last_good` returns.
         """
         if not self._failed.item():
             return
@@ -68,5 +68,5 @@ class FiniteCheck:
 
 
 def _local(gradient: Tensor) -> Tensor:
-    """What this rank holds of a gradient: all of it, or the shard of a DTensor."""
+    """Return this rank's part of a gradient: all of it, or the shard of a DTensor."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient

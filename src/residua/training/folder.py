@@ -1,4 +1,4 @@
-"""The folder of one training run: who may write in it, and which settings it was begun with."""
+"""Claim the folder of a training run for one process, with the settings it was started with."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,15 +15,15 @@ from residua.runs.reading import write_yaml
 def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = False) -> Iterator[RunFolder]:
     """Hold a run folder for this process and write its config.yaml.
 
-    A folder in which nothing was trained yet may be begun anew; one with a run in it only goes on with `resume`, and
-    then with the settings it was begun with, `FREE_KEYS` excepted.
+    A folder without training results may be started again. A folder with a run needs `resume`, and then the settings
+    it was started with, except `FREE_KEYS`.
 
     Args:
         settings: the resolved configuration by section: `{"model": {...}, "data": {...}, "train": {...}}`.
 
     Raises:
         InputError: the folder holds a run or other files, holds no run to resume, belongs to another process, cannot
-            be written, or was begun with other settings.
+            be written, or was started with other settings.
     """
     run = RunFolder(Path(folder), settings, resume)
     if resume and not run.config.is_file():
@@ -34,7 +34,7 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
             refuse_changes(flatten(read_settings(run.config)), flatten(settings), run.config)
         elif any(path.exists() for path in parts):
             raise InputError(
-                f"{run.path}: this folder holds a run already; go on with --resume or choose another folder"
+                f"{run.path}: this folder holds a run already; continue it with --resume or choose another folder"
             )
         with writable(run.path):
             remove_partials(run.checkpoints)

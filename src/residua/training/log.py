@@ -1,4 +1,4 @@
-"""What a run logs: rows in metrics.jsonl and TensorBoard, its progress on the screen, the facts of its process."""
+"""Logging of a run: rows in metrics.jsonl and TensorBoard, the progress display, and facts.json."""
 
 import json
 import uuid
@@ -20,7 +20,7 @@ from residua.runs.progress import Progress, say
 class Rows(JsonLines):
     """A file with one row per step, each written before the next step begins.
 
-    Opening it drops the rows after `step`, which a run that resumes there will write again.
+    Opening it drops the rows after `step`, which a run that resumes there writes again.
     """
 
     def __init__(self, path: Path, *, step: int):
@@ -63,7 +63,7 @@ class MetricsLog:
     def _close_events(self) -> None:
         try:
             self._events.close()
-        except OSError as error:  # must not hide what ended the run
+        except OSError as error:  # must not hide the error that ended the run
             say(f"the last TensorBoard events could not be written: {error}")
 
     def sync(self) -> None:
@@ -91,8 +91,8 @@ class Display(Progress):
 
 
 def write_facts(run: RunFolder, facts: Mapping[str, Any], *, device: torch.device, step: int, **more: Any) -> None:
-    """Write facts.json: `facts` with those of this process and `more`. A run that goes on keeps its first and adds to
-    `resumed`.
+    """Write facts.json: `facts`, the circumstances of this process, and `more`. A resumed run keeps the first ones and
+    adds to `resumed`.
 
     Raises OSError.
     """
@@ -114,7 +114,7 @@ def _event_writer(folder: Path, step: int) -> Any:
 
 
 def _wandb_run(run: RunFolder, project: str) -> Any:
-    """The run of this folder at Weights & Biases, the same one when it goes on. Raises InputError where it refuses."""
+    """Open this folder's run at Weights & Biases, again if it exists. Raises InputError if wandb refuses."""
     try:
         import wandb
     except ImportError as error:
@@ -134,4 +134,4 @@ def _wandb_run(run: RunFolder, project: str) -> Any:
         )
     except wandb.Error as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"train.wandb: {reason}; WANDB_MODE=offline keeps the rows on the disk alone") from error
+        raise InputError(f"train.wandb: {reason}; WANDB_MODE=offline keeps the rows on this disk") from error

@@ -1,4 +1,4 @@
-"""The training loop: one process or several, exact resume, and nothing lost when it is killed."""
+"""The training loop: one process or several, exact resume, safe to kill at any moment."""
 
 import signal
 import threading
@@ -17,7 +17,7 @@ from residua.runs.folder import RunFolder, flatten, refuse_changes
 from residua.runs.jsonlines import read_metrics
 from residua.runs.progress import say
 from residua.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, saved_steps
-from residua.training.distributed import ALONE, Ranks, Share, Spread, spread
+from residua.training.distributed import ALONE, BatchShard, ParallelModel, Ranks, parallelize
 from residua.training.finite import FiniteCheck
 from residua.training.folder import claim
 from residua.training.log import Display, MetricsLog, Rows, write_facts
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class IndexedBatches(Protocol):
-    """Where the data come from: batch `index` is always the same, so that the step is the whole state of the data."""
+    """A data source in which batch `index` is always the same, so that the step is the whole state of the data."""
 
     def at(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels, two int64 tensors (rows, sequence_length); labels[t] follows inputs[t]."""
@@ -51,25 +51,26 @@ def train(
     """Train `model` into a run folder.
 
     Ctrl-C and SIGTERM end it after the current step with a checkpoint; a second Ctrl-C ends it at once. After a kill
-    at any moment, `resume` continues from the newest whole checkpoint as if nothing had happened: on the CPU the
+    at any moment, `resume` continues from the newest complete checkpoint as if nothing had happened: on the CPU the
     losses are the same to the last bit.
 
-    Several processes that `distributed.join` brought together call this with equal models, each with its own rows of
-    the micro-batches that `distributed.Share` gives it. They compute the steps of one process, go on from its
-    checkpoints as it does from theirs, in any number, and stop after the same step.
+    Several processes that `distributed.join` connected call this with equal models, each with its own rows of the
+    micro-batches that `distributed.BatchShard` assigns to it. They compute the same steps as one process and stop after
+    the same step. Any number of processes can resume from a checkpoint, whatever number wrote it.
 
     Args:
         model: `model(input_ids=, labels=, shift_labels=).loss` is the mean loss of a batch (a float or bfloat16
             scalar); labels are aligned with the inputs. It is moved to the device and left there in training mode.
         batches: gives micro-batch `(step - 1) * gradient_accumulation + micro` of step 1, 2, ..., this rank's rows.
-        folder: the run folder, or one that `claim` holds already; its `resume` then counts. Ranks need the latter.
-        evaluate: `evaluate(model)` returns numbers for the row of its step, `val_loss` among them. It runs in
-            evaluation mode without gradients, in the run's precision, and cannot disturb the random state. Every rank
-            runs it, with as many forwards as the others, and gets the same result.
-        observe: `observe(model, inputs)` returns what of a row of connections.jsonl it has seen in the first sequence
-            of a step, inputs (1, sequence_length), every `train.connections_every` steps. It runs as `evaluate` does,
-            and each rank has a sequence of its own; the first one's is the same for any number of ranks.
-        facts: about the data, for facts.json; its `fingerprint`, if any, must be the same on resume.
+        folder: the path of the run folder, or a RunFolder from `claim`, whose `resume` is used. Several ranks need the
+            latter.
+        evaluate: `evaluate(model)` returns numbers for the row of its step, including `val_loss`. It runs in
+            evaluation mode without gradients, in the run's precision, and the random state is restored afterwards.
+            Every rank runs it, with the same number of forward passes, and gets the same result.
+        observe: `observe(model, inputs)` returns the values of a row of connections.jsonl, measured on the first
+            sequence of a step, inputs (1, sequence_length), every `train.connections_every` steps. It runs as
+            `evaluate` does. Each rank has its own sequence; the first rank's does not depend on their number.
+        facts: metadata of the data for facts.json; its `fingerprint`, if any, must be the same on resume.
 
     Returns:
         The row of the last step (step, tokens, loss, lr, grad_norm, tokens_per_second, seconds, results of
@@ -77,7 +78,7 @@ def train(
 
     Raises:
         InputError: the folder cannot be used (see `claim`), the checkpoint has other settings, data or weights, or
-            the device is not there.
+            the device is not available.
         RunError: a loss or gradient is not finite, or the folder cannot be written. Older checkpoints stay.
     """
     if not isinstance(folder, RunFolder):
@@ -86,13 +87,13 @@ def train(
                 model, batches, config, run, evaluate=evaluate, observe=observe, facts=facts, progress=progress
             )
     run = folder
-    with ranks.together():
+    with ranks.raise_together():
         device = pick_device(config.device)
         settings = _decisive_settings(run, facts)
-        share = Share.of(config, ranks)
+        shard = BatchShard.of(config, ranks)
     torch.manual_seed(config.seed + ranks.rank)
     model.to(device).train()
-    spread_model = spread(model, config, ranks, device)
+    parallel_model = parallelize(model, config, ranks, device)
     optimizer = adamw(model, config)
     checkpoint = _restore(run, settings, model, optimizer, device, ranks)
     start = checkpoint.step if checkpoint else 0
@@ -100,7 +101,7 @@ def train(
         return _finished(run, checkpoint, ranks)
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    finite = FiniteCheck(model, optimizer, device, ranks.total if spread_model.sharded else None)
+    finite = FiniteCheck(model, optimizer, device, ranks.total if parallel_model.sharded else None)
     saver = Saver(run, settings, model, optimizer, device, config, ranks, checkpoint)
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
     tokens_per_step = config.batch_size * config.gradient_accumulation * config.sequence_length
@@ -109,7 +110,7 @@ def train(
         if ranks.first:
             size = sum(parameter.numel() for parameter in parameters)
             known = {"parameters": size, "data": dict(facts or {})}
-            here = {"device": device, "processes": ranks.world_size, "parallel": spread_model.kind}
+            here = {"device": device, "processes": ranks.world_size, "parallel": parallel_model.kind}
             with saver.writing(start):
                 write_facts(run, known, step=start, **here)
                 logs = stack.enter_context(_Logs(run, config, start, observing=bool(observe_every)))
@@ -120,8 +121,8 @@ def train(
         for step in range(start + 1, config.steps + 1):
             factor = learning_rate_factor(step, config)
             set_learning_rate(optimizer, factor)
-            indices = share.micro_batches(step)
-            loss, penalty, first_sequence = _backward(spread_model, batches, indices, device, autocast)
+            indices = shard.micro_batches(step)
+            loss, penalty, first_sequence = _backward(parallel_model, batches, indices, device, autocast)
             loss = ranks.mean(loss)
             norm = finite.observe(step, loss)
             if config.clip:
@@ -129,7 +130,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             if observe_every and step % observe_every == 0:
-                with autocast, _undisturbed(model, device):
+                with autocast, _evaluating(model, device):
                     seen = observe(model, first_sequence)
                 if ranks.first:
                     with saver.writing(step):
@@ -142,18 +143,18 @@ def train(
             if not (logging or saving):
                 continue
 
-            with ranks.alike():
-                finite.check(saver.finish)  # here, and where the gates are observed, the host waits for the device
+            with ranks.report_once():
+                finite.check(saver.finish)  # the host waits for the device here and where gates are observed
             seconds, speed = clock.lap(step * tokens_per_step)
             row = {"step": step, "tokens": step * tokens_per_step, "loss": loss.item(), "lr": config.lr * factor}
-            if penalty is not None:  # schemes are compared by the loss of the language model alone
+            if penalty is not None:  # schemes are compared by the language model's loss without the penalty
                 penalty = ranks.mean(penalty)
                 row |= {"loss": (loss - penalty).item(), "penalty": penalty.item()}
             row |= {"grad_norm": norm.item(), "tokens_per_second": speed, "seconds": seconds}
             with clock.paused():
                 if evaluating:
-                    with autocast, _undisturbed(model, device):
-                        row = {**row, **evaluate(model), **row}  # the row's own names come first
+                    with autocast, _evaluating(model, device):
+                        row = {**row, **evaluate(model), **row}  # the row's names come first, its values win
                 if ranks.first:
                     with saver.writing(step):
                         if logging:
@@ -162,25 +163,25 @@ def train(
                         if saving:
                             logs.sync()
                 if saving:
-                    with ranks.alike():
+                    with ranks.report_once():
                         saver.save(step, seconds=seconds, val_loss=row.get("val_loss"))
             if stopping:
                 break
-        with ranks.alike():
+        with ranks.report_once():
             saved = saver.finish()
     interrupted = step < config.steps
     if interrupted and ranks.first:
-        say(f"stopped after step {step}, which is saved; go on with: {run.resume_command}")
+        say(f"stopped after step {step}, which is saved; continue with: {run.resume_command}")
     return row | {"checkpoint": str(saved), "interrupted": interrupted}
 
 
 def _backward(
-    spread_model: Spread, batches: IndexedBatches, indices: range, device: torch.device, autocast: torch.autocast
+    model: ParallelModel, batches: IndexedBatches, indices: range, device: torch.device, autocast: torch.autocast
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Run forward and backward on the micro-batches of a step that this rank takes.
 
     Returns:
-        Their mean loss and mean penalty, () each, the penalty None if the model has none, and the first sequence,
+        The mean loss, (); the mean penalty, (), or None if the model has none; the first sequence,
         (1, sequence_length).
     """
     loss = torch.zeros((), device=device)
@@ -189,9 +190,9 @@ def _backward(
         inputs, labels = _on(device, *batches.at(index))
         if index == indices[0]:
             first_sequence = inputs[:1]
-        with spread_model.accumulating(index == indices[-1]):
+        with model.accumulating(index == indices[-1]):
             with autocast:
-                output = spread_model.forward(input_ids=inputs, labels=labels, shift_labels=labels)
+                output = model.forward(input_ids=inputs, labels=labels, shift_labels=labels)
             part = output.loss / len(indices)
             part.backward()
         loss = loss + part.detach()
@@ -231,7 +232,7 @@ def _finished(run: RunFolder, checkpoint: Checkpoint, ranks: Ranks) -> dict[str,
 
 
 def pick_device(name: str, option: str = "train.device") -> torch.device:
-    """The device of `train.device`: auto is cuda where there is one. Raises InputError where cuda is missing."""
+    """Return the device of an option; auto picks cuda if available. Raises InputError if cuda is missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -240,14 +241,14 @@ def pick_device(name: str, option: str = "train.device") -> torch.device:
 
 
 def _on(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copies on the device. From pinned memory the host need not wait for them, nor for the work before them."""
+    """Copy tensors to the device. Copies from pinned memory are asynchronous, so the host does not wait."""
     if device.type == "cuda":
         return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
     return tensors
 
 
 def _decisive_settings(run: RunFolder, facts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The settings, flat, with what they cannot say themselves: which tokens the data hold."""
+    """Return the flat settings with the fingerprint of the data, which the settings do not contain."""
     settings = flatten(run.settings)
     if facts and "fingerprint" in facts:
         settings["data.fingerprint"] = facts["fingerprint"]
@@ -262,19 +263,19 @@ def _restore(
     device: torch.device,
     ranks: Ranks,
 ) -> Checkpoint | None:
-    """Put the newest whole checkpoint into the model, where the run goes on. The first rank alone looks for it."""
+    """Load the newest complete checkpoint into the model, if there is one. Only the first rank looks for it."""
     found = None
-    with ranks.together():
+    with ranks.raise_together():
         if run.resume and ranks.first:
             found = latest_checkpoint(run.path)
             if found is None and (steps := saved_steps(run.path)):
-                # From the first step the log would be written over, and these as well.
+                # Starting from the first step would overwrite the log and these checkpoints.
                 raise InputError(
-                    f"{run.checkpoints}: expected a whole checkpoint to go on from, got {len(steps)} of which none can "
-                    "be read; mend one, or remove them to start again from the first step"
+                    f"{run.checkpoints}: expected a complete checkpoint to resume from, got {len(steps)} of which none "
+                    "can be read; repair one, or remove them to start again from the first step"
                 )
             if found is None:
-                say(f"{run.path}: no whole checkpoint, starting again from the first step")
+                say(f"{run.path}: no complete checkpoint, starting again from the first step")
             else:
                 refuse_changes(found.settings, settings, found.path)
     checkpoint = ranks.gather(found)[0]
@@ -284,8 +285,8 @@ def _restore(
 
 
 @contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode without gradients, after which training goes on as if it had not been."""
+def _evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode without gradients; restores training mode and random state, so that training is unaffected."""
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -296,8 +297,8 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _stop_signals(*, twice: bool) -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C or SIGTERM into an event; the second acts at once, unless it is not to count `twice`:
-    torchrun passes on what the terminal has sent already, and has its own patience.
+    """Turn the first Ctrl-C or SIGTERM into an event. With `twice`, the second one ends the process at once; torchrun
+    repeats signals that the terminal has already sent, and has its own timeout.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the trainable parameters in groups, tied ones once; each group has `weight_decay` and `factor`.
 
-    Decay pulls the weights of `nn.Linear` and `nn.Embedding` to zero, wherever they start: maps around a sublayer that
-    are meant to start as the identity are decayed by the code of arXiv 2605.06729 too. Gains, biases, taps of
-    convolutions and read vectors, whatever their shape, have no reason to be small and get none. `factor` multiplies
+    All weights of `nn.Linear` and `nn.Embedding` are decayed to zero, even maps around a sublayer that start as the
+    identity, as in the code of arXiv 2605.06729. Gains, biases, taps of convolutions and read vectors of any shape need
+    not be small and are not decayed. `factor` multiplies
     the learning rate under muP (`models.mup`); it is 1 unless the model's configuration has `mup`.
     """
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))}
     factors: dict[int, float] = {}
-    for inner in model.modules():  # the model itself, or what is wrapped around it
+    for inner in model.modules():  # `model` may be a wrapper
         if isinstance(inner, ResiduaForCausalLM):
             parameters = dict(inner.named_parameters())
             factors |= {id(parameters[name]): factor for name, factor in learning_rate_factors(inner).items()}

@@ -1,4 +1,4 @@
-"""When a run saves: one process waits for the disk, several write in the background while training continues."""
+"""Saving during training: one process waits for the disk; several write in the background while training continues."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Saves the checkpoints of a run. `newest` is the newest that is whole.
+    """Save the checkpoints of a run. `newest` is the newest complete one.
 
     If several ranks train, `save` copies the state and a thread of each rank writes it while training continues; the
     next `save` waits for that thread. `finish` and the next `save` raise its errors on all ranks.
@@ -40,7 +40,7 @@ class Saver:
         self._run, self._settings, self._ranks, self._device = run, settings, ranks, device
         self._model, self._optimizer = model, optimizer
         self._kept = {"keep": config.keep_checkpoints, "keep_best": config.keep_best}
-        # The run resumes from the newest whole one, so later ones are damaged.
+        # The run resumes from the newest complete one, so later ones are damaged.
         self._damaged = {step for step in saved_steps(run.path) if newest is None or step > newest.step}
         self._pending: Future[None] | None = None
         self.newest = newest
@@ -60,7 +60,7 @@ class Saver:
             kept = self.newest.path if self.newest else "none"
             raise RunError(
                 f"step {step}: cannot write into {self._run.path}: {reason}; last good checkpoint: {kept}; "
-                f"make room or mend the folder, then: {self._run.resume_command}"
+                f"free disk space or repair the folder, then: {self._run.resume_command}"
             ) from error
 
     def save(self, step: int, *, seconds: float, val_loss: float | None) -> None:
@@ -69,7 +69,7 @@ class Saver:
         checkpoint = Checkpoint(self._run.checkpoints / f"step-{step}", step, seconds, self._settings, val_loss)
         blocks = snapshot(self._model, self._optimizer, self._device, self._ranks)
         if self._ranks.joined:
-            self._pending = _behind(lambda: self._write(blocks, checkpoint))
+            self._pending = _in_background(lambda: self._write(blocks, checkpoint))
         else:
             self._write(blocks, checkpoint)
 
@@ -87,21 +87,21 @@ class Saver:
         """Write the checkpoint and drop the old ones; in a thread where there are several ranks.
 
         Raises RunError on all ranks if one of them cannot write. Other exceptions are raised on this rank only, among
-        them RuntimeError if another rank is gone.
+        them RuntimeError if another rank has died.
         """
         ranks, step = self._ranks, checkpoint.step
         with self.writing(step):
             self.newest = write_checkpoint(checkpoint, blocks, ranks)
-        with self.writing(step), ranks.together_saving():
+        with self.writing(step), ranks.raise_together_saving():
             if ranks.first:
                 self._damaged.discard(step)
                 drop_old(self._run.checkpoints, step, damaged=self._damaged, **self._kept)
 
 
-def _behind(work: Callable[[], None]) -> Future[None]:
+def _in_background(work: Callable[[], None]) -> Future[None]:
     """Run `work` in a thread; the future's `result` raises what it raises.
 
-    The thread is a daemon: `work` may wait for a rank that is gone, and Python would wait for an executor's threads.
+    The thread is a daemon, because `work` may wait for a rank that has died; Python would join an executor's threads.
     """
     future: Future[None] = Future()
 

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint: each rank writes its part in safetensors, and any number of ranks reads it.
+"""The tensors of a checkpoint: each rank writes its part in safetensors, and any number of ranks can read them.
 
-A file holds whole tensors and blocks of tensors under their names. The metadata of a file with blocks has one entry,
-`blocks`: JSON that says for each of them the shape of the tensor and where in it the block begins,
+A file holds whole tensors and blocks of tensors by name. The metadata of a file with blocks has one entry, `blocks`:
+JSON with the shape of the tensor and the offset of the block in it for each of them,
 {"NAME": {"shape": [512, 64], "offset": [256, 0]}}.
 """
 
@@ -25,7 +25,7 @@ BLOCKS = "blocks"
 
 
 class Block(NamedTuple):
-    """A box of a tensor of `shape`: its values and where they begin. A whole tensor is a box too."""
+    """A rectangular block of a tensor of `shape`: its values and their offset. A whole tensor is a block too."""
 
     values: Tensor
     shape: tuple[int, ...]
@@ -37,10 +37,10 @@ class Block(NamedTuple):
 
 
 def local_block(tensor: Tensor) -> Block:
-    """Return what this rank holds of a tensor: all of it, or its shard of a DTensor.
+    """Return this rank's part of a tensor: all of it, or its shard of a DTensor.
 
     Raises:
-        ValueError: a DTensor is spread over more than one dimension of a mesh, or in another way than in shards.
+        ValueError: a DTensor is not sharded over exactly one dimension of a mesh.
     """
     shape = tuple(tensor.shape)
     offset = [0] * len(shape)
@@ -56,12 +56,12 @@ def local_block(tensor: Tensor) -> Block:
 
 
 def blocks_of_rank(tensors: Mapping[str, Tensor], rank: int, world_size: int, *, copy: bool) -> dict[str, Block]:
-    """Return what `rank` saves, on the CPU: its shards, and its part of the tensors that all ranks hold.
+    """Return the blocks that `rank` saves, on the CPU: its shards, and some of the tensors that all ranks hold.
 
-    copy: the values are copied, so that training may go on while they are written.
+    copy: copy the values, so that training can continue while they are written.
     """
     chosen: dict[str, Block] = {}
-    assigned = [0] * world_size  # bytes of whole tensors for each rank; all ranks compute the same
+    assigned = [0] * world_size  # bytes of whole tensors per rank; the same result on all ranks
     for name, tensor in tensors.items():
         block = local_block(tensor)
         if not _is_sharded(tensor):
@@ -76,11 +76,11 @@ def blocks_of_rank(tensors: Mapping[str, Tensor], rank: int, world_size: int, *,
 
 
 def write_blocks(path: Path, blocks: Mapping[str, Block]) -> None:
-    """Write a new file. Raises OSError where the disk refuses."""
+    """Write a new file. Raises OSError if the disk refuses."""
     parts = {name: {"shape": block.shape, "offset": block.offset} for name, block in blocks.items() if not block.whole}
     metadata = {"format": "pt"} | ({BLOCKS: json.dumps(parts)} if parts else {})
     path.touch(exist_ok=False)
-    mode = path.stat().st_mode  # safetensors lets only the owner read its files
+    mode = path.stat().st_mode  # safetensors makes files readable only by their owner
     try:
         save_file({name: block.values for name, block in blocks.items()}, path, metadata)
     except SafetensorError as error:
@@ -91,8 +91,7 @@ def write_blocks(path: Path, blocks: Mapping[str, Block]) -> None:
 class StoredTensors:
     """The tensors of several files, put together from their blocks. A context manager, which keeps the files open.
 
-    `shapes` gives the shape of each tensor by name. Files are mapped into memory, and `read` touches only what it
-    returns.
+    `shapes` gives the shape of each tensor by name. Files are memory-mapped, and `read_into` reads only what it copies.
     """
 
     def __init__(self, paths: Iterable[Path], source: Path):
@@ -116,7 +115,7 @@ class StoredTensors:
         self._open.close()
 
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fill a tensor of the stored shape in place; of a DTensor, the shard of this rank."""
+        """Fill a tensor of the stored shape in place; for a DTensor, fill the shard of this rank."""
         here = local_block(tensor)
         with torch.no_grad(), _named(self._source):
             for part in self._parts[name]:
@@ -130,7 +129,7 @@ class StoredTensors:
                     here.values[box].copy_(part.values()[_slices(begin, end, part.offset)])
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a tensor is stored."""
+        """Return the dtype in which a tensor is stored."""
         with _named(self._source):
             return self._parts[name][0].values().dtype
 
@@ -145,12 +144,12 @@ class _Part(NamedTuple):
     offset: tuple[int, ...]
 
     def values(self) -> Tensor:
-        """The block as a view of the mapped file: only what is used of it is read."""
+        """Return the block as a view of the mapped file; only the parts that are used are read."""
         return self.file.get_tensor(self.name)
 
 
 def _slices(begin: Sequence[int], end: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
-    """The index, in a block that begins at `offset`, of the box from `begin` to before `end`."""
+    """Return the slices of the box [begin, end) within a block that begins at `offset`."""
     return tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offset))
 
 
@@ -160,12 +159,12 @@ def _part(file: Any, name: str, block: Any) -> _Part:
         return _Part(file, name, size, size, (0,) * len(size))
     shape, offset = tuple(block["shape"]), tuple(block["offset"])
     if not len(shape) == len(offset) == len(size):
-        raise ValueError(f"{name} has {len(size)} dimensions, its place in the tensor has {len(offset)}")
+        raise ValueError(f"{name} has {len(size)} dimensions, its offset has {len(offset)}")
     return _Part(file, name, shape, size, offset)
 
 
 def _check_whole(name: str, parts: list[_Part]) -> None:
-    """Raise ValueError unless the blocks are a tensor that was cut along one axis, without gaps and overlaps."""
+    """Raise ValueError unless the blocks form a tensor cut along one axis, without gaps and overlaps."""
     parts.sort(key=lambda part: part.offset)
     shape, end = list(parts[0].shape), 0
     cut = [axis for axis, size in enumerate(parts[0].size) if size != shape[axis]]
@@ -182,7 +181,7 @@ def _check_whole(name: str, parts: list[_Part]) -> None:
 
 @contextmanager
 def _named(source: Path) -> Iterator[None]:
-    """Turn what a damaged file raises into an InputError."""
+    """Turn the errors of a damaged file into an InputError."""
     try:
         yield
     except InputError:

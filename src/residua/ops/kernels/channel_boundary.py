@@ -41,7 +41,7 @@ from residua.ops.kernels.tiles import (
     through_norm,
     through_write,
 )
-from residua.ops.precision import fresh
+from residua.ops.precision import new_symbol
 
 
 @triton.jit
@@ -318,7 +318,7 @@ def differentiable(op: Callable, backward_op: Callable, mixing: str) -> Callable
         *reader, k_norm, eps, norm_eps, value_input, recompute_every = others
         names = (mixing, "gain", "gate_weight", "value_weight")
         expect_taken("value channels", state.shape[-2], state=state, k=k, v=v, beta=beta, **dict(zip(names, reader)))
-        options = (k_norm or "none", fresh(eps), fresh(norm_eps), value_input == "context")
+        options = (k_norm or "none", new_symbol(eps), new_symbol(norm_eps), value_input == "context")
         if not torch.is_grad_enabled():
             return tuple(op(state, [k, v, beta], reader, *options)[:4])
         return Function.apply(state, k, v, beta, *reader, *options, recompute_every)

@@ -36,7 +36,7 @@ from residua.ops.kernels.tiles import (
     store_row,
     store_tile,
 )
-from residua.ops.precision import fresh
+from residua.ops.precision import new_symbol
 
 # One program is one token: its tiles stay in registers between the sums along k and the write, and nothing is shared.
 
@@ -217,4 +217,4 @@ def delta_write(
     expect_taken("value channels", state.shape[-2], state=state, k=k, v=v, beta=beta)
     if not torch.is_grad_enabled():
         return write_op(state, k, v, beta, k_norm or "none", eps)[0]
-    return _DeltaWrite.apply(state, k, v, beta, k_norm or "none", fresh(eps), recompute_every)
+    return _DeltaWrite.apply(state, k, v, beta, k_norm or "none", new_symbol(eps), recompute_every)
