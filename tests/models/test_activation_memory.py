@@ -38,10 +38,12 @@ def kept(
     def address(storage: torch.UntypedStorage) -> int:
         return storage._cdata if device == "meta" else storage.data_ptr()
 
-    parameters = {address(parameter.untyped_storage()) for parameter in model.parameters()}
     if shard is not None:  # then weights are gathered for a layer and freed after it: no bytes are counted for them
         for module in (*model.model.layers, model):
             shard(module)
+    # Of sharded weights, the shards: the whole ones are freed, and what is kept may get their addresses.
+    held = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    parameters = {address(parameter.untyped_storage()) for parameter in held}
     storages = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:

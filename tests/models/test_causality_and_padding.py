@@ -203,7 +203,7 @@ def test_packed_documents_are_apart_or_refused(name):
     model, first, second = tiny_model(name), prompt(1, 5), prompt(1, 4, seed=1)
     packed, positions = torch.cat([first, second], 1), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
     if name in LOOKING_BACK:
-        with pytest.raises(ValueError, match=r"position_ids: expected each to be one more .* looks back"):
+        with pytest.raises(ValueError, match=r"position_ids: expected consecutive positions: .* reads earlier tokens"):
             model(packed, position_ids=positions, use_cache=False)
         with pytest.raises(ValueError, match=r"attention_mask: expected \(batch, seq\), got \(1, 1, 9, 9\)"):
             model(packed, attention_mask=torch.ones(1, 1, 9, 9).tril().bool())
