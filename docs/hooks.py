@@ -99,4 +99,6 @@ def copied(target: str) -> str:
 
 
 def inside(target: str) -> str:
-    return copied(target.removeprefix("../")) if target.startswith("../") else target
+    """Return the link to the copy of a file outside docs/; other links stay, such as `../results.md` of a scheme."""
+    file = target.removeprefix("../")
+    return copied(file) if target != file and (ROOT / file).is_file() else target
