@@ -80,7 +80,28 @@ class HyperConnections(Scheme):
         return Stream(Repeat(self.num_streams), connections, SumStreams())
 
 
-class HyperConnection(Connection):
+class MixingConnection(Connection):
+    """The write that hyper-connections, mHC and JPmHC share; the coefficients are h_pre, h_res and h_post.
+
+    X[o] <- sum_i h_res[o, i] X[i] + h_post[o] y. None for h_pre reads the first stream, None for h_res mixes nothing.
+    """
+
+    implementation: Implementation
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        state, (_, h_res, h_post) = carry
+        return hyper_write(state, y, h_res, h_post, implementation=self.implementation)
+
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
+        h_pre, h_res, h_post = carry.coefficients
+        identity = torch.eye(h_post.shape[-1], dtype=h_post.dtype, device=h_post.device)
+        left_out = tuple(name for name, value in carry.coefficients._asdict().items() if value is None)
+        return Mixing(
+            identity if h_res is None else h_res, identity[0] if h_pre is None else h_pre, h_post, left_out=left_out
+        )
+
+
+class HyperConnection(MixingConnection):
     """One hyper-connection; the state is (batch, seq, n, dim).
 
     With [A_m | A_r] the columns of alpha, (n, n + 1), and N = RMSNorm of each stream with its own gain:
@@ -96,6 +117,7 @@ class HyperConnection(Connection):
         super().__init__()
         n = scheme.num_streams
         self.scheme = scheme
+        self.implementation = scheme.implementation
         self.stream = index % n
         self.norm = norm
         self.alpha = nn.Parameter(torch.empty(n, n + 1))
@@ -132,13 +154,5 @@ class HyperConnection(Connection):
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         coefficients = self.coefficients(state)
-        x = hyper_read(state, coefficients.h_pre, implementation=self.scheme.implementation)
+        x = hyper_read(state, coefficients.h_pre, implementation=self.implementation)
         return self.norm(x), Carry(state, coefficients)
-
-    def write(self, y: Tensor, carry: Carry) -> State:
-        state, (_, h_res, h_post) = carry
-        return hyper_write(state, y, h_res, h_post, implementation=self.scheme.implementation)
-
-    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
-        h_pre, h_res, h_post = carry.coefficients
-        return Mixing(h_res, h_pre, h_post)

@@ -12,14 +12,14 @@ from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Mixing, Norm, Scheme, State, Stream, TensorSpec
+from residua.connections.base import Carry, Norm, Scheme, State, Stream, TensorSpec
 from residua.connections.ends import MeanStreams, Repeat
+from residua.connections.hyper import MixingConnection
 from residua.connections.memory import Memory
-from residua.connections.mhc import with_identity
 from residua.connections.norm import norms
 from residua.connections.options import check_types, require
 from residua.connections.router import Router
-from residua.ops import at_least_float32, cayley_transform, hyper_read, hyper_write, iterative_cayley
+from residua.ops import at_least_float32, cayley_transform, hyper_read, iterative_cayley
 from residua.ops.dispatch import Implementation
 
 
@@ -88,7 +88,7 @@ class JacobianHyperConnections(Scheme):
         return Stream(Repeat(self.num_streams), connections, MeanStreams())
 
 
-class JacobianConnection(Connection):
+class JacobianConnection(MixingConnection):
     """One connection of JPmHC; the state is (batch, seq, n, dim), m = LayerNorm of all n dim features of a token.
 
         [P, R, S] = W m + b,   H_pre = softmax(P, -1),   H_post = softmax(R, -2),   H_res = Cayley(alpha (S - S^T))
@@ -113,6 +113,7 @@ class JacobianConnection(Connection):
     ):
         super().__init__()
         self.scheme = scheme
+        self.implementation = scheme.implementation
         self.selects, self.distributes = selects, distributes
         maps = 1 + selects + distributes
         random_bias = int(selects) if distributes else None
@@ -134,13 +135,6 @@ class JacobianConnection(Connection):
         pre, h_res, post = self.matrices(state)
         h_pre = None if pre is None else pre.mean(-2)
         h_post = at_least_float32(state).new_ones(h_res.shape[:-1]) if post is None else post.sum(-1)
-        implementation = self.scheme.implementation
+        implementation = self.implementation
         x = state[..., 0, :] if h_pre is None else hyper_read(state, h_pre, implementation=implementation)
         return self.norm(x), Carry(state, JacobianCoefficients(h_pre, h_res, h_post))
-
-    def write(self, y: Tensor, carry: Carry) -> State:
-        state, (_, h_res, h_post) = carry
-        return hyper_write(state, y, h_res, h_post, implementation=self.scheme.implementation)
-
-    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
-        return with_identity(carry.coefficients)

@@ -7,19 +7,19 @@ h_pre in (0, 1), h_post in (0, 2), and h_res is doubly stochastic: mixing cannot
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Mixing, Norm, Scheme, State, Stream, TensorSpec
+from residua.connections.base import Carry, Norm, Scheme, State, Stream, TensorSpec
 from residua.connections.ends import MeanStreams, Repeat, Same
-from residua.connections.hyper import linear_of_normalised
+from residua.connections.hyper import MixingConnection, linear_of_normalised
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import check_types, require
 from residua.connections.projection import Projection
-from residua.ops import at_least_float32, hyper_mix, hyper_read, hyper_write, permutation_mixture, sinkhorn
+from residua.ops import at_least_float32, hyper_mix, hyper_read, permutation_mixture, sinkhorn
 from residua.ops.dispatch import Implementation
 
 # Initial distance of the logits of h_res. With 6, h_res starts with e^-6 = 0.0025 beside its diagonal: the difference
@@ -40,16 +40,6 @@ class ManifoldCoefficients(NamedTuple):
     h_pre: Tensor | None
     h_res: Tensor | None
     h_post: Tensor
-
-
-def with_identity(coefficients: Any) -> Mixing:
-    """Return the shortcut of h_pre, h_res and h_post, where None means the first stream or the identity."""
-    h_pre, h_res, h_post = coefficients
-    identity = torch.eye(h_post.shape[-1], dtype=h_post.dtype, device=h_post.device)
-    left_out = tuple(name for name, value in coefficients._asdict().items() if value is None)
-    return Mixing(
-        identity if h_res is None else h_res, identity[0] if h_pre is None else h_pre, h_post, left_out=left_out
-    )
 
 
 @dataclass(frozen=True)
@@ -182,7 +172,7 @@ class Mappings(nn.Module):
         return ManifoldCoefficients(None if pre is None else torch.sigmoid(pre), h_res, 2 * torch.sigmoid(post))
 
 
-class ManifoldConnection(Connection):
+class ManifoldConnection(MixingConnection):
     """One connection of mHC; the state is (batch, seq, n, dim). It starts by preferring the stream `index` mod n.
 
     Some mappings cannot change anything, and their parameters would be dead. `selects=False` omits h_pre in the first
@@ -215,15 +205,8 @@ class ManifoldConnection(Connection):
         x = state[..., 0, :] if h_pre is None else hyper_read(state, h_pre, implementation=self.implementation)
         return self.norm(x), Carry(state, coefficients)
 
-    def write(self, y: Tensor, carry: Carry) -> State:
-        state, (_, h_res, h_post) = carry
-        return hyper_write(state, y, h_res, h_post, implementation=self.implementation)
 
-    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
-        return with_identity(carry.coefficients)
-
-
-class SplitConnection(Connection):
+class SplitConnection(MixingConnection):
     """`layout="split"`: the state (batch, seq, dim) is n pieces X[i] of dim / n features.
 
         x = n times [sum_i h_pre[i] X[i]],   X[o] <- sum_i h_res[o, i] X[i] + h_post[o] F(norm(x))[o]
@@ -254,6 +237,3 @@ class SplitConnection(Connection):
         state, (_, h_res, h_post) = carry
         mixed = hyper_mix(at_least_float32(self.pieces(state)), h_res, implementation=self.implementation)
         return torch.addcmul(mixed, h_post.unsqueeze(-1), self.pieces(y).to(mixed.dtype)).flatten(-2).to(state.dtype)
-
-    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
-        return with_identity(carry.coefficients)
