@@ -55,6 +55,21 @@ def scaled_output(stream, x: Tensor, functions: list) -> Tensor:
     return x
 
 
+def gated(stream, x: Tensor, functions: list) -> Tensor:
+    """Sublayers read u = r x + z x0; what they write, p h, loses e of its part along u."""
+    x0 = backed = x
+    for i, (connection, function) in enumerate(zip(stream.connections, functions)):
+        u = scale(connection, "r") * x + (0 if i % 2 else scale(connection, "z") * x0)
+        context = normed(connection, u)
+        h = scale(connection, "p") * function(context)
+        e = (context @ connection.gate.out.weight.T + connection.gate.out.bias).tanh()
+        along = (h * u).sum(-1, keepdim=True) / (u.square().sum(-1, keepdim=True) + 1e-6)
+        x = u + h - e * along * u
+        if i == 5:
+            backed = x
+    return x - stream.collapse.backout.weight * backed
+
+
 def deepnorm(stream, x: Tensor, functions: list) -> Tensor:
     for connection, function in zip(stream.connections, functions):
         x = normed(connection, (2 * len(functions) / 2) ** 0.25 * x + function(x))
@@ -64,6 +79,7 @@ def deepnorm(stream, x: Tensor, functions: list) -> Tensor:
 FORMS = {
     "nanochat": (resolve("lambdas"), nanochat),
     "modded-nanogpt": (ALL["lambdas-written"], modded_nanogpt),
+    "gated": (ALL["lambdas-gated"], gated),
     "rezero": (ALL["rezero"], scaled_output),
     "layer-scale": (ALL["layer-scale"], scaled_output),
     "deepnorm": (ALL["deepnorm"], deepnorm),
@@ -130,7 +146,7 @@ def test_neutral_scales_are_the_plain_residual_to_the_bit():
         assert torch.equal(ours(x, functions), Residual().build(DIM, 4).to(dtype)(x, functions))
 
 
-@pytest.mark.parametrize("name", ["lambdas", "lambdas-written", "lambdas-all", "rezero"])
+@pytest.mark.parametrize("name", ["lambdas", "lambdas-written", "lambdas-all", "lambdas-gated", "rezero"])
 def test_the_shortcut_is_the_update_of_x_and_x0(name):
     stream, functions = built(ALL[name], 4), bare_sublayers(DIM, 4)
     state = stream.expand(normal(2, 3, DIM))
@@ -157,6 +173,7 @@ def test_the_shortcut_is_the_update_of_x_and_x0(name):
         ({"r": None, "r_last": 1.0}, ["r_last", "None unless r is a number", "1.0"]),
         ({"z": None, "z_every": "sublayer"}, ["z_every", "'block' unless z is a number"]),
         ({"r": None, "z": None, "when": "write"}, ["when", "'read' unless r or z is a number"]),
+        ({"when": "write", "gate": "token"}, ["gate:", "'none' with norm='post' or when='write'", "'token'"]),
         ({"r": None, "z": None, "per_channel": True}, ["per_channel", "False unless there is a scale"]),
     ],
 )
@@ -169,6 +186,7 @@ def test_a_wrong_option_is_one_clear_line(options, words):
 def test_a_start_that_preserves_keeps_the_places():
     scheme = resolve("lambdas")
     assert scheme.preserving() == Lambdas(r=1.0, z=0.0, backout=0.0)
+    assert ALL["lambdas-gated"].preserving() == Lambdas(r_every="sublayer", p=1.0, backout=0.0, gate="token")
     assert ALL["rezero"].preserving() == Lambdas(r=None, z=None, p=1.0)
     with pytest.raises(ValueError, match="norm='post' normalises the state itself"):
         ALL["deepnorm"].preserving()

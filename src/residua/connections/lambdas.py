@@ -4,7 +4,8 @@
 
 x0 is the embedding, x_mid the state in the middle of the stack (backout). With its options it is the residual of
 nanochat and of modded-nanogpt, ReZero (arXiv 2003.04887), LayerScale (2103.17239) and DeepNorm (2203.00555): the
-cheap baseline that every other scheme has to beat.
+cheap baseline that every other scheme has to beat. With `gate`, what a sublayer writes passes the gated orthogonal
+update (gated_orthogonal.py).
 """
 
 import math
@@ -15,21 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, Connection, Mixing, Norm, Scheme, State, Stream, TensorSpec, Traffic
+from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import check_types, expect_used, require
-from residua.ops import at_least_float32, scaled_sum
+from residua.ops import at_least_float32, orthogonal_update, residual_scale, scaled_sum
 
 
 class ScaleCoefficients(NamedTuple):
     """r, z, p: the scales of the state, the embedding and the output, () or (dim,) each, in at least float32.
 
-    None: this connection has no such scale.
+    None: this connection has no such scale. gate: e of the gated orthogonal update, (batch, seq, 1), or None.
     """
 
     r: Tensor | None
     z: Tensor | None
     p: Tensor | None
+    gate: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Lambdas(Scheme):
                    where that comes first; None: no backout
     norm           "pre": before a sublayer; "post": DeepNorm, x <- norm(alpha x + p h) with the constant alpha =
                    num_sublayers^(1/4), without r, z and backout; the sublayers' own small start is up to the model
+    gate           "token": p h is written less the share e of what it has along r x + z x0, e = tanh(w . c + b) of
+                   the normalised context c, 0 at the start, with when="read"; "none": all of p h
     """
 
     equation: ClassVar[str] = "r x + z x0 + p F(norm(r x + z x0))"
@@ -69,6 +74,7 @@ class Lambdas(Scheme):
     per_channel: bool = False
     backout: float | None = None
     norm: Literal["pre", "post"] = "pre"
+    gate: Literal["none", "token"] = "none"
 
     def __post_init__(self):
         check_types(self)
@@ -77,6 +83,8 @@ class Lambdas(Scheme):
             require(self, name, value is None or math.isfinite(value), "a finite number or None")
         for name in ("r", "z", "backout"):
             require(self, name, self.norm == "pre" or getattr(self, name) is None, "None with norm='post'")
+        ungated = self.norm == "post" or self.when == "write"
+        require(self, "gate", self.gate == "none" or not ungated, "'none' with norm='post' or when='write'")
         expect_used(
             self,
             {
@@ -192,36 +200,35 @@ class ScaledConnection(Connection):
                 if start is not None
             }
         )
-
-    def coefficients(self) -> ScaleCoefficients:
-        r, z, p = (self.scales[name]() if name in self.scales else None for name in ScaleCoefficients._fields)
-        return ScaleCoefficients(r, z, p)
+        self.gate = TokenGate(dim, 1, scale=1.0) if scheme.gate == "token" else None
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        coefficients = self.coefficients()
+        r, z, p = (self.scales[name]() if name in self.scales else None for name in ("r", "z", "p"))
         x, *others = (state,) if self.scheme.kept == 1 else state
         if self.scheme.when == "read":
-            x = self._scaled(x, others, coefficients)
-        return (x if self.alpha else self.norm(x)), Carry((x, *others), coefficients)
+            x = self._scaled(x, others, r, z)
+        context = x if self.alpha else self.norm(x)
+        gate = None if self.gate is None else self.gate(context)
+        return context, Carry((x, *others), ScaleCoefficients(r, z, p, gate))
 
     def write(self, y: Tensor, carry: Carry) -> State:
-        (x, *others), coefficients = carry
+        (x, *others), (r, z, p, gate) = carry
         if self.scheme.when == "write":
-            x = self._scaled(x, others, coefficients)
-        alpha = at_least_float32(x).new_full((), self.alpha) if self.alpha else None
-        x = scaled_sum((x, y), (alpha, coefficients.p))
+            x = self._scaled(x, others, r, z)
+        if gate is None:
+            alpha = at_least_float32(x).new_full((), self.alpha) if self.alpha else None
+            x = scaled_sum((x, y), (alpha, p))
+        else:
+            x = orthogonal_update(x, scaled(y, p), gate)
         if self.alpha:
             x = self.norm(x)
         if self.copies:
             others = [*others[:-1], x]
         return x if self.scheme.kept == 1 else (x, *others)
 
-    def _scaled(self, x: Tensor, others: list[Tensor], coefficients: ScaleCoefficients) -> Tensor:
+    def _scaled(self, x: Tensor, others: list[Tensor], r: Tensor | None, z: Tensor | None) -> Tensor:
         """Return r x + z x0, or x itself where this connection has neither scale."""
-        r, z, _ = coefficients
-        if z is not None:
-            return scaled_sum((x, others[0]), (r, z))
-        return x if r is None else scaled_sum((x,), (r,))
+        return scaled(x, r) if z is None else scaled_sum((x, others[0]), (r, z))
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing | None:
         """Return the scales as a matrix on the rows x and x0; None for scales of features and for "post".
@@ -231,11 +238,22 @@ class ScaledConnection(Connection):
         scheme = self.scheme
         if scheme.per_channel or scheme.norm == "post":
             return None
-        r, z, p = (neutral if scale is None else scale for scale, neutral in zip(carry.coefficients, (1.0, 0.0, 1.0)))
+        *scales, gate = carry.coefficients
+        r, z, p = (neutral if scale is None else scale for scale, neutral in zip(scales, (1.0, 0.0, 1.0)))
         n = 1 if scheme.z is None else 2
         h_res = torch.eye(n, dtype=at_least_float32(y).dtype, device=y.device)
         x_alone, x0_alone = h_res[0], h_res[-1]
         row = r * x_alone if n == 1 else r * x_alone + z * x0_alone
         h_pre = row if scheme.when == "read" else x_alone
-        omitted = ("h_res",) if carry.coefficients[:2] == (None, None) else ()
-        return Mixing(torch.stack([row, *h_res[1:]]), h_pre, p * x_alone, left_out=omitted)
+        omitted = ("h_res",) if scales[:2] == [None, None] and gate is None else ()
+        h_res = torch.stack([row, *h_res[1:]])
+        if gate is None:
+            return Mixing(h_res, h_pre, p * x_alone, left_out=omitted)
+        h_res = h_res.expand(*gate.shape[:-1], n, n).clone()
+        h_res[..., 0, :] *= residual_scale(carry.residual[0], scaled(y, carry.coefficients.p), gate)
+        return Mixing(h_res, h_pre, p * x_alone, gates={"gate": gate[..., 0]})
+
+
+def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Return s x, or x itself without a scale. x: (..., dim), scale: () or (dim,)."""
+    return x if scale is None else scaled_sum((x,), (scale,))
