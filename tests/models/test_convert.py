@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import residua
 from residua.errors import InputError
 from residua.models.convert import stream_of
-from support.converted_models import IDS, PLAIN, VOCAB, WINDOWED, converted, llama, model_of
+from support.converted_models import IDS, PLAIN, PRESERVING, VOCAB, WINDOWED, converted, llama, model_of
 from support.tolerances import assert_close
 
 
@@ -65,17 +65,12 @@ def test_every_connection_gets_a_gradient(connection):
     assert without == []
 
 
-# No start of these preserves a model, or (mudd) no layer of transformers takes what they read.
-CHANGES = {"altup", "attnres-inkling", "edelta", "mhc-glm", "mudd", "orthogonal", "pooled-householder"}
-CHANGES |= {name for name in residua.PRESETS if name.partition("-")[0] == "ddl"}
-
-
 @pytest.mark.parametrize("connection", list(residua.PRESETS))
 def test_every_scheme_preserves_the_model_or_says_why_not(connection):
     """Also where sublayers read the state without a norm, as in OLMo 2."""
     for model in (llama(), model_of(Olmo2Config, intermediate_size=24)):
         before = model(IDS).logits
-        if connection in CHANGES:
+        if connection not in PRESERVING:
             with pytest.raises(InputError, match=r"start='fresh' converts|several for every sublayer"):
                 residua.convert(model, connection)
             assert torch.equal(model(IDS).logits, before)

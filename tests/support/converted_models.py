@@ -7,6 +7,10 @@ import residua
 from support.families import randomised
 
 WINDOWED, PLAIN = "ddl-tc", "hc"
+# No start of these preserves a model, or (mudd) no layer of transformers takes what they read.
+CHANGING = {"altup", "attnres-inkling", "edelta", "mhc-glm", "mudd", "orthogonal", "pooled-householder"}
+CHANGING |= {name for name in residua.PRESETS if name.partition("-")[0] == "ddl"}
+PRESERVING = [name for name in residua.PRESETS if name not in CHANGING]
 VOCAB = 48
 IDS = torch.randint(2, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 

@@ -13,7 +13,7 @@ Whatever else it would do to its residual, such as normalising it, is not define
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -237,14 +237,28 @@ def layer_streams(model: nn.Module) -> list[LayerStream]:
 
 
 class Borrowed(nn.Module):
-    """The model's own norm as the norm of a connection. It stays where it was: its parameters keep their names."""
+    """The model's own norm as the norm of a connection. It stays where it was: its parameters keep their names.
+
+    Asked itself it names them too: a connection that computes its norm once more in the backward pass needs them.
+    """
 
     def __init__(self, norm: nn.Module):
         super().__init__()
         self._owner = [norm]  # a list does not register a submodule
 
+    @property
+    def owner(self) -> nn.Module:
+        return self._owner[0]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        if recurse:
+            where = f"{prefix}.owner" if prefix else "owner"
+            yield from self.owner.named_parameters(where, remove_duplicate=remove_duplicate)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self._owner[0](x)
+        return self.owner(x)
 
 
 class Swapped:
