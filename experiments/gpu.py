@@ -115,12 +115,13 @@ def _benchmarks(place: Place) -> Iterator[Step]:
 
     ops_of = ("--implementation", "reference", "triton", *["compiled"] * (not place.dry))
     for name in operations:
-        yield Step(f"ops {name}", "an operation beside its peers", bench("ops", "--operations", name, *ops_of), 75)
+        yield Step(f"ops {name}", "an operation beside its definition", bench("ops", "--operations", name, *ops_of), 75)
     for pair in _chunks(both, 4):
         names = _short(pair)
         yield Step(f"models {names}", "training steps, reference and kernels", bench("models", *presets(*pair)), 100)
     connections = [f"connection:{name}" for name in ("residual", *FIRST, "attnres")]
-    yield Step("ops connections", "connections beside peers", bench("ops", "--operations", *connections), 100)
+    yield Step("ops connections", "connections alone", bench("ops", "--operations", *connections), 100)
+    yield Step("peers", "connections beside other packages", bench("peers"), 100)
     yield Step("memory kernels", "memory of a step", bench("memory", *presets(*both)), 100)
     yield Step("generate kernels", "writing a token", bench("generate", *presets(*both[:4])), 100)
     if not place.dry:
@@ -144,6 +145,7 @@ def _sizes(place: Place) -> Mapping[str, tuple[str, ...]]:
             "models": tuple(f"{model} --sequence-length 8 --batch-size 1".split()),
             "memory": tuple(f"{model} --sequence-length 8 --batch-size 1 --no-peak".split()),
             "generate": tuple(f"{model} --prompt-length 4 --new-tokens 2 --batch-sizes 1".split()),
+            "peers": tuple(f"--packages attn-res --layers 1 --dim 16 --sequence-length 8 --batch-size 1 {few}".split()),
         }
     import torch
 
@@ -156,6 +158,7 @@ def _sizes(place: Place) -> Mapping[str, tuple[str, ...]]:
         "models": tuple(f"{training} --rounds 9".split()),
         "memory": tuple(training.split()),
         "generate": tuple(f"{model} --prompt-length 512 --new-tokens 32 --batch-sizes 1 8 --rounds 5".split()),
+        "peers": ("--layers", "6", "--dim", "768", "--sequence-length", "1024", "--batch-size", "8", "--rounds", "9"),
     }
 
 

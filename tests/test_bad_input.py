@@ -44,6 +44,7 @@ STARTS = [
     ["bench", "models", "--presets", NOWHERE, "{}"],
     ["bench", "memory", "--presets", NOWHERE, "{}"],
     ["bench", "generate", "--presets", NOWHERE, "{}"],
+    ["bench", "peers", "--packages", NOWHERE, "{}"],
     ["geometry", "reflection", "--models", NOWHERE, "{}"],
     ["geometry", "quick", "--models", NOWHERE, "{}"],
     ["geometry", "sizes", "--models", NOWHERE, "{}"],

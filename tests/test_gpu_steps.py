@@ -98,7 +98,7 @@ def test_every_benchmark_is_one_that_the_command_takes(dry, gpu, tmp_path):
     steps = gpu.steps(place)
     assert len({step.name for step in steps}) == len(steps)
     commands = [step.command[3:] for step in steps if "bench" in step.command]
-    assert {command[1] for command in commands} == {"ops", "models", "memory", "generate"}
+    assert {command[1] for command in commands} == {"ops", "models", "memory", "generate", "peers"}
     for name, *arguments in commands:
         parser = Parser()
         bench.add_arguments(parser)

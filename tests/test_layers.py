@@ -32,7 +32,7 @@ LEVELS = {
     "analysis": 3,
     "geometry": 3,
     "benchmarks": 3,
-    "testing": 3,
+    "testing": 2,
     "experiment": 4,
     "estimate": 4,
     "mup_check": 4,

@@ -1,11 +1,8 @@
 import json
-import sys
-import types
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from residua.benchmarks import ops
 from residua.benchmarks.cases import CASES, CONNECTIONS, Draw, Sizes, make
@@ -168,45 +165,6 @@ def test_an_operation_without_a_kernel_is_left_out_in_one_line(capsys):
     printed = capsys.readouterr()
     assert [line.split()[0] for line in printed.out.splitlines()[2:]] == ["rms_norm", "rms_norm", "hybrid", "hybrid"]
     assert printed.err.splitlines() == ["rms_norm has no kernel", "hybrid has no kernel"]
-
-
-def test_a_peer_that_is_missing_is_named_in_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "hyper_connections", None)
-    assert command("--operations", "connection:hc") == 0
-    assert "hyper-connections is left out of connection:hc" in capsys.readouterr().err
-
-
-class Peer(nn.Module):
-    """A module with the interface of hyper-connections: streams beside the batch, input and a way to write."""
-
-    def __init__(self, streams, *, dim, layer_index):
-        super().__init__()
-        self.streams = streams
-        self.gain = nn.Parameter(torch.ones(dim))
-
-    def forward(self, state):
-        x = state.unflatten(0, (-1, self.streams)).mean(1) * self.gain
-        return x, lambda y: state + y.repeat_interleave(self.streams, 0)
-
-
-@pytest.mark.parametrize(("operation", "name"), [("connection:hc", "HyperConnections"), ("connection:mhc", "mHC")])
-def test_a_peer_is_measured_beside_ours(monkeypatch, operation, name):
-    monkeypatch.setitem(sys.modules, "hyper_connections", types.SimpleNamespace(**{name: Peer}))
-    result = benchmark(settings(operation))
-    assert [one.implementation for one in result.results[::2]] == ["auto", "hyper-connections"]
-    assert result.notes == []
-
-
-def test_a_peer_that_is_wrong_is_named_and_has_no_speed(monkeypatch):
-    class Wrong(Peer):
-        def forward(self, state):
-            x, write = super().forward(state)
-            return x * (1.001 if x.dtype == torch.float32 else 1.0), write
-
-    monkeypatch.setitem(sys.modules, "hyper_connections", types.SimpleNamespace(HyperConnections=Wrong))
-    result = benchmark(settings("connection:hc"))
-    assert [one.implementation for one in result.results] == ["auto", "auto"]
-    assert "connection:hc, hyper-connections, float32: expected" in result.notes[0]
 
 
 def test_each_record_is_written_before_the_next_is_measured(tmp_path, monkeypatch):

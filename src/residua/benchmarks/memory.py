@@ -1,7 +1,7 @@
 """The memory of training: the bytes kept for the backward pass, counted, and the peak of a step, measured."""
 
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -149,18 +149,23 @@ def benchmark(
 
 def kept_bytes(step: TrainingStep) -> int:
     """Count the bytes that autograd keeps of the forward pass: every storage once, without parameters."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in step.model.parameters()}
+    return storages_kept(step.loss, step.model.parameters())
+
+
+def storages_kept(forward: Callable[[], Any], known: Iterable[Tensor]) -> int:
+    """Count the bytes of every storage that autograd keeps of `forward`, once each, without the ones of `known`."""
+    own = {x.untyped_storage().data_ptr() for x in known}
     storages = {}
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        if storage.data_ptr() not in parameters:
+        if storage.data_ptr() not in own:
             storages[storage.data_ptr()] = storage  # held, so that no other tensor gets the same address
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        loss = step.loss()
-    del loss
+        result = forward()
+    del result
     return sum(storage.nbytes() for storage in storages.values())
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from residua.benchmarks.cases import CASES, CONNECTION, CONNECTIONS, MEASURED, Case, Draw, Dtype, Sizes, make
-from residua.benchmarks.peers import peers
 from residua.benchmarks.roofline import TRAFFIC
 from residua.benchmarks.settings import Device, expect_at_least, expect_device, threads
 from residua.benchmarks.timing import Clock, Quartiles, Timing, cold, compare, process_clock, wall_clock
@@ -19,7 +18,7 @@ from residua.checks import require
 from residua.connections import TensorSpec, resolve
 from residua.errors import InputError, RunError
 from residua.ops.dispatch import choose
-from residua.provenance import circumstances, version
+from residua.provenance import circumstances
 
 Implementation = Literal["auto", "reference", "compiled", "triton"]
 Pass = Literal["forward", "forward+backward"]
@@ -109,7 +108,7 @@ class OpSettings:
 
 @dataclass(frozen=True)
 class OpResult:
-    """One operation at one size under one implementation; `runs`: what "auto" chose, or the version of a peer."""
+    """One operation at one size under one implementation; `runs`: what "auto" chose."""
 
     operation: str
     sizes: Sizes
@@ -246,28 +245,18 @@ def _measure(operation: str, sizes: Sizes, settings: OpSettings, clock: Clock) -
     device = torch.device(settings.device)
     case = make(operation, sizes, Draw(sizes, device, settings.seed))
     candidates, notes = _implementations(operation, case, settings.implementations)
-    others, remarks = peers(operation, case, sizes, Draw(sizes, device, settings.seed))
-    notes += remarks
-    candidates |= {name: (" ".join(filter(None, (name, version(name)))), other) for name, other in others.items()}
-
     calls: dict[str, Callable[[], None]] = {}
     errors: dict[str, float] = {}
     for name, (_, candidate) in candidates.items():
         for leaf in candidate.leaves():
             leaf.requires_grad_()
-        # Check a peer against its own definition in float64, or against ours if it has no module.
-        reference = candidate if candidate.module is not None else case
         grads = _output_gradients(candidate, Draw(sizes, device, settings.seed + 1))
-        error = check(candidate, reference, grads)
+        error = check(candidate, case, grads)
         if not error <= TOLERANCES[sizes.dtype]:  # also if it is not a number
-            message = (
+            raise RunError(
                 f"{operation}, {name}, {sizes.dtype}: expected results and gradients within "
                 f"{TOLERANCES[sizes.dtype]:g} of float64, relatively, got {error:.2g}; what is wrong has no speed"
             )
-            if name not in others:
-                raise RunError(message)
-            notes.append(message)
-            continue
         errors[name] = error
         calls[f"{name} forward"] = partial(_forward, candidate)
         calls[f"{name} forward+backward"] = partial(_forward_backward, candidate, grads)

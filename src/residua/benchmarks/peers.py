@@ -1,73 +1,238 @@
-"""Other libraries' implementations of the same operations, measured beside ours where they are installed."""
+"""Other packages' implementations beside ours: are they what the paper says, and what do time and memory cost?"""
 
-import importlib
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from typing import Any, get_args
 
-from torch import Tensor, nn
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
 
-from residua.benchmarks.cases import Case, Draw, Sizes
+from residua.benchmarks.adapters import PEERS, Peer, PeerAdapter
+from residua.benchmarks.memory import storages_kept
+from residua.benchmarks.settings import Device, Precision, expect_at_least, expect_device, perturb, threads
+from residua.benchmarks.timing import Clock, Timing, compare, cuda_clock, process_clock, wall_clock
+from residua.checks import require
+from residua.provenance import circumstances, version
+from residua.testing.checks import Report, run
+from residua.testing.inputs import normal
+from residua.testing.module import CHECKS
 
-
-def peers(operation: str, case: Case, sizes: Sizes, draw: Draw) -> tuple[dict[str, Case], list[str]]:
-    """Return the peers of one operation by name, and a note for each that cannot take part."""
-    found, notes = {}, []
-    for name, (package, make) in PEERS.get(operation, {}).items():
-        try:
-            module = importlib.import_module(package)
-        except ImportError as error:
-            reason = f"no {error.name}" if isinstance(error, ModuleNotFoundError) else str(error)
-            notes.append(f"{name} is left out of {operation}: {reason} (pip install {name})")
-            continue
-        if name == "liger-kernel" and draw.device.type != "cuda":
-            notes.append(f"{name} is left out of {operation}: it needs a CUDA device")
-            continue
-        found[name] = make(module, case, sizes, draw)
-    return found, notes
+GATE = ("parameters", "forward", "gradients")
+"""Checks that a peer must pass to be timed: it computes what the paper says. The others are told."""
 
 
-def _liger_read(module, case: Case, sizes: Sizes, draw: Draw) -> Case:
-    return replace(case, function=lambda streams, h_pre: module.liger_mhc_pre(streams, h_pre))
+@dataclass(frozen=True)
+class PeerSettings:
+    """Which packages to measure beside ours, and how: a chain of connections around sublayers that cost nothing.
 
+    packages   of `PEERS`
+    layers     connections in the chain, two for each layer
+    dim, sequence_length, batch_size   of the state, in float32
+    precision  "bfloat16": autocast around the forward pass
 
-def _liger_write(module, case: Case, sizes: Sizes, draw: Draw) -> Case:
-    return replace(
-        case,
-        function=lambda streams, y, h_res, h_post: module.liger_mhc_post_res(streams, y, h_post, h_res),
-    )
-
-
-class _Around(nn.Module):
-    """A connection of lucidrains/hyper-connections without its sublayer.
-
-    state: (batch, streams, seq, dim), y: (batch, seq, dim), in its layout.
+    The others are as in `Settings`. Raises InputError for a value that cannot be used.
     """
 
-    def __init__(self, connection: nn.Module):
+    packages: tuple[str, ...] = tuple(dict.fromkeys(peer.package for peer in PEERS))
+    device: Device = "cpu"
+    layers: int = 4
+    dim: int = 384
+    sequence_length: int = 256
+    batch_size: int = 2
+    precision: Precision = "float32"
+    rounds: int = 15
+    warmup: int = 3
+    threads: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        known = dict.fromkeys(peer.package for peer in PEERS)
+        for package in self.packages:
+            require(package in known, "packages", ", ".join(known), package)
+        require(self.precision in get_args(Precision), "precision", " or ".join(get_args(Precision)), self.precision)
+        expect_at_least(1, self, "layers", "dim", "sequence_length", "batch_size", "rounds", "threads")
+        expect_at_least(0, self, "warmup")
+        expect_device(self.device)
+
+    def peers(self) -> list[Peer]:
+        return [peer for peer in PEERS if peer.package in self.packages]
+
+    @property
+    def steps(self) -> int:
+        return len(self.peers())
+
+    @property
+    def clock(self) -> Clock:
+        return cuda_clock if self.device == "cuda" else process_clock if self.threads == 1 else wall_clock
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """One peer: the report of the kit, and if it passed `GATE` the timing and the vectors kept, "ours" and "theirs".
+
+    kept: vectors of the width that each token keeps for the backward pass in each connection.
+    """
+
+    peer: Peer
+    version: str | None
+    report: Report
+    timing: Timing | None = None
+    kept: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> str:
+        """What it computes instead, in words; empty if it computes what the paper says."""
+        found = "; ".join(self.report.failed[check] for check in GATE if check in self.report.failed)
+        return f"{self.peer.differs} ({found})" if found and self.peer.differs else found
+
+    def record(self) -> dict[str, Any]:
+        peer, timing = self.peer, self.timing
+        found = {
+            "benchmark": "peers",
+            "package": peer.package,
+            "version": self.version,
+            "name": peer.name,
+            "preset": peer.preset,
+            "agrees": not self.wrong,
+            "differs": peer.differs if self.wrong else "",
+            "failed": self.report.failed,
+            "not_checked": self.report.not_checked,
+            "passed": self.report.passed,
+        }
+        if timing is not None:
+            found |= {
+                "ratio": timing.ratio("theirs")._asdict(),
+                "median_seconds": {name: timing.median_seconds(name) for name in timing.seconds},
+                "kept_vectors": self.kept,
+                "seconds": timing.seconds,
+            }
+        return found
+
+
+@dataclass(frozen=True)
+class PeerResults:
+    settings: PeerSettings
+    results: list[PeerResult]
+    notes: list[str]
+    circumstances: Mapping[str, Any]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return one record for each peer, complete in itself."""
+        about = {"clock": self.settings.clock.__name__, "settings": asdict(self.settings), **self.circumstances}
+        return [{**one.record(), **about} for one in self.results]
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The header and the rows of the table, as text."""
+        header = ["package", "version", "name", "scheme", "as the paper", "time / ours", "kept", "ours keeps"]
+        rows = []
+        for one in self.results:
+            cells = ["no", "", "", ""]
+            if one.timing is not None:
+                ratio = one.timing.ratio("theirs")
+                cells = ["yes", f"{ratio.median:.2f} [{ratio.lower:.2f}, {ratio.upper:.2f}]"]
+                cells += [f"{one.kept[name]:.2f}" for name in ("theirs", "ours")]
+            rows.append([one.peer.package, one.version or "", one.peer.name, one.peer.preset, *cells])
+        return header, rows
+
+
+class Chain(nn.Module):
+    """Connections one after the other, ours or a peer's with the same parameters; a call runs forward and backward.
+
+    Each sublayer returns half of its input, which takes no time and keeps nothing.
+    """
+
+    def __init__(self, parts: list[nn.Module], connect: Callable[[nn.Module, Any, Any], Any], state: Any, narrow: bool):
         super().__init__()
-        self.connection = connection
+        self.parts = nn.ModuleList(parts)
+        self.connect, self.state, self.narrow = connect, state, narrow
+        self.leaves, _ = tree_flatten(state)
+        self.grads = [torch.ones_like(leaf) for leaf in tree_flatten(self.after())[0]]
 
-    def forward(self, state: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        x, write = self.connection(state.flatten(0, 1))
-        return x, write(y).unflatten(0, state.shape[:2])
+    def after(self) -> Any:
+        """Return the state after all connections."""
+        state = self.state
+        with torch.autocast(self.leaves[0].device.type, dtype=torch.bfloat16, enabled=self.narrow):
+            for part in self.parts:
+                state = self.connect(part, state, lambda x: 0.5 * x)
+        return state
+
+    def forward(self) -> None:
+        after, _ = tree_flatten(self.after())
+        torch.autograd.grad(after, [*self.leaves, *self.parameters()], self.grads, allow_unused=True)
+
+    def kept(self) -> float:
+        """Count the vectors of the width that a token keeps in a connection, without parameters and the first state."""
+        known = [*self.leaves, *self.parameters()]
+        numbers = self.leaves[0].shape[:2].numel() * self.leaves[0].shape[-1] * len(self.parts)
+        return storages_kept(self.after, known) / (numbers * self.leaves[0].dtype.itemsize)
 
 
-def _lucidrains(name: str, module, case: Case, sizes: Sizes, draw: Draw) -> Case:
-    connection = getattr(module, name)(sizes.channels, dim=sizes.dim, layer_index=0)
-    around = _Around(connection).to(draw.device, draw.dtype)
-    sequences, length = sizes.leading
-    inputs = {
-        "state": draw.large(sequences, sizes.channels, length, sizes.dim),
-        "y": draw.large(sequences, length, sizes.dim),
+def chains(peer: Peer, adapter: PeerAdapter, settings: PeerSettings) -> dict[str, Chain]:
+    """Return the chains to compare: "ours" and "theirs"."""
+    first, last = adapter.index, adapter.index + 2 * settings.layers
+    adapter.dim, adapter.num_sublayers = settings.dim, last + 1  # so that neither the first nor the last takes part
+    stream = adapter.reference()
+    perturb(stream)
+    stream.to(settings.device)
+    ours = list(stream.connections)[first:last]
+    theirs = []
+    for connection in ours:
+        module = adapter.build(settings.dim)
+        module.load_state_dict(adapter.parameters(dict(connection.named_parameters())), strict=False)
+        theirs.append(module)
+    shape, seeds = (settings.batch_size, settings.sequence_length), count(settings.seed)
+    state = tree_map(
+        lambda one: normal(*shape, *one.shape, seed=next(seeds)).to(settings.device, torch.float32).requires_grad_(),
+        adapter.scheme.state_spec(first, settings.dim),
+    )
+    narrow = settings.precision == "bfloat16"
+    return {
+        "ours": Chain(ours, lambda part, state, sublayer: part(state, sublayer), state, narrow),
+        "theirs": Chain(theirs, adapter.connect, state, narrow),
     }
-    return Case(around, inputs, module=around)
 
 
-# By operation and distribution: the package to import, and the function that makes a case from it.
-PEERS: dict[str, dict[str, tuple[str, Callable[..., Case]]]] = {
-    "hyper_read": {"liger-kernel": ("liger_kernel.transformers.functional", _liger_read)},
-    "hyper_write": {"liger-kernel": ("liger_kernel.transformers.functional", _liger_write)},
-    "connection:hc": {"hyper-connections": ("hyper_connections", partial(_lucidrains, "HyperConnections"))},
-    "connection:mhc": {"hyper-connections": ("hyper_connections", partial(_lucidrains, "mHC"))},
-}
+def benchmark(
+    settings: PeerSettings,
+    *,
+    advance: Callable[[], None] = lambda: None,
+    keep: Callable[[Mapping[str, Any]], None] = lambda record: None,
+) -> PeerResults:
+    """Check every installed peer against our scheme with the kit, then time the ones that pass beside ours, in turns.
+
+    `advance` is called after every peer, `keep` with its record. What is missing or fails a check is in the notes.
+    """
+    results, notes = [], []
+    with threads(settings.threads), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        conditions = circumstances(torch.device(settings.device))
+        for peer in settings.peers():
+            found, reason = peer.imported(settings.device)
+            if found is None:
+                notes.append(f"{peer.package}, {peer.name}: left out, {reason}")
+            else:
+                one = _measured(peer, found, settings)
+                results.append(one)
+                notes += _told(one)
+                keep(PeerResults(settings, [one], [], conditions).records()[0])
+            advance()
+    return PeerResults(settings, results, notes, conditions)
+
+
+def _measured(peer: Peer, module: Any, settings: PeerSettings) -> PeerResult:
+    result = PeerResult(peer, version(peer.package), run(CHECKS, peer.adapter(module, settings.device)))
+    if result.wrong:
+        return result
+    both = chains(peer, peer.adapter(module, settings.device), settings)
+    kept = {name: chain.kept() for name, chain in both.items()}
+    timing = compare(both, "ours", rounds=settings.rounds, warmup=settings.warmup, clock=settings.clock)
+    return replace(result, timing=timing, kept=kept)
+
+
+def _told(result: PeerResult) -> list[str]:
+    name = f"{result.peer.package} {result.version}, {result.peer.name}"
+    if result.wrong:
+        return [f"{name} does not compute what the paper of {result.peer.preset} says: {result.wrong}"]
+    return [f"{name}: {words}" for words in result.report.failed.values()]

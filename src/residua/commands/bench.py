@@ -18,7 +18,8 @@ EXAMPLES = """\
 residua bench models --device cpu --presets ddl-cc ddl-tc
 residua bench memory --presets ddl-cc ddl-cc:recompute=none
 residua bench generate --presets ddl ddl-cc
-residua bench ops --device cuda"""
+residua bench ops --device cuda
+residua bench peers --packages hyper-connections"""
 Advance = Callable[[], None]
 Keep = Callable[[Mapping[str, Any]], None]
 MOST_THREADS = 4096
@@ -146,6 +147,24 @@ def _ops_arguments(parser: Parser) -> None:
     _shared(parser, ops.OpSettings)
 
 
+def _peers_arguments(parser: Parser) -> None:
+    from residua.benchmarks import peers
+    from residua.benchmarks.settings import Precision
+
+    parser.add_argument(
+        "--packages",
+        nargs="+",
+        default=peers.PeerSettings.packages,
+        metavar="NAME",
+        help=f"of {', '.join(peers.PeerSettings.packages)} (default: all)",
+    )
+    _shared(parser, peers.PeerSettings)
+    default = peers.PeerSettings.precision
+    parser.add_argument(
+        "--precision", default=default, choices=get_args(Precision), help="bfloat16 is autocast (default: %(default)s)"
+    )
+
+
 def _chosen(arguments: Arguments, settings: type) -> Any:
     values = {
         field.name: getattr(arguments, field.name) for field in fields(settings) if hasattr(arguments, field.name)
@@ -203,8 +222,7 @@ SUBCOMMANDS: Mapping[str, SubCommand] = {
     "ops": SubCommand(
         "single operations against the bandwidth of a copy",
         "Time operations, forward and with backward, from cold caches, and say what share of the bandwidth of a copy "
-        "they reach with the bytes that they must move. Check every implementation against float64 first. "
-        "Liger-Kernel and hyper-connections take part where they are installed.",
+        "they reach with the bytes that they must move. Check every implementation against float64 first.",
         _ops_arguments,
         partial(_benchmark, "ops", "OpSettings"),
     ),
@@ -228,5 +246,13 @@ SUBCOMMANDS: Mapping[str, SubCommand] = {
         "and measure the peak of a training step. Check all models against float64 first.",
         _memory_arguments,
         partial(_benchmark, "memory", "MemorySettings"),
+    ),
+    "peers": SubCommand(
+        "other packages' implementations beside ours",
+        "Check what other packages compute against the paper's scheme, with the kit of residua.testing, and say what "
+        "differs. Time the ones that agree, forward and backward, and count what they keep, beside ours with the same "
+        "parameters. A package that is not installed is named.",
+        _peers_arguments,
+        partial(_benchmark, "peers", "PeerSettings"),
     ),
 }
