@@ -90,7 +90,7 @@ def demo_table() -> str:
 
 def quartiles(record: dict[str, Any]) -> str:
     ratio = record["ratio"]
-    if record["preset"] == record["baseline"]:
+    if record["preset"] == record.get("baseline"):
         return "1"
     return f"{ratio['median']:.3f} [{ratio['lower']:.3f}, {ratio['upper']:.3f}]"
 
@@ -154,17 +154,34 @@ def state_dtype_table() -> str:
 
 
 def connections_table() -> str:
-    """Time connections without their sublayer, ours and other libraries'."""
-    times: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    """Time our connections without their sublayer."""
+    times: dict[str, dict[tuple[str, str], float]] = {}
     for record in records("bench-ops-cpu.jsonl"):
         name = record["operation"].removeprefix("connection:")
-        if name != record["operation"]:
-            who = "residua" if record["runs"] == "reference" else record["runs"]
-            times.setdefault((name, who), {})[record["dtype"], record["pass"]] = 1000 * record["median_seconds"]
+        if name != record["operation"] and record["runs"] == "reference":
+            times.setdefault(name, {})[record["dtype"], record["pass"]] = 1000 * record["median_seconds"]
     kinds = [(dtype, kind) for dtype in ("float32", "bfloat16") for kind in ("forward", "forward+backward")]
-    rows = [[f"`{name}`", who, *(f"{found[kind]:.1f}" for kind in kinds)] for (name, who), found in times.items()]
+    rows = [[f"`{name}`", *(f"{found[kind]:.1f}" for kind in kinds)] for name, found in times.items()]
     head = [f"{dtype}: {words}, ms" for dtype in ("float32", "bfloat16") for words in ("forward", "with backward")]
-    return markdown(["connection", "by", *head], rows)
+    return markdown(["connection", *head], rows)
+
+
+def peers_table() -> str:
+    """Say of every package whether it computes the paper's scheme; if so, its time and memory beside ours."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for record in records("bench-peers-cpu.jsonl"):
+        who = f"{record['package']} {record['version']}", record["name"]
+        found.setdefault(who, {})[record["settings"]["precision"]] = record
+    rows = []
+    for (package, name), by in found.items():
+        wide, narrow = by["float32"], by["bfloat16"]
+        cells = [f"no: {wide['differs']}", "", "", ""]
+        if wide["agrees"]:
+            kept = wide["kept_vectors"]
+            cells = ["yes", quartiles(wide), quartiles(narrow), f"{kept['theirs']:.1f}, ours {kept['ours']:.1f}"]
+        rows.append([package, f"`{name}`", f"`{wide['preset']}`", *cells])
+    times = ["time over ours, float32 [quartiles]", "under bfloat16 autocast"]
+    return markdown(["package", "name", "scheme", "computes it", *times, "kept, d-vectors"], rows)
 
 
 GEOMETRY = {
@@ -439,6 +456,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/speed.md": {
         "speed": speed_table,
         "connections": connections_table,
+        "peers": peers_table,
         "memory": memory_table,
         "memory-depth": partial(memory_table, "bench-memory-depth.jsonl"),
         "memory-small": memory_small_table,

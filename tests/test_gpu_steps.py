@@ -113,9 +113,9 @@ def test_every_benchmark_is_one_that_the_command_takes(dry, gpu, tmp_path):
 
 
 def bench_settings(kind):
-    from residua.benchmarks import generate, memory, models, ops
+    from residua.benchmarks import generate, memory, models, ops, peers
 
-    kinds = {"ops": ops.OpSettings, "models": models.ModelSettings}
+    kinds = {"ops": ops.OpSettings, "models": models.ModelSettings, "peers": peers.PeerSettings}
     return (kinds | {"memory": memory.MemorySettings, "generate": generate.GenerateSettings})[kind]
 
 
