@@ -45,6 +45,7 @@ ABOUT = {
         "Hyper-connections",
         "The authors' experiments; its constrained successor mHC is what released models use.",
     ),
+    "frac": ("Frac-Connections", "The authors' experiments, up to 7B parameters. No released model is known."),
     "mhc": (
         "Manifold-constrained hyper-connections",
         "DeepSeek-V4 and GLM-5.3-Flash, in a form of their own: [mhc_deepseek](mhc_deepseek.md).",

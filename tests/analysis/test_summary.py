@@ -55,7 +55,7 @@ def test_an_untrained_model_is_where_it_started(name):
     expected = {"edelta": ["gamma"], "edelta-stream": ["gamma"]}
     expected |= {name: [] for name in ("mhar", "delta-attnres", "denseformer", "mudd")}
     expected |= {name: [] for name in ("mhc-deepseek", "mhc-glm")}  # they start by averaging
-    expected |= {name: ["the mixing matrix"] for name in ("hc", "mhc", "krom", "jpmhc")}
+    expected |= {name: ["the mixing matrix"] for name in ("hc", "frac", "mhc", "krom", "jpmhc")}
     expected |= {name: [] for name in ("residual", "lambdas", "gated-orthogonal", "orthogonal", "gated-delta")}
     expected |= {name: [] for name in ("attnres", "attnres-block", "attnres-inkling", "altup", "ihc", "gated-residual")}
     starts = expected.get(name, ["beta"])

@@ -31,7 +31,7 @@ WITHOUT = (
     "mudd",
 )  # no linear map of the state but the identity
 MIXING = (
-    *("lambdas", "gated-orthogonal", "orthogonal"),
+    *("lambdas", "gated-orthogonal", "orthogonal", "frac"),
     *("hc", "mhc", "mhc-deepseek", "mhc-glm", "krom", "ihc", "gated-residual", "jpmhc", "edelta", "edelta-stream"),
 )
 EVERYWHERE = {"token_ids", "token_loss", "state_norm", "input_norm", "output_norm", "change_norm"}
@@ -47,6 +47,7 @@ KEYS = {
     **{name: set() for name in WITHOUT},
     "gated-residual": (STREAMS - {"h_pre"}) | DEPTH,  # its read has a weight for each feature
     **dict.fromkeys(("gated-orthogonal", "orthogonal"), STREAMS - {"h_pre"} | {"gate"} | DEPTH),
+    "frac": (STREAMS - {"h_pre"}) | DEPTH,  # a sublayer reads a mixture for each fraction
     "edelta": BLEND | DEPTH,
     "edelta-stream": BLEND | {"h_pre", "h_post"} | DEPTH,
     **dict.fromkeys(("pooled-householder", "gated-delta"), (DELTA - WRITTEN) | DEPTH),
@@ -68,7 +69,7 @@ def test_every_preset_has_what_applies_to_it(name):
     sizes |= {"token_ids": (20,), "token_loss": (20,), **dict.fromkeys(DEPTH, (4, 6))}
     for key, value in found.values.items():
         # Of lambdas' state, x and the embedding are mixed; x in the middle is only kept for the readout.
-        n = found.facts["rows"] - (name == "lambdas") if "edelta" not in name else 4
+        n = 4 if "edelta" in name or name == "frac" else found.facts["rows"] - (name == "lambdas")
         sizes["singular_values"] = (6, 4 if kind == "rank-one" else n)
         tail = {"h_res": (n, n), **dict.fromkeys(("readout", "target", "h_pre", "h_post"), (n,))}.get(key, ())
         expected = (4, 4) if key == "compress_share" else sizes.get(key, (4, 20, *tail))

@@ -68,6 +68,7 @@ def test_every_preset_that_recomputes_states_is_measured_without_that_too():
     assert [name for name in names if ":" not in name] == list(PRESETS)
     place = names.index("ddl-tc")
     assert names[place + 1] == "ddl-tc:recompute=none"
+    assert "frac:recompute=none" in names
     assert {"ddl:recompute=none", "attnres:recompute=none"}.isdisjoint(names)
     assert MemorySettings(peak=False).presets == names
 

@@ -109,6 +109,11 @@ def test_four_mixed_streams_keep_little_more_than_one(name, numbers, dtype):
     assert everything >= extra + 5.5, "three of four states more"
 
 
+@pytest.mark.parametrize("connection", [{"preset": "frac"}, {"preset": "mhc", "layout": "split"}])
+def test_fractions_of_a_state_are_recomputed(connection):
+    assert kept({**connection, "recompute": "none"}) - kept(connection) == pytest.approx(1.5), "three states of four"
+
+
 def test_gated_streams_keep_their_hidden_features():
     """Half a state, two outputs and twice 320 features, less the inputs of two norms, which a gated read recomputes."""
     assert kept("gated-residual") - kept("residual") <= 2 + 2.5 * 320 / DIM + 0.5
@@ -130,7 +135,9 @@ def test_what_is_read_over_depth_is_not_kept(name, most):
     assert kept(name) - kept("residual") <= most
 
 
-@pytest.mark.parametrize("scheme", ["hc", "mhc", "mhc-glm", "krom", "ihc", "gated-residual", "jpmhc", "edelta-stream"])
+@pytest.mark.parametrize(
+    "scheme", ["hc", "frac", "mhc", "mhc-glm", "krom", "ihc", "gated-residual", "jpmhc", "edelta-stream"]
+)
 def test_replay_changes_no_bit(scheme):
     """Padding, and a bfloat16 state under autocast, included."""
 

@@ -32,6 +32,10 @@ def test_read_mix_and_write_are_their_sums(n, d, first, second, seed):
     assert_close(hyper_mix(x, h_res), mixed)
     assert_close(hyper_write(x, y, h_res, h_post), mixed + written)
     assert_close(hyper_write(x, y, None, h_post), x + written)
+    rows = normal(g, 2, 3, n, d)
+    assert_close(hyper_write(x, rows, h_res, h_post), mixed + torch.einsum("bto,btod->btod", wide_post, rows))
+    same = y.unsqueeze(-2).expand(2, 3, n, d)
+    assert_close(hyper_write(x, same, None, h_post), x + written)
 
 
 @given(st.integers(1, 4), leadings, leadings, st.booleans(), seeds)
@@ -61,6 +65,8 @@ OPS = {
     "hyper_mix-sequence": (hyper_mix, [(2, 3, 4, 2), (2, 1, 4, 4)]),
     "hyper_write": (hyper_write, [(2, 3, 2), (2, 2), (2, 3, 3), (2, 3)]),
     "hyper_write-shared": (hyper_write, [(2, 3, 2), (2, 2), (3, 3), (3,)]),
+    "hyper_write-rows": (hyper_write, [(2, 3, 2), (2, 3, 2), (2, 3, 3), (2, 3)]),
+    "hyper_write-rows-shared": (hyper_write, [(2, 3, 2), (2, 3, 2), (3, 3), (3,)]),
     "hyper_write-None": (lambda x, y, p: hyper_write(x, y, None, p), [(2, 3, 2), (2, 2), (2, 3)]),
 }
 
@@ -110,6 +116,7 @@ def test_low_precision_streams_with_float32_coefficients(dtype):
         (hyper_read, (x, h_pre)),
         (hyper_mix, (x, h_res)),
         (hyper_write, (x, y, h_res, h_post)),
+        (hyper_write, (x, y.unsqueeze(-2) * x, h_res, h_post)),
         (lambda x, y, p: hyper_write(x, y, None, p), (x, y, h_post)),
     ]
     for op, inputs in cases:
@@ -158,3 +165,5 @@ def test_shapes_that_do_not_fit_are_named():
     for shape in [(5,), (2, 1, 5), (2, 3, 4)]:
         with pytest.raises(ValueError, match=r"^y: expected \(\.\.\., d\) = \(2, 3, 5\), got \("):
             hyper_write(x, torch.ones(shape), None, torch.ones(4))
+    with pytest.raises(ValueError, match=r"^y: expected \(\.\.\., n, d\) = \(2, 3, 4, 5\), got \(2, 3, 1, 5\)"):
+        hyper_write(x, torch.ones(2, 3, 1, 5), None, torch.ones(4))

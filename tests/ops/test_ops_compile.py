@@ -66,6 +66,7 @@ OPS = {
     "hyper_read": (hyper_read, [STREAMS, (2, 3, 4)]),
     "hyper_mix": (hyper_mix, [STREAMS, (2, 3, 4, 4)]),
     "hyper_write": (hyper_write, [STREAMS, (2, 3, 5), (2, 3, 4, 4), (2, 3, 4)]),
+    "hyper_write-rows": (hyper_write, [STREAMS, STREAMS, (2, 3, 4, 4), (2, 3, 4)]),
     "hyper_write-shared": (hyper_write, [STREAMS, (2, 3, 5), (4, 4), (4,)]),
     "hyper_write-identity": (lambda x, y, h_post: hyper_write(x, y, None, h_post), [STREAMS, (2, 3, 5), (2, 3, 4)]),
     "sinkhorn": (lambda logits: sinkhorn(logits, 3), [(2, 3, 4, 4)]),

@@ -51,6 +51,13 @@ def unmixed(state: Tensor, x: Tensor, y: Tensor, every: int) -> Tensor:
     return hyper_write(state, y, None, x[..., :STREAMS], recompute_every=every)
 
 
+def fractions(state: Tensor, x: Tensor, y: Tensor, every: int) -> Tensor:
+    """A write to the fractions of a state, which is one row between two writes."""
+    parts, outputs = (row.unflatten(-1, (2, -1)) for row in (state.flatten(-2), y.repeat(1, 1, STREAMS)))
+    weights = x[..., :4].unflatten(-1, (2, 2)).tanh()
+    return hyper_write(parts, outputs, weights, x[..., 4:6], recompute_every=every).flatten(-2).view_as(state)
+
+
 def turned(state: Tensor, x: Tensor, y: Tensor, every: int) -> Tensor:
     """A write to streams that were turned, by an operator from their norm; a read of what was turned, gated."""
     k, u, v = (unit(x[..., i : i + STREAMS], k_norm="add") for i in range(3))
@@ -121,6 +128,15 @@ def test_gradients_are_equal_to_the_last_bit(dtype, every, write):
     for ours, theirs in zip(chain.gradients(every), chain.gradients(1), strict=True):
         assert ours.isfinite().all()
         assert torch.equal(ours, theirs)
+
+
+def test_fractions_of_a_row_are_recomputed_through_views():
+    chain = Chain(write=fractions)
+    expected = chain.gradients(1)
+    for every in (2, 4, 100):
+        assert all(map(torch.equal, chain.gradients(every), expected))
+    outputs = WRITES  # as large as a state, and kept
+    assert [kept_states(chain, every) - outputs for every in (1, 3, 4, 100)] == [WRITES + 1, 4, 3, 1]
 
 
 @pytest.mark.parametrize("tokens", [False, True])

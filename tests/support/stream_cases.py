@@ -54,7 +54,7 @@ def step(stream: Stream, lr: float = 0.05) -> None:
 
 def influence(stream: Stream) -> list[dict[str, Tensor]]:
     """For each connection and each entry of its coefficients, the largest gradient over the tokens that it gets from
-    the output of the whole stream: (n,) for h_pre and h_post, (n, n) for h_res. A constant is left out.
+    the output of the whole stream: (n,) for h_post, (n, n) for h_res, one of both for h_pre. A constant is left out.
     """
     state, kept = stream.expand(normal(2, 5, DIM)), []
     for connection, sublayer in zip(stream.connections, bare_sublayers(DIM, len(stream.connections))):
@@ -70,7 +70,7 @@ def influence(stream: Stream) -> list[dict[str, Tensor]]:
         for key, value in list(found.items()):
             found[key] = value.grad
             if value.grad is not None:
-                tokens = tuple(range(value.dim() - (2 if key == "h_res" else 1)))
+                tokens = tuple(range(value.dim() - (2 if key == "h_res" or value.dim() == 4 else 1)))
                 found[key] = value.grad.abs().amax(tokens) if tokens else value.grad.abs()
     return [{key: value for key, value in found.items() if value is not None} for found in kept]
 

@@ -10,6 +10,7 @@ from residua import (
     DenseFormer,
     EDelta,
     EDeltaStream,
+    FracConnections,
     GatedDelta,
     GatedOrthogonal,
     GatedResidual,
@@ -111,6 +112,9 @@ VARIANTS: dict[str, Scheme] = {
     # Hyper-connections.
     "hc-n1-linear": HyperConnections(num_streams=1, tanh=False, scale_init=0.1, head="mean", recompute_every=3),
     "hc-static-n3": HyperConnections(num_streams=3, dynamic=False, implementation="auto", recompute="none"),
+    # The same among the fractions of a state of the model's width.
+    "frac-m1-linear": FracConnections(num_fractions=1, tanh=False, scale_init=0.1, recompute_every=3),
+    "frac-static-m2": FracConnections(num_fractions=2, dynamic=False, implementation="auto", recompute="none"),
     # Mixing that is doubly stochastic, for copies of the embedding and for pieces of it.
     "mhc-n2": ManifoldHyperConnections(
         num_streams=2, iterations=5, alpha_init=0.1, implementation="auto", recompute_every=2
@@ -210,6 +214,7 @@ KERNELS: dict[str, Scheme] = {
     "v-map": DeepDelta(value_channels=2, compress="channel", map="v", implementation="triton"),
     "hc": HyperConnections(num_streams=3, implementation="triton"),
     "hc-static": HyperConnections(num_streams=2, dynamic=False, implementation="triton"),
+    "frac": FracConnections(num_fractions=2, implementation="triton"),
     "mhc": ManifoldHyperConnections(implementation="triton"),
     "mhc-split": ManifoldHyperConnections(num_streams=2, layout="split", iterations=3, implementation="triton"),
     "mhc-deepseek": DeepSeekHyperConnections(iterations=3, implementation="triton"),

@@ -9,6 +9,7 @@ from residua.connections.delta_attnres import DeltaAttentionResiduals
 from residua.connections.delta_residual import DeltaResidual
 from residua.connections.denseformer import DenseFormer
 from residua.connections.edelta import EDelta, EDeltaStream
+from residua.connections.frac import FracConnections
 from residua.connections.gated_delta import GatedDelta
 from residua.connections.gated_orthogonal import GatedOrthogonal
 from residua.connections.gated_residual import GatedResidual
@@ -42,6 +43,7 @@ __all__ = [
     "DenseFormer",
     "EDelta",
     "EDeltaStream",
+    "FracConnections",
     "GatedDelta",
     "GatedOrthogonal",
     "GatedResidual",

@@ -26,7 +26,8 @@ from residua.ops.dispatch import Implementation
 class HyperCoefficients(NamedTuple):
     """h_pre: (..., n), h_res: (..., n, n) with the target stream first, h_post: (..., n), in at least float32.
 
-    The leading axes are (batch, seq), or none if the coefficients are static.
+    h_pre is (..., n, n) where a sublayer reads a mixture for each row (Frac-Connections). The leading axes are
+    (batch, seq), or none if the coefficients are static.
     """
 
     h_pre: Tensor
@@ -34,34 +35,47 @@ class HyperCoefficients(NamedTuple):
     h_post: Tensor
 
 
-@dataclass(frozen=True)
-class HyperConnections(ExpandingScheme, RecomputingScheme):
-    """Hyper-Connections. Starts as the pre-norm residual in n equal streams; the final norm cancels the factor n.
+@dataclass(frozen=True, kw_only=True)
+class WeightedScheme(RecomputingScheme):
+    """A scheme whose weights are constants, plus a part that depends on the token.
 
-    num_streams     n; with 1 there is nothing to mix, but the weights still scale
-    dynamic         whether the weights also depend on the token (DHC in the paper) or are constants (SHC)
+    dynamic         whether the weights also depend on the token, or are constants
     tanh            dynamic: bound the token-dependent part by tanh
     scale_init      dynamic: initial factor on the token-dependent part
-    head            the readout: "sum" of the streams (the paper) or "mean"
     implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto",
                     which picks triton where it runs. No kernel has been timed on a GPU yet, so the default is
                     "reference"
+    """
+
+    dynamic: bool = True
+    tanh: bool = True
+    scale_init: float = 0.01
+    implementation: Implementation = "reference"
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_factor(self, "scale_init")
+
+
+@dataclass(frozen=True)
+class HyperConnections(ExpandingScheme, WeightedScheme):
+    """Hyper-Connections. Starts as the pre-norm residual in n equal streams; the final norm cancels the factor n.
+
+    With `dynamic` the weights are DHC in the paper, without it SHC.
+
+    num_streams     n; with 1 there is nothing to mix, but the weights still scale
+    head            the readout: "sum" of the streams (the paper) or "mean"
     """
 
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X))"
     paper: ClassVar[str] = "arXiv 2409.19606"
 
     num_streams: int = 4
-    dynamic: bool = True
-    tanh: bool = True
-    scale_init: float = 0.01
     head: Literal["sum", "mean"] = "sum"
-    implementation: Implementation = "reference"
 
     def __post_init__(self):
         super().__post_init__()
         require(self, "num_streams", self.num_streams >= 1, "at least 1")
-        require_factor(self, "scale_init")
 
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
         return TensorSpec((self.num_streams, dim))
@@ -100,53 +114,71 @@ class MixingConnection(Connection):
         )
 
 
-class HyperConnection(MixingConnection):
-    """One hyper-connection; the state is (batch, seq, n, dim).
+class WeightedConnection(MixingConnection):
+    """Weights of n rows, of which `reads` mixtures are read: constants, plus a part that depends on the token.
 
-    With [A_m | A_r] the columns of alpha, (n, n + 1), and N = RMSNorm of each stream with its own gain:
+    With [A_m | A_r] the columns of alpha, (n, reads + n), and N = RMSNorm of each row of the state with one gain:
 
-        alpha = [e_j | I] + s_alpha tanh(N W_alpha),   beta = 1 + s_beta tanh(N w_beta)
-        h_pre = A_m,   h_res = A_r^T,   h_post = beta                          (arXiv 2409.19606 equations 10 to 13)
+        alpha = start + s_alpha tanh(N W_alpha),   beta = 1 + s_beta tanh(N w_beta)
+        h_pre = A_m^T,   h_res = A_r^T,   h_post = beta                        (arXiv 2409.19606 equations 10 to 13)
 
-    j = `index` mod n, so that sublayers start from different streams and the streams become different from the first
-    step on. W_alpha and w_beta are the rows of `project` and start at 0.
+    At the start mixture c is row `first` + c mod n, A_r is the identity, and W_alpha and w_beta, the rows of `project`,
+    are 0. width: of a row of the state.
     """
 
-    def __init__(self, scheme: HyperConnections, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
+    def __init__(
+        self, scheme: WeightedScheme, n: int, width: int, norm: nn.Module, *, reads: int, first: int, norm_eps: float
+    ):
         super().__init__()
-        n = scheme.num_streams
-        self.scheme: HyperConnections = scheme
+        self.scheme: WeightedScheme = scheme
         self.implementation = scheme.implementation
-        self.stream = index % n
+        self.reads, self.first = reads, first
         self.norm = norm
         self.norm_eps = norm_eps
-        self.alpha = nn.Parameter(torch.empty(n, n + 1))
+        self.alpha = nn.Parameter(torch.empty(n, reads + n))
         self.beta = nn.Parameter(torch.empty(n))
         self.project = self.stream_norm = self.scales = None
         if scheme.dynamic:
-            self.project = WideProjection(dim, n + 2, std=0.0)
-            self.stream_norm = Gain(dim)
+            self.project = WideProjection(width, reads + n + 1, std=0.0)
+            self.stream_norm = Gain(width)
             self.scales = nn.Parameter(torch.empty(2))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
             self.alpha.zero_()
-            self.alpha[self.stream, 0] = 1
-            self.alpha[:, 1:].fill_diagonal_(1)
+            for column in range(self.reads):
+                self.alpha[(self.first + column) % len(self.alpha), column] = 1
+            self.alpha[:, self.reads :].fill_diagonal_(1)
             self.beta.fill_(1)
             if self.scales is not None:
                 self.scales.fill_(self.scheme.scale_init)
 
-    def coefficients(self, streams: Tensor) -> HyperCoefficients:
+    def weights(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return alpha, (..., n, reads + n), and beta, (..., n), for a state (..., n, width)."""
         alpha, beta = at_least_float32(self.alpha), at_least_float32(self.beta)
         if self.project is not None and self.stream_norm is not None and self.scales is not None:
-            share = project_normalised(self.project, streams, self.norm_eps, gain=self.stream_norm())
+            share = project_normalised(self.project, rows, self.norm_eps, gain=self.stream_norm())
             if self.scheme.tanh:
                 share = share.tanh()
             s_alpha, s_beta = at_least_float32(self.scales).unbind()
             alpha = alpha + s_alpha * share[..., :-1]
             beta = beta + s_beta * share[..., -1]
+        return alpha, beta
+
+
+class HyperConnection(WeightedConnection):
+    """One hyper-connection; the state is (batch, seq, n, dim). The one mixture that is read is x = h_pre X.
+
+    It is stream `index` mod n at the start, so that sublayers start from different streams and the streams become
+    different from the first step on.
+    """
+
+    def __init__(self, scheme: HyperConnections, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
+        super().__init__(scheme, scheme.num_streams, dim, norm, reads=1, first=index, norm_eps=norm_eps)
+
+    def coefficients(self, streams: Tensor) -> HyperCoefficients:
+        alpha, beta = self.weights(streams)
         # Products of many small matrices are several times slower if these are slices.
         return HyperCoefficients(alpha[..., 0].contiguous(), alpha[..., 1:].mT.contiguous(), beta)
 

@@ -22,7 +22,7 @@ from residua.connections.options import expect_used, require, require_factor
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.recomputing import RecomputingScheme
 from residua.connections.stream_logits import reading_biases, scaled_groups
-from residua.ops import at_least_float32, hyper_mix, hyper_read, permutation_mixture, sinkhorn
+from residua.ops import hyper_read, permutation_mixture, sinkhorn
 from residua.ops.derived import flattened
 from residua.ops.dispatch import Implementation
 
@@ -88,6 +88,10 @@ class ManifoldHyperConnections(ExpandingScheme, RecomputingScheme):
         require_factor(self, "alpha_init")
         copies = (self.layout == "copies", "layout is 'copies'")
         expect_used(self, {"start": copies, "expand": copies})
+
+    @property
+    def several_rows(self) -> bool:
+        return True  # with layout="split" the pieces of one
 
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
         return TensorSpec((self.num_streams, dim) if self.layout == "copies" else (dim,))
@@ -235,7 +239,7 @@ class SplitConnection(MixingConnection):
 
     def __init__(self, scheme: ManifoldHyperConnections, dim: int, norm: nn.Module, *, norm_eps: float):
         super().__init__()
-        self.num_streams = scheme.num_streams
+        self.scheme: ManifoldHyperConnections = scheme
         self.implementation = scheme.implementation
         self.norm_eps = norm_eps
         self.state_norm = Gain(dim)
@@ -243,7 +247,7 @@ class SplitConnection(MixingConnection):
         self.norm = norm
 
     def pieces(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_streams, -1))
+        return x.unflatten(-1, (self.scheme.num_streams, -1))
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         pieces = self.pieces(state)
@@ -253,6 +257,4 @@ class SplitConnection(MixingConnection):
         return self.norm(tiled), Carry(state, coefficients)
 
     def write(self, y: Tensor, carry: Carry) -> State:
-        state, (_, h_res, h_post) = carry
-        mixed = hyper_mix(at_least_float32(self.pieces(state)), h_res, implementation=self.implementation)
-        return torch.addcmul(mixed, h_post.unsqueeze(-1), self.pieces(y).to(mixed.dtype)).flatten(-2).to(state.dtype)
+        return super().write(self.pieces(y), Carry(self.pieces(carry.residual), carry.coefficients)).flatten(-2)

@@ -30,6 +30,11 @@ class RecomputingScheme(Scheme):
         require(self, "recompute_every", 1 <= self.recompute_every <= 64, "1 to 64")
 
     @property
+    def several_rows(self) -> bool:
+        """Whether a write has several rows to replay; a state that is one row is kept by the norm before a sublayer."""
+        return self.state_size(0, 1) > 1
+
+    @property
     def keeps_every(self) -> int:
         """m: of m states in a row one is kept."""
         return self.recompute_every if self.replays else 1

@@ -18,6 +18,7 @@ from residua.connections.deep_delta import DeepDelta
 from residua.connections.delta_attnres import DeltaAttentionResiduals
 from residua.connections.denseformer import DenseFormer
 from residua.connections.edelta import EDelta, EDeltaStream
+from residua.connections.frac import FracConnections
 from residua.connections.gated_delta import GatedDelta
 from residua.connections.gated_orthogonal import GatedOrthogonal
 from residua.connections.gated_residual import GatedResidual
@@ -43,6 +44,7 @@ SCHEMES: dict[str, type[Scheme]] = {
     "gated_delta": GatedDelta,
     "deep_delta": DeepDelta,
     "hyper": HyperConnections,
+    "frac": FracConnections,
     "mhc": ManifoldHyperConnections,
     "mhc_deepseek": DeepSeekHyperConnections,
     "krom": KroneckerHyperConnections,
@@ -74,6 +76,7 @@ PRESETS: dict[str, Scheme] = {
     "ddl-cc": DeepDelta(value_channels=4, compress="channel"),
     "ddl-cc-ec": DeepDelta(value_channels=4, compress="channel", expand="conv"),
     "hc": HyperConnections(),
+    "frac": FracConnections(),
     "mhc": ManifoldHyperConnections(),
     "mhc-deepseek": DeepSeekHyperConnections(),
     "mhc-glm": DeepSeekHyperConnections(head="mean"),

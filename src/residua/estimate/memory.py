@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from residua.connections import Scheme
+from residua.connections.recomputing import RecomputingScheme
 from residua.estimate.counts import on_meta
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.training import TrainConfig
@@ -105,10 +106,10 @@ class _Live(TorchDispatchMode):
 
 def ways_to_keep(scheme: Scheme) -> dict[str, Scheme]:
     """The scheme under each way to keep its states, its own way first; "all" where there is no choice."""
-    own = getattr(scheme, "recompute", None)
-    if own is None or scheme.state_size(0, 1) == 1:
+    if not isinstance(scheme, RecomputingScheme) or not scheme.several_rows:
         return {"all": scheme}
-    return {way: replace(scheme, recompute=way) for way in sorted(("replay", "none"), key=lambda way: way != own)}
+    ways = sorted(("replay", "none"), key=lambda way: way != scheme.recompute)
+    return {way: replace(scheme, recompute=way) for way in ways}
 
 
 def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard, shards: int) -> dict[str, float]:

@@ -16,20 +16,29 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-# FSDP2 inserts this node without changing the tensor, so the chain of writes is followed through it. A reader follows
-# it through a view of another shape too.
+# FSDP2 inserts this node without changing the tensor, so the chain of writes is followed through it. Readers, and
+# writes to fractions of a row, follow it through a view of another shape too.
 PASSES_THROUGH = ("RegisterPostBackwardFunctionBackward",)
 VIEWS = (*PASSES_THROUGH, "ViewBackward0")
 
 
-def joined(ctx: Any, state: Tensor, every: int, replay: Callable[[Any], Tensor]) -> Tensor | None:
+def joined(
+    ctx: Any,
+    state: Tensor,
+    every: int,
+    replay: Callable[[Any], Tensor],
+    *,
+    through: tuple[str, ...] = PASSES_THROUGH,
+) -> Tensor | None:
     """Return what the write of `ctx` must save of the state before it: None if that state can be recomputed.
 
-    Sets on the node: `age`, the writes since a kept state, this one included; `replay`, the function from the node to
-    the state it wrote, or None where the next write keeps that state; `recomputed`, the state it wrote, after it was
-    recomputed; `opened`, its saved tensors, after they were read. One state in `every` is kept.
+    through: the nodes that may stand between this write and the one before it. Sets on the node: `shape`, of the state;
+    `age`, the writes since a kept state, this one included; `replay`, the function from the node to the state it wrote,
+    or None where the next write keeps that state; `recomputed`, the state it wrote, after it was recomputed; `opened`,
+    its saved tensors, after they were read. One state in `every` is kept.
     """
-    before = _maker(state, PASSES_THROUGH) if every > 1 else None
+    before = _maker(state, through) if every > 1 else None
+    ctx.shape = state.shape
     steps = 1 if before is None else before.age + 1
     link(ctx, steps, replay if steps < every else None)
     return state if before is None else None
@@ -87,7 +96,7 @@ def recomputed(ctx: Any) -> Tensor:
     itself is to be differentiated: a recomputed state has no history.
     """
     expect_first_derivative()
-    return _made_by(_behind(ctx.next_functions[0], PASSES_THROUGH))
+    return _made_by(_behind(ctx.next_functions[0], VIEWS)).view(ctx.shape)
 
 
 def read_again(ctx: Any) -> Tensor:

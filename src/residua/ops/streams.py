@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residua.ops.dispatch import Implementation, choose
-from residua.ops.precision import promote, without_autocast
-from residua.ops.recompute import closed, joined, kept, opened, read_again, recomputed
+from residua.ops.precision import at_least_float32, promote, without_autocast
+from residua.ops.recompute import VIEWS, closed, joined, kept, opened, read_again, recomputed
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied, transformed
 
@@ -127,21 +127,26 @@ def hyper_write(
 ) -> Tensor:
     """X'[o] = sum_i h_res[o, i] X[i] + h_post[o] y, with the identity for h_res = None.
 
-    streams: (..., n, d), y: (..., d), h_res: (..., n, n) or None, h_post: (..., n); the leading axes of both
-    coefficients broadcast against the axes of the streams. Returns (..., n, d) in the dtype of `streams`; computed in
-    at least float32. Raises ValueError for other shapes. arXiv 2409.19606, 2512.24880.
+    streams: (..., n, d), y: (..., d), or (..., n, d) for a row y[o] of each stream (arXiv 2503.14125), h_res:
+    (..., n, n) or None, h_post: (..., n); the leading axes of both coefficients broadcast against the axes of the
+    streams. Returns (..., n, d) in the dtype of `streams`; computed in at least float32. Raises ValueError for other
+    shapes. arXiv 2409.19606, 2512.24880.
 
     `recompute_every` is as in `delta_write`: of the states along a chain of writes only every m-th is kept for the
     backward pass. The Triton kernel keeps every state. `implementation`: see `ops.dispatch.choose`.
     """
     *leading, n, d = streams.shape
-    expect_shape("y", y, (*leading, d), "(..., d)")
+    rows = y.dim() == streams.dim()
+    expect_shape("y", y, (*leading, n, d) if rows else (*leading, d), "(..., n, d)" if rows else "(..., d)")
     weights = expand_leading("h_post", h_post, leading, (n,), "(..., n)")
     matrix = None if h_res is None else expand_leading("h_res", h_res, leading, (n, n), "(..., n, n)")
     if choose(implementation, streams, y, h_res, h_post) == "triton":
-        from residua.ops.kernels.streams import hyper_write as kernel
+        from residua.ops.kernels import streams as kernels
 
-        return kernel(streams, y, h_res, h_post)
+        if not rows:
+            return kernels.hyper_write(streams, y, h_res, h_post)
+        mixed = streams if h_res is None else kernels.hyper_mix(at_least_float32(streams), h_res)
+        return hyper_write(mixed, y, None, h_post).to(streams.dtype)
     return applied(_HyperWrite, streams, y, matrix, weights, recompute_every)
 
 
@@ -186,7 +191,7 @@ class _HyperWrite(Function):
 
     @staticmethod
     def forward(ctx, streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor, recompute_every: int) -> Tensor:
-        state = joined(ctx, streams, recompute_every, _hyper_written_again)
+        state = joined(ctx, streams, recompute_every, _hyper_written_again, through=VIEWS)
         # Without a matrix only a replay needs the streams.
         ctx.save_for_backward(None if h_res is None and recompute_every == 1 else state, y, h_res, h_post)
         return _hyper_written(streams, y, h_res, h_post)
@@ -202,11 +207,16 @@ class _HyperWrite(Function):
         grad_streams = grad_y = grad_res = grad_post = None
         if needs_streams:
             grad_streams = (_product(mixing[0].mT, grad) if mixing else grad).to(dtype)
-        if needs_y:
+        rows = y.dim() == grad.dim()
+        if needs_y and rows:
+            grad_y = (wide_post.unsqueeze(-1) * grad).to(y.dtype)
+        elif needs_y:
             grad_y = _product(wide_post.unsqueeze(-2), grad).squeeze(-2).to(y.dtype)
         if needs_res:
             grad_res = _product(grad, streams.to(grad.dtype).mT).to(h_res.dtype)
-        if needs_post:
+        if needs_post and rows:
+            grad_post = torch.linalg.vecdot(grad, wide_y).to(h_post.dtype)
+        elif needs_post:
             grad_post = _product(grad, wide_y.unsqueeze(-1)).squeeze(-1).to(h_post.dtype)
         return grad_streams, grad_y, grad_res, grad_post, None
 
@@ -216,7 +226,8 @@ def _hyper_written(streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Ten
     mixed, y, h_post, *matrix = promote(streams, y, h_post, *([] if h_res is None else [h_res]))
     if matrix:
         mixed = _product(matrix[0], mixed)
-    return torch.addcmul(mixed, h_post.unsqueeze(-1), y.unsqueeze(-2)).to(streams.dtype)
+    rows = y if y.dim() == mixed.dim() else y.unsqueeze(-2)
+    return torch.addcmul(mixed, h_post.unsqueeze(-1), rows).to(streams.dtype)
 
 
 def _hyper_written_again(node) -> Tensor:

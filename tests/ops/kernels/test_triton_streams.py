@@ -39,6 +39,7 @@ def assert_all_as_good(x, y, h_res, h_post):
     assert_as_good(read, hyper_read, [x, h_post])
     assert_as_good(mix, hyper_mix, [x, h_res])
     assert_as_good(write, hyper_write, [x, y, h_res, h_post])
+    assert_as_good(write, hyper_write, [x, normal(*x.shape, seed=4, dtype=x.dtype), h_res, h_post])
     assert_as_good(added_by_kernel, added, [x, y, h_post])
 
 

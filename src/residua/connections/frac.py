@@ -1,0 +1,82 @@
+"""Frac-Connections (arXiv 2503.14125): hyper-connections among the fractions of one state, which is not widened.
+
+The state is m fractions H[i] of dim / m features, which a sublayer reads and writes side by side:
+
+    x[o] = sum_i h_pre[o, i] H[i],   H[o] <- sum_i h_res[o, i] H[i] + h_post[o] F(norm(x))[o]
+
+h_pre, h_res and h_post are Y^T, A^T and B of the paper: constants (static) or dependent on the token (dynamic).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from residua.connections.base import Carry, Mixing, Norm, State, Stream
+from residua.connections.ends import Same
+from residua.connections.hyper import HyperCoefficients, WeightedConnection, WeightedScheme
+from residua.connections.memory import Memory
+from residua.connections.norm import norms
+from residua.connections.options import require
+from residua.ops import hyper_mix
+
+
+@dataclass(frozen=True)
+class FracConnections(WeightedScheme):
+    """Frac-Connections. Starts as exactly the plain residual, and keeps a state of the model's width.
+
+    With `dynamic` the weights are DFC in the paper, without it SFC. One fraction is a hyper-connection of one stream.
+
+    num_fractions   m, the frac-rate, a divisor of the width
+    """
+
+    equation: ClassVar[str] = "h_res H + h_post F(norm(h_pre H)), H the fractions of x"
+    paper: ClassVar[str] = "arXiv 2503.14125"
+
+    num_fractions: int = 4
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self, "num_fractions", self.num_fractions >= 1, "at least 1")
+
+    @property
+    def several_rows(self) -> bool:
+        return self.num_fractions > 1
+
+    def preserving(self) -> "FracConnections":
+        return self
+
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+        if dim % self.num_fractions:
+            raise ValueError(
+                f"FracConnections: num_fractions: expected a divisor of the width dim = {dim}, got {self.num_fractions}"
+            )
+        norm = norms(dim, norm_eps, norm)
+        connections = [FracConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
+        return Stream(Same(), connections, Same())
+
+
+class FracConnection(WeightedConnection):
+    """One frac-connection; the state is (batch, seq, dim). As many mixtures are read as there are fractions."""
+
+    def __init__(self, scheme: FracConnections, dim: int, norm: nn.Module, *, norm_eps: float):
+        m = scheme.num_fractions
+        super().__init__(scheme, m, dim // m, norm, reads=m, first=0, norm_eps=norm_eps)
+
+    def fractions(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.reads, -1))
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        fractions = self.fractions(state)
+        alpha, beta = self.weights(fractions)
+        h_pre, h_res = (columns.mT.contiguous() for columns in alpha.split(self.reads, -1))
+        x = hyper_mix(fractions, h_pre, implementation=self.implementation).flatten(-2)
+        return self.norm(x), Carry(state, HyperCoefficients(h_pre, h_res, beta))
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        return super().write(self.fractions(y), Carry(self.fractions(carry.residual), carry.coefficients)).flatten(-2)
+
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
+        """Return the mixing of the fractions; a sublayer reads m mixtures of them, for which there is no h_pre."""
+        _, h_res, h_post = carry.coefficients
+        return Mixing(h_res, h_post=h_post)

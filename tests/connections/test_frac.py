@@ -1,0 +1,104 @@
+"""Frac-Connections: the paper's algorithm, start and counts, and hyper-connections as the case of one fraction."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua import FracConnections, HyperConnections
+from support.references import assert_computes
+from support.stream_cases import DIM, SUBLAYERS, built, gradients, influence, output_beside_residual, step
+from support.tolerances import assert_close
+from support.variants import ALL, bare_sublayers, normal
+
+VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, FracConnections)}
+every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
+
+
+def published(stream, x: Tensor, sublayers: list, scheme: FracConnections) -> Tensor:
+    """Algorithms 1 and 2 of the paper for one token after another: [B; Y | A] as one matrix FC, (m + 1, 2 m)."""
+    m, result = scheme.num_fractions, []
+    for token in x.flatten(0, 1):
+        h = token
+        for connection, sublayer in zip(stream.connections, sublayers):
+            parts = h.reshape(m, -1)
+            fc = torch.cat([torch.cat([torch.zeros_like(connection.beta), connection.beta])[None], connection.alpha])
+            if scheme.dynamic:
+                size = (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+                share = parts / size * connection.stream_norm.weight @ connection.project.weight.T
+                share = torch.tanh(share) if scheme.tanh else share
+                s_alpha, s_beta = connection.scales
+                written = torch.cat([torch.zeros_like(connection.beta), s_beta * share[:, -1]])
+                fc = fc + torch.cat([written[None], s_alpha * share[:, :-1]])
+            (b, (y, a)) = fc[0, m:], fc[1:].split(m, 1)
+            read = (y.T @ parts).reshape(-1)
+            out = sublayer(read / (read.square().mean() + 1e-5).sqrt() * connection.norm.weight)
+            h = (torch.diag(b) @ out.reshape(m, -1) + a.T @ parts).reshape(-1)
+        result.append(h)
+    return torch.stack(result).view_as(x)
+
+
+@every_variant
+def test_values_and_gradients_are_those_of_the_algorithm(scheme):
+    assert_computes(built(scheme, noise=0.3, count=3), published, scheme, tokens=(1, 2))
+
+
+@every_variant
+def test_the_start_is_the_plain_residual_to_the_last_bit(scheme):
+    ours, residual = output_beside_residual(scheme)
+    assert torch.equal(ours, residual)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_one_fraction_is_a_hyper_connection_of_one_stream(dynamic):
+    """The paper, section 4.1. The parameters have the same names and shapes."""
+    ours = built(FracConnections(num_fractions=1, dynamic=dynamic), noise=0.3)
+    theirs = built(HyperConnections(num_streams=1, dynamic=dynamic))
+    theirs.load_state_dict(ours.state_dict())
+    x, sublayers = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
+    assert_close(ours(x, sublayers), theirs(x, sublayers))
+
+
+@every_variant
+def test_every_coefficient_changes_the_output(scheme):
+    for index, found in enumerate(influence(built(scheme, noise=0.3))):
+        assert found.keys() == {"h_pre", "h_res", "h_post"}
+        for name, entries in found.items():
+            if name != "h_pre" or scheme.num_fractions > 1:  # the norm takes away the size of a whole read
+                assert entries.min() > 1e-3, f"{name} of sublayer {index}"
+
+
+def test_every_parameter_learns():
+    """W = 0 hides the factors before it and the gain behind it until the first step."""
+    stream = built(FracConnections(num_fractions=2))
+    hidden = {name for name, grad in gradients(stream).items() if not grad.any()}
+    assert hidden == {name for name, _ in stream.named_parameters() if name.endswith(("scales", "stream_norm.weight"))}
+    step(stream)
+    assert all(grad.abs().max() > 1e-8 for grad in gradients(stream).values())
+
+
+@pytest.mark.parametrize(("dynamic", "count"), [(False, 1152), (True, 165_056)])
+def test_the_published_numbers_of_parameters(dynamic, count):
+    """Of OLMo-1B with four fractions, width 2048 and 16 layers (section 4.4), beside the norms before the sublayers."""
+    with torch.device("meta"):
+        stream = FracConnections(dynamic=dynamic).build(2048, 32)
+    assert sum(parameter.numel() for parameter in stream.parameters()) == count + 32 * 2048
+
+
+def test_a_width_that_the_fractions_do_not_divide():
+    with pytest.raises(
+        ValueError, match="FracConnections: num_fractions: expected a divisor of the width dim = 6, got 4"
+    ):
+        FracConnections().build(6, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_fractions": 0}, "num_fractions: expected at least 1, got 0"),
+        ({"num_fractions": 0.5}, "num_fractions: expected int, got 0.5"),
+        ({"scale_init": 0.0}, "scale_init: expected a finite number other than 0"),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(ValueError, match=f"FracConnections: {words}"):
+        FracConnections(**options)
