@@ -43,6 +43,8 @@ WRITTEN = {"target", "write_norm", "discrepancy_norm"}  # where beta gates what 
 STREAMS = {"h_pre", "h_post", "h_res", "row_error", "column_error", "orthogonality_error"}
 BLEND = {"gamma", "angle", "cayley_beta", "h_res", "row_error", "column_error", "orthogonality_error"}
 DEPTH = {"determinant", "singular_max", "singular_min", "defect", "singular_values"}
+SOURCES = {"depth_weights", "depth_mean", "sources_read"}
+DEPTH_READS = ("attnres", "attnres-block", "attnres-inkling", "mhar", "delta-attnres", "denseformer", "mudd")
 KEYS = {
     **{name: set() for name in WITHOUT},
     "gated-residual": (STREAMS - {"h_pre"}) | DEPTH,  # its read has a weight for each feature
@@ -60,13 +62,18 @@ def test_every_preset_has_what_applies_to_it(name):
     kind = None if name in WITHOUT else "mixing" if name in MIXING else "rank-one"
     own = KEYS.get(name, (STREAMS if kind == "mixing" else DELTA) | DEPTH)
     compressed = {"compress_share"} if getattr(PRESETS[name], "compress", None) else set()
-    assert found.values.keys() == EVERYWHERE | own | compressed
+    several = {"stream_similarity"} if PRESETS[name].state_size(0, 1) == 4 else set()
+    sources = SOURCES if name in DEPTH_READS else set()
+    assert found.values.keys() == EVERYWHERE | own | compressed | several | sources
+    columns, reads = len(found.facts["sources"]), max(1, len(found.facts["reads"]))
+    assert (columns > 0) == (name in DEPTH_READS)
     assert (found.facts["shortcut"], found.facts["preset"]) == (kind, name)
     assert found.facts["sublayers"] == ["1 attention", "1 mlp", "2 attention", "2 mlp"]
     assert found.facts["sampled"] == [0, 4, 8, 11, 15, 19]
     assert (found.num_sublayers, found.num_tokens) == (4, 20)
     sizes = {"state_norm": (5, 20), "direction": (4, 6, 16), "alignment": (4, 4), "effective_rank": (6,)}
-    sizes |= {"token_ids": (20,), "token_loss": (20,), **dict.fromkeys(DEPTH, (4, 6))}
+    sizes |= {"token_ids": (20,), "token_loss": (20,), **dict.fromkeys(DEPTH, (4, 6)), "stream_similarity": (5, 20)}
+    sizes |= {"depth_weights": (4, 6, reads, columns), "depth_mean": (4, reads, columns)}
     for key, value in found.values.items():
         # Of lambdas' state, x and the embedding are mixed; x in the middle is only kept for the readout.
         n = 4 if "edelta" in name or name == "frac" else found.facts["rows"] - (name == "lambdas")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from residua import Carry, Connection, Residual, Scheme, Stream
-from residua.connections import TensorSpec, norms, register, registry
+from residua.connections import DepthWeights, TensorSpec, norms, register, registry
 from residua.connections.ends import Same
 from residua.testing import CONTRACT, CheckFailed, check_scheme
 from residua.testing.contract import checks
@@ -88,6 +88,11 @@ class SumsOverDocuments(Scaled):
 class MixesTheBatch(Scaled):
     def write(self, y, carry):
         return super().write(y + y.mean(0, keepdim=True), carry)
+
+
+class ReadsItself(Scaled):
+    def depth_weights(self, carry):
+        return DepthWeights(torch.ones(1, 1), (range(0, 9),))
 
 
 class Remembers(Scaled):
@@ -195,6 +200,7 @@ WRONG = {
     "gradient_checkpointing_changes_no_bit": (scheme_of(Anew), "checkpointing"),
     "modules_initialise_themselves": (scheme_of(Uninitialised), "no reset_parameters.. draws connections.0.gain"),
     "shapes": (scheme_of(Scaled, state_spec=lambda *_: TensorSpec((3,))), r"state_spec\(0\) does not describe"),
+    "telemetry_has_its_shapes": (scheme_of(ReadsItself), "connection 0: sources .* are not before sublayer 0"),
     "traffic": (scheme_of(Scaled, state_size=lambda *_: 0), "traffic"),
     "declares_itself": (scheme_of(Scaled, equation=""), "equation: expected a text"),
     "preserving_is_the_plain_residual": (scheme_of(LooksAhead, preserving=lambda self: self), "as the plain residual"),

@@ -25,6 +25,17 @@ def measured(record: ConnectionRecord, shortcut: RankOne | Mixing | None) -> dic
     return found if shortcut is None else found | mixing(shortcut, record.y)
 
 
+def stream_similarity(streams: Tensor) -> Tensor:
+    """Return the mean cosine between two different streams of each token: (1, T, n, dim) -> (T), 1 for copies.
+
+    A stream of zeros has the cosine 0 with all others.
+    """
+    directions = torch.nn.functional.normalize(at_least_float32(streams[0]), dim=-1)
+    cosines = directions @ directions.mT
+    n = streams.shape[-2]
+    return (cosines.sum((-2, -1)) - cosines.diagonal(dim1=-2, dim2=-1).sum(-1)) / (n * (n - 1))
+
+
 def norm(state: State) -> Tensor:
     """Return the Frobenius norm of each token's part of the state: (1, T, ...) -> (T)."""
     norms = [at_least_float32(leaf)[0].flatten(1).norm(dim=-1) for leaf in tree_leaves(state)]

@@ -19,6 +19,8 @@ MOST = 0.9
 IDENTITY = 0.01
 """Mean distance of the entries of a mixing matrix from the identity's, the largest of a token, below which it does not
 mix."""
+COPIES = 1e-5
+"""Distance of the mean cosine between streams from 1, about what float32 can tell, below which they are copies."""
 CONSTRAINT = 0.05
 """Largest mean error of a constraint that rounding or too few iterations can explain."""
 
@@ -32,14 +34,16 @@ class Table(NamedTuple):
 
 def warnings(trace: Trace) -> list[str]:
     """Return what a reader of the numbers must know first, one sentence each; empty if nothing is wrong."""
-    return [*_not_finite(trace), *_causality(trace), *_gates(trace), *_mixing(trace), *_compressors(trace)]
+    checks = (_not_finite, _causality, _gates, _mixing, _streams, _compressors)
+    return [sentence for check in checks for sentence in check(trace)]
 
 
 def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
     """Return every sublayer's numbers, averaged over the tokens, as plain values; None for numbers that are not finite.
 
     Means have the names of `Trace.values`; beta, gamma and gate also have `_q05`, `_q50`, `_q95`. Singular values and
-    determinants belong to the product of all shortcuts so far; they are medians over the sampled tokens.
+    determinants belong to the product of all shortcuts so far; they are medians over the sampled tokens. `most_read`
+    names the source with the largest weight, `most_read_weight`; both are None for a sublayer that reads none.
     """
     values = trace.values
     rows: list[dict[str, Any]] = [{"sublayer": name} for name in trace.facts["sublayers"]]
@@ -65,6 +69,8 @@ def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
     for name in ("determinant", "singular_max", "singular_min", "defect"):
         if name in values:
             _fill(rows, name, values[name].median(1).values)
+    if "depth_mean" in values:
+        _most_read(rows, trace)
     for name in ("h_pre", "h_post"):
         if name in values:
             for row, means in zip(rows, values[name].mean(1).tolist()):
@@ -75,6 +81,7 @@ def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
 _MEANS = (
     *("discrepancy_norm", "beta", "gamma", "gate", "angle", "cayley_beta"),
     *("row_error", "column_error", "orthogonality_error"),
+    *("stream_similarity", "sources_read"),
 )
 
 
@@ -105,6 +112,9 @@ def overview(trace: Trace) -> list[str]:
     if "singular_max" in values:
         low, high = values["singular_min"][-1].median(), values["singular_max"][-1].median()
         lines.append(f"product of all shortcuts: singular values {low:.4g} to {high:.4g} (median token)")
+    if "stream_similarity" in values:
+        first, last = values["stream_similarity"][[0, -1]].mean(1)
+        lines.append(f"streams: mean cosine between two of them {first:.3f} at the start, {last:.3f} at the end")
     return [*lines, "columns: " + "; ".join(meaning for key, meaning in _MEANINGS if key in values)]
 
 
@@ -114,6 +124,8 @@ _MEANINGS = [
     ("erase_norm", "erase beta |k^T X|"),
     ("write_norm", "write beta |v|"),
     ("h_res", "H the shortcut's matrix, |H - I| by its largest entry"),
+    ("stream_similarity", "cos the mean cosine between two streams before the sublayer"),
+    ("sources_read", "sources how many are read in effect, reads most the one with the largest weight"),
     ("singular_max", "min s, max s: singular values of the product so far"),
 ]
 
@@ -126,9 +138,12 @@ class _Column(NamedTuple):
     def cell(self, value: Any) -> str:
         if isinstance(value, list):
             return " ".join(map(self.cell, value))
-        return "nan" if value is None else format(value, self.form)
+        if value is None:
+            return "none" if self.key in _MOST_READ else "nan"
+        return format(value, self.form)
 
 
+_MOST_READ = ("most_read", "most_read_weight")
 _COLUMNS = [
     _Column("beta", "beta", ".3f"),
     _Column("beta_q05", "5%", ".3f"),
@@ -148,6 +163,10 @@ _COLUMNS = [
     _Column("h_pre", "h_pre", ".2f"),
     _Column("h_post", "h_post", ".2f"),
     _Column("distance_from_identity", "|H - I|", ".3f"),
+    _Column("sources_read", "sources", ".2f"),
+    _Column("most_read", "reads most", ""),
+    _Column("most_read_weight", "weight", ".3f"),
+    _Column("stream_similarity", "cos", ".3f"),
     _Column("row_error", "rows off", ".1e"),
     _Column("column_error", "columns off", ".1e"),
     _Column("orthogonality_error", "|H'H - I|", ".1e"),
@@ -164,6 +183,14 @@ _COLUMNS = [
 def _fill(rows: list[dict[str, Any]], name: str, column: Tensor) -> None:
     for row, value in zip(rows, column.tolist()):
         row[name] = value if math.isfinite(value) else None
+
+
+def _most_read(rows: list[dict[str, Any]], trace: Trace) -> None:
+    sources, without = trace.facts["sources"], trace.facts["left_out"].get("depth_weights", [])
+    for i, (row, weights) in enumerate(zip(rows, trace.values["depth_mean"].mean(1))):
+        most = int(weights.abs().argmax())
+        found = (None, None) if i in without or not weights.isfinite().all() else (sources[most], weights[most].item())
+        row.update(zip(_MOST_READ, found))
 
 
 def _named(trace: Trace, which: list[int]) -> str:
@@ -242,6 +269,12 @@ def _mixing(trace: Trace) -> Iterator[str]:
         if off:
             worst = values[name].mean(1).max()
             yield f"the mixing matrix is not {constraint}: {name} is {worst:.2g} on average: {_named(trace, off)}"
+
+
+def _streams(trace: Trace) -> Iterator[str]:
+    similarity = trace.values.get("stream_similarity")
+    if similarity is not None and (1 - similarity.mean(1) < COPIES).all():
+        yield "the streams are copies of one another before and after every sublayer: together they hold what one holds"
 
 
 def _compressors(trace: Trace) -> Iterator[str]:

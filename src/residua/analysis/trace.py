@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from residua.analysis import archive
-from residua.analysis.measure import measured, norm
+from residua.analysis.depth import DepthReads
+from residua.analysis.measure import measured, norm, stream_similarity
 from residua.analysis.spectrum import alignment, effective_rank, matrix_products, rank_one_products
 from residua.analysis.subject import Subject
 from residua.analysis.watch import ConnectionRecord
@@ -46,15 +47,21 @@ class Trace:
         h_pre, h_post (S, T, n); h_res (S, T, n, n): the shortcut's matrix, target stream first
         row_error, column_error (S, T): largest |sum - 1|; orthogonality_error (S, T): |H^T H - I|, spectral
         gates of the matrix by name (S, T): gamma, angle (radians) and cayley_beta blend a rotation and a reflection
+    streams side by side (`Connection.streams`)
+        stream_similarity (S + 1, T): the mean cosine between two streams, before each sublayer and after the last
+    reads over depth (`connections.DepthWeights`), with `facts["sources"]` as columns
+        depth_weights (S, P, reads, sources), depth_mean (S, reads, sources): the weights, and their mean over all T
+            tokens; 0 for what a sublayer does not read
+        sources_read (S, T): how many sources a sublayer reads, in effect; 1 where it reads the last state alone
     products M_l ... M_0 of the shortcuts of sublayers 0 to l, on R^d for rank-1 shortcuts, otherwise on R^n
         determinant, singular_max, singular_min, defect (S, P): defect is |M^T M - I|, spectral
         singular_values (P, r): after the last sublayer; r = min(S, d), where the others are 1, or r = n
 
     `facts`, metadata for JSON: version of the format; residua, commit, date; preset (or None) and scheme; shortcut
     ("rank-one", "mixing" or None); causal; constraint on h_res ("doubly stochastic", "orthogonal" or None); beta_range:
-    the ends of beta's range; left_out: by the name of a mapping, the sublayers that omit it; dim; rows (of width dim in
-    the last state); sublayers (their names); run and checkpoint (or None); sampled (token positions); loss (mean of
-    token_loss, or None).
+    the ends of beta's range; left_out: by the name of a mapping, the sublayers that omit it; sources, reads: their
+    names, by the axes of depth_weights; dim; rows (of width dim in the last state); sublayers (their names); run and
+    checkpoint (or None); sampled (token positions); loss (mean of token_loss, or None).
     """
 
     facts: dict[str, Any]
@@ -150,7 +157,9 @@ def trace(
         "causal": scheme.causal,
         "constraint": scheme.constraint,
         "beta_range": list(scheme.beta_range),
-        "left_out": recorder.left_out,
+        "left_out": recorder.left_out | recorder.depth.left_out(len(subject.sublayers)),
+        "sources": recorder.depth.names(subject.sublayers),
+        "reads": list(recorder.depth.reads),
         "dim": subject.dim,
         "rows": scheme.state_size(len(subject.sublayers), subject.dim) // subject.dim,
         "sublayers": list(subject.sublayers),
@@ -178,11 +187,20 @@ class _Recorder:
         self._states: list[Tensor] = []
         self._rows: list[dict[str, Tensor]] = []
         self._exact: list[dict[str, Tensor]] = []
+        self._similarity: list[Tensor] = []
+        self.depth = DepthReads(sampled)
 
     def add(self, record: ConnectionRecord) -> None:
         if record.index == 0:
             self._states.append(norm(record.before).to("cpu", torch.float32))
         self._states.append(norm(record.after).to("cpu", torch.float32))
+        states = [record.after] if record.index else [record.before, record.after]
+        for streams in map(record.connection.streams, states):
+            if streams is not None and streams.shape[-2] > 1:
+                self._similarity.append(stream_similarity(streams).to("cpu", torch.float32))
+        weights = record.connection.depth_weights(record.carry)
+        if weights is not None:
+            self.depth.add(record.index, weights, record.y)
         shortcut = record.shortcut()
         self.shortcut = "rank-one" if isinstance(shortcut, RankOne) else "mixing" if shortcut else self.shortcut
         if isinstance(shortcut, Mixing):
@@ -197,6 +215,9 @@ class _Recorder:
 
     def values(self) -> dict[str, Tensor]:
         values = {"state_norm": torch.stack(self._states), **_stacked(self._rows)}
+        if self._similarity:
+            values["stream_similarity"] = torch.stack(self._similarity)
+        values |= self.depth.values(len(self._rows))
         exact = _stacked(self._exact)
         if "direction" in exact:
             k = exact["direction"]

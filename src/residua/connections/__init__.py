@@ -3,7 +3,18 @@
 from residua.connections.altup import AlternatingUpdates
 from residua.connections.attnres import AttentionResiduals
 from residua.connections.attnres_inkling import InklingAttentionResiduals
-from residua.connections.base import Carry, Connection, Mixing, RankOne, Readout, Scheme, Stream, TensorSpec, Traffic
+from residua.connections.base import (
+    Carry,
+    Connection,
+    DepthWeights,
+    Mixing,
+    RankOne,
+    Readout,
+    Scheme,
+    Stream,
+    TensorSpec,
+    Traffic,
+)
 from residua.connections.deep_delta import DeepDelta
 from residua.connections.delta_attnres import DeltaAttentionResiduals
 from residua.connections.delta_residual import DeltaResidual
@@ -41,6 +52,7 @@ __all__ = [
     "DeltaAttentionResiduals",
     "DeltaResidual",
     "DenseFormer",
+    "DepthWeights",
     "EDelta",
     "EDeltaStream",
     "FracConnections",

@@ -172,6 +172,9 @@ class PredictConnection(Connection):
         updated = (active + y + beside[0]) / math.sqrt(2) if beside else active + y
         return predicted, updated.to(active.dtype)
 
+    def streams(self, state: State) -> Tensor:
+        return closed(state, self.active)
+
 
 class CorrectConnection(Connection):
     """The connection around the MLP: it updates the active stream, and corrects all streams by the innovation."""
@@ -194,6 +197,17 @@ class CorrectConnection(Connection):
         weights = 1 + self.correct(called(self._owner[0], self._owner[0].router, updated))
         return hyper_write(predicted, updated - predicted[..., self.active, :], None, weights)
 
+    def streams(self, state: State) -> Tensor:
+        return closed(state, self.active)
+
+
+def closed(state: State, active: int) -> Tensor:
+    """Return the streams, (batch, seq, n, dim); inside a block as if they were corrected with weights of 1."""
+    if not isinstance(state, tuple):
+        return state
+    streams, updated = state
+    return streams + (updated - streams[..., active, :]).unsqueeze(-2)
+
 
 def _rescaled(x: Tensor, size: Tensor) -> Tensor:
     """Return x with the root mean square `size`, (..., 1), in at least float32; 1e-5 guards its own mean square."""
@@ -213,7 +227,7 @@ class ProjectedExpand(nn.Module):
 
 
 class ClosedCollapse(nn.Module):
-    """A readout of the streams, also inside a block: the streams are then corrected with weights of 1."""
+    """A readout of the streams, also inside a block."""
 
     def __init__(self, scheme: AlternatingUpdates, read: nn.Module):
         super().__init__()
@@ -221,10 +235,7 @@ class ClosedCollapse(nn.Module):
         self.read = read
 
     def forward(self, state: State, memory: Memory | None = None) -> Tensor:
-        if isinstance(state, tuple):
-            streams, active = state
-            state = streams + (active - streams[..., self.active, :]).unsqueeze(-2)
-        return self.read(state)
+        return self.read(closed(state, self.active))
 
 
 class ProjectedCollapse(nn.Module):

@@ -14,7 +14,18 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream, TensorSpec, Traffic
+from residua.connections.base import (
+    EMBEDDING,
+    Carry,
+    Connection,
+    DepthWeights,
+    Norm,
+    Scheme,
+    State,
+    Stream,
+    TensorSpec,
+    Traffic,
+)
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
@@ -126,6 +137,7 @@ class DepthConnection(Connection):
     def __init__(self, scheme: AttentionResiduals, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__()
         self.opens = index % scheme.block_size == 0
+        self.sources = summed(index, scheme.block_size)
         self.attend = DepthRead(dim, eps=norm_eps, scale=scheme.scale, heads=scheme.heads) if index else None
         self.norm = norm
 
@@ -135,6 +147,23 @@ class DepthConnection(Connection):
 
     def write(self, y: Tensor, carry: Carry) -> State:
         return with_output(carry.residual, y, opens=self.opens)
+
+    def depth_weights(self, carry: Carry) -> DepthWeights:
+        return attention_weights(carry.coefficients.weights, self.sources)
+
+
+def summed(index: int, block_size: int) -> tuple[range, ...]:
+    """Return the sources before sublayer `index`: the embedding, and sums of the outputs of `block_size` sublayers."""
+    return (EMBEDDING, *(range(i, min(i + block_size, index)) for i in range(0, index, block_size)))
+
+
+def attention_weights(weights: Tensor | None, sources: tuple[range | None, ...]) -> DepthWeights:
+    """Return the weights of a `DepthRead`, with a read for each head; None stands for a single source, read whole."""
+    if weights is None:
+        return DepthWeights(torch.ones(1, 1), sources)
+    if weights.dim() == 3:
+        return DepthWeights(weights.unsqueeze(-2), sources)
+    return DepthWeights(weights, sources, tuple(f"head {i + 1}" for i in range(weights.shape[-2])))
 
 
 def with_output(sources: Sequence[Tensor], y: Tensor, *, opens: bool) -> tuple[Tensor, ...]:

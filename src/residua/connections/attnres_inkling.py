@@ -13,8 +13,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.attnres import AttentionResiduals, with_output
-from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream, TensorSpec, Traffic
+from residua.connections.attnres import AttentionResiduals, attention_weights, summed, with_output
+from residua.connections.base import Carry, Connection, DepthWeights, Norm, Scheme, State, Stream, TensorSpec, Traffic
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
@@ -115,6 +115,7 @@ class InklingConnection(Connection):
         layer, mlp = divmod(index, 2)
         separate = not mlp and scheme.separate_every > 0 and (layer + 1) % scheme.separate_every == 0
         self.opens = index % scheme.block_size == 0
+        self.sources = summed(index, scheme.block_size)
         self.attend = InklingRead(dim, reads=3 if separate else 1, eps=norm_eps) if index else None
         self.norm = norm
         self.key_norm = deepcopy(norm) if separate else None
@@ -130,3 +131,9 @@ class InklingConnection(Connection):
 
     def write(self, y: Tensor, carry: Carry) -> State:
         return with_output(carry.residual, y, opens=self.opens)
+
+    def depth_weights(self, carry: Carry) -> DepthWeights:
+        query, *others = carry.coefficients
+        if others[0] is None:
+            return attention_weights(query, self.sources)
+        return DepthWeights(torch.stack([query, *others], -2), self.sources, ("q", "k", "v"))

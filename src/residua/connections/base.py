@@ -8,7 +8,8 @@ connection owns the norm before the sublayer and works in two phases around it:
 
 The state is an opaque pytree of tensors: (batch, seq, dim), (batch, seq, streams, dim), or a tuple that grows with
 depth. Only the scheme looks inside. All other code asks the scheme or the connection: `Scheme.state_spec` for shapes,
-`Scheme.traffic` for bytes, `Connection.shortcut` for the linear map that was applied to the state.
+`Scheme.traffic` for bytes, `Connection.shortcut` for the linear map that was applied to the state,
+`Connection.depth_weights` for what was read of earlier sublayers, `Connection.streams` for what stands side by side.
 """
 
 import functools
@@ -69,6 +70,23 @@ class Mixing(NamedTuple):
     h_post: Tensor | None = None
     gates: Mapping[str, Tensor] = {}
     left_out: tuple[str, ...] = ()
+
+
+class DepthWeights(NamedTuple):
+    """The weights with which a connection reads what stood in the stream before: the embedding, outputs, sums of them.
+
+    weights: (batch, seq, reads, sources); leading axes may be missing or 1 where tokens share the coefficients.
+    sources: for each source the sublayers that wrote it: range(-1, 0) for the embedding, None for one that is learned.
+    reads: names of the reads where a connection has several, such as ("q", "k", "v").
+    """
+
+    weights: Tensor
+    sources: tuple[range | None, ...]
+    reads: tuple[str, ...] = ()
+
+
+EMBEDDING = range(-1, 0)
+"""The embedding as a source of `DepthWeights`: before sublayer 0."""
 
 
 class _Phase:
@@ -177,6 +195,20 @@ class Connection(nn.Module, ABC):
         state: the input of `read`; carry: its result; y: the sublayer's output. None: only norms are measured.
         """
         return None
+
+    def depth_weights(self, carry: Carry) -> DepthWeights | None:
+        """Return the weights with which `read` gathered its sources, for telemetry; `carry` is its result.
+
+        None: it read the state as the connection before left it.
+        """
+        return None
+
+    def streams(self, state: State) -> Tensor | None:
+        """Return the n streams of a state before or after this connection side by side, (batch, seq, n, dim).
+
+        None: it has none. By default a state that `state_spec` describes as one tensor (n, dim) is its streams.
+        """
+        return state if isinstance(self.takes, TensorSpec) and len(self.takes.shape) == 2 else None
 
     def penalty(self, coefficients: Any) -> Tensor | None:
         """Return the auxiliary loss of these coefficients, a scalar; None for most schemes."""

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.attnres import DepthRead, with_output
-from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream, TensorSpec, Traffic
+from residua.connections.attnres import DepthRead, attention_weights, summed, with_output
+from residua.connections.base import Carry, Connection, DepthWeights, Norm, Scheme, State, Stream, TensorSpec, Traffic
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import check_types, require
@@ -134,6 +134,14 @@ class DeltaDepthConnection(Connection):
         *sources, stream = carry.residual
         y = y.to(stream.dtype)
         return (*with_output(sources, y, opens=self.opens), stream + y)
+
+    def depth_weights(self, carry: Carry) -> DepthWeights | None:
+        """Return the weights a_i, without the gate; None for the first sublayer, which reads the stream alone."""
+        if not self.reads:
+            return None
+        learned = () if self.null is None else (None,)
+        completed = summed(self.completed * self.scheme.block_size, self.scheme.block_size)
+        return attention_weights(carry.coefficients.weights, (*learned, *completed))
 
 
 def _beside(stream: Tensor, added: Tensor, gate: Tensor | None = None) -> Tensor:

@@ -11,7 +11,18 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream, TensorSpec, Traffic
+from residua.connections.base import (
+    EMBEDDING,
+    Carry,
+    Connection,
+    DepthWeights,
+    Norm,
+    Scheme,
+    State,
+    Stream,
+    TensorSpec,
+    Traffic,
+)
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
@@ -71,6 +82,11 @@ def block_outputs(boundary: int, dim: int) -> tuple[TensorSpec, ...]:
     return (TensorSpec((dim,)),) * (1 + -(-boundary // 2))
 
 
+def outputs_of(taken: range) -> tuple[range, ...]:
+    """Return the sublayers that wrote these outputs: 0 is the embedding, j what block j, counted from 1, put out."""
+    return tuple(range(2 * j - 2, 2 * j) if j else EMBEDDING for j in taken)
+
+
 def block_traffic(sources: int, state_bytes: int) -> Traffic:
     """Return the bytes of a boundary that reads n sources: n + 2 passes forward, 2 n + 2 backward, and y and x."""
     return Traffic((sources + 2) * state_bytes + 4, (2 * sources + 2) * state_bytes + 4)
@@ -120,11 +136,16 @@ class DenseConnection(BlockConnection):
         super().__init__(index, norm)
         taken = scheme.taken(index // 2) if self.begins else range(0)
         self.average = DepthAverage(taken) if taken else None
+        self.sources = outputs_of(taken)
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         x, weights = (state[-1], None) if self.average is None else self.average(state)
         residual = (*state, x) if self.begins else state
         return self.norm(x), Carry(residual, DenseCoefficients(weights))
+
+    def depth_weights(self, carry: Carry) -> DepthWeights | None:
+        weights = carry.coefficients.weights
+        return None if weights is None else DepthWeights(weights.unsqueeze(0), self.sources)
 
 
 class DenseCollapse(nn.Module):

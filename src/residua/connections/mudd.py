@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Norm, Scheme, State, Stream, TensorSpec, Traffic
-from residua.connections.denseformer import BlockConnection, block_outputs, block_traffic
+from residua.connections.base import Carry, DepthWeights, Norm, Scheme, State, Stream, TensorSpec, Traffic
+from residua.connections.denseformer import BlockConnection, block_outputs, block_traffic, outputs_of
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
@@ -137,6 +137,7 @@ class MultiwayConnection(BlockConnection):
         # A norm that is somebody else's, such as a pretrained model's, normalises all three inputs.
         self.others = nn.ModuleList(own[1:]) if len(own) > 1 and own[1] is not own[0] else None
         self.inputs = len(own)
+        self.ways, self.sources = scheme.ways, outputs_of(range(block + 1))
         self.average = scheme.averages(dim, len(scheme.ways), block + 1, eps=norm_eps) if averages else None
         self.embedding_norm = RMSNorm(dim, eps=norm_eps) if scheme.prepost_norm and index == 0 else None
 
@@ -151,6 +152,11 @@ class MultiwayConnection(BlockConnection):
             return self.norm(reads[-1]), carry
         own = (self.norm, *(self.others or (self.norm, self.norm)))
         return tuple(norm(read) for norm, read in zip(own, reads)), carry
+
+    def depth_weights(self, carry: Carry) -> DepthWeights | None:
+        weights = carry.coefficients.weights
+        reads = tuple(self.ways) if len(self.ways) > 1 else ()
+        return None if weights is None else DepthWeights(weights, self.sources, reads)
 
 
 class MultiwayCollapse(nn.Module):

@@ -185,6 +185,27 @@ def penalty_is_a_scalar_or_none(scheme: Scheme) -> None:
 
 
 @contract
+def telemetry_has_its_shapes(scheme: Scheme) -> None:
+    """Streams are (batch, seq, n, dim); weights over depth have a column for every source and a row for every read."""
+    stream = build(scheme)
+    state = stream.expand(normal(2, 5, DIM))
+    for i, (connection, sublayer) in enumerate(zip(stream.connections, bare_sublayers(DIM, SUBLAYERS))):
+        x, carry = connection.read(state)
+        after = connection.write(sublayer(*as_inputs(x)), carry)
+        for streams in filter(lambda found: found is not None, map(connection.streams, (state, after))):
+            shape = tuple(streams.shape)
+            right = len(shape) == 4 and (*shape[:2], shape[3]) == (2, 5, DIM)
+            expect(right, f"streams of connection {i}: expected (batch, seq, n, dim), got {shape}")
+        found, state = connection.depth_weights(carry), after
+        if found is not None:
+            shape, own = tuple(found.weights.shape), (max(1, len(found.reads)), len(found.sources))
+            right = shape[-2:] == own and all(n in (1, whole) for n, whole in zip(shape[-3::-1], (5, 2)))
+            expect(right, f"depth_weights of connection {i}: expected (batch, seq, reads, sources) {own}, got {shape}")
+            known = all(source is None or -1 <= source.start < source.stop <= i for source in found.sources)
+            expect(known, f"depth_weights of connection {i}: sources {found.sources} are not before sublayer {i}")
+
+
+@contract
 def forward_writes_nothing_to_self(scheme: Scheme) -> None:
     """State kept on a module breaks compilation, checkpointing, threads and two passes in flight."""
     stream = build(scheme)
