@@ -28,6 +28,11 @@ ABOUT = {
         "nanochat, and modded-nanogpt with gates for each token beside the scalars. LayerScale is common in vision "
         "transformers.",
     ),
+    "siamese": (
+        "SiameseNorm",
+        "The authors' experiments, up to 15B parameters (`Qwen-Applications/SiameseNorm`), and a model of 1B on the "
+        "recipe of OLMo 3, together with another change (`ArchSpace-Collection/SiameseNorm-DepthAttention`).",
+    ),
     "gated_orthogonal": (
         "Gated orthogonal update",
         'Nobody yet: it is a form of our own. With `gate="one"`, the authors\' experiments, mostly on images.',

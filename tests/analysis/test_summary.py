@@ -32,8 +32,8 @@ def test_every_preset_has_a_table_and_figures(name):
     first, *others, legend = overview(found)
     assert first.startswith(f"{name}, 12 tokens, loss ")
     assert any(line.startswith("product of all shortcuts") for line in others) == (
-        name not in ("residual", "attnres", "attnres-block", "attnres-inkling", "mhar", "delta-attnres")
-        and name not in ("altup", "denseformer", "mudd")
+        name not in ("residual", "siamese", "attnres", "attnres-block", "attnres-inkling", "mhar")
+        and name not in ("delta-attnres", "altup", "denseformer", "mudd")
     )
     assert ("erase beta |k^T X|" in legend) == ("erase" in table.header)
 
@@ -56,7 +56,9 @@ def test_an_untrained_model_is_where_it_started(name):
     expected |= {name: [] for name in ("mhar", "delta-attnres", "denseformer", "mudd")}
     expected |= {name: [] for name in ("mhc-deepseek", "mhc-glm")}  # they start by averaging
     expected |= {name: ["the mixing matrix"] for name in ("hc", "frac", "mhc", "krom", "jpmhc")}
-    expected |= {name: [] for name in ("residual", "lambdas", "gated-orthogonal", "orthogonal", "gated-delta")}
+    expected |= {
+        name: [] for name in ("residual", "lambdas", "siamese", "gated-orthogonal", "orthogonal", "gated-delta")
+    }
     expected |= {name: [] for name in ("attnres", "attnres-block", "attnres-inkling", "altup", "ihc", "gated-residual")}
     copies = [warning for warning in found if warning.startswith("the streams are copies")]
     assert len(copies) == (name in ("hc", "mhc", "ihc")), "they write the same into all streams"

@@ -21,6 +21,7 @@ from support.variants import ALL, PRESETS
 
 WITHOUT = (
     "residual",
+    "siamese",
     "attnres",
     "attnres-block",
     "attnres-inkling",

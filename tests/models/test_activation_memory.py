@@ -114,6 +114,12 @@ def test_fractions_of_a_state_are_recomputed(connection):
     assert kept({**connection, "recompute": "none"}) - kept(connection) == pytest.approx(1.5), "three states of four"
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0.2), (torch.bfloat16, 2.1)])
+def test_a_normalised_stream_costs_its_states_alone(dtype, most):
+    """PyTorch's norm keeps two vectors where the sum of two norms is recomputed."""
+    assert kept("siamese", dtype) - kept("residual", dtype) <= most
+
+
 def test_gated_streams_keep_their_hidden_features():
     """Half a state, two outputs and twice 320 features, less the inputs of two norms, which a gated read recomputes."""
     assert kept("gated-residual") - kept("residual") <= 2 + 2.5 * 320 / DIM + 0.5

@@ -25,6 +25,7 @@ from residua import (
     PooledHouseholder,
     Residual,
     Scheme,
+    SiameseNorm,
 )
 from residua.testing import bare_sublayers, normal, perturbed
 
@@ -43,6 +44,9 @@ VARIANTS: dict[str, Scheme] = {
     "rezero": Lambdas(r=None, z=None, p=0.0),
     "layer-scale": Lambdas(r=None, z=None, p=0.0001, per_channel=True),
     "deepnorm": Lambdas(r=None, z=None, norm="post"),
+    # A bounded stream beside a plain one.
+    "siamese-paper": SiameseNorm(depth_scaling="paper", normalised_input=False),
+    "siamese-stream": SiameseNorm(depth_scaling="none", start="residual", head="stream"),
     # A gate on the share of the update along the state.
     "gated-orthogonal-static-heads2": GatedOrthogonal(gate="static", scale=2.0, heads=2, sublayers="attention"),
     "gated-orthogonal-mlp-ec3": GatedOrthogonal(heads=4, sublayers="mlp", eps=1e-3, expand="conv", expand_kernel=3),

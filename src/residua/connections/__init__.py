@@ -39,6 +39,7 @@ from residua.connections.pooled_householder import PooledHouseholder
 from residua.connections.projection import Projection, WideProjection
 from residua.connections.registry import PRESETS, SCHEMES, describe, presets, register, resolve
 from residua.connections.residual import Residual
+from residua.connections.siamese import SiameseNorm
 
 __all__ = [
     "PRESETS",
@@ -76,6 +77,7 @@ __all__ = [
     "Readout",
     "Residual",
     "Scheme",
+    "SiameseNorm",
     "Stream",
     "StreamMemory",
     "TensorSpec",

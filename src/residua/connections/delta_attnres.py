@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from residua.connections.attnres import DepthRead, attention_weights, summed, with_output
 from residua.connections.base import Carry, Connection, DepthWeights, Norm, Scheme, State, Stream, TensorSpec, Traffic
+from residua.connections.ends import Copies
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import check_types, require
@@ -70,14 +71,7 @@ class DeltaAttentionResiduals(Scheme):
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         norm = norms(dim, norm_eps, norm)
         connections = [DeltaDepthConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
-        return Stream(SourceAndStream(), connections, LastOf())
-
-
-class SourceAndStream(nn.Module):
-    """Make the first state: the embedding as a source, and as the stream. (batch, seq, dim) -> a tuple of two."""
-
-    def forward(self, x: Tensor, memory: Memory | None = None) -> tuple[Tensor, ...]:
-        return (x, x)
+        return Stream(Copies(2), connections, LastOf())
 
 
 class LastOf(nn.Module):

@@ -28,6 +28,17 @@ class Same(nn.Module):
         return x
 
 
+class Copies(nn.Module):
+    """Make the first state from the embedding: x itself, or a tuple of `count` times x. x: (batch, seq, dim)."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor | tuple[Tensor, ...]:
+        return x if self.count == 1 else (x,) * self.count
+
+
 class OnlyStream(nn.Module):
     """The compressor of a state with a single stream. (batch, seq, 1, dim) -> (batch, seq, dim)."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, Connection, Mixing, Norm, Scheme, State, Stream, TensorSpec, Traffic
+from residua.connections.ends import Copies
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
@@ -137,17 +138,6 @@ class Lambdas(Scheme):
             return first + ((first if last is None else last) - first) * place / max(places - 1, 1)
 
         return {"r": ramp(self.r, self.r_last, self.r_every), "z": ramp(self.z, self.z_last, self.z_every), "p": self.p}
-
-
-class Copies(nn.Module):
-    """Make the first state from the embedding: x itself, or a tuple of `count` times x. x: (batch, seq, dim)."""
-
-    def __init__(self, count: int):
-        super().__init__()
-        self.count = count
-
-    def forward(self, x: Tensor, memory: Memory | None = None) -> State:
-        return x if self.count == 1 else (x,) * self.count
 
 
 class Scale(nn.Module):

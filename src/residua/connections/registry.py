@@ -33,6 +33,7 @@ from residua.connections.mudd import MultiwayDynamicDense
 from residua.connections.options import named, nearest
 from residua.connections.pooled_householder import PooledHouseholder
 from residua.connections.residual import Residual
+from residua.connections.siamese import SiameseNorm
 
 ENTRY_POINTS = "residua.schemes"
 RESERVED = ("preset", "scheme", "package")  # keys of a description that are not options
@@ -40,6 +41,7 @@ RESERVED = ("preset", "scheme", "package")  # keys of a description that are not
 SCHEMES: dict[str, type[Scheme]] = {
     "residual": Residual,
     "lambdas": Lambdas,
+    "siamese": SiameseNorm,
     "gated_orthogonal": GatedOrthogonal,
     "gated_delta": GatedDelta,
     "deep_delta": DeepDelta,
@@ -65,6 +67,7 @@ SCHEMES: dict[str, type[Scheme]] = {
 PRESETS: dict[str, Scheme] = {
     "residual": Residual(),
     "lambdas": Lambdas(r=1.15, r_last=1.05, z=0.20, z_last=0.05, backout=0.2),
+    "siamese": SiameseNorm(),
     "gated-orthogonal": GatedOrthogonal(),
     "orthogonal": GatedOrthogonal(gate="one"),
     "gated-delta": GatedDelta(),

@@ -36,8 +36,8 @@ class _ScaledSum(Function):
     def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:
         count = len(inputs) // 2
         terms, scales = [x for x in inputs[:count] if x is not None], inputs[count:]
-        # The gradient of a scale needs its term; without a scale nothing needs it.
-        ctx.save_for_backward(*(x if s is not None else None for x, s in zip(terms, scales)), *scales)
+        # The gradient of a scale needs its term; nothing else does.
+        ctx.save_for_backward(*(x if n else None for x, n in zip(terms, ctx.needs_input_grad[count:])), *scales)
         ctx.dtypes = [x.dtype for x in terms]
         return _ScaledSum.plain(*inputs)
 
@@ -61,14 +61,18 @@ class _ScaledSum(Function):
         grad_terms: list[Tensor | None] = []
         grad_scales: list[Tensor | None] = []
         for term, scale, dtype in zip(terms, scales, ctx.dtypes):
-            if scale is None or term is None:
-                grad_terms.append(grad.to(dtype))
+            wide = grad.to(torch.promote_types(grad.dtype, dtype))
+            if scale is None:
+                grad_terms.append(wide.to(dtype))
                 grad_scales.append(None)
                 continue
-            wide_grad, wide, factor = promote(grad, term, scale)
-            product = wide_grad * wide
+            wide, factor = promote(wide, scale)
+            grad_terms.append((factor * wide).to(dtype))
+            if term is None:
+                grad_scales.append(None)
+                continue
+            product = wide * term.to(wide.dtype)
             summed = product.reshape(-1, product.shape[-1]).sum(0) if scale.dim() else product.sum()
-            grad_terms.append((factor * wide_grad).to(dtype))
             grad_scales.append(summed.to(scale.dtype))
         return *grad_terms, *grad_scales
 

@@ -1,0 +1,123 @@
+"""SiameseNorm (arXiv 2602.08064): a stream as of post-norm and one as of pre-norm, with the same sublayers.
+
+    u = norm_x(X),   h = F(norm(u + norm_y(Y))),   X <- u + h / sqrt(2 (l + 1)),   Y <- Y + h
+
+Both start as the embedding; l is the block of two sublayers, from 0. norm_x bounds X in every sublayer, and Y keeps an
+identity path through all of them. The readout is norm_x(X) + norm_y(Y), with norms of its own.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream, TensorSpec
+from residua.connections.ends import Copies
+from residua.connections.memory import Memory
+from residua.connections.norm import RMSNorm, norms
+from residua.connections.options import check_types
+from residua.ops import at_least_float32, rms_norm, scaled_sum
+from residua.ops.derived import derive
+
+
+class SiameseCoefficients(NamedTuple):
+    """SiameseNorm has no coefficients."""
+
+
+@dataclass(frozen=True)
+class SiameseNorm(Scheme):
+    """SiameseNorm. Does not start as the residual: a sublayer sees a bounded stream as much as the plain one.
+
+    Both streams start as the embedding. Y is the plain residual's; X is replaced by norm_x(X) before every sublayer,
+    which adds its output to both. l is the block of two sublayers, from 0.
+
+    depth_scaling     what is added to X is divided by sqrt(2 (l + 1)) ("code"), sqrt(l + 1) ("paper") or nothing
+                      ("none")
+    normalised_input  True: a sublayer sees norm(norm_x(X) + norm_y(Y)); False: norm_x(X) + norm(Y), where the norm
+                      before a sublayer, such as a model's own, is that of Y
+    start             of the gains of norm_x: "published", 1; "residual", 0, so that X is not seen at first
+    head              the readout: "norms", norm_x(X) + norm_y(Y); "stream", norm_x(X) + Y
+    """
+
+    equation: ClassVar[str] = "X: u + h / sqrt(2 (l + 1)), Y: Y + h, h = F(norm(u + norm(Y))), u = norm(X)"
+    paper: ClassVar[str] = "arXiv 2602.08064"
+
+    depth_scaling: Literal["code", "paper", "none"] = "code"
+    normalised_input: bool = True
+    start: Literal["published", "residual"] = "published"
+    head: Literal["norms", "stream"] = "norms"
+
+    def __post_init__(self):
+        check_types(self)
+
+    @property
+    def gain(self) -> float:
+        """The start of every gain of norm_x."""
+        return 1.0 if self.start == "published" else 0.0
+
+    def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, TensorSpec]:
+        return TensorSpec((dim,)), TensorSpec((dim,))
+
+    def preserving(self) -> "SiameseNorm":
+        """Return the pre-norm case of the paper, norm_x = 0, where no second norm stands between Y and a sublayer."""
+        return replace(self, normalised_input=False, start="residual", head="stream")
+
+    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+        norm = norms(dim, norm_eps, norm)
+        connections = [SiameseConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
+        return Stream(Copies(2), connections, SiameseCollapse(self, dim, norm_eps=norm_eps))
+
+
+class StreamNorm(RMSNorm):
+    """The norm of a stream, whose result is computed again in the backward pass. (..., dim) -> (..., dim).
+
+    start: of its gain, 1 or, where the stream is not to be seen, 0.
+    """
+
+    def __init__(self, dim: int, *, eps: float, start: float = 1.0):
+        self.start = start
+        super().__init__(dim, eps=eps)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, recompute=True)
+
+
+class SiameseConnection(Connection):
+    """One connection; the state is (X, Y), (batch, seq, dim) each. The carry holds norm_x(X) in the place of X."""
+
+    def __init__(self, scheme: SiameseNorm, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
+        super().__init__()
+        places = {"code": 2 * (index // 2 + 1), "paper": index // 2 + 1, "none": 1}
+        self.scale = 1 / math.sqrt(places[scheme.depth_scaling])
+        self.norm = norm
+        self.x_norm = StreamNorm(dim, eps=norm_eps, start=scheme.gain)
+        self.y_norm = StreamNorm(dim, eps=norm_eps) if scheme.normalised_input else None
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        x, y = state
+        u = self.x_norm(x)
+        seen = u + self.norm(y) if self.y_norm is None else self.norm(derive(torch.add, u, self.y_norm(y)))
+        return seen, Carry((u, y), SiameseCoefficients())
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        bounded, stream = carry.residual
+        scale = at_least_float32(bounded).new_full((), self.scale)
+        return scaled_sum((bounded, y), (None, scale)), (stream + y).to(stream.dtype)
+
+
+class SiameseCollapse(nn.Module):
+    """The readout. (X, Y) -> (batch, seq, dim)."""
+
+    def __init__(self, scheme: SiameseNorm, dim: int, *, norm_eps: float):
+        super().__init__()
+        self.x_norm = StreamNorm(dim, eps=norm_eps, start=scheme.gain)
+        self.y_norm = StreamNorm(dim, eps=norm_eps) if scheme.head == "norms" else None
+
+    def forward(self, state: State, memory: Memory | None = None) -> Tensor:
+        x, y = state
+        return self.x_norm(x) + (y if self.y_norm is None else self.y_norm(y))
