@@ -11,21 +11,17 @@ from transformers import (
     RobertaPreLayerNormConfig,
     T5Config,
     ViTConfig,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
 )
 
 import residua
 from residua.connections.residual import ResidualConnection
 from residua.errors import InputError
 from residua.models.convert import stream_of
-from support.converted_models import WINDOWED, model_of
+from support.converted_models import SOUND, STARTS, WINDOWED, model_of, whisper
 from support.families import randomised
 from support.tolerances import assert_close
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-SOUND = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-STARTS = torch.tensor([[1], [1]])
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
 
 
@@ -35,25 +31,6 @@ def encoder(config, dtype=torch.float64):
 
 def vit(dtype=torch.float64, **options):
     return encoder(ViTConfig(**SIZES, image_size=8, patch_size=4, **options), dtype)
-
-
-def whisper():
-    config = WhisperConfig(
-        vocab_size=32,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        num_mel_bins=8,
-        max_source_positions=12,
-        max_target_positions=16,
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "decoder_start_token_id"), 1),
-        eos_token_id=None,
-    )
-    return randomised(lambda: WhisperForConditionalGeneration(config), scale=0.3).double()
 
 
 @pytest.mark.parametrize("connection", ["residual", "hc", "mhc", "attnres", "attnres-block", "ihc", "denseformer"])

@@ -9,11 +9,21 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 import residua
 from residua.errors import InputError
-from support.converted_models import IDS, WINDOWED, converted, llama
+from residua.models.convert import stream_of
+from support.converted_models import IDS, SOUND, STARTS, WINDOWED, converted, llama, whisper
 from support.tolerances import assert_close
 
 KINDS = ["hc", WINDOWED, "attnres-block"]
@@ -89,6 +99,99 @@ def test_transformers_alone_does_not_open_it(tmp_path):
     assert "residua-converted" in done.stderr
 
 
+def test_the_class_of_a_single_model_does_not_open_it(tmp_path):
+    """It would find a configuration of its own type inside, or take its defaults, and leave the connections out."""
+    converted("hc", torch.float32).save_pretrained(tmp_path)
+    for _ in range(2):
+        for single in (LlamaForCausalLM, LlamaForSequenceClassification):
+            for options in ({}, {"dtype": torch.float32}, {"config": LlamaConfig.from_pretrained(tmp_path)}):
+                with pytest.raises(ValueError, match="converted by residua; import"):
+                    single.from_pretrained(tmp_path, **options)
+        AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)  # and again, written by what opened it
+
+
+def test_options_beside_the_folder_are_for_the_model(tmp_path):
+    converted("hc", torch.float32).save_pretrained(tmp_path)
+    options = {"attn_implementation": "eager", "use_cache": False, "attention_dropout": 0.5, "dtype": torch.bfloat16}
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    config = opened.config
+    assert (config._attn_implementation, config.use_cache, config.attention_dropout) == ("eager", False, 0.5)
+    assert opened.lm_head.weight.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="nothing"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, nothing=1)
+
+
+def test_a_model_is_opened_for_another_task(tmp_path):
+    """With a new head, as transformers opens plain ones; what was trained for that task is opened by its class too."""
+    model = converted("hc", torch.float32)
+    model.save_pretrained(tmp_path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    with torch.no_grad():
+        states = classifier.model(IDS).last_hidden_state
+        assert_close(states, model.model(IDS).last_hidden_state)
+        expected = classifier(IDS).logits
+    assert expected.shape == (2, 3)
+    classifier.save_pretrained(tmp_path / "again")
+    opened = AutoModelForSequenceClassification.from_pretrained(tmp_path / "again")
+    assert_close(opened(IDS).logits, expected)
+
+
+def lively(half, connection):
+    torch.manual_seed(1)
+    residua.convert(half, connection, start="fresh")
+    with torch.no_grad():
+        for parameter in stream_of(half).parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("halves", [("mhc", None), (None, WINDOWED), ("hc", "attnres")])
+def test_a_model_is_saved_with_its_converted_halves(halves, tmp_path):
+    model = whisper()
+    for half, connection in zip((model.get_encoder(), model.get_decoder()), halves):
+        if connection is not None:
+            lively(half, connection)
+    config, names = model.config, list(model.state_dict())
+    model.save_pretrained(tmp_path)
+    assert model.config is config
+    inputs = {"input_features": SOUND, "decoder_input_ids": STARTS}
+    opened = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path, dtype=torch.float64)
+    assert type(opened) is type(model)
+    assert list(opened.state_dict()) == names
+    assert_close(opened(**inputs).logits, model(**inputs).logits)
+    trunk = AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
+    assert_close(trunk(**inputs).last_hidden_state, model.model(**inputs).last_hidden_state)
+    opened.save_pretrained(tmp_path / "again")
+    again = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "again", dtype=torch.float64)
+    assert_close(again(**inputs).logits, model(**inputs).logits)
+    with pytest.raises(ValueError, match="converted by residua"):
+        type(model).from_pretrained(tmp_path)
+    for half, connection in zip((opened.get_encoder(), opened.get_decoder()), halves):
+        if connection is not None:
+            residua.unconvert(half, lossy=True)
+    opened.save_pretrained(tmp_path / "plain")
+    assert_close(
+        type(model).from_pretrained(tmp_path / "plain", dtype=torch.float64)(**inputs).logits,
+        whisper()(**inputs).logits,
+    )
+
+
+def test_a_model_is_saved_whose_trunk_alone_was_converted(tmp_path):
+    model = llama()
+    lively(model.model, "hc")
+    model.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert_close(opened(IDS).logits, model(IDS).logits)
+
+
+def test_a_converted_part_that_no_configuration_names_is_not_saved(tmp_path):
+    """Beside the base model; a plain one would be opened in its place."""
+    model = llama()
+    model.other = residua.convert(llama(), "hc", start="fresh").model
+    with pytest.raises(InputError, match="cannot name"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_missing_weights_are_an_error(tmp_path):
     converted("hc", torch.float32).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -99,22 +202,31 @@ def test_missing_weights_are_an_error(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+LLAMA = {"model_type": "llama"}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"base": {"model_type": "nothing"}}, "model type of transformers"),
-        ({"base": {"model_type": "llama", "auto_map": {"AutoConfig": "evil.Config"}}}, "auto_map"),
-        ({"base": {"model_type": "llama", "attn_implementation": "somebody/kernel"}}, "attn_implementation"),
-        ({"residua": {"connection": "nothing", "stack": "layers", "layers": []}}, "no preset"),
-        ({"residua": {"connection": "hc"}}, "configuration of a converted model"),
-        ({"residua": {"connection": "hc", "stack": "layers", "layers": []}}, "layers"),
-        ({"residua": {"connection": "hc", "stack": "norm", "layers": []}}, "no list of layers"),
+        ({"base": None}, "model type of transformers"),
+        ({"base": {**LLAMA, "auto_map": {"AutoConfig": "evil.Config"}}}, "auto_map"),
+        ({"base": {**LLAMA, "attn_implementation": "somebody/kernel"}}, "attn_implementation"),
+        ({"connection": "nothing", "layers": []}, "no preset"),
+        ({"layers": 3}, "configuration of a converted model"),
+        ({"stack": ["layers"]}, "configuration of a converted model"),
+        ({"layers": []}, "layers"),
+        ({"stack": "norm", "layers": []}, "no list of layers"),
+        ({"parts": {"decoder": 3}}, "configuration of a converted model"),
+        ({"parts": {"decoder": {"connection": "hc", "stack": "layers", "layers": []}}}, "layers"),
     ],
 )
 def test_a_forged_configuration_is_refused(change, says, tmp_path):
     converted("hc", torch.float32).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    settings = json.loads(file.read_text())
+    settings["residua"] |= change
+    file.write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=says):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 

@@ -1,7 +1,7 @@
-"""Tiny Llamas, and what `residua.convert` makes of them."""
+"""Tiny Llamas and Whispers, and what `residua.convert` makes of them."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, WhisperConfig, WhisperForConditionalGeneration
 
 import residua
 from support.families import randomised
@@ -12,6 +12,8 @@ CHANGING = {"altup", "attnres-inkling", "edelta", "mhc-glm", "mudd", "orthogonal
 CHANGING |= {name for name in residua.PRESETS if name.partition("-")[0] == "ddl"}
 PRESERVING = [name for name in residua.PRESETS if name not in CHANGING]
 VOCAB = 48
+SOUND = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+STARTS = torch.tensor([[1], [1]])
 IDS = torch.randint(2, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -23,6 +25,25 @@ def model_of(config_class, dtype=torch.float64, **options):
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = config_class(**(sizes | options), bos_token_id=0, eos_token_id=0, pad_token_id=1)
     return randomised(lambda: AutoModelForCausalLM.from_config(config), scale=0.3).to(dtype)
+
+
+def whisper():
+    config = WhisperConfig(
+        vocab_size=32,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        num_mel_bins=8,
+        max_source_positions=12,
+        max_target_positions=16,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "decoder_start_token_id"), 1),
+        eos_token_id=None,
+    )
+    return randomised(lambda: WhisperForConditionalGeneration(config), scale=0.3).double()
 
 
 def converted(connection, dtype=torch.float64, **options):

@@ -160,7 +160,10 @@ def test_what_a_base_cannot_do_is_said(config, base, prepared, tmp_path):
         [],
         {"model_type": "llama", "attn_implementation": "somebody/kernel"},
         {"model_type": "residua-converted", "attn_implementation": "somebody/kernel"},
-        {"model_type": "residua-converted", "base": {"model_type": "llama", "auto_map": {"AutoConfig": "evil.Config"}}},
+        {
+            "model_type": "residua-converted",
+            "residua": {"base": {"model_type": "llama", "auto_map": {"AutoConfig": "evil.Config"}}},
+        },
         {"model_type": "residua-converted", "auto_map": {"AutoModelForCausalLM": "evil.Model"}},
     ],
 )

@@ -1,6 +1,7 @@
 """Language models on transformers, with any residual scheme in their trunk."""
 
 from residua.errors import extra
+from residua.models import convert_loading
 from residua.models.authors import load_authors_checkpoint
 from residua.models.configuration import MODEL_FIELDS, ResiduaConfig
 from residua.models.convert_configuration import ConvertedConfig
@@ -15,8 +16,16 @@ with extra("lab"):
 AutoConfig.register("residua", ResiduaConfig)
 AutoModel.register(ResiduaConfig, ResiduaModel)
 AutoModelForCausalLM.register(ResiduaConfig, ResiduaForCausalLM)
-AutoConfig.register(ConvertedConfig.model_type, ConvertedConfig)
-AutoModel.register(ConvertedConfig, ConvertedModel)
-AutoModelForCausalLM.register(ConvertedConfig, ConvertedForCausalLM)
+convert_loading.register()
 
-__all__ = ["MODEL_FIELDS", "SIZES", "ResiduaConfig", "ResiduaForCausalLM", "ResiduaModel", "load_authors_checkpoint"]
+__all__ = [
+    "MODEL_FIELDS",
+    "SIZES",
+    "ConvertedConfig",
+    "ConvertedForCausalLM",
+    "ConvertedModel",
+    "ResiduaConfig",
+    "ResiduaForCausalLM",
+    "ResiduaModel",
+    "load_authors_checkpoint",
+]

@@ -1,11 +1,13 @@
 """The configuration of a converted model: the model's own, and in a file one of a type that transformers alone refuses.
 
 In memory a converted Llama has the attributes of a `LlamaConfig`. Saved, `model_type` is "residua-converted" and the
-Llama's configuration is one entry: without residua no plain Llama is built from its weights.
+Llama's configuration is an entry of another: without residua no plain Llama is built from its weights. A model of which
+parts were converted, such as one half of an encoder-decoder, names them in the same way.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -18,14 +20,19 @@ from residua.connections import Scheme, describe, resolve
 from residua.errors import InputError, extra, first_line
 from residua.models.configuration import refuse_fetched_attention
 from residua.models.convert_anatomy import Anatomy, Sublayer
-from residua.models.convert_flow import Swapped
+from residua.models.convert_flow import Swapped, layer_streams
 
 with extra("lab"):
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
+    from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 MODEL_TYPE = "residua-converted"
 KEY = "residua"
 """The attribute of a converted model's configuration that says how it was converted."""
+BASE, PARTS = "base", "parts"
+"""Entries beside how the whole model was converted: its own configuration, and how parts of it were, by their names."""
+REFUSAL = {"transformers_weights": "converted by residua; import residua.models and open it with an Auto class"}
+"""What a file has besides. The classes of single models, such as `LlamaForCausalLM`, open a configuration of any type,
+but no weights from a file of this name, which the error shows."""
 
 
 @dataclass(frozen=True)
@@ -58,35 +65,73 @@ class Conversion:
             raise InputError(f"{source}: {first_line(error)}") from error
 
 
+def conversions_in(found: Any, source: object) -> dict[str, Conversion]:
+    """Return how a model was converted, under "", and how its parts were, by their names in the base model.
+
+    Raises:
+        InputError: `found` is no such value of `KEY`.
+    """
+    parts = found.get(PARTS) if isinstance(found, dict) else None
+    if not isinstance(parts, dict):
+        return {"": Conversion.from_json(found, source)}
+    named = {path: Conversion.from_json(part, source) for path, part in parts.items()}
+    return {**named, "": Conversion.from_json(found, source)} if "connection" in found else named
+
+
+def base_in(found: Any) -> dict[str, Any]:
+    """Return the configuration of the model itself in a value of `KEY`; none in any other value."""
+    base = found.get(BASE) if isinstance(found, dict) else None
+    return base if isinstance(base, dict) else {}
+
+
 class SavedAsConverted(Swapped):
     """What is mixed into the class of a converted model's configuration: another form in files."""
 
     def to_json_string(self, use_diff: bool = True) -> str:
         base = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
         kept = {name: base[name] for name in ("architectures", "dtype", "transformers_version") if name in base}
-        whole = {"model_type": MODEL_TYPE, **kept, KEY: base.pop(KEY), "base": base}
+        whole = {"model_type": MODEL_TYPE, **kept, **REFUSAL, KEY: {**base.pop(KEY), BASE: base}}
         return json.dumps(whole, indent=2, sort_keys=True) + "\n"
 
 
 class ConvertedConfig(PreTrainedConfig):
     """The configuration in the folder of a converted model, as `AutoConfig` opens it.
 
-    base      the configuration of the model that was converted
-    residua   how it was converted: the connection, and what its layers read
+    residua   how the model was converted: the connection, what its layers read, its parts, and its own configuration
 
     Sizes are attributes of `base_config`, and of this configuration too.
     """
 
     model_type = MODEL_TYPE
 
-    base: dict | None = None
     residua: dict | None = None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class does. Raises ValueError for files that name code to download."""
+        """As the base class does; what is given beside the file is for the model's own configuration.
+
+        Raises:
+            ValueError: the file names code to download.
+        """
         refuse_fetched_attention(config_dict, "config.json")
-        return super().from_dict(config_dict, **kwargs)
+        found: Any = config_dict.get(KEY)
+        base = base_in(found)
+        taken: dict[str, Any] = {}
+        if base.get("model_type") in CONFIG_MAPPING:
+            about = ("return_unused_kwargs", "name_or_path", "_from_auto", "_from_pipeline")
+            given = {name: x for name, x in kwargs.items() if name not in about}
+            kind = CONFIG_MAPPING[base["model_type"]]
+            _, unused = kind.from_dict(_own(base), return_unused_kwargs=True, **given)
+            taken = {name: x for name, x in given.items() if name not in unused}
+            found = {**found, BASE: {**base, **{name: _merged(base.get(name), x) for name, x in taken.items()}}}
+        own = {name: x for name, x in config_dict.items() if name not in REFUSAL}
+        config, unused = super().from_dict({**own, KEY: found}, **{**kwargs, "return_unused_kwargs": True})
+        unused = {name: x for name, x in unused.items() if name not in taken}
+        return (config, unused) if kwargs.get("return_unused_kwargs") else config
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        own = json.loads(super().to_json_string(use_diff=use_diff))
+        return json.dumps({**own, **REFUSAL}, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
@@ -95,27 +140,21 @@ class ConvertedConfig(PreTrainedConfig):
     @property
     def base_config(self) -> Any:
         """The configuration of the model that was converted. Raises InputError for a type that transformers lacks."""
-        base: Mapping[str, Any] = self.base if isinstance(self.base, dict) else {}
+        base = base_in(vars(self).get(KEY))
         kind = base.get("model_type")
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING or kind == MODEL_TYPE:
             raise InputError(f"config.json: expected a model type of transformers in base, got {shown(kind)}")
         for refused in ("auto_map", "quantization_config"):
             if base.get(refused):
                 raise InputError(f"config.json: expected no {refused} in base, which only plain models have")
-        options = {name: value for name, value in base.items() if name not in ("model_type", KEY)}
-        return CONFIG_MAPPING[kind].from_dict(options)
-
-    @property
-    def conversion(self) -> Conversion:
-        """How the model was converted. Raises InputError."""
-        return Conversion.from_json(self.residua, "config.json")
+        return CONFIG_MAPPING[kind].from_dict(_own(base))
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
         return self.base_config.get_text_config(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        base = vars(self).get("base")
-        if name.startswith("_") or not isinstance(base, dict) or name not in base:
+        base = {} if name.startswith("_") else base_in(vars(self).get(KEY))
+        if name not in base:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return base[name]
 
@@ -123,11 +162,38 @@ class ConvertedConfig(PreTrainedConfig):
 def mark(model: nn.Module, conversion: Conversion) -> None:
     """Give a model a configuration of its own that says how it was converted."""
     before: Any = model.config
-    after: Any = copy(before)
-    plain: Any = type(before)
-    after.__class__ = _marked(plain)
-    setattr(after, KEY, conversion.as_json())
-    _replace(model, before, after)
+    _replace(model, before, _told(before, conversion.as_json()))
+
+
+@contextmanager
+def telling_of_parts(model: Any) -> Iterator[None]:
+    """Let the configuration of a model say, for as long as it is saved, how parts of it were converted one by one.
+
+    Raises:
+        InputError: a part is outside the base model, which the configuration describes.
+    """
+    before: Any = model.config
+    own = conversion_of(model).as_json() if isinstance(before, SavedAsConverted) else {}
+    parts: dict[str, PreTrainedModel] = {}
+    for name, module in model.base_model.named_modules():
+        config = getattr(module, "config", None)
+        marked = isinstance(module, PreTrainedModel) and isinstance(config, SavedAsConverted)
+        if marked and all(config is not known for known in (before, *(part.config for part in parts.values()))):
+            parts[name] = module
+    told = {path: conversion_of(part).as_json() for path, part in parts.items()}
+    places = [(model, own), *((part, told[path]) for path, part in parts.items())]
+    stacks = [whole.base_model.get_submodule(how["stack"]) for whole, how in places if how]
+    if len(layer_streams(model)) > sum(len(layer_streams(stack)) for stack in stacks):
+        raise InputError(
+            f"{type(model).__name__}: a part of it was converted that its configuration cannot name; save that part by "
+            "itself, or give it its residual back with residua.unconvert"
+        )
+    try:
+        if parts:
+            model.config = _told(before, {**own, PARTS: told})
+        yield
+    finally:
+        model.config = before
 
 
 def unmark(model: nn.Module) -> None:
@@ -152,6 +218,24 @@ def _replace(model: nn.Module, before: Any, after: Any) -> None:
     for module in model.modules():
         if vars(module).get("config") is before:
             module.config = after
+
+
+def _own(base: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in base.items() if name not in ("model_type", KEY)}
+
+
+def _merged(before: Any, given: Any) -> Any:
+    return {**before, **given} if isinstance(before, dict) and isinstance(given, dict) else given
+
+
+def _told(config: Any, how: Mapping[str, Any]) -> Any:
+    """Return a copy of a configuration that says how its model was converted."""
+    other: Any = copy(config)
+    if not isinstance(config, SavedAsConverted):
+        plain: Any = type(config)
+        other.__class__ = _marked(plain)
+    setattr(other, KEY, how)
+    return other
 
 
 @cache

@@ -1,6 +1,7 @@
 """Open converted models, by the Auto classes of transformers, and save and open the connections alone."""
 
 import json
+from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,28 +11,45 @@ from torch import nn
 from residua.checks import shown
 from residua.errors import InputError, extra
 from residua.models.convert import attach_streams, find_anatomy, new_streams, rebuild, streams_of
-from residua.models.convert_configuration import KEY, Conversion, ConvertedConfig, conversion_of, mark
+from residua.models.convert_configuration import (
+    KEY,
+    Conversion,
+    ConvertedConfig,
+    conversion_of,
+    conversions_in,
+    mark,
+    telling_of_parts,
+)
 from residua.models.convert_flow import STREAM, ConvertedLayer, Swapped, swapped_class
 from residua.runs.durable import write_text
 from residua.runs.reading import read_json
 from residua.runs.tensors import read_tensors, write_tensors
 
 with extra("lab"):
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedModel
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_MAPPING,
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        PreTrainedModel,
+    )
+    from transformers.models.auto import modeling_auto
 
 WEIGHTS, DESCRIPTION = "connection.safetensors", "connection.json"
 
 
 class BuiltConverted(Swapped):
-    """What is mixed into the class of a model while it is loaded: it is rebuilt as soon as it has layers."""
+    """What is mixed into the class of a model while it is loaded: it, and its parts, are rebuilt as they get layers."""
 
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = [STREAM]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        conversion = Conversion.from_json(getattr(config, KEY), "config.json")
+        conversions = conversions_in(getattr(config, KEY), "config.json")
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         try:
-            rebuild(self, conversion)  # type: ignore[arg-type]
+            for path, conversion in conversions.items():
+                rebuild(_part(self, path), conversion)
         except (AttributeError, IndexError, ValueError) as error:
             raise InputError(f"config.json: the layers of {type(self).__name__} are not as it says: {error}") from error
 
@@ -57,9 +75,11 @@ class Converted:
             names = sorted(map(str, found.get(problem) or ()))
             if problem == "unexpected_keys":  # a trunk opened from a whole model leaves the head out
                 names = [name for name in names if f".{STREAM}." in name]
+            elif problem == "missing_keys" and model.base_model is not model:  # a head for another task starts anew
+                names = [name for name in names if name.startswith(f"{model.base_model_prefix}.")]
             if names:
                 raise InputError(f"{folder}: expected the weights of the converted model, {problem}: {shown(names)}")
-        _settle(model, config.conversion)
+        _settle(model)
         return (model, found) if wanted else model
 
     @classmethod
@@ -69,15 +89,14 @@ class Converted:
     @classmethod
     def _from_config(cls, config: ConvertedConfig, **kwargs: Any) -> Any:
         base = cls._base(config)
-        model = swapped_class(BuiltConverted, cls.models[type(base)])._from_config(base, **kwargs)  # type: ignore[attr-defined]
-        return _settle(model, config.conversion)
+        return _settle(swapped_class(BuiltConverted, cls.models[type(base)])._from_config(base, **kwargs))  # type: ignore[attr-defined]
 
     @classmethod
     def _base(cls, config: ConvertedConfig) -> Any:
         base = config.base_config
         if type(base) not in cls.models:
             raise InputError(f"config.json: {cls.__name__} has no model of type {base.model_type}")
-        setattr(base, KEY, config.conversion.as_json())
+        setattr(base, KEY, config.residua)
         return base
 
 
@@ -87,6 +106,28 @@ class ConvertedModel(Converted):
 
 class ConvertedForCausalLM(Converted):
     models = MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def register() -> None:
+    """Let all Auto classes of transformers open converted models, and `save_pretrained` tell of converted parts.
+
+    A model does not know that a part of it was converted, so the method of all models looks for such parts first.
+    """
+    AutoConfig.register(ConvertedConfig.model_type, ConvertedConfig)
+    known = {AutoModel: ConvertedModel, AutoModelForCausalLM: ConvertedForCausalLM}
+    for name, auto in vars(modeling_auto).items():
+        models = vars(auto).get("_model_mapping") if isinstance(auto, type) else None
+        if models is not None:
+            kind = known.get(auto) or type(f"Converted{name.removeprefix('Auto')}", (Converted,), {"models": models})
+            auto.register(ConvertedConfig, kind)
+    save = PreTrainedModel.save_pretrained
+
+    @wraps(save)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with telling_of_parts(self):
+            return save(self, *args, **kwargs)
+
+    PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
 
 
 def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
@@ -145,9 +186,15 @@ def _own(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if f".{STREAM}." in f".{name}"}
 
 
-def _settle(model: Any, conversion: Conversion) -> Any:
+def _part(model: Any, path: str) -> Any:
+    return model.base_model.get_submodule(path) if path else model
+
+
+def _settle(model: Any) -> Any:
     """Move a model that was built converted to its plain class, as `convert` leaves it."""
     model.__class__ = type(model).__bases__[1]
+    conversions = conversions_in(getattr(model.config, KEY), "config.json")
     delattr(model.config, KEY)
-    mark(model, conversion)
+    for path, conversion in conversions.items():
+        mark(_part(model, path), conversion)
     return model
