@@ -11,9 +11,9 @@ demo: $(READY)
 	$(VENV)/bin/residua demo --out runs/demo
 
 # The fast lane: everything but Triton's interpreter, compilers, other processes, the browser, tests that take long, and
-# of tests for all schemes those for variants and, on whole models, for most presets.
+# of tests for all schemes those for variants and, on whole models, for most presets. Property tests draw fewer examples.
 check: $(READY)
-	$(PYTEST) --dist worksteal -m "not (interpreter or compiler or processes or browser or variant or slow)"
+	$(PYTEST) --dist worksteal --hypothesis-profile quick -m "not (interpreter or compiler or processes or browser or variant or slow)"
 
 test: $(READY)
 	$(PYTEST) --dist loadfile

@@ -29,6 +29,7 @@ with suppress(ModuleNotFoundError):  # `make gpu` runs tests where hypothesis ma
     from hypothesis import settings
 
     settings.register_profile("residua", deadline=None, derandomize=True)
+    settings.register_profile("quick", settings.get_profile("residua"), max_examples=20)  # of `make check`
     settings.load_profile("residua")
 
 # A test gets a mark from the file that it is in, from a fixture that it uses, or from a decorator of its own.
@@ -50,6 +51,7 @@ ALL_PRESETS = ("connections", "ops")
 
 
 def pytest_collection_finish():
+    gc.freeze()  # every collection from here on passes over a million objects of imports and tests
     gc.enable()
 
 

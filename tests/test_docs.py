@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 import residua
+import residua.demo
 from residua.cli import main
+from residua.training import load_config
 from support.variants import ALL
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +72,10 @@ def test_the_commands_run(monkeypatch, tmp_path, capsys):
     """`make` is checked against the Makefile; every residua command runs, training for a few steps only."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
+    for name, recipe in residua.demo.RECIPES.items():
+        tiny = tmp_path / f"{name}.yaml"
+        tiny.write_text(load_config(recipe, [*TINY, "--data.path=data"]).to_yaml(), encoding="utf-8")
+        monkeypatch.setitem(residua.demo.RECIPES, name, str(tiny))
     seen = set()
     for command in commands():
         if command[0] == "make":
@@ -84,15 +90,25 @@ def test_the_commands_run(monkeypatch, tmp_path, capsys):
     assert expected | {"export", "sweep", "analyze", "explore", "geometry"} <= seen
 
 
+TINY = [
+    "--model.num_hidden_layers=1",
+    "--model.hidden_size=32",
+    "--model.num_attention_heads=1",
+    "--train.batch_size=2",
+]
+
+
 def shortened(command: list[str]) -> list[str]:
     """The options that make a command quick enough for a test."""
     match command[1]:
-        case "demo" | "geometry":
-            return [] if "sizes" in command else ["--steps", "4"]
-        case "sweep":
-            return ["--train.steps", "4", "--train.warmup_steps", "1"]
-        case "train" if "--resume" not in command:
-            return ["--train.steps", "4", "--train.warmup_steps", "1"]
+        case "demo":
+            return ["--steps", "2"]
+        case "geometry" if "sizes" not in command:
+            return ["--steps", "4", "--seeds", "42", "--workers", "1"]
+        case "estimate":
+            return ["--model.num_hidden_layers", "2"]
+        case "sweep" | "train" if "--resume" not in command:
+            return ["--train.steps", "4", "--train.warmup_steps", "1", *TINY]
         case "bench":
             shape = ["--layers", "1", "--dim", "32", "--heads", "2", "--head-dim", "16", "--vocab-size", "64"]
             return [*shape, "--rounds", "1", "--sequence-length", "16", "--warmup", "0"]

@@ -1,5 +1,6 @@
 """The estimate against what is counted or measured: parameters, memory, and the byte model's own figures."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -76,6 +77,7 @@ def test_the_traffic_of_a_model_is_the_sum_of_its_boundaries(name):
     assert (each[1] < each[-1]) == grows, "it grows with depth where the state does"
 
 
+@functools.cache
 def seconds(name, size, state_bytes):
     config = ResiduaConfig(connection=kept(name), **SIZES[size])
     flops = flops_per_token(config, sequence_length=1024)
@@ -105,6 +107,11 @@ def test_the_products_are_six_for_each_weight_and_the_causal_half_of_attention(o
     assert found == {"matrices": 6 * weights, "attention": 7 * 16 * width * 3, "connections": 0}
 
 
+@functools.cache
+def plain_flops():
+    return flops_per_token(ResiduaConfig(connection="residual", **SMALL), sequence_length=16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_products_of_the_connections_are_those_of_their_linear_maps_at_least(name):
@@ -114,8 +121,7 @@ def test_the_products_of_the_connections_are_those_of_their_linear_maps_at_least
         for name, module in ResiduaForCausalLM(config).named_modules()
         if isinstance(module, nn.Linear) and ".stream." in name
     ]
-    found = flops_per_token(config, sequence_length=16)
-    plain = flops_per_token(ResiduaConfig(connection="residual", **SMALL), sequence_length=16)
+    found, plain = flops_per_token(config, sequence_length=16), plain_flops()
     assert found["connections"] >= 6 * sum(linear)
     assert (found["matrices"], found["attention"]) == (plain["matrices"], plain["attention"])
 

@@ -7,12 +7,13 @@ import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
 
 import residua
 from residua import Residual
+from residua.cli import main
 from residua.connections import describe, registry, resolve
 
 MODULE = """
@@ -85,23 +86,56 @@ def installed(path: Path, target: Path) -> Path:
     return target
 
 
-def run(*command: object, site: Path | None = None, check: bool = True) -> subprocess.CompletedProcess:
-    """A fresh process, which has the package installed if `site` is given."""
-    paths = [os.environ.get("PYTHONPATH", ""), *([str(site)] if site else [])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
-    assert not check or done.returncode == 0, done.stderr
-    return done
+class Done(NamedTuple):
+    status: int
+    out: str
+    err: str
 
 
-def residua_command(*arguments: object, site: Path | None = None, check: bool = True) -> subprocess.CompletedProcess:
-    return run(sys.executable, "-m", "residua", *arguments, site=site, check=check)
+def _child(function, arguments, site, out, err):
+    """In a process that has imported torch and residua, and nothing of `scaled-residuals`."""
+    assert "scaled_residuals" not in sys.modules
+    sys.path[:0] = [site] if site else []
+    with out.open("w") as sys.stdout, err.open("w") as sys.stderr:
+        try:
+            status = function(*arguments)
+        except Exception as error:
+            status = print(error, file=sys.stderr) or 1
+    os._exit(status)
 
 
-@pytest.mark.processes
-def test_a_scheme_of_an_installed_package_works_wherever_a_preset_does(site, tmp_path):
+@pytest.fixture
+def run(start, tmp_path_factory):
+    """Call a function that returns an exit status in a fresh process, which has the package installed in `site`."""
+
+    def run(function, *arguments: object, site: Path | None = None, status: int = 0) -> Done:
+        folder = tmp_path_factory.mktemp("process")
+        out, err = folder / "out", folder / "err"
+        process = start(_child, function, arguments, site and str(site), out, err)
+        process.join(120)
+        done = Done(process.exitcode, out.read_text(), err.read_text())
+        assert done.status == status, done
+        return done
+
+    return run
+
+
+def command(*arguments: object) -> int:
+    return main(list(map(str, arguments)))
+
+
+def load(folder: Path) -> int:
+    import transformers
+
+    import residua.models  # noqa: F401
+
+    print(transformers.AutoModelForCausalLM.from_pretrained(folder).config.scheme)
+    return 0
+
+
+def test_a_scheme_of_an_installed_package_works_wherever_a_preset_does(site, tmp_path, run):
     """Listed, trained, generated with, exported and loaded, each in a fresh process that imports no module of it."""
-    listed = json.loads(residua_command("schemes", "--json", site=site).stdout)
+    listed = json.loads(run(command, "schemes", "--json", site=site).out)
     assert {"scaled", "scaled-small"} <= {row["name"] for row in listed}
 
     text = tmp_path / "text.txt"
@@ -110,31 +144,29 @@ def test_a_scheme_of_an_installed_package_works_wherever_a_preset_does(site, tmp
     options += ["--model.num_hidden_layers", 1, "--model.hidden_size", 16, "--model.num_attention_heads", 1]
     options += ["--model.head_dim", 16, "--train.sequence_length", 16, "--train.tensorboard", "false"]
     path = tmp_path / "run"
-    residua_command(
-        "train", "--config", "tiny", "--run", path, "--model.connection", "scaled-small", *options, site=site
-    )
-    residua_command("generate", path, "--prompt", "The", "--max-new-tokens", 2, site=site)
-    residua_command("analyze", path, site=site)
-    residua_command("export", path, tmp_path / "export", site=site)
+    train = "train", "--config", "tiny", "--run", path, "--model.connection", "scaled-small"
+    run(command, *train, *options, site=site)
+    run(command, "generate", path, "--prompt", "The", "--max-new-tokens", 2, site=site)
+    run(command, "analyze", path, site=site)
+    run(command, "export", path, tmp_path / "export", site=site)
     saved = json.loads((tmp_path / "export/config.json").read_text(encoding="utf-8"))["connection"]
     assert saved == {"scheme": "scaled", "package": "scaled-residuals", "start": 0.1}
+    assert run(load, tmp_path / "export", site=site).out.strip() == "Scaled(start=0.1)"
 
-    load = (
-        "import residua.models, transformers, sys; m = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
-    )
-    told = run(sys.executable, "-c", f"{load}; print(m.config.scheme)", tmp_path / "export", site=site).stdout
-    assert told.strip() == "Scaled(start=0.1)"
-
-    for command in (["generate", path, "--prompt", "The"], ["evaluate", path], ["analyze", path]):
-        missing = residua_command(*command, check=False)
-        assert missing.returncode == 2, missing.stderr
-        assert missing.stderr.count("\n") == 1
-        assert "scheme 'scaled' comes with the package 'scaled-residuals', which is not installed" in missing.stderr
-    failed = run(sys.executable, "-c", load, tmp_path / "export", check=False).stderr
+    for argv in (["generate", path, "--prompt", "The"], ["evaluate", path], ["analyze", path]):
+        missing = run(command, *argv, status=2).err
+        assert missing.count("\n") == 1
+        assert "scheme 'scaled' comes with the package 'scaled-residuals', which is not installed" in missing
+    failed = run(load, tmp_path / "export", status=1).err
     assert "scheme 'scaled' comes with the package 'scaled-residuals', which is not installed" in failed
 
 
-@pytest.mark.processes
+def resolve_after_another(name: str) -> int:
+    resolve("ddl")
+    resolve(name)
+    return 0
+
+
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
@@ -143,12 +175,9 @@ def test_a_scheme_of_an_installed_package_works_wherever_a_preset_does(site, tmp
         ("broken = not_there:Scaled", "ModuleNotFoundError: No module named 'not_there'"),
     ],
 )
-def test_a_broken_package_is_one_clear_line_and_concerns_nobody_else(entry, reason, tmp_path):
+def test_a_broken_package_is_one_clear_line_and_concerns_nobody_else(entry, reason, tmp_path, run):
     site = installed(wheel(tmp_path, entry), tmp_path / "site")
-    code = (
-        "import residua.connections as c\nc.resolve('ddl')\ntry: c.resolve('broken')\nexcept ValueError as e: print(e)"
-    )
-    told = run(sys.executable, "-c", code, site=site).stdout
+    told = run(resolve_after_another, "broken", site=site, status=1).err
     assert told.startswith(
         "connection: the scheme 'broken' of the package 'scaled-residuals' cannot be used: " + reason
     )
