@@ -1,12 +1,16 @@
 """The residuals of released models: our connections beside the models of transformers themselves.
 
 Tiny configurations and random parameters. The model runs once and records what its sublayers are called with; then its
-sublayers run inside our stream, which has loaded the model's parameters. Outputs and all gradients must agree.
+sublayers run inside our stream, which has loaded the model's parameters. What every module of a sublayer is called
+with, the output and all gradients must agree.
 """
 
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from residua import Stream, dialects
+from residua import PRESETS, Stream, dialects
 from residua.connections.base import as_inputs
 from support.variants import normal, perturbed
 
@@ -63,11 +67,14 @@ def recorded(modules: list[nn.Module]) -> Iterator[list[list[Call]]]:
 INPUTS = ("hidden_states", "key_hidden_states", "value_hidden_states")
 
 
-def again(modules: list[nn.Module], calls: list[Call]) -> Callable[..., Tensor]:
-    """A sublayer: modules in a row, each called as it was recorded, but with other inputs."""
+def again(modules: list[nn.Module], calls: list[Call], where: str) -> Callable[..., Tensor]:
+    """A sublayer: modules in a row, each called as it was recorded, but with our inputs; these must be the recorded."""
 
     def run(*inputs: Tensor) -> Tensor:
         for module, (args, kwargs) in zip(modules, calls, strict=True):
+            theirs = [kwargs[name] for name in INPUTS if name in kwargs] or args[:1]
+            for i, (ours, recorded) in enumerate(zip(inputs, theirs, strict=True)):
+                assert_equal(ours, recorded, f"input {i} of {where}, {type(module).__name__}")
             if "hidden_states" in kwargs:
                 out = module(*args, **kwargs | dict(zip(INPUTS, inputs)))
             else:
@@ -102,6 +109,12 @@ MLA = {
     "moe_intermediate_size": 8,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+}
+# What schemes are built from, beside the options that a model does not have.
+ANY = {
+    **{"hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "hc_magnitude": 2.0, "hc_count": 4, "hc_lowrank": 8},
+    **{"altup_num_inputs": 4, "altup_active_idx": 0, "laurel_rank": 8, "initializer_range": 0.02},
+    **{"layer_types": ["hybrid_sliding", "hybrid"], "n_layers_per_attn_res_block": 6},
 }
 CASES = {
     case.model_type: case
@@ -285,7 +298,7 @@ def assert_equal(actual: Tensor, expected: Tensor, what: str) -> None:
 
 @pytest.mark.parametrize("model_type", CASES)
 def test_the_model_in_our_stream(model_type):
-    """The whole trunk: outputs, and the gradients of every parameter and of the embeddings."""
+    """The whole trunk: inputs of its modules, outputs, and the gradients of every parameter and of the embeddings."""
     case = CASES[model_type]
     model = tiny(case)
     config, dim = model.config, model.config.hidden_size
@@ -303,7 +316,7 @@ def test_the_model_in_our_stream(model_type):
     stream = scheme.build(dim, 2 * config.num_hidden_layers, norm_eps=config.rms_norm_eps).double()
     dialects.load(stream, model.state_dict(), model_type)
     made = iter(calls)
-    sublayers = [again(modules, [next(made)[0] for _ in modules]) for modules in parts]
+    sublayers = [again(one, [next(made)[0] for _ in one], f"sublayer {i}") for i, one in enumerate(parts)]
     with WideIslands():
         ours = run(stream, x, sublayers, per_layer_inputs(model, x))
         ours = ours if case.norm_in_head else model.norm(ours)
@@ -341,6 +354,14 @@ def test_parameters_go_there_and_back(model_type):
     missing, unexpected = model.load_state_dict(dialects.export(stream, model_type, trunk=""), strict=False)
     assert not unexpected
     assert not [name for name in missing if any(key in name for key in OURS) and "correct_output_scale" not in name]
+
+
+def test_the_page_lists_the_models_with_their_schemes():
+    page = (Path(__file__).parents[1] / "docs" / "schemes.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| [^|]* \| `(\w+)` \| `([\w-]+)` \|$", page, flags=re.MULTILINE))
+    assert listed.keys() == dialects.DIALECTS.keys() == CASES.keys()
+    for model_type, preset in listed.items():
+        assert type(PRESETS[preset]) is type(dialects.scheme(SimpleNamespace(**ANY, model_type=model_type)))
 
 
 def test_what_does_not_fit_is_one_clear_line():
