@@ -139,6 +139,17 @@ def test_beta_stays_exact_and_the_rest_gives_way_where_a_page_would_be_too_large
     assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE
 
 
+def test_weights_over_depth_keep_their_mean_where_they_are_too_large():
+    trace = planted.depth(36, 300, reads=("q", "k", "v"))
+    payload, arrays = page_of([Source("one", trace)])
+    np.testing.assert_array_equal(arrays["0.depth_weights"], trace.values["depth_weights"].half())
+    payload, arrays = page_of([Source(str(number), trace) for number in range(4)])
+    for number in range(4):
+        assert "depth_weights" not in payload["traces"][number]["arrays"]
+        np.testing.assert_array_equal(arrays[f"{number}.depth_mean"], trace.values["depth_mean"])
+    assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE
+
+
 def test_what_was_checked_is_what_the_trace_has():
     shared = torch.full((4, 4), 0.25)
     compressed = planted.delta(torch.ones(4, 10))
@@ -149,9 +160,9 @@ def test_what_was_checked_is_what_the_trace_has():
         "compressed": (compressed, ["no gate is stuck", "no compressor"]),
         "orthogonal": (
             planted.streams(constraint="orthogonal"),
-            ["the mixing has left the identity and stayed orthogonal"],
+            ["the mixing has left the identity and stayed orthogonal", "the streams are not copies"],
         ),
-        "streams": (planted.streams(), ["the mixing has left the identity"]),
+        "streams": (planted.streams(), ["the mixing has left the identity", "the streams are not copies"]),
         "geometric": (planted.geometric(), ["no gate is stuck"]),
     }
     payload, _ = page_of([Source(name, trace) for name, (trace, _) in expected.items()])

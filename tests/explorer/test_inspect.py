@@ -57,6 +57,8 @@ TRACES = {
     "loud sublayer": uneven(loudest=1000, tokens=slice(None)),
     "loud tokens": uneven(loudest=1000, tokens=slice(20, 23)),
     "mixed streams": mixing(),
+    "depth": planted.depth(),
+    "several reads": planted.depth(reads=("q", "k", "v"), negative=True),
 }
 NAMES = list(TRACES)
 
@@ -349,6 +351,63 @@ def test_streams_as_matrices_with_the_errors_of_their_constraints(show):
     close(line(page, "determinant", "token 4"), values["determinant"][:, 4])
 
 
+def blank(tensor):
+    """The rows of a picture: what is not read is left blank."""
+    return [[x or None for x in row] for row in tensor.tolist()]
+
+
+def test_what_is_read_over_depth_on_average_and_at_the_selected_token(show):
+    values = TRACES["depth"].values
+    page = show("depth", 2, 0)
+    for token, sampled in [(0, 0), (MANY - 1, -1), (20, 13)]:
+        show("depth", 2, token)
+        assert plotted(page, "depth-mean")[0]["z"] == blank(values["depth_mean"][:, 0])
+        assert plotted(page, "depth-token")[0]["z"] == blank(values["depth_weights"][:, sampled, 0])
+        place = TRACES["depth"].facts["sampled"][sampled]
+        assert page.locator("[data-panel=depth-reads] figcaption").nth(1).inner_text().startswith(f"token {place},")
+    readout = page.locator("[data-panel=depth-reads] .readout")
+    assert readout.inner_text() == f"2 attention at token {place}: 1 mlp 0.5, 1 attention 0.3333, embedding 0.1667."
+    page.mouse.click(*cell(page, "depth-mean", 1, 2, SUBLAYERS, SUBLAYERS))
+    drawn(page, NAMES.index("depth"), 1, 20)
+    assert readout.inner_text() == "1 mlp reads the last state alone."
+    assert page.evaluate("document.querySelector('[data-plot=depth-token]').layout.shapes[0].y0") == 0.5
+    page.mouse.move(*cell(page, "depth-token", 3, 1, SUBLAYERS, SUBLAYERS))
+    tip_says(page, "reads 1 attention")
+    assert tip(page) == ["2 mlp", "reads 1 attention", "weight 0.2"]
+    page.mouse.move(*cell(page, "depth-token", 0, 3, SUBLAYERS, SUBLAYERS))
+    tip_says(page, "does not read 2 attention")
+    (data,) = plotted(page, "depth-mean")
+    assert (data["zmin"], data["zmax"]) == (0, pytest.approx(0.5)), (
+        "the weight 1 of a single source is beyond the scale"
+    )
+    close(plotted(show("depth", 0, 0, "sources_read"), "map")[0]["z"], values["sources_read"])
+
+
+def test_one_of_several_reads_and_weights_below_zero(show):
+    values = TRACES["several reads"].values["depth_mean"]
+    page = show("several reads", 3, 20)
+    close(plotted(page, "depth-mean")[0]["z"][3], values[3].mean(0))
+    page.locator("[data-control=read]").select_option(label="k")
+    until(
+        page,
+        "z => Math.abs(document.querySelector('[data-plot=depth-mean]').data[0].z[3][0] - z) < 1e-6",
+        values[3, 1, 0].item(),
+    )
+    close(plotted(page, "depth-mean")[0]["z"][3], values[3, 1])
+    (data,) = plotted(page, "depth-token")
+    assert data["zmin"] == -data["zmax"] < 0
+    readout = page.locator("[data-panel=depth-reads] .readout").inner_text()
+    assert readout.endswith("2 attention 0.8, 1 mlp 0.6, 1 attention 0.4, embedding −0.2.")
+
+
+def test_how_alike_streams_are_over_depth(show):
+    page = show("streams", 1, 4)
+    cosines = TRACES["streams"].values["stream_similarity"]
+    close(line(page, "similarity", "cosine, median"), cosines.quantile(0.5, dim=1))
+    close(line(page, "similarity", "token 4"), cosines[:, 4])
+    close(plotted(show("streams", 1, 4, "stream_similarity"), "map")[0]["z"], cosines[:-1])
+
+
 def test_rotation_and_reflection_of_a_geometric_scheme(show):
     page = show("geometric", 1, 3)
     values = TRACES["geometric"].values
@@ -369,9 +428,11 @@ def test_every_family_has_the_panels_that_apply_to_it_and_no_others(show):
     show("mixed")
     assert panels() == {"card", "map", "norms", "regimes", "spectrum", "alignment", "composite"}
     show("streams")
-    assert panels() == {"card", "map", "norms", "streams", "constraints", "composite"}
+    assert panels() == {"card", "map", "norms", "streams", "constraints", "composite", "similarity"}
     show("geometric")
     assert panels() == {"card", "map", "norms", "gates", "composite"}
+    show("depth")
+    assert panels() == {"card", "map", "norms", "depth-reads"}
 
 
 def colours(page):

@@ -55,6 +55,7 @@ def streams(sublayers: int = 4, count: int = 10, n: int = 3, **facts: object) ->
         "row_error": torch.full((sublayers, count), 1e-6),
         "column_error": torch.full((sublayers, count), 2e-4),
         "orthogonality_error": weight[:, None].expand(-1, count).contiguous(),
+        "stream_similarity": torch.linspace(1, 0.4, (sublayers + 1) * count).view(sublayers + 1, count),
         **products(mix, len(sampled)),
     }
     return Trace(described("mixing", sublayers, sampled, preset="mhc", rows=n, **facts), words(count), values)
@@ -72,6 +73,31 @@ def geometric(sublayers: int = 4, count: int = 10, **facts: object) -> Trace:
         **products(torch.eye(2).expand(sublayers, -1, -1), len(sampled)),
     }
     return Trace(described("mixing", sublayers, sampled, preset="edelta", **facts), words(count), values)
+
+
+def depth(sublayers: int = 4, count: int = 100, *, reads: tuple[str, ...] = (), negative: bool = False) -> Trace:
+    """A trace of attention over depth: sublayer s has the embedding and s outputs as sources, with weights that rise.
+
+    The last token's weights lie on the embedding alone. Read r has weights 1 + r times as large; with `negative` those
+    of the embedding are negative. The second sublayer reads none.
+    """
+    sampled = sampled_positions(count)
+    later = torch.tril(torch.arange(1.0, sublayers + 1).expand(sublayers, -1))
+    weights = (later / later.sum(1, keepdim=True))[:, None, None].repeat(1, len(sampled), max(1, len(reads)), 1)
+    weights[:, -1], weights[:, -1, :, 0] = 0.0, 1.0
+    weights = weights * (1 + torch.arange(weights.shape[2]))[:, None]
+    if negative:
+        weights[..., 0] *= -1
+    weights[1] = 0.0
+    found = described(None, sublayers, sampled, preset="attnres", reads=list(reads))
+    found["sources"] = ["embedding", *found["sublayers"][:-1]]
+    found["left_out"] = {"depth_weights": [1]}
+    values = shared(sublayers, count) | {
+        "depth_weights": weights,
+        "depth_mean": weights.mean(1),
+        "sources_read": torch.linspace(1, sublayers, sublayers * count).view(sublayers, count),
+    }
+    return Trace(found, words(count), values)
 
 
 def residual(sublayers: int = 4, count: int = 10, **facts: object) -> Trace:

@@ -34,14 +34,17 @@ CHECKPOINTS = 100
 
 OF_TOKENS = (
     *("beta", "gamma", "angle", "mixing", "change", "state_norm", "erase_norm", "write_norm", "output_norm"),
+    *("sources_read", "stream_similarity"),
     *("change_norm", "discrepancy_norm", "row_error", "column_error", "orthogonality_error"),
     *("h_pre", "h_post", "h_res"),
 )
 """Values with an axis of sublayers and one of tokens, the most important first."""
 SMALL = (
-    *("token_loss", "alignment", "effective_rank"),
+    *("token_loss", "alignment", "effective_rank", "depth_mean"),
     *("determinant", "singular_max", "singular_min", "defect", "singular_values"),
 )
+AT_SAMPLES = "depth_weights"
+"""A value of the sampled tokens, which is left out where it takes more than a quarter of the room."""
 QUANTILES = ("mean", "q05", "q50", "q95")
 
 
@@ -166,6 +169,8 @@ def _checked(trace: Trace) -> list[str]:
     if "h_res" in values and values["h_res"].shape[-1] > 1:
         kept = f" and stayed {facts['constraint']}" if facts["constraint"] else ""
         found.append(f"the mixing has left the identity{kept}")
+    if "stream_similarity" in values:
+        found.append("the streams are not copies of one another")
     if "compress_share" in values and values["compress_share"].shape[1] > 1:
         found.append("no compressor reads one channel alone")
     return found
@@ -178,6 +183,12 @@ def _fitted(trace: Trace, room: float) -> dict[str, tuple[np.ndarray, list[int] 
     large = {name: values[name].float().numpy() for name in OF_TOKENS if name in values}
     found = _whole(small)
     room -= sum(array.nbytes for array in small.values())
+    if AT_SAMPLES in values:
+        weights = values[AT_SAMPLES].float().numpy()
+        weights = weights if weights.nbytes <= room / 4 else weights.astype(np.float16)
+        if weights.nbytes <= room / 4:
+            found |= _whole({AT_SAMPLES: weights})
+            room -= weights.nbytes
     if sum(array.nbytes for array in large.values()) > room:
         large = {name: array if name == "beta" else _halved(array) for name, array in large.items()}
     sampled = list(trace.facts["sampled"])

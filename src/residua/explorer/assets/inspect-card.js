@@ -23,7 +23,7 @@ export function card(trace) {
   const {scheme, ...options} = typeof facts.scheme === "object" && facts.scheme ? facts.scheme : {scheme: facts.scheme};
   const rows = [
     ["connection", facts.preset ?? scheme],
-    ["kind", SHORTCUTS[facts.shortcut]],
+    ["kind", SHORTCUTS[facts.shortcut] ?? (trace.fields.depth_mean && "reads what earlier sublayers gave, by weights")],
     ["run", facts.run],
     ["checkpoint", facts.checkpoint === null ? null : `step ${facts.checkpoint.toLocaleString("en")}`],
     [

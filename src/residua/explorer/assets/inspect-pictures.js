@@ -9,7 +9,7 @@ import {color, sizeScale} from "./theme.js";
 
 /** Every picture that this trace has something for. */
 export function pictures(trace, tip, select) {
-  const makers = [regimes, spectrum, gates, constraints, alignment, training, composite, norms];
+  const makers = [regimes, spectrum, gates, similarity, constraints, alignment, training, composite, norms];
   return makers.map((make) => make(trace, tip, select)).filter(Boolean);
 }
 
@@ -73,6 +73,28 @@ function norms(trace, tip, select) {
     plots,
     select,
     true,
+  );
+}
+
+function similarity(trace, tip, select) {
+  const {stream_similarity: cosine} = trace.fields;
+  if (!cosine) return null;
+  return overDepth(
+    trace,
+    "similarity",
+    "How alike the streams are",
+    "The mean cosine between two streams, before each sublayer and at the end. At 1 they are copies, and together hold what one holds.",
+    [
+      [
+        "similarity",
+        ({token}) => spread(cosine, token, {name: "cosine", shade: color("--line-1")}),
+        () => ({
+          xaxis: depthAxis(trace, cosine.rows - 1),
+          yaxis: {title: {text: "mean cosine"}, range: [Math.min(0, quantiles(cosine.data, [0])[0]) - 0.03, 1.03]},
+        }),
+      ],
+    ],
+    select,
   );
 }
 

@@ -11,6 +11,8 @@ export const QUANTITIES = [
   {name: "gamma", label: "γ", note: "the gate between reflection (0) and rotation (1)", limits: [0, 1], own: true},
   {name: "angle", label: "angle", note: "the Cayley rotation's angle in radians", own: true},
   {name: "mixing", label: "‖H_res − I‖", note: "how far the mixing of the rows is from leaving them alone", own: true},
+  {name: "sources_read", label: "sources read", note: "how many earlier sources the sublayer reads, in effect", own: true},
+  {name: "stream_similarity", label: "cos(Xᵢ, Xⱼ)", note: "the mean cosine between two streams of the state, 1 for copies", own: true},
   {name: "change", label: "‖ΔX‖ / ‖X‖", note: "how much the sublayer changes the state, relative to its norm"},
   {name: "erase_norm", label: "erase", note: "β ‖kᵀX‖, what is taken out of the state"},
   {name: "write_norm", label: "write", note: "β ‖v‖, what is put into the state"},
@@ -85,7 +87,7 @@ export async function loadTrace(number) {
     if (loaded[i].shape.length === 1) lists[name] = loaded[i];
     else fields[name] = new Field(loaded[i], tokens);
   });
-  for (const name of ["determinant", "singular_max", "singular_min", "defect"]) {
+  for (const name of ["determinant", "singular_max", "singular_min", "defect", "depth_weights"]) {
     if (fields[name]) fields[name].tokens = described.facts.sampled;
   }
   return {

@@ -5,6 +5,7 @@ import {payload} from "./data.js";
 import {h} from "./dom.js";
 import {card} from "./inspect-card.js";
 import {pictures} from "./inspect-pictures.js";
+import {depthReads} from "./inspect-sources.js";
 import {matrices} from "./inspect-streams.js";
 import {tokensAndMap} from "./inspect-text.js";
 import {loadTrace, QUANTITIES, visible} from "./inspect-trace.js";
@@ -51,6 +52,7 @@ function selection(trace) {
     shown: trace.quantities[Math.max(0, names.indexOf(shown))],
     thresholds: {identity: get("identity", 0.5), reflection: get("reflection", 1.5)},
     mean: get("of", "token") === "mean",
+    read: whole(get("read", -1) + 1, (trace.facts.reads ?? []).length + 1) - 1, // -1: the mean of all
   };
 }
 
@@ -65,6 +67,7 @@ function build(place, trace, number, tip, current) {
     card(trace),
     tokensAndMap(trace, tip, select),
     matrices(trace),
+    depthReads(trace, tip, select),
     ...pictures(trace, tip, select),
   ].filter(Boolean);
   place.replaceChildren(...parts.map(({element}) => element));
@@ -89,7 +92,7 @@ function build(place, trace, number, tip, current) {
     everything = false;
     place.dataset.drawn = `${number} ${selected.sublayer} ${selected.token} ${selected.shown.name}`;
   };
-  subscribe(["sublayer", "token", "of"], () => current() && update(false));
+  subscribe(["sublayer", "token", "of", "read"], () => current() && update(false));
   subscribe(["show", "identity", "reflection"], () => current() && update(true));
   update(true);
 }
