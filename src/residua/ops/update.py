@@ -83,7 +83,8 @@ def orthogonal_update(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e
     e = 1 is the orthogonal update (arXiv 2505.11881), e = 0 the plain sum to the last bit, e = -1 doubles that share.
     state x and y = h: (..., dim); gate e: (..., groups), whose leading axes may be 1 or missing: each of the `groups`
     equal groups of features has its own projection and gate. Computed in at least float32; returns (..., dim) in the
-    dtype of the state. The backward pass keeps x and h as they are. Raises ValueError for other shapes.
+    dtype of the state. The backward pass keeps x and h as they are, and two numbers for each group of a token. Raises
+    ValueError for other shapes.
     """
     expect_shape("y", y, state.shape, "the shape of the state")
     if not gate.dim() or state.shape[-1] % gate.shape[-1]:
@@ -100,8 +101,7 @@ def residual_scale(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e-6)
 
     The arguments are as there.
     """
-    x, h, e = promote(state, y, gate)
-    x, h = (part.unflatten(-1, (gate.shape[-1], -1)) for part in (x, h))
+    x, h, e = _of_groups(state, y, gate)
     return 1 - e * _dot(h, x) / (_dot(x, x) + eps)
 
 
@@ -113,24 +113,23 @@ class _OrthogonalUpdate(Function):
 
     @staticmethod
     def forward(ctx: Any, state: Tensor, y: Tensor, gate: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(state, y, gate)
+        x, h, e = _of_groups(state, y, gate)
+        along, squared = _dot(h, x), _dot(x, x) + eps
+        ctx.save_for_backward(state, y, gate, along, squared)
         ctx.eps = eps
-        return _OrthogonalUpdate.plain(state, y, gate, eps)
+        return _along_removed(x, h, e * along / squared).to(state.dtype)
 
     @staticmethod
     def plain(state: Tensor, y: Tensor, gate: Tensor, eps: float) -> Tensor:
-        x, h, e = promote(state, y, gate)
-        x, h = (part.unflatten(-1, (gate.shape[-1], -1)) for part in (x, h))
-        share = e * _dot(h, x) / (_dot(x, x) + eps)
-        return torch.addcmul(x + h, share.unsqueeze(-1), x, value=-1).flatten(-2).to(state.dtype)
+        x, h, e = _of_groups(state, y, gate)
+        return _along_removed(x, h, e * _dot(h, x) / (_dot(x, x) + eps)).to(state.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        state, y, gate = ctx.saved_tensors
-        grad, x, h, e = promote(grad, state, y, gate)
-        # Not unflatten, which torch cannot batch over gradients.
-        grad, x, h = (part.reshape(*part.shape[:-1], gate.shape[-1], -1) for part in (grad, x, h))
-        squared, along = _dot(x, x) + ctx.eps, _dot(h, x)
+        state, y, gate, along, squared = ctx.saved_tensors
+        grad, x, h, e = _of_groups(grad, state, y, gate)
+        if torch.is_grad_enabled():  # for a second derivative these must be functions of the state and y
+            squared, along = _dot(x, x) + ctx.eps, _dot(h, x)
         slope = _dot(grad, x) / squared
         pull, ratio = (e * slope).unsqueeze(-1), (along / squared).unsqueeze(-1)
         grad_x = (1 - e.unsqueeze(-1) * ratio) * grad - pull * (h - 2 * ratio * x)
@@ -141,6 +140,17 @@ class _OrthogonalUpdate(Function):
             (-along * slope).to(gate.dtype),
             None,
         )
+
+
+def _of_groups(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors (..., dim) as (..., groups, dim / groups) and the gate, the last, as it is; at least float32."""
+    *parts, gate = promote(*tensors)
+    # Not unflatten, which torch cannot batch over gradients.
+    return [*(part.reshape(*part.shape[:-1], gate.shape[-1], -1) for part in parts), gate]
+
+
+def _along_removed(x: Tensor, h: Tensor, share: Tensor) -> Tensor:
+    return torch.addcmul(x + h, share.unsqueeze(-1), x, value=-1).flatten(-2)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
