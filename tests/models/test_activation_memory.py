@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from residua.connections import context, edelta, pooled_householder
 from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.ops import norm
 from support.tiny_models import prompt, tiny_model
 
 LAYERS, DIM, TOKENS = 8, 64, 512
@@ -120,6 +122,19 @@ def test_a_normalised_stream_costs_its_states_alone(dtype, most):
     assert kept("siamese", dtype) - kept("residual", dtype) <= most
 
 
+def test_predicted_streams_keep_little_more_than_one():
+    """Half a state, the active stream twice, 64 features of LAuReL, and the projections at both ends of all layers."""
+    extra = kept("altup") - kept("residual")
+    assert extra <= 1 + 64 / DIM + 2 * 3 / LAYERS + 60 / DIM
+    assert kept({"preset": "altup", "recompute": "none"}) >= kept("altup") + 12
+
+
+@pytest.mark.parametrize(("name", "most"), [("pooled-householder", 1.25), ("edelta", 2.75)])
+def test_shortcuts_of_one_stream_keep_raw_directions(name, most):
+    """Hidden features and, for each sublayer, a raw direction or an output; PyTorch's norm keeps two vectors more."""
+    assert kept(name) - kept("residual") <= most
+
+
 def test_gated_streams_keep_their_hidden_features():
     """Half a state, two outputs and twice 320 features, less the inputs of two norms, which a gated read recomputes."""
     assert kept("gated-residual") - kept("residual") <= 2 + 2.5 * 320 / DIM + 0.5
@@ -142,7 +157,7 @@ def test_what_is_read_over_depth_is_not_kept(name, most):
 
 
 @pytest.mark.parametrize(
-    "scheme", ["hc", "frac", "mhc", "mhc-glm", "krom", "ihc", "gated-residual", "jpmhc", "edelta-stream"]
+    "scheme", ["hc", "frac", "mhc", "mhc-glm", "krom", "ihc", "gated-residual", "jpmhc", "edelta-stream", "altup"]
 )
 def test_replay_changes_no_bit(scheme):
     """Padding, and a bfloat16 state under autocast, included."""
@@ -157,6 +172,24 @@ def test_replay_changes_no_bit(scheme):
 
     for autocast in (False, True):
         assert all(map(torch.equal, gradients("replay", autocast), gradients("none", autocast)))
+
+
+@pytest.mark.parametrize("scheme", ["pooled-householder", "edelta", {"preset": "edelta", "context": "cumulative"}])
+def test_what_is_derived_changes_no_bit(scheme, monkeypatch):
+    """Padding, and a bfloat16 state under autocast, included."""
+
+    def gradients(autocast: bool) -> list[torch.Tensor]:
+        model = tiny_model(dtype=torch.float32, connection=scheme, state_dtype="bfloat16" if autocast else None)
+        ids, mask = prompt(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model.train()(ids, labels=ids, attention_mask=mask).loss
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    derived = [gradients(autocast) for autocast in (False, True)]
+    for module in (edelta, pooled_householder, context, norm):
+        monkeypatch.setattr(module, "derive", lambda function, *inputs: function(*inputs))
+    for autocast, found in zip((False, True), derived):
+        assert all(map(torch.equal, found, gradients(autocast)))
 
 
 def test_longer_chains_keep_less():
@@ -174,7 +207,9 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["ddl-cc", {"preset": "gated-residual", "rank": 2}])
+@pytest.mark.parametrize(
+    "name", ["ddl-cc", {"preset": "altup", "laurel_rank": 2}, {"preset": "gated-residual", "rank": 2}]
+)
 def test_sharded_layers_do_not_cut_the_chain(alone, name):
     """FSDP2 marks the inputs of every layer with a node of its own, between the writes of two layers."""
     from torch.distributed.fsdp import fully_shard

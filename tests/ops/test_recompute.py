@@ -11,6 +11,7 @@ from residua.ops import (
     causal_read,
     delta_write,
     hybrid,
+    hyper_mix,
     hyper_read,
     hyper_write,
     linear_at_least_float32,
@@ -76,7 +77,19 @@ def gate(streams: Tensor, y: Tensor) -> Tensor:
     return streams * torch.sigmoid(y).unsqueeze(-2)
 
 
-@pytest.fixture(params=[delta, mixed, unmixed, turned])
+def corrected(state: Tensor, x: Tensor, y: Tensor, every: int) -> Tensor:
+    """A write to predicted streams of how far the prediction was off, which is not kept."""
+    chosen = derive if every > 1 else lambda function, *inputs: function(*inputs)
+    h_res = (x[..., :STREAMS, None] * x[..., None, STREAMS : 2 * STREAMS]).softmax(-1)
+    predicted = chosen(hyper_mix, state, h_res)
+    return hyper_write(predicted, chosen(off, y, predicted), None, x[..., :STREAMS].tanh(), recompute_every=every)
+
+
+def off(y: Tensor, streams: Tensor) -> Tensor:
+    return y - streams[..., 0, :]
+
+
+@pytest.fixture(params=[delta, mixed, unmixed, turned, corrected])
 def write(request):
     return request.param
 

@@ -9,19 +9,22 @@ corrected by how far the prediction was off. L is a low-rank map beside the atte
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream, TensorSpec, called
+from residua.connections.base import Carry, Connection, Norm, State, Stream, TensorSpec, called
 from residua.connections.ends import MeanStreams, Repeat
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
-from residua.connections.options import check_types, expect_used, require
-from residua.connections.projection import Projection, WideProjection
-from residua.ops import at_least_float32, hyper_mix, hyper_write
+from residua.connections.options import expect_used, require
+from residua.connections.projection import Projection, WideProjection, is_plain
+from residua.connections.recomputing import RecomputingScheme
+from residua.ops import at_least_float32, hyper_mix, hyper_write, rms_norm
 from residua.ops.norm import mean_square
+from residua.ops.precision import linear
 
 
 class PredictionCoefficients(NamedTuple):
@@ -31,7 +34,7 @@ class PredictionCoefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AlternatingUpdates(Scheme):
+class AlternatingUpdates(RecomputingScheme):
     """AltUp with LAuReL. Does not start as the residual: L is normalised, and streams are projections of the embedding.
 
     Works on blocks of two sublayers: the even one, attention, predicts; the odd one, the MLP, corrects.
@@ -59,7 +62,7 @@ class AlternatingUpdates(Scheme):
     start: Literal["published", "residual"] = "published"
 
     def __post_init__(self):
-        check_types(self)
+        super().__post_init__()
         require(self, "num_streams", self.num_streams >= 2, "at least 2")
         require(self, "active", 0 <= self.active < self.num_streams, f"0 to {self.num_streams - 1}, a stream")
         require(self, "laurel_rank", self.laurel_rank >= 0, "0 or more")
@@ -98,14 +101,22 @@ class AlternatingUpdates(Scheme):
 class Router(nn.Module):
     """t = tanh(W norm(x) / dim): (batch, seq, dim) -> (batch, seq, n), in at least float32."""
 
-    def __init__(self, dim: int, num_streams: int, *, std: float, eps: float):
+    def __init__(self, scheme: AlternatingUpdates, dim: int, *, eps: float):
         super().__init__()
+        self.scheme = scheme
         self.dim = dim
         self.norm = RMSNorm(dim, eps=eps)
-        self.project = WideProjection(dim, num_streams, std=std)
+        self.project = WideProjection(dim, scheme.num_streams, std=scheme.weight_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.project(self.norm(at_least_float32(x)) / self.dim))
+        wide = x if x.dtype.itemsize >= 4 else self.scheme.derive(at_least_float32, x)
+        scaled = self.scheme.derive(partial(torch.div, other=self.dim), self.normalised(wide))
+        return torch.tanh(self.project(scaled))
+
+    def normalised(self, x: Tensor) -> Tensor:
+        if is_plain(self.norm, RMSNorm):
+            return rms_norm(x, self.norm.weight, self.norm.eps, recompute=self.scheme.replays)
+        return self.norm(x)
 
 
 class Prediction(WideProjection):
@@ -132,14 +143,18 @@ class Prediction(WideProjection):
 class Laurel(nn.Module):
     """x + norm(B A x), with A: dim -> rank: (batch, seq, dim) -> the same shape. arXiv 2411.07501."""
 
-    def __init__(self, dim: int, rank: int, *, std: float, eps: float):
+    def __init__(self, scheme: AlternatingUpdates, dim: int, *, eps: float):
         super().__init__()
-        self.left = Projection(dim, rank, std=std)
-        self.right = Projection(rank, dim, std=std)
+        self.scheme = scheme
+        self.left = Projection(dim, scheme.laurel_rank, std=scheme.weight_std)
+        self.right = Projection(scheme.laurel_rank, dim, std=scheme.weight_std)
         self.norm = RMSNorm(dim, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(self.right(self.left(x))).to(x.dtype)
+        low = self.left(x)
+        if is_plain(self.right, Projection):  # as wide as the state, and quick to compute once more
+            return x + self.norm(self.scheme.derive(linear, low, self.right.weight)).to(x.dtype)
+        return x + self.norm(self.right(low)).to(x.dtype)
 
 
 class PredictConnection(Connection):
@@ -150,19 +165,18 @@ class PredictConnection(Connection):
 
     def __init__(self, scheme: AlternatingUpdates, dim: int, norm: nn.Module, *, norm_eps: float):
         super().__init__()
-        n, std = scheme.num_streams, scheme.weight_std
-        self.active = scheme.active
-        self.router = Router(dim, n, std=std, eps=norm_eps)
-        self.predict = Prediction(n, std=std, balanced=scheme.start == "residual")
-        self.laurel = Laurel(dim, scheme.laurel_rank, std=std, eps=norm_eps) if scheme.laurel_rank else None
+        self.scheme = scheme
+        self.router = Router(scheme, dim, eps=norm_eps)
+        self.predict = Prediction(scheme.num_streams, std=scheme.weight_std, balanced=scheme.start == "residual")
+        self.laurel = Laurel(scheme, dim, eps=norm_eps) if scheme.laurel_rank else None
         self.norm = norm
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        n = state.shape[-2]
-        change = self.predict(self.router(state[..., self.active, :])).unflatten(-1, (n, n))
+        n, stream = state.shape[-2], partial(_stream, self.scheme.active)
+        change = self.predict(self.router(self.scheme.derive(stream, state))).unflatten(-1, (n, n))
         h_res = change + torch.eye(n, dtype=change.dtype, device=change.device)
-        predicted = hyper_mix(state, h_res)
-        active = predicted[..., self.active, :]
+        predicted = self.scheme.derive(hyper_mix, state, h_res)
+        active = self.scheme.derive(stream, predicted)
         x = self.norm(active)
         beside = () if self.laurel is None else (self.laurel(x),)
         return x, Carry((predicted, active, *beside), PredictionCoefficients(h_res))
@@ -173,7 +187,7 @@ class PredictConnection(Connection):
         return predicted, updated.to(active.dtype)
 
     def streams(self, state: State) -> Tensor:
-        return closed(state, self.active)
+        return closed(state, self.scheme.active)
 
 
 class CorrectConnection(Connection):
@@ -181,7 +195,7 @@ class CorrectConnection(Connection):
 
     def __init__(self, scheme: AlternatingUpdates, norm: nn.Module, predict: PredictConnection):
         super().__init__()
-        self.active = scheme.active
+        self.scheme = scheme
         # A list does not register the owner as a submodule, so the router's parameters have one name.
         self._owner = [predict]
         n = scheme.num_streams
@@ -195,10 +209,19 @@ class CorrectConnection(Connection):
         predicted, active = carry.residual
         updated = (active + y).to(active.dtype)
         weights = 1 + self.correct(called(self._owner[0], self._owner[0].router, updated))
-        return hyper_write(predicted, updated - predicted[..., self.active, :], None, weights)
+        innovation = self.scheme.derive(partial(_innovation, self.scheme.active), updated, predicted)
+        return hyper_write(predicted, innovation, None, weights, recompute_every=self.scheme.keeps_every)
 
     def streams(self, state: State) -> Tensor:
-        return closed(state, self.active)
+        return closed(state, self.scheme.active)
+
+
+def _stream(i: int, streams: Tensor) -> Tensor:
+    return streams[..., i, :]
+
+
+def _innovation(active: int, updated: Tensor, predicted: Tensor) -> Tensor:
+    return updated - predicted[..., active, :]
 
 
 def closed(state: State, active: int) -> Tensor:
@@ -219,11 +242,13 @@ class ProjectedExpand(nn.Module):
 
     def __init__(self, scheme: AlternatingUpdates, dim: int):
         super().__init__()
+        self.scheme = scheme
         self.project = nn.ModuleList(Projection(dim, dim, std=scheme.weight_std) for _ in range(scheme.num_streams - 1))
 
     def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
         size = mean_square(x).sqrt()
-        return torch.stack([x, *(_rescaled(part(x), size).to(x.dtype) for part in self.project)], -2)
+        others = (self.scheme.derive(_rescaled, part(x), size) for part in self.project)
+        return torch.stack([x, *(other.to(x.dtype) for other in others)], -2)
 
 
 class ClosedCollapse(nn.Module):
@@ -243,10 +268,11 @@ class ProjectedCollapse(nn.Module):
 
     def __init__(self, scheme: AlternatingUpdates, dim: int):
         super().__init__()
+        self.scheme = scheme
         self.project = nn.ModuleList(Projection(dim, dim, std=scheme.weight_std) for _ in range(scheme.num_streams - 1))
 
     def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
-        first, *others = streams.unbind(-2)
+        first, *others = (self.scheme.derive(partial(_stream, i), streams) for i in range(streams.shape[-2]))
         size = mean_square(first).sqrt()
-        parts = [_rescaled(part(other), size) for part, other in zip(self.project, others)]
+        parts = [self.scheme.derive(_rescaled, part(other), size) for part, other in zip(self.project, others)]
         return torch.stack([at_least_float32(first), *parts]).mean(0).to(streams.dtype)

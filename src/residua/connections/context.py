@@ -48,7 +48,9 @@ def pooled(x: Tensor, context: Context, memory: Memory | None = None, *, eps: fl
     "sequence": the mean over the whole sequence, later tokens included, as (batch, 1, dim).
     """
     if context == "cumulative":
-        return running_mean(x, memory)
+        if memory is not None and memory.keeps:
+            return running_mean(x, memory)
+        return derive(lambda tokens: running_mean(tokens, memory), x)
     if context == "token":
         return rms_norm(x if x.dtype.itemsize >= 4 else derive(at_least_float32, x), eps=eps, recompute=True)
     expect_tokens(x, 1, axes="(batch, seq, dim)")

@@ -12,6 +12,7 @@ has the determinant (-1)^d, so it changes the orientation only for odd d.
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from residua.connections.projection import Projection, WideProjection, project
 from residua.connections.recomputing import RecomputingScheme
 from residua.connections.router import Router
 from residua.ops import cayley_angle, gate_penalty, hybrid, hyper_read, hyper_write, unit
-from residua.ops.derived import flattened
+from residua.ops.derived import derive, flattened
 
 # The eps in the norm of k, which makes |H^T H - I| = 4 eps^2 / |k~|^2: 4e-16 for |k~| = 1, the rounding error of
 # float64. At k~ = 0 the derivative 1 / eps is far inside the range of float32.
@@ -318,15 +319,27 @@ class EDeltaConnection(_HybridConnection):
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         context = self.pooled(state, memory)
-        hidden = F.gelu(self.up(context))
-        u, v, k, beta = self.heads(*hidden.chunk(4, -1))
+        u, v, k, beta = self.heads(*gelu_parts(self.up(context), 4))
         gamma = self.gamma(context)
-        rows = state.unflatten(-1, (self.scheme.num_streams, -1))
-        g = hybrid(rows, u, v, beta, k, gamma).flatten(-2)
+        g = derive(partial(_turned, self.scheme.num_streams), state, u, v, beta, k, gamma)
         return self.h_pre(self.norm(g)), Carry(g, EDeltaCoefficients(gamma, beta, k, u, v))
 
     def write(self, y: Tensor, carry: Carry) -> State:
         return (carry.residual + self.h_post(y)).to(carry.residual.dtype)
+
+
+def _turned(num_streams: int, state: Tensor, *coefficients: Tensor) -> Tensor:
+    """Return `hybrid` on the features of (batch, seq, dim), cut into rows."""
+    return hybrid(state.unflatten(-1, (num_streams, -1)), *coefficients).flatten(-2)
+
+
+def gelu_parts(x: Tensor, count: int) -> list[Tensor]:
+    """Return GELU of each of `count` equal parts of the last axis of x; the backward pass keeps x alone."""
+    return [derive(partial(_gelu_part, i, count), x) for i in range(count)]
+
+
+def _gelu_part(i: int, count: int, x: Tensor) -> Tensor:
+    return F.gelu(x).chunk(count, -1)[i]
 
 
 class EDeltaStreamConnection(_HybridConnection):

@@ -11,21 +11,22 @@ are not mistaken for Deep Delta Learning.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, Connection, Norm, RankOne, Scheme, State, Stream
 from residua.connections.context import Context, pooled
-from residua.connections.edelta import K_EPS
+from residua.connections.edelta import K_EPS, gelu_parts
 from residua.connections.ends import Same
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import check_types, require
 from residua.connections.projection import WideProjection
 from residua.ops import at_least_float32, householder, unit
+from residua.ops.derived import derive
 
 
 class PooledHouseholderCoefficients(NamedTuple):
@@ -95,11 +96,10 @@ class PooledHouseholderConnection(Connection):
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         context = pooled(state, self.scheme.context, memory, eps=self.norm_eps)
-        hidden = F.gelu(self.up(context))
-        for_k, for_beta = hidden.chunk(2, -1)
-        k = unit(self.k(for_k), eps=K_EPS)
+        for_k, for_beta = gelu_parts(self.up(context), 2)
+        k = derive(partial(unit, eps=K_EPS), self.k(for_k))
         beta = 2 * torch.sigmoid(self.beta(for_beta).squeeze(-1))
-        x = householder(state.unsqueeze(-1), k, beta).squeeze(-1)
+        x = derive(_reflected, state, k, beta)
         return self.norm(x), Carry(x, PooledHouseholderCoefficients(beta, k))
 
     def write(self, y: Tensor, carry: Carry) -> State:
@@ -108,3 +108,7 @@ class PooledHouseholderConnection(Connection):
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne:
         beta, k = (at_least_float32(coefficient) for coefficient in carry.coefficients)
         return RankOne(beta, k, (at_least_float32(state) * k).sum(-1, keepdim=True))
+
+
+def _reflected(state: Tensor, k: Tensor, beta: Tensor) -> Tensor:
+    return householder(state.unsqueeze(-1), k, beta).squeeze(-1)

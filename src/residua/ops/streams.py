@@ -6,7 +6,7 @@ from torch import Tensor
 
 from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import at_least_float32, promote, without_autocast
-from residua.ops.recompute import VIEWS, closed, joined, kept, opened, read_again, recomputed
+from residua.ops.recompute import VIEWS, again, closed, is_kept, joined, kept, opened, read_again, recomputed
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied, transformed
 
@@ -133,7 +133,8 @@ def hyper_write(
     shapes. arXiv 2409.19606, 2512.24880.
 
     `recompute_every` is as in `delta_write`: of the states along a chain of writes only every m-th is kept for the
-    backward pass. The Triton kernel keeps every state. `implementation`: see `ops.dispatch.choose`.
+    backward pass; y is not kept where it can be recomputed. The Triton kernel keeps every state. `implementation`: see
+    `ops.dispatch.choose`.
     """
     *leading, n, d = streams.shape
     rows = y.dim() == streams.dim()
@@ -193,7 +194,9 @@ class _HyperWrite(Function):
     def forward(ctx, streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor, recompute_every: int) -> Tensor:
         state = joined(ctx, streams, recompute_every, _hyper_written_again, through=VIEWS)
         # Without a matrix only a replay needs the streams.
-        ctx.save_for_backward(None if h_res is None and recompute_every == 1 else state, y, h_res, h_post)
+        before = None if h_res is None and recompute_every == 1 else state
+        ctx.y_shape = y.shape
+        ctx.save_for_backward(before, y if is_kept(y) else None, h_res, h_post)
         return _hyper_written(streams, y, h_res, h_post)
 
     @staticmethod
@@ -203,6 +206,8 @@ class _HyperWrite(Function):
         needs_streams, needs_y, needs_res, needs_post, _ = ctx.needs_input_grad
         if streams is None and needs_res:
             streams = recomputed(ctx)
+        if y is None:
+            y = again(ctx.next_functions[1], ctx.y_shape)
         grad, wide_y, wide_post, *mixing = promote(grad, y, h_post, *([] if h_res is None else [h_res]))
         grad_streams = grad_y = grad_res = grad_post = None
         if needs_streams:
@@ -231,8 +236,9 @@ def _hyper_written(streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Ten
 
 
 def _hyper_written_again(node) -> Tensor:
-    streams, *others = opened(node)
-    return _hyper_written(recomputed(node) if streams is None else streams, *others)
+    streams, y, *others = opened(node)
+    streams = recomputed(node) if streams is None else streams
+    return _hyper_written(streams, again(node.next_functions[1], node.y_shape) if y is None else y, *others)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
