@@ -55,7 +55,14 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in dict.fromkeys(lines) if line.strip()]
 
 
-@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if blocks(text, "python")])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(name, marks=[] if name == "README.md" else pytest.mark.slow)
+        for name, text in PAGES.items()
+        if blocks(text, "python")
+    ],
+)
 def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
     """One block after the other in one namespace, as a reader would paste them; only what is theirs is provided."""
     monkeypatch.chdir(tmp_path)

@@ -138,7 +138,11 @@ def test_parameters_are_those_of_the_model(name):
 
 @pytest.mark.parametrize(
     ("recipe", "connection", "count"),
-    [("small", "residual", 123_590_400), ("small", "ddl-tc", 123_842_476), ("medium", "ddl-cc-ec", 353_873_236)],
+    [
+        ("small", "residual", 123_590_400),
+        ("small", "ddl-tc", 123_842_476),
+        pytest.param("medium", "ddl-cc-ec", 353_873_236, marks=pytest.mark.slow),
+    ],
 )
 def test_parameters_of_the_papers_models(recipe, connection, count):
     model = load_config(recipe, [f"--model.connection={connection}"]).model
@@ -159,6 +163,7 @@ def test_memory_counted_without_data_is_that_of_a_real_step(name, autocast):
     assert 0 < again.kept < found.kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["residual", "ddl-tc", "ddl-cc", "attnres"])
 def test_what_is_kept_is_what_autograd_saves(name):
     """An independent count: the storages that autograd is handed, and the logits, which the caller holds."""

@@ -179,27 +179,41 @@ def test_the_card_tells_what_the_records_tell(trained, exported):
     assert str(trained.parent) not in card, "no place on the machine that trained it"
 
 
+# Each of `blocks` runs in a process of its own, where transformers is imported and nothing of this package.
+FORKS = """
+import os, sys, transformers
+transformers.AutoModelForCausalLM, transformers.PreTrainedTokenizerFast
+for block in blocks:
+    if not os.fork():
+        exec(block, {})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0, block
+"""
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("remote_code", [False, True])
-def test_the_lines_of_the_card_run_unchanged_and_ask_nothing(trained, tmp_path, remote_code):
+def test_the_lines_of_the_card_run_unchanged_and_ask_nothing(trained, tmp_path):
     """transformers prints what it asks; with nobody at stdin it goes on unanswered. Either line may be first."""
-    folder = export(trained, tmp_path / "model", remote_code=remote_code)
-    block = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
-    *first, model, tokenizer = block.splitlines()
-    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    for lines in ([*first, model, tokenizer], [*first, tokenizer, model]):
+    blocks = []
+    for remote_code in (False, True):
+        folder = export(trained, tmp_path / f"model-{remote_code}", remote_code=remote_code)
+        block = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+        *first, model, tokenizer = block.splitlines()
         used = 'print(tokenizer.decode(tokenizer("Text")["input_ids"]), type(model).__name__)'
-        result = subprocess.run(
-            [sys.executable, "-c", "\n".join([BLOCKED if remote_code else "", *lines, used])],
-            capture_output=True,
-            text=True,
-            env=environment,
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            timeout=250,
-        )
-        assert result.returncode == 0, result.stderr[-3000:]
-        assert result.stdout == "Text ResiduaForCausalLM\n"
+        for lines in ([*first, model, tokenizer, used], [*first, tokenizer, model, used]):
+            blocks.append("\n".join([BLOCKED if remote_code else "", *lines]))
+    result = subprocess.run(
+        [sys.executable, "-c", f"blocks = {blocks}\n{FORKS}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        timeout=250,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout == "Text ResiduaForCausalLM\n" * 4
 
 
 def test_a_folder_with_something_in_it_is_refused_and_a_failure_leaves_nothing(trained, tmp_path):

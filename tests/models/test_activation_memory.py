@@ -1,5 +1,7 @@
 """What the backward pass keeps: counted tensor by tensor, so that a copy too many fails here."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,14 +66,19 @@ def kept(
     return size / (TOKENS * DIM * LAYERS * dtype.itemsize)
 
 
+@cache
+def plain(dtype: torch.dtype = torch.float32, device: str = "cpu") -> float:
+    return kept("residual", dtype, device=device)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["ddl-cc", "ddl-tc"])
 def test_four_channels_keep_little_more_than_one(name, dtype):
     """Two raw directions and half a state (one in four, of two) for each layer, and numbers per token."""
-    extra = kept(name, dtype) - kept("residual", dtype)
+    extra = kept(name, dtype) - plain(dtype)
     numbers = 2 * (2 * 4 + 4) * 4 / dtype.itemsize / DIM  # of float32, as a share of a vector this short
     assert extra <= 4.5 + numbers
-    everything = kept({"preset": name, "recompute": "none"}, dtype) - kept("residual", dtype)
+    everything = kept({"preset": name, "recompute": "none"}, dtype) - plain(dtype)
     assert everything == pytest.approx(extra + 6, abs=0.5), "three of four states more"
 
 
@@ -86,14 +93,14 @@ def test_kernels_keep_less(name, dtype):
         recompute: kept({"preset": name, "implementation": "triton", "recompute": recompute}, dtype, device=device)
         for recompute in ("replay", "none")
     }
-    assert found["replay"] <= kept("residual", dtype, device=device) + 4.5
+    assert found["replay"] <= plain(dtype, device) + 4.5
     assert found["replay"] < kept(name, dtype, device=device) - 1
     assert found["none"] == pytest.approx(found["replay"] + 6, abs=0.5), "three of four states more"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_channel_keeps_the_directions(dtype):
-    extra = kept("ddl", dtype) - kept("residual", dtype)
+    extra = kept("ddl", dtype) - plain(dtype)
     assert 2 <= extra <= 2 + 2 * 6 * 4 / dtype.itemsize / DIM
 
 
@@ -105,9 +112,9 @@ def test_one_channel_keeps_the_directions(dtype):
 )
 def test_four_mixed_streams_keep_little_more_than_one(name, numbers, dtype):
     """Two outputs of sublayers, half a state and some numbers of float32 per token for each layer, as a delta write."""
-    extra = kept(name, dtype) - kept("residual", dtype)
+    extra = kept(name, dtype) - plain(dtype)
     assert extra <= 4.1 + 2 * numbers * 4 / dtype.itemsize / DIM
-    everything = kept({"preset": name, "recompute": "none"}, dtype) - kept("residual", dtype)
+    everything = kept({"preset": name, "recompute": "none"}, dtype) - plain(dtype)
     assert everything >= extra + 5.5, "three of four states more"
 
 
@@ -119,7 +126,7 @@ def test_fractions_of_a_state_are_recomputed(connection):
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0.2), (torch.bfloat16, 2.1)])
 def test_a_normalised_stream_costs_its_states_alone(dtype, most):
     """PyTorch's norm keeps two vectors where the sum of two norms is recomputed."""
-    assert kept("siamese", dtype) - kept("residual", dtype) <= most
+    assert kept("siamese", dtype) - plain(dtype) <= most
 
 
 def test_predicted_streams_keep_little_more_than_one():
@@ -137,7 +144,7 @@ def test_shortcuts_of_one_stream_keep_raw_directions(name, most):
 
 def test_gated_streams_keep_their_hidden_features():
     """Half a state, two outputs and twice 320 features, less the inputs of two norms, which a gated read recomputes."""
-    assert kept("gated-residual") - kept("residual") <= 2 + 2.5 * 320 / DIM + 0.5
+    assert kept("gated-residual") - plain() <= 2 + 2.5 * 320 / DIM + 0.5
 
 
 @pytest.mark.parametrize(
@@ -153,7 +160,7 @@ def test_gated_streams_keep_their_hidden_features():
 )
 def test_what_is_read_over_depth_is_not_kept(name, most):
     """Sources are kept, one for each sublayer or block. PyTorch's norm keeps two vectors where a read is recomputed."""
-    assert kept(name) - kept("residual") <= most
+    assert kept(name) - plain() <= most
 
 
 @pytest.mark.parametrize(
@@ -214,7 +221,7 @@ def test_sharded_layers_do_not_cut_the_chain(alone, name):
     """FSDP2 marks the inputs of every layer with a node of its own, between the writes of two layers."""
     from torch.distributed.fsdp import fully_shard
 
-    extra = kept(name) - kept("residual")
+    extra = kept(name) - plain()
     # Gathered weights of connections are counted: 0.15 vectors of each token here.
     assert kept(name, shard=fully_shard) - kept("residual", shard=fully_shard) == pytest.approx(extra, abs=0.2)
 
@@ -224,4 +231,4 @@ def test_sharded_layers_do_not_cut_the_chain(alone, name):
 def test_padding_costs_no_state(name):
     """A mask hides tokens from the convolutions; no masked copy of a state is kept for it."""
     extra = kept(name, padded=3) - kept("residual", padded=3)
-    assert extra == pytest.approx(kept(name) - kept("residual"), abs=0.1)
+    assert extra == pytest.approx(kept(name) - plain(), abs=0.1)

@@ -23,7 +23,7 @@ def count(connection, **options) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("size", ["small", "medium"])
+@pytest.mark.parametrize("size", ["small", pytest.param("medium", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COUNTS)
 def test_the_papers_counts(name, size):
     connection = {"preset": "ddl", "beta_head": "mlp"} if name == "two-layer gate" else name

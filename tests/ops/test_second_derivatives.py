@@ -11,9 +11,10 @@ from residua.ops.write_read import channel_boundary, token_boundary
 from support.delta_cases import direction, generator, normal
 
 G = generator(0)
-STATE, WIDE = normal(G, 2, 3, 2, 4), normal(G, 2, 3, 4)
-WRITE = (STATE, direction(G, 2, 3, 4) * 1.7, normal(G, 2, 3, 2), normal(G, 2, 3).abs())
-SMALL = (normal(G, 4), normal(G, 4), normal(G, 2, 4))
+# (batch, seq, channels, dim). The cost grows with the square of what stands here, and finite differences are the cost.
+STATE, WIDE = normal(G, 1, 3, 2, 3), normal(G, 1, 3, 3)
+WRITE = (STATE, direction(G, 1, 3, 3) * 1.7, normal(G, 1, 3, 2), normal(G, 1, 3).abs())
+SMALL = (normal(G, 3), normal(G, 3), normal(G, 2, 3))
 
 CASES = {
     **{
@@ -26,32 +27,32 @@ CASES = {
     },
     "delta_write_v1": (ops.delta_write_v1, WRITE),
     "delta_inverse": (ops.delta_inverse, WRITE),
-    "channel_boundary": (lambda *x: channel_boundary(*x)[1:], (*WRITE, normal(G, 2, 4), *SMALL)),
-    "token_boundary": (lambda *x: token_boundary(*x)[1:], (*WRITE, normal(G, 3, 2, 4), *SMALL)),
-    "stream_read": (ops.stream_read, (STATE, normal(G, 2, 4))),
-    "causal_read": (ops.causal_read, (STATE, normal(G, 3, 2, 4))),
-    "causal_expand": (ops.causal_expand, (WIDE, normal(G, 3, 2, 4))),
-    "hyper_read": (ops.hyper_read, (STATE, normal(G, 2, 3, 2))),
-    "hyper_write": (ops.hyper_write, (STATE, WIDE, normal(G, 2, 3, 2, 2), normal(G, 2, 3, 2))),
-    "sinkhorn": (lambda x: ops.sinkhorn(x, iterations=3), (normal(G, 2, 3, 3),)),
-    "guarded_sinkhorn": (lambda x: ops.guarded_sinkhorn(x, iterations=3), (normal(G, 2, 3, 3),)),
-    "rms_norm": (ops.rms_norm, (WIDE, normal(G, 4))),
-    "layer_norm": (layer_norm, (WIDE, normal(G, 4), normal(G, 4))),
+    "channel_boundary": (lambda *x: channel_boundary(*x)[1:], (*WRITE, normal(G, 2, 3), *SMALL)),
+    "token_boundary": (lambda *x: token_boundary(*x)[1:], (*WRITE, normal(G, 3, 2, 3), *SMALL)),
+    "stream_read": (ops.stream_read, (STATE, normal(G, 2, 3))),
+    "causal_read": (ops.causal_read, (STATE, normal(G, 3, 2, 3))),
+    "causal_expand": (ops.causal_expand, (WIDE, normal(G, 3, 2, 3))),
+    "hyper_read": (ops.hyper_read, (STATE, normal(G, 1, 3, 2))),
+    "hyper_write": (ops.hyper_write, (STATE, WIDE, normal(G, 1, 3, 2, 2), normal(G, 1, 3, 2))),
+    "sinkhorn": (lambda x: ops.sinkhorn(x, iterations=3), (normal(G, 1, 3, 3),)),
+    "guarded_sinkhorn": (lambda x: ops.guarded_sinkhorn(x, iterations=3), (normal(G, 1, 3, 3),)),
+    "rms_norm": (ops.rms_norm, (WIDE, normal(G, 3))),
+    "layer_norm": (layer_norm, (WIDE, normal(G, 3), normal(G, 3))),
     "layer_norm, linear": (
         lambda x, w, b, m: ops.linear_at_least_float32(layer_norm(x, w, b), m),
-        (WIDE, normal(G, 4), normal(G, 4), normal(G, 2, 4)),
+        (WIDE, normal(G, 3), normal(G, 3), normal(G, 2, 3)),
     ),
     "rms_norm, linear": (
         lambda x, w, m: ops.linear_at_least_float32(
             ops.rms_norm(flattened(x.unsqueeze(-2).expand(-1, -1, 2, -1)), w, recompute=True), m
         ),
-        (WIDE, normal(G, 8), normal(G, 2, 8)),
+        (WIDE, normal(G, 6), normal(G, 2, 6)),
     ),
     "hybrid": (
         lambda *x: derive(ops.hybrid, *x),
-        (STATE, *(normal(G, 2, 3, 2) for _ in range(2)), normal(G, 2, 3), normal(G, 2, 3, 2), normal(G, 2, 3)),
+        (STATE, *(normal(G, 1, 3, 2) for _ in range(2)), normal(G, 1, 3), normal(G, 1, 3, 2), normal(G, 1, 3)),
     ),
-    "linear": (ops.linear_at_least_float32, (WIDE, normal(G, 2, 4), normal(G, 2))),
+    "linear": (ops.linear_at_least_float32, (WIDE, normal(G, 2, 3), normal(G, 2))),
 }
 
 
