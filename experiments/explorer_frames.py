@@ -27,7 +27,9 @@ MOVES = 90
 WHAT = {
     "write": "x-handle",
     "depth": None,
+    "reads": "query-handle",
     "sinkhorn": "cell-12",
+    "streams": "target-handle",
     "drift": None,
     "skew": "u-handle",
     "rotation": "x-handle",

@@ -1,20 +1,29 @@
 """Every simulation in a real browser: its numbers against residua in float64, its picture, mouse, keys and address."""
 
+import importlib
 import math
 import re
+from pathlib import Path
 from urllib.parse import parse_qsl
 
 import numpy as np
 import pytest
 import torch
 
+import residua
 from residua import ops
+from residua.analysis.measure import stream_similarity
 from residua.explorer.page import write_page
 
-SIMULATIONS = ("write", "depth", "sinkhorn", "drift", "skew", "rotation", "spectrum", "blending", "regularisation")
-TOPICS = (*SIMULATIONS, "results")
+SIMULATIONS = (
+    *("write", "depth", "reads", "sinkhorn", "streams", "drift", "skew", "rotation", "spectrum", "blending"),
+    "regularisation",
+)
+PAGES = ("users", "results")
+TOPICS = (*SIMULATIONS, *PAGES)
 SETTINGS = 20
 TOLERANCE = 1e-9
+DOCS = Path(__file__).parents[2] / "docs"
 PHONE, WIDE = (360, 740), (1920, 1080)
 
 
@@ -65,6 +74,8 @@ VECTORS = {
     "write": {"x": 2},
     "skew": {"u": 2, "v": 2},
     "sinkhorn": {"logits": 16},
+    "reads": {"queries": 12},
+    "streams": {"target": 2},
 }
 
 
@@ -117,6 +128,60 @@ def expected_sinkhorn(steps, diagonal, logits):
     return {
         "rows": (now.sum(1) - 1).abs().max(), "columns": (now.sum(0) - 1).abs().max(),
         "most": torch.linalg.svdvals(now)[0], "second": second, "rate": second**2,
+    }  # fmt: skip
+
+
+def turning(degrees):
+    (c, s) = pointing(degrees)
+    return torch.stack([torch.stack([c, -s]), torch.stack([s, c])]) / 2
+
+
+def expected_reads(reader, block, turn, queries):
+    """The read of a connection of AttnRes, or of the readout, whose sublayers turn their input."""
+    stream = residua.AttentionResiduals(block_size=int(block)).build(2, 6).double()
+    own = double(queries).view(6, 2)
+    reading = [*stream.connections[1:], stream.collapse]
+    for part, query in zip(reading, own, strict=True):
+        part.attend.query.data = query
+    state = stream.expand(double([[[1.0, 0.0]]]))
+    for connection in stream.connections[: int(reader) - 1]:
+        x, carry = connection.read(state)
+        state = connection.write(x @ turning(turn).T, carry)
+    with torch.no_grad():
+        x, weights = (value[0, 0] for value in reading[int(reader) - 2].attend(state))
+    return {
+        "count": len(state), "effective": torch.special.entr(weights).sum().exp(), "most": weights.max(),
+        "embedding": weights[0], "newest": weights[-1], "x1": x[0], "x2": x[1], "size": x.norm(),
+    }  # fmt: skip
+
+
+GAINS = double([[1.35, 0.7], [0.8, 1.4], [1.1, 0.95], [0.75, 0.95]])
+
+
+def expected_streams(steps, mixing, depth, onehot, gains, target):
+    n, layers, target = 4, int(depth), double(target)
+    start = (GAINS if gains else 1.0) * double([[1.0, -0.6]]).expand(n, 2)
+    h_res = (1 - mixing) * torch.eye(n).double() + mixing / n
+    a = torch.eye(n).double()[torch.arange(layers) % n] if onehot else torch.full((layers, n), 1 / n).double()
+    b = torch.ones(layers, n).double()
+
+    def run(a, b):
+        streams = start
+        for h_pre, h_post in zip(a, b, strict=True):
+            x = torch.nn.functional.rms_norm(ops.hyper_read(streams, h_pre), (2,), eps=1e-5)
+            streams = ops.hyper_write(streams, turning(40) @ x, h_res, h_post)
+        return streams
+
+    for _ in range(int(steps)):
+        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+        ((run(a, b).mean(0) - target).square().sum() / 2).backward()
+        a, b = a - 0.1 * a.grad, b - 0.1 * b.grad
+    with torch.no_grad():
+        streams = run(a, b)
+    return {
+        "start": stream_similarity(start[None, None])[0], "end": stream_similarity(streams[None, None])[0],
+        "apart": (streams - streams.mean(0)).norm(dim=1).max(), "left": (1 - mixing) ** layers,
+        "loss": (streams.mean(0) - target).square().sum() / 2,
     }  # fmt: skip
 
 
@@ -272,6 +337,11 @@ def test_the_call_that_stands_there_gives_what_is_shown(open_page, path):
     torch.testing.assert_close(result[0], shown(readouts, "x1", "x2"), **close)
     result, readouts = found["depth"]
     torch.testing.assert_close(result[[0, -1]], shown(readouts, "most", "least"), **close)
+    (weights, x), readouts = found["reads"]
+    torch.testing.assert_close(x, shown(readouts, "x1", "x2"), **close)
+    torch.testing.assert_close(weights[[0, -1]], shown(readouts, "embedding", "newest"), **close)
+    result, readouts = found["streams"]
+    torch.testing.assert_close(stream_similarity(result[None, None]), shown(readouts, "end"), **close)
     (rows, columns, mixing), readouts = found["sinkhorn"]
     torch.testing.assert_close((rows - 1).abs().max(), shown(readouts, "rows")[0], **close)
     torch.testing.assert_close(torch.linalg.svdvals(mixing)[0], shown(readouts, "most")[0], **close)
@@ -393,8 +463,12 @@ MARKS = [
     ("write", "x-handle"), ("skew", "u-handle"), ("skew", "v-handle"), ("write", "k-handle"), ("rotation", "x-handle"),
     ("rotation", "v-handle"), ("blending", "k-handle"), ("spectrum", "cayley-handle"),
     ("spectrum", "householder-handle"), ("write", "v-handle"), ("regularisation", "start-handle"),
+    ("reads", "query-handle"), ("streams", "target-handle"),
 ]  # fmt: skip
-FREE = {("write", "x-handle"), ("skew", "u-handle"), ("skew", "v-handle")}
+FREE = {
+    *[("write", "x-handle"), ("skew", "u-handle"), ("skew", "v-handle")],
+    *[("reads", "query-handle"), ("streams", "target-handle")],
+}
 
 
 def test_the_mouse_drags_marks_and_arrow_keys_move_them(open_page, path):
@@ -418,6 +492,70 @@ def test_the_mouse_drags_marks_and_arrow_keys_move_them(open_page, path):
         page.evaluate(FOLLOWED)
         assert middle(page, mark) != at, (topic, mark)
         assert element.get_attribute("aria-valuetext") != said, (topic, mark)
+
+
+def test_a_query_decides_what_is_read_and_a_click_takes_another(open_page, path):
+    page = open_page(path, "topic=reads")
+    page.wait_for_selector("[data-readout]")
+
+    def weights():
+        shown = page.locator(".stage [data-weight]:not([hidden])")
+        return double(shown.evaluate_all("(all) => all.map((one) => Number(one.dataset.weight))"))
+
+    page.locator("[data-preset='the start, w = 0']").click()
+    page.evaluate(FOLLOWED)
+    torch.testing.assert_close(weights(), torch.full((5,), 0.2).double())
+    drag(page, "query-handle", 150, 0)  # towards the embedding, which lies along the first axis
+    assert weights().argmax() == 0
+    assert weights()[0] > 0.5
+    assert page.locator(".weights .chosen").get_attribute("y") == str(4 * 34)
+    page.locator(".weights .row").nth(1).click()
+    page.evaluate(FOLLOWED)
+    assert page.evaluate(NOW)["parameters"]["reader"] == 3
+    torch.testing.assert_close(weights(), torch.full((3,), 1 / 3).double())
+
+
+def test_copies_that_are_read_equally_never_part_and_others_do(open_page, path):
+    page = open_page(path, "topic=streams")
+    found = {}
+    for name in ("copies, read equally", "one stream each", "gains", "strong mixing"):
+        page.locator(f"[data-preset='{name}']").click()
+        page.evaluate(FOLLOWED)
+        found[name] = {key: float(value) for key, value in page.evaluate(NOW)["readouts"].items()}
+    copies = found.pop("copies, read equally")
+    assert copies["end"] == pytest.approx(1, abs=1e-12)
+    assert copies["apart"] == 0
+    assert all(others["loss"] < 0.01 < copies["loss"] for others in found.values())
+    assert found["one stream each"]["end"] < 0.9
+    assert found["gains"]["apart"] > 10 * found["strong mixing"]["apart"]
+
+
+def test_who_runs_what_names_presets_models_and_sources(open_page, path, monkeypatch):
+    """Models are those of the pages of the schemes, and those of transformers are there."""
+    monkeypatch.syspath_prepend(DOCS)
+    scheme_pages = importlib.import_module("scheme_pages")
+    page = open_page(path, "topic=users")
+    page.wait_for_selector(".runs li")
+    rows = page.locator(".runs li").evaluate_all("""(rows) => rows.map((row) => ({
+      preset: row.dataset.runs, state: row.dataset.state, who: row.querySelector(".who").textContent,
+      link: row.querySelector("a")?.href ?? null}))""")
+    kinds = {kind: name for name, kind in residua.SCHEMES.items()}
+    released = re.findall(r"(?m)^\| .* \| `(\w+)` \| `([\w-]+)` \|$", (DOCS / "schemes.md").read_text("utf-8"))
+    assert len(released) == 6
+    linked = [(re.search(r"/transformers/models/(\w+)$", row["link"] or ""), row["preset"]) for row in rows]
+    assert {(link[1], preset) for link, preset in linked if link} == set(released)
+    for row in rows:
+        scheme = residua.PRESETS[row["preset"]]
+        assert scheme_pages.state(scheme) == row["state"], row
+        users = scheme_pages.ABOUT[kinds[type(scheme)]][1].lower()
+        assert all(name.lower() in users for name in row["who"].split(", ")), row
+    topics = set(page.locator("nav [data-topic]").evaluate_all("(all) => all.map((one) => one.dataset.topic)"))
+    assert topics == set(TOPICS)
+    for see in page.locator("[data-see]").evaluate_all("(all) => all.map((one) => one.dataset.see)"):
+        page.locator(f"[data-see={see}]").first.click()
+        page.wait_for_selector(f"nav [data-topic={see}][aria-current=page]")
+        page.evaluate("location.hash = 'topic=users'")
+        page.wait_for_selector(".runs li")
 
 
 def test_a_cell_of_the_matrix_is_dragged_and_stepped(open_page, path):
@@ -529,7 +667,7 @@ def test_every_topic_fits_every_screen(open_page, path, viewport, dark):
           .filter((one) => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX !== "visible")
           .map((one) => one.className)""")
         assert cut == [], topic
-        if topic != "results":
+        if topic not in PAGES:
             box = page.locator(".stage svg").first.bounding_box()
             assert box["width"] >= min(viewport[0] * 0.8, 380), topic
             assert box["x"] >= 0

@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 
-from residua import ops
+from residua import AttentionResiduals, ops
+from residua.analysis.measure import stream_similarity
 from residua.explorer.page import ASSETS, bundle
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
@@ -167,6 +168,73 @@ def test_sinkhorn_step_by_step(call):
         matrix = ops.sinkhorn(logits, 2)
         same(call("rowSums", matrix), matrix.sum(1))
         same(call("rowError", matrix), (matrix.sum(1) - 1).abs().max())
+
+
+def test_reads_over_depth(call):
+    for n, spread in ((1, 1.0), (5, 3.0)):
+        sources, (query, *_) = draws(n, (4,), seed=n, spread=spread)[0], draws(2, (4,), seed=9)[0]
+        x, weights = ops.depth_read(sources, query)
+        found = call("depthRead", sources, query)
+        same(found["x"], x)
+        same(found["weights"], weights)
+        same(call("rmsNorm", query), torch.nn.functional.rms_norm(query, (4,), eps=1e-5))
+
+
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_a_stack_of_attention_residuals(call, block):
+    queries = torch.stack(draws(6, (2,), seed=block)[0])
+    stream = AttentionResiduals(block_size=block).build(2, 6).double()
+    reading = [*stream.connections[1:], stream.collapse]
+    for part, query in zip(reading, queries, strict=True):
+        part.attend.query.data = query
+    turn = torch.tensor(25.0).double().deg2rad()
+    sublayer = torch.stack([torch.stack([turn.cos(), -turn.sin()]), torch.stack([turn.sin(), turn.cos()])]) / 2
+    found = call("depthStack", {"queries": queries.tolist(), "block": block, "turn": 25})
+    state = stream.expand(double([[[1.0, 0.0]]]))
+    for i, connection in enumerate(stream.connections):
+        x, carry = connection.read(state)
+        same(found[i]["weights"], connection.depth_weights(carry).weights.flatten())
+        same(found[i]["sources"], torch.stack(state)[:, 0, 0])
+        state = connection.write(x @ sublayer.T, carry)
+    same(found[6]["x"], stream.collapse(state)[0, 0])
+
+
+def test_the_mean_cosine_of_streams(call):
+    for n in (2, 4):
+        streams = draws(1, (n, 3), seed=n)[0][0]
+        same(call("meanCosine", streams), stream_similarity(streams[None, None])[0])
+    same(call("meanCosine", [[1.0, 2.0], [1.0, 2.0], [0.0, 0.0]]), double(1 / 3))
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("mixing", [0.0, 0.4])
+def test_training_of_streams_is_what_autograd_does(call, one_hot, mixing):
+    start, (target, *_) = draws(1, (4, 2), seed=1)[0][0], draws(2, (2,), seed=2)[0]
+    depth, rate, steps = 5, 0.05, 12
+    h_res = (1 - mixing) * torch.eye(4).double() + mixing / 4
+    a = torch.eye(4).double()[torch.arange(depth) % 4] if one_hot else torch.full((depth, 4), 0.25).double()
+    b = torch.ones(depth, 4).double()
+
+    def run(a, b):
+        states = [start]
+        for h_pre, h_post in zip(a, b, strict=True):
+            x = torch.nn.functional.rms_norm(ops.hyper_read(states[-1], h_pre), (2,), eps=1e-5)
+            y = torch.stack([-x[1], x[0]]) / 2  # a turn of 90 degrees
+            states.append(ops.hyper_write(states[-1], y, h_res, h_post))
+        return torch.stack(states)
+
+    first = run(a, b)
+    for _ in range(steps):
+        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+        slopes = torch.autograd.grad((run(a, b)[-1].mean(0) - target).square().sum() / 2, (a, b))
+        a, b = a - rate * slopes[0], b - rate * slopes[1]
+    last = run(a, b).detach()
+    options = {"start": start.tolist(), "depth": depth, "oneHot": one_hot, "mixing": mixing, "turn": 90}
+    found = call("trainStreams", options | {"target": target.tolist(), "steps": steps, "rate": rate})
+    same(found["first"], first)
+    same(found["states"], last)
+    same(found["out"], last[-1].mean(0))
+    same(found["loss"], (last[-1].mean(0) - target).square().sum() / 2)
 
 
 def test_random_directions_are_spread_over_the_sphere(call):

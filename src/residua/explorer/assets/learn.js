@@ -5,6 +5,9 @@ import {h} from "./dom.js";
 import {dashboard} from "./learn-results.js";
 import {blending} from "./learn-blending.js";
 import {depth} from "./learn-depth.js";
+import {reads} from "./learn-reads.js";
+import {streamsTopic} from "./learn-streams.js";
+import {users} from "./learn-users.js";
 import {drift} from "./learn-drift.js";
 import {regularisation} from "./learn-regularisation.js";
 import {rotation} from "./learn-rotation.js";
@@ -37,7 +40,9 @@ import {get, set, subscribe} from "./store.js";
  */
 
 /** @type {Topic[]} */
-const topics = [write, depth, sinkhornTopic, drift, skewTopic, rotation, spectrum, blending, regularisation, dashboard];
+const topics = [
+  write, depth, reads, sinkhornTopic, streamsTopic, drift, skewTopic, rotation, spectrum, blending, regularisation, users, dashboard,
+];
 
 /** @param {HTMLElement} root */
 export async function learn(root) {

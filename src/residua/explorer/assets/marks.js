@@ -61,8 +61,10 @@ export function arrow(space, name, way, {text = null, head = true} = {}) {
   const shaft = svg("line", {class: `line ${way}`, "data-mark": name});
   const end = head && svg("path", {class: `head ${way}`});
   const label = text && svg("text", {class: `label ${way}`}, text);
-  space.lines.append(svg("g", null, shaft, end, label));
+  const element = svg("g", null, shaft, end, label);
+  space.lines.append(element);
   return {
+    element,
     move(a, b, side = null) {
       const [[x1, y1], [x2, y2]] = [space.to(a), space.to(b)];
       const length = Math.hypot(x2 - x1, y2 - y1);

@@ -205,6 +205,103 @@ export const rowSums = (matrix) => matrix.map((row) => row.reduce((sum, x) => su
 /** max |row sum - 1|. */
 export const rowError = (matrix) => Math.max(...rowSums(matrix).map((sum) => Math.abs(sum - 1)));
 
+/** x / sqrt(mean(x^2) + eps): an RMSNorm without a gain. */
+export const rmsNorm = (x, eps = 1e-5) => scale(x, 1 / Math.sqrt(dot(x, x) / x.length + eps));
+
+/** The gradient of rmsNorm at x, where g is that of its result. */
+function rmsNormGradient(x, g, eps = 1e-5) {
+  const z = rmsNorm(x, eps);
+  const along = dot(z, g) / x.length;
+  return scale(subtract(g, scale(z, along)), 1 / Math.sqrt(dot(x, x) / x.length + eps));
+}
+
+const combined = (weights, vectors) => vectors.reduce((sum, v, i) => add(sum, scale(v, weights[i])), vectors[0].map(() => 0));
+
+/** a = softmax_i(w . RMSNorm(V_i)) and x = sum_i a_i V_i: residua.ops.depth_read. */
+export function depthRead(sources, query, eps = 1e-5) {
+  const logits = sources.map((source) => dot(query, rmsNorm(source, eps)));
+  const total = logSumExp(logits);
+  const weights = logits.map((logit) => Math.exp(logit - total));
+  return {weights, x: combined(weights, sources)};
+}
+
+/** Half the rotation by an angle in degrees: what the sublayers of two simulations do with their normalised input. */
+const turning = (turn) => {
+  const [c, s] = direction(turn);
+  return [[c / 2, -s / 2], [s / 2, c / 2]];
+};
+
+/**
+ * A stack of attention residuals in the plane, from the embedding (1, 0): residua.AttentionResiduals. Sublayer l gives
+ * half its normalised input, turned; `block` outputs are summed into a source; `queries` are those of sublayer 2, 3, ...
+ * and the readout. Returns for sublayer 1, 2, ... and the readout {sources, weights, x}.
+ */
+export function depthStack({queries, block, turn}) {
+  const f = turning(turn);
+  const sources = [[1, 0]];
+  const reads = [{sources: [...sources], weights: [1], x: sources[0]}];
+  queries.forEach((query, l) => {
+    const y = apply(f, rmsNorm(reads[l].x));
+    if (l % block) sources.push(add(sources.pop(), y));
+    else sources.push(y);
+    reads.push({sources: [...sources], ...depthRead(sources, query)});
+  });
+  return reads;
+}
+
+/** The mean cosine between two different rows: residua.analysis.measure.stream_similarity. */
+export function meanCosine(streams) {
+  const directions = streams.map((x) => scale(x, 1 / Math.max(norm(x), 1e-12)));
+  const all = directions.reduce(add);
+  const own = directions.reduce((sum, x) => sum + dot(x, x), 0);
+  return (dot(all, all) - own) / (streams.length * (streams.length - 1));
+}
+
+/**
+ * Streams in the plane through sublayers that read them with weights a_l and are written with weights b_l:
+ * X <- H X + b_l F(RMSNorm(a_l X)) with H = (1 - mixing) I + mixing / n and the F of depthStack; hyper-connections with
+ * these mappings. `steps` of gradient descent at `rate` move all a_l and b_l towards |mean of the streams - target|^2 / 2
+ * = 0. a_l starts at 1 / n, or with `oneHot` at stream l mod n alone; b_l at 1.
+ * Returns the states X_0 ... X_depth of the last step and of the start, and the loss.
+ */
+export function trainStreams({start, depth, oneHot, mixing, turn, target, steps, rate}) {
+  const n = start.length;
+  const f = turning(turn);
+  const back = transpose(f);
+  const h = eye(n).map((row) => row.map((one) => (1 - mixing) * one + mixing / n));
+  const layers = Array.from({length: depth}, (_, l) => ({
+    a: start.map((_, s) => (oneHot ? Number(s === l % n) : 1 / n)), b: start.map(() => 1),
+  }));
+  const run = () => {
+    const states = [start];
+    const seen = layers.map(({a, b}, l) => {
+      const read = combined(a, states[l]);
+      const y = apply(f, rmsNorm(read));
+      states.push(h.map((row, o) => add(combined(row, states[l]), scale(y, b[o]))));
+      return {read, y};
+    });
+    const out = scale(states[depth].reduce(add), 1 / n);
+    return {states, seen, out, loss: dot(subtract(out, target), subtract(out, target)) / 2};
+  };
+  const first = run().states;
+  for (let step = 0; step < steps; step++) {
+    const {states, seen, out} = run();
+    let grads = start.map(() => scale(subtract(out, target), 1 / n));
+    for (let l = depth - 1; l >= 0; l--) {
+      const {a, b} = layers[l];
+      const before = states[l];
+      const read = rmsNormGradient(seen[l].read, apply(back, combined(b, grads)));
+      layers[l] = {
+        a: a.map((weight, s) => weight - rate * dot(read, before[s])),
+        b: b.map((weight, o) => weight - rate * dot(grads[o], seen[l].y)),
+      };
+      grads = before.map((_, s) => add(combined(h.map((row) => row[s]), grads), scale(read, a[s])));
+    }
+  }
+  const {states, out, loss} = run();
+  return {states, first, out, loss};
+}
+
 /** Numbers in (0, 1) that are the same in every browser (and in the tests): mulberry32. */
 export function uniform(seed) {
   let state = seed >>> 0;
