@@ -81,6 +81,19 @@ def test_no_plain_model_is_built_from_the_configuration_of_a_converted_one():
     assert other.config.__class__ is LlamaConfig
 
 
+def test_the_class_of_a_configuration_opens_it(tmp_path):
+    """As PEFT does, which saves the embedding too where the number of rows differs."""
+    model = converted("hc", torch.float32)
+    kind = type(model.config)
+    model.save_pretrained(tmp_path / "converted")
+    llama(torch.float32).save_pretrained(tmp_path / "plain")
+    for place, expected in (("converted", kind), ("plain", LlamaConfig)):
+        config, unused = kind.from_pretrained(tmp_path / place, use_cache=False, other=1, return_unused_kwargs=True)
+        assert type(config) is expected
+        assert (config.vocab_size, config.use_cache, unused) == (48, False, {"other": 1})
+    assert kind.from_pretrained(tmp_path / "converted").residua["connection"] == model.config.residua["connection"]
+
+
 def test_a_configuration_that_two_models_share_is_changed_for_one():
     first = llama()
     second = type(first)(first.config)

@@ -87,6 +87,17 @@ def base_in(found: Any) -> dict[str, Any]:
 class SavedAsConverted(Swapped):
     """What is mixed into the class of a converted model's configuration: another form in files."""
 
+    @classmethod
+    def from_pretrained(cls, folder: Any, **kwargs: Any) -> Any:
+        """Return the configuration in the folder of a converted model, or of a plain one, as every class does."""
+        settings, _ = PreTrainedConfig.get_config_dict(folder, **kwargs)
+        if settings.get("model_type") != MODEL_TYPE:
+            return cls.__bases__[1].from_pretrained(folder, **kwargs)  # type: ignore[attr-defined]
+        opened, unused = ConvertedConfig.from_pretrained(folder, **{**kwargs, "return_unused_kwargs": True})
+        how = {name: x for name, x in opened.residua.items() if name != BASE}
+        config = _told(opened.base_config, how)
+        return (config, unused) if kwargs.get("return_unused_kwargs") else config
+
     def to_json_string(self, use_diff: bool = True) -> str:
         base = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
         kept = {name: base[name] for name in ("architectures", "dtype", "transformers_version") if name in base}
