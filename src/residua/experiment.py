@@ -20,7 +20,7 @@ from residua.errors import InputError, extra
 from residua.evaluation.loss import held_out_loss, shard_batches
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.models.base_model import base_connection, base_sha256, freeze_base, open_base, rebuild_base
-from residua.models.opening import read_model
+from residua.models.opening import context_of, read_model
 from residua.runs.folder import writable
 from residua.runs.progress import say
 from residua.training import (
@@ -230,7 +230,7 @@ def _built_on_base(
     if isinstance(data, PreparedData):
         _expect_tokenizer_of_base(config.base, data)
     model = open_base(Path(config.base), config.base_sha256, config.connection, config.start)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+    longest = context_of(model) or length
     require(length <= longest, "train.sequence_length", f"at most the positions of the base ({longest})", length)
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < data.vocab_size:

@@ -13,7 +13,7 @@ from residua.data.tokenizer import save_tokenizer
 from residua.errors import InputError, RunError, extra, first_line
 from residua.experiment import OpenRun, open_run
 from residua.models.convert_configuration import MODEL_TYPE, SavedAsConverted
-from residua.models.opening import quiet
+from residua.models.opening import context_of, quiet
 from residua.runs.durable import sync, unfinished
 from residua.runs.jsonlines import read_metrics
 from residua.runs.reading import read_json, write_yaml
@@ -125,7 +125,7 @@ def model_code() -> dict[str, str]:
 def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> str:
     """Return the text of README.md: how to load the model, and how it was trained."""
     config = opened.model.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None)
+    context = context_of(opened.model)
     facts = read_json(run / "facts.json") if (run / "facts.json").exists() else {}
     data = facts.get("data", {}) if isinstance(facts, dict) else None
     if not isinstance(data, dict):

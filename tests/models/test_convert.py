@@ -4,13 +4,23 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, Olmo2Config, StaticCache
+from transformers import (
+    AutoModel,
+    DynamicCache,
+    Olmo2Config,
+    Qwen2_5_VLTextConfig,
+    Qwen3VLTextConfig,
+    StaticCache,
+)
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import residua
 from residua.errors import InputError
+from residua.models import convert as converting
 from residua.models.convert import stream_of
-from support.converted_models import IDS, PLAIN, PRESERVING, VOCAB, WINDOWED, converted, llama, model_of
+from residua.models.convert_probe import probe
+from support.converted_models import IDS, PLAIN, PRESERVING, VOCAB, WINDOWED, converted, lively, llama, model_of
+from support.families import randomised
 from support.tolerances import assert_close
 
 
@@ -155,6 +165,34 @@ def test_packed_documents_equal_documents_alone(training):
     assert_close(model(IDS, attention_mask=block, position_ids=positions, seq_idx=numbers).logits, logits)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("config_class", [Qwen2_5_VLTextConfig, Qwen3VLTextConfig])
+def test_packed_documents_of_a_model_with_positions_of_texts_and_images(config_class):
+    """The text's positions come before the three of images, and attention separates documents by them alone."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    config = config_class(vocab_size=VOCAB, num_hidden_layers=2, head_dim=4, rope_parameters=rope, **sizes)
+    model = lively(randomised(lambda: AutoModel.from_config(config), scale=0.3).double(), WINDOWED)
+
+    def states(ids, **told):
+        return model(ids, use_cache=False, **told).last_hidden_state
+
+    expected = torch.cat([states(ids) for ids in IDS.split((4, 5), 1)], 1)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    numbers = torch.tensor([[0] * 4 + [1] * 5])
+    text, images, both = positions, positions.expand(3, 1, 9), positions.expand(4, 2, 9)
+    for told in (
+        {"position_ids": text},
+        {"position_ids": both},
+        {"seq_idx": numbers},
+        {"position_ids": images, "seq_idx": numbers},
+        {"position_ids": both, "seq_idx": numbers},
+    ):
+        assert_close(states(IDS, **told), expected)
+    # Without the text's positions these are places in one document, for attention as for the stream.
+    assert (states(IDS, position_ids=images) - expected)[:, 4:].abs().max() > 0.01
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # the name of the option changes with the sixth version
 @pytest.mark.parametrize("connection", [PLAIN, WINDOWED, "attnres-block"])
 def test_checkpointing_changes_no_gradient(connection):
@@ -166,6 +204,18 @@ def test_checkpointing_changes_no_gradient(connection):
         model(IDS, labels=IDS).loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_reentrant_checkpoints_which_would_lose_gradients_are_refused():
+    model = converted(PLAIN).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        model(IDS)
+    assert model.eval()(IDS).logits.isfinite().all()
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    model(IDS, labels=IDS).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_hidden_states_are_read_out():
@@ -318,3 +368,10 @@ def test_a_trunk_that_passes_no_keywords_on_turns_a_scheme_that_reads_earlier_to
     assert torch.equal(model(IDS).logits, before)
     residua.convert(model, "residual")
     assert torch.equal(model(IDS).logits, before)
+
+
+def test_small_inputs_are_made_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(converting, "probe", lambda model: made.append(model) or probe(model))
+    residua.convert(llama(), "hc")
+    assert len(made) == 1

@@ -22,8 +22,7 @@ from transformers import (
 
 import residua
 from residua.errors import InputError
-from residua.models.convert import stream_of
-from support.converted_models import IDS, SOUND, STARTS, WINDOWED, converted, llama, whisper
+from support.converted_models import IDS, SOUND, STARTS, WINDOWED, converted, lively, llama, whisper
 from support.tolerances import assert_close
 
 KINDS = ["hc", WINDOWED, "attnres-block"]
@@ -147,14 +146,6 @@ def test_a_model_is_opened_for_another_task(tmp_path):
     classifier.save_pretrained(tmp_path / "again")
     opened = AutoModelForSequenceClassification.from_pretrained(tmp_path / "again")
     assert_close(opened(IDS).logits, expected)
-
-
-def lively(half, connection):
-    torch.manual_seed(1)
-    residua.convert(half, connection, start="fresh")
-    with torch.no_grad():
-        for parameter in stream_of(half).parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
 
 
 @pytest.mark.parametrize("halves", [("mhc", None), (None, WINDOWED), ("hc", "attnres")])

@@ -48,8 +48,13 @@ def whisper():
 
 def converted(connection, dtype=torch.float64, **options):
     """A converted Llama whose connections are not at their start."""
+    return lively(llama(dtype, **options), connection)
+
+
+def lively(model, connection):
+    """Convert a model, or a part of one, to connections that are not at their start."""
     torch.manual_seed(1)
-    model = residua.convert(llama(dtype, **options), connection, start="fresh")
+    residua.convert(model, connection, start="fresh")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".stream." in name:

@@ -14,6 +14,7 @@ from residua.errors import InputError
 from residua.models import ResiduaForCausalLM, ResiduaModel
 from residua.models.convert import is_converted, replaced, stream_of
 from residua.models.convert_configuration import conversion_of
+from residua.models.opening import context_of
 from residua.ops import at_least_float32
 
 # Compute logits for this many tokens at a time: with a large vocabulary they are a pass's largest tensors.
@@ -64,7 +65,7 @@ class Subject:
             stream,
             config.hidden_size,
             tuple(f"{i + 1} {kind}" for i, kind in kinds),
-            getattr(config, "max_position_embeddings", None),
+            context_of(model),
             config.vocab_size,
             head,
         )

@@ -9,6 +9,7 @@ import torch
 from residua.checks import require_unicode
 from residua.errors import InputError, extra
 from residua.evaluation.loss import evaluating
+from residua.models.opening import context_of
 
 with extra("lab"):
     from transformers import GenerationConfig, TextStreamer
@@ -56,8 +57,7 @@ def complete(
     tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
     if None in tokens:
         raise InputError("prompt: expected a text, since this tokenizer has no end-of-text token, got an empty one")
-    config = model.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    context = context_of(model) or sys.maxsize
     room = context - len(tokens)
     if max_new_tokens is None:
         max_new_tokens = min(DEFAULT_NEW_TOKENS, room)
@@ -78,7 +78,7 @@ def complete(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
         # A model may have more rows than the tokenizer has tokens; the other rows were never trained.
-        suppress_tokens=list(range(len(tokenizer), config.vocab_size)) or None,
+        suppress_tokens=list(range(len(tokenizer), model.config.get_text_config().vocab_size)) or None,
         **({} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k}),
     )
     input_ids = torch.tensor([tokens], device=model.device)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from residua.errors import InputError, extra
 from residua.evaluation.published import TASKS, Row
+from residua.models.opening import context_of
 
 with extra("eval"):
     import lm_eval
@@ -111,7 +112,7 @@ def score(
         backend="causal",
         device=str(model.device),
         batch_size=batch_size,
-        max_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        max_length=context_of(model),
         mixed_precision_dtype="bfloat16" if bfloat16 else None,
     )
     training = model.training

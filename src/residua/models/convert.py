@@ -55,9 +55,10 @@ def convert(
             scheme = scheme.preserving()
         except ValueError as error:
             raise InputError(f"{first_line(error)}; start='fresh' converts the model all the same") from error
-    conversion = find_anatomy(model, scheme)
+    _expect_convertible(model)
     with evaluating(model):
         inputs = probe(model)
+        conversion = find_anatomy(model, scheme, inputs)
         before = outputs(model, inputs)
         _expect_same_direction(model, conversion, inputs)
         rebuild(model, conversion)
@@ -72,8 +73,10 @@ def convert(
     return model
 
 
-def find_anatomy(model: PreTrainedModel, scheme: Scheme) -> Conversion:
+def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, Any] | None = None) -> Conversion:
     """Return how a model can be converted to `scheme`, found with the plain residual; the model is left as it was.
+
+    inputs: what `probe` returned, if it was called already.
 
     Raises:
         InputError: it cannot be converted.
@@ -81,7 +84,7 @@ def find_anatomy(model: PreTrainedModel, scheme: Scheme) -> Conversion:
     _expect_convertible(model)
     path, stack = stack_of(model)
     with evaluating(model), uneven(model):
-        inputs = probe(model)
+        inputs = probe(model) if inputs is None else inputs
         ways = situations(model, inputs)
         before = _outputs_of(model, ways)
         anatomy, unchanged = observe(model, stack, inputs)

@@ -8,7 +8,8 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from residua.connections.memory import expect_no_gap, expect_separable, positions_in, window_of
 from residua.errors import extra
@@ -20,6 +21,10 @@ with extra("lab"):
 
 
 NO_HIDDEN_STATES = "output_hidden_states: expected False, since this scheme reads earlier tokens in every readout"
+
+
+IMAGE_AXES = 3
+"""Axes along which models of texts and images count positions: time, height and width."""
 
 
 class StreamLayer(LinearAttentionLayer):
@@ -63,10 +68,12 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Before the forward pass of a trunk: give its layers their memories, if the scheme reads earlier tokens.
 
     Raises:
-        ValueError: padding between tokens, documents that cannot be told apart, a cache that cannot remember, or
-            hidden states, which would need a memory each.
+        ValueError: padding between tokens, documents that cannot be told apart, a cache that cannot remember, hidden
+            states, which would need a memory each, or reentrant checkpointing.
     """
     stack = converted_layers(trunk)
+    for module in (trunk, stack[0]):
+        expect_gradients(module)
     parts = stream_parts(stack)
     looking = [part for part in parts if window_of(part)]
     if not looking and all(getattr(part, "causal", True) for part in parts):
@@ -82,7 +89,8 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         raise ValueError(NO_HIDDEN_STATES)
     use_cache = given.get("use_cache")
     cached = not trunk.training and (cache is not None or bool(use_cache))
-    documents = documents_of(tokens, mask, given.get("position_ids"), given, cached=cached)
+    positions = given.get("position_ids")
+    documents = documents_of(tokens, mask, _of_text(positions), given, cached=cached)
     if documents is None:
         seen = tokens_of(mask)
         if seen is not None:
@@ -90,8 +98,13 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     else:
         for part in parts:
             expect_separable(part)
-        if mask is None and given.get("position_ids") is None and "position_ids" in names:
-            kwargs = {**kwargs, "position_ids": positions_in(documents)}
+        if mask is None and "position_ids" in names:
+            told = _separating(positions, documents, config)
+            place = names.index("position_ids")
+            if place < len(args):
+                args = (*args[:place], told, *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, "position_ids": told}
     use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
     if trunk.training:  # a cache would only be filled and dropped, and a recomputed layer would fill it twice
         if cache is not None and cache.get_seq_length():
@@ -114,6 +127,36 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     numbers = iter(range(len(parts)))
     slots: list[CacheSlot | None] = [CacheSlot(where, next(numbers)) if window_of(part) else None for part in parts]
     return args, {**kwargs, MEMORY: memories(CacheSlots(slots, []), cache, padding, tokens, documents=documents).parts}
+
+
+def _of_text(positions: Any) -> Any:
+    """Return the positions of the text, the first of those of texts and images; None where they are missing."""
+    if not isinstance(positions, Tensor) or positions.dim() < 3:
+        return positions
+    return positions[0] if len(positions) == 1 + IMAGE_AXES else None
+
+
+def _separating(positions: Tensor | None, documents: Tensor, config: Any) -> Tensor:
+    """Return positions from which the attention of a model sees its documents: as given, but for what is missing."""
+    numbers = positions_in(documents)
+    if "mrope_section" not in (getattr(config.get_text_config(), "rope_parameters", None) or {}):
+        return numbers if positions is None else positions
+    if positions is None or positions.dim() == 2:
+        alone = numbers if positions is None else positions
+        return alone.expand(1 + IMAGE_AXES, *alone.shape)
+    if len(positions) == 1 + IMAGE_AXES:
+        return positions
+    return torch.cat([numbers[None], positions.expand(-1, len(numbers), -1)])
+
+
+def expect_gradients(module: nn.Module) -> None:
+    """Raise ValueError for a module whose layers run in reentrant checkpoints: those pass no gradient to a stream."""
+    options = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
+    if module.training and getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant"):
+        raise ValueError(
+            "gradient_checkpointing_enable: expected use_reentrant=False for a converted model, got True, with which "
+            "nothing before the last layer would learn"
+        )
 
 
 def read_out(module: nn.Module, args: Any, output: Any) -> Any:

@@ -54,6 +54,17 @@ def read_model(
     return model, tokenizer
 
 
+CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+"""The names under which configurations have the number of positions."""
+
+
+def context_of(model: PreTrainedModel) -> int | None:
+    """Return how many tokens a language model takes at most; None where its configuration names no number."""
+    config = model.config.get_text_config(decoder=True)
+    found = (getattr(config, name, None) for name in CONTEXTS)
+    return next((number for number in found if isinstance(number, int) and number > 0), None)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the messages and bars of transformers; what matters of them becomes one error."""
