@@ -42,6 +42,16 @@ def uneven(*, loudest: float, tokens: slice) -> Trace:
     return trace
 
 
+def converted() -> Trace:
+    """Reads over depth of a converted model, whose sublayers have the names of its norms."""
+    trace = planted.depth()
+    names = [f"{i // 2 + 1} {('input_layernorm', 'post_attention_layernorm')[i % 2]}" for i in range(SUBLAYERS)]
+    trace.facts.update(sublayers=names, sources=["embedding", names[0], f"{names[1]} to {names[2]}"])
+    for name in ("depth_weights", "depth_mean"):
+        trace.values[name] = trace.values[name][..., :3].contiguous()
+    return trace
+
+
 IDENTICAL = torch.eye(8)[:1].expand(SUBLAYERS, -1).contiguous()
 TRACES = {
     "mixed": planted.delta(mixed_beta(), tokens=[planted.HOSTILE, "<b>a\n", *planted.words(TOKENS - 2)]),
@@ -58,6 +68,7 @@ TRACES = {
     "loud tokens": uneven(loudest=1000, tokens=slice(20, 23)),
     "mixed streams": mixing(),
     "depth": planted.depth(),
+    "converted": converted(),
     "several reads": planted.depth(reads=("q", "k", "v"), negative=True),
 }
 NAMES = list(TRACES)
@@ -398,6 +409,16 @@ def test_one_of_several_reads_and_weights_below_zero(show):
     assert data["zmin"] == -data["zmax"] < 0
     readout = page.locator("[data-panel=depth-reads] .readout").inner_text()
     assert readout.endswith("2 attention 0.8, 1 mlp 0.6, 1 attention 0.4, embedding −0.2.")
+
+
+def test_long_names_beside_an_axis_are_cut_at_their_end(show):
+    page = show("converted")
+    rows = ["1 input_lay…", "1 post_atte…", "2 input_lay…", "2 post_atte…"]
+    ticks = "([name, axis]) => document.querySelector(`[data-plot=${name}]`).layout[axis].ticktext"
+    for plot, axis in (("depth-mean", "yaxis"), ("map", "yaxis"), ("output-norm", "xaxis")):
+        assert page.evaluate(ticks, [plot, axis]) == rows
+    sources = ["embedding", rows[0], f"{rows[1]}<br>to {rows[2]}"]
+    assert page.evaluate(ticks, ["depth-mean", "xaxis"]) == sources
 
 
 def test_how_alike_streams_are_over_depth(show):

@@ -1,7 +1,7 @@
 // Pictures over the depth of a model: what most tokens have, what the selected one has, and the sublayer that is selected.
 
 import {h} from "./dom.js";
-import {quantiles} from "./inspect-trace.js";
+import {brief, quantiles} from "./inspect-trace.js";
 import {canvas, chart, faded, mark, panel, vertical} from "./panels.js";
 import {color} from "./theme.js";
 
@@ -16,7 +16,7 @@ export function depthAxis(trace, last = trace.depth - 1) {
   const tickvals = Array.from({length: last + 1}, (_, i) => i).filter((i) => i % every === 0);
   return {
     tickvals,
-    ticktext: tickvals.map((i) => trace.facts.sublayers[i] ?? "end"),
+    ticktext: tickvals.map((i) => brief(trace.facts.sublayers[i] ?? "end")),
     range: [-0.5, last + 0.5],
     tickangle: -45,
     showgrid: false,

@@ -79,6 +79,8 @@ function norms(trace, tip, select) {
 function similarity(trace, tip, select) {
   const {stream_similarity: cosine} = trace.fields;
   if (!cosine) return null;
+  const least = quantiles(cosine.data, [0])[0] || 0;
+  const room = 0.1 * Math.max(1 - least, 0.01);
   return overDepth(
     trace,
     "similarity",
@@ -90,7 +92,7 @@ function similarity(trace, tip, select) {
         ({token}) => spread(cosine, token, {name: "cosine", shade: color("--line-1")}),
         () => ({
           xaxis: depthAxis(trace, cosine.rows - 1),
-          yaxis: {title: {text: "mean cosine"}, range: [Math.min(0, quantiles(cosine.data, [0])[0]) - 0.03, 1.03]},
+          yaxis: {title: {text: "mean cosine"}, range: [least - room, 1 + room]},
         }),
       ],
     ],
@@ -159,7 +161,7 @@ function alignment(trace, tip, select) {
           const axis = {...depthAxis(trace), constrain: "domain"};
           return {
             hovermode: "closest",
-            margin: {l: 88, r: 8, t: 8, b: 72},
+            margin: {l: 96, r: 8, t: 8, b: 72},
             xaxis: axis,
             yaxis: {...axis, tickangle: 0, scaleanchor: "x"},
             shapes: outline(sublayer),

@@ -1,7 +1,7 @@
 // What every sublayer read over depth: the embedding, the outputs of earlier sublayers, or sums of them.
 
 import {h} from "./dom.js";
-import {number, quantiles, visible} from "./inspect-trace.js";
+import {brief, number, quantiles, visible} from "./inspect-trace.js";
 import {canvas, chart, choice, mark, panel} from "./panels.js";
 import {set} from "./store.js";
 import {betaScale, color, onTheme, sizeScale} from "./theme.js";
@@ -93,8 +93,8 @@ export function depthReads(trace, tip, select) {
             z: sublayers.map((_, row) => ofRead(of(row, now.token), sources.length, now.read).map((x) => x || null)),
           }],
           () => ({
-            hovermode: "closest", margin: {l: 88, r: 8, t: 8, b: 96}, shapes: outline(now.sublayer),
-            xaxis: {...ticks(sources.map((name) => name.replace(" to ", "<br>to ")), every), tickangle: -45}, yaxis: ticks(sublayers, names),
+            hovermode: "closest", margin: {l: 96, r: 8, t: 8, b: 104}, shapes: outline(now.sublayer),
+            xaxis: {...ticks(sources.map((name) => name.split(" to ").map(brief).join("<br>to ")), every), tickangle: -45}, yaxis: ticks(sublayers.map(brief), names),
           }),
           ({y}) => select(y, null),
         );

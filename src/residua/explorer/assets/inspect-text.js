@@ -2,7 +2,7 @@
 
 import {h} from "./dom.js";
 import {scale} from "./inspect-scale.js";
-import {number, regime, visible} from "./inspect-trace.js";
+import {brief, number, regime, visible} from "./inspect-trace.js";
 import {canvas, chart, mark, panel, shades} from "./panels.js";
 import {betaScale, color, onTheme, sizeScale} from "./theme.js";
 
@@ -146,7 +146,7 @@ export function tokensAndMap(trace, tip, select) {
         shapes: outline(),
         showlegend: false,
         dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-        margin: {l: 88, r: 8, t: 8, b: 40},
+        margin: {l: 96, r: 8, t: 8, b: 40},
         xaxis: {
           title: {text: "token"},
           range: [-0.5, trace.length - 0.5],
@@ -156,7 +156,7 @@ export function tokensAndMap(trace, tip, select) {
         },
         yaxis: {
           tickvals: ticks,
-          ticktext: ticks.map((i) => names[i]),
+          ticktext: ticks.map((i) => brief(names[i])),
           range: [-0.5, trace.depth - 0.5],
           showgrid: false,
           zeroline: false,

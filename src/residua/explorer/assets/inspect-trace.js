@@ -138,6 +138,11 @@ export function number(x) {
   return text.replaceAll("-", "−");
 }
 
+const LONGEST = 12; // letters beside an axis
+
+/** The name of a sublayer beside an axis: of a converted model it is the name of a norm, which may be long. */
+export const brief = (name) => (name.length > LONGEST ? `${name.slice(0, LONGEST - 1)}…` : name);
+
 /** A token as it is shown: line ends and tabs to be seen. */
 export function visible(token) {
   return token.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "∅";

@@ -87,6 +87,7 @@ function draw(stage, values, change, more) {
 
 export const reads = {
   name: "reads",
+  wide: true,
   title: "Attention over depth",
   lead: "An attention residual does not add outputs up: every sublayer has a query, and reads a weighted mean of all that stood before it.",
   formula: ["*a*_{i} = softmax_{i}({k|*w*} · RMSNorm(*V*_{i})),  {result|*x*} = ∑_{i} *a*_{i} *V*_{i},  *V*_{l} = *F*_{l}(RMSNorm({result|*x*}))"],

@@ -54,6 +54,7 @@ function draw(stage, values, change, more) {
 
 export const streamsTopic = {
   name: "streams",
+  wide: true,
   title: "Streams that part or collapse",
   lead: "Four streams start from one embedding. Whether they ever hold different things depends on the start, and on how they are mixed.",
   formula: ["*X* ← *H* *X* + *b*_{l} *F*_{l}(RMSNorm(*a*_{l}ᵀ*X*)),  *H* = (1 − *t*) *I* + *t*/4"],
