@@ -145,3 +145,20 @@ def test_each_preset_is_kept_before_the_next_is_measured(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         benchmark(settings("ddl", "hc"), keep=kept.append)
     assert [record["preset"] for record in kept] == ["residual", "ddl"]
+
+
+@pytest.mark.slow
+def test_a_converted_llama_is_compared_with_itself_before(capsys):
+    """In wider and wider models, numbers of gates and mappings take a smaller and smaller share of a vector."""
+    found = []
+    for dim in (64, 128):
+        sizes = {"dim": dim, "layers": 4, "batch_size": 1}
+        found.append(benchmark(settings("residual", "hc", base="llama", **sizes)).above_baseline("hc"))
+    numbers = 128 * (found[0] - found[1])
+    assert 2 < found[1] - numbers / 128 <= 4.5
+    with pytest.raises(InputError, match="base: expected residua or llama, got 'gpt'"):
+        settings(base="gpt")
+    with pytest.raises(InputError, match="state_dtype: expected None with base='llama'"):
+        settings(base="llama", state_dtype="bfloat16")
+    with pytest.raises(InputError, match="takes one input, and this scheme reads several"):
+        command("--base", "llama", "--presets", "mudd", "--no-peak")

@@ -129,6 +129,7 @@ def test_records_are_complete(tmp_path, capsys):
     assert record["settings"] == {
         **TINY,
         "presets": ["residual", "ddl"],
+        "base": "residua",
         "device": "cpu",
         "batch_size": 2,
         "precision": "float32",

@@ -3,15 +3,29 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from residua.benchmarks.settings import BASELINE, Precision, Settings, expect_at_least, in_float64, many_graphs, threads
+from residua.benchmarks.settings import (
+    BASELINE,
+    Precision,
+    Settings,
+    expect_at_least,
+    in_float64,
+    llama,
+    many_graphs,
+    perturb,
+    threads,
+)
 from residua.benchmarks.timing import Timing, compare
+from residua.checks import require
 from residua.errors import RunError
+from residua.models.convert import convert
 from residua.provenance import circumstances
+
+Base = Literal["residua", "llama"]
 
 
 class Errors(NamedTuple):
@@ -32,14 +46,33 @@ class ModelSettings(Settings):
 
     sequence_length, batch_size   a batch of random tokens
     precision      "bfloat16": autocast around the forward pass, as in training; weights stay in float32
+    base           "llama": a Llama of transformers as `residua.convert` makes it, in the place of our model; "residual"
+                   is then the Llama itself
     """
+
+    base: Base = "residua"
 
     sequence_length: int = 256
     batch_size: int = 2
 
     def __post_init__(self):
         expect_at_least(1, self, "sequence_length", "batch_size")
+        require(self.base in get_args(Base), "base", " or ".join(get_args(Base)), self.base)
+        if self.base == "llama":
+            require(self.state_dtype is None, "state_dtype", "None with base='llama'", self.state_dtype)
         super().__post_init__()
+
+    def model(self, preset: str, *shape: int) -> tuple[Any, Tensor]:
+        if self.base == "residua":
+            return super().model(preset, *shape)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            tokens = torch.randint(self.vocab_size, shape)
+            model = llama(self.config(preset))
+            if preset != BASELINE:
+                convert(model, preset, start="fresh")
+            perturb(model)
+        return model, tokens
 
     @property
     def positions(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from residua.benchmarks.timing import Clock, cuda_clock, process_clock, wall_clock
 from residua.checks import require
@@ -103,6 +104,12 @@ class Settings:
         return process_clock if self.threads == 1 else wall_clock
 
 
+def llama(config: ResiduaConfig) -> LlamaForCausalLM:
+    """Return a Llama of transformers with random weights and the sizes of `config`, which keeps no cache."""
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    return LlamaForCausalLM(LlamaConfig(**{name: getattr(config, name) for name in sizes}, use_cache=False))
+
+
 def expect_at_least(least: int, settings: object, *names: str) -> None:
     """Raise InputError for a number in one of these settings, or in a tuple there, that is below `least`."""
     for name in names:
@@ -124,8 +131,10 @@ def perturb(model: Any) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
 
 
-def in_float64(model: ResiduaForCausalLM) -> ResiduaForCausalLM:
+def in_float64(model: Any) -> Any:
     """Return a copy of a model that computes with the plain definitions, in float64 end to end."""
+    if not isinstance(model, ResiduaForCausalLM):  # of transformers, perhaps converted
+        return copy.deepcopy(model).double()
     config = copy.deepcopy(model.config)
     config.state_dtype = None
     if "implementation" in config.connection:

@@ -104,6 +104,14 @@ def _models_arguments(parser: Parser) -> None:
     from residua.benchmarks import models
 
     _of_models(parser, models.ModelSettings, "bfloat16 is autocast")
+    _base(parser)
+
+
+def _base(parser: Parser) -> None:
+    from residua.benchmarks.models import Base, ModelSettings
+
+    what = "residua's model, or a Llama of transformers that residua.convert gives each scheme (default: %(default)s)"
+    parser.add_argument("--base", default=ModelSettings.base, choices=get_args(Base), help=what)
 
 
 def _generate_arguments(parser: Parser) -> None:
@@ -116,6 +124,7 @@ def _memory_arguments(parser: Parser) -> None:
     from residua.benchmarks import memory
 
     _of_models(parser, memory.MemorySettings, "bfloat16 is autocast")
+    _base(parser)
     parser.add_argument(
         "--no-peak", dest="peak", action="store_false", help="only count what is kept, without running a step"
     )
