@@ -155,7 +155,7 @@ def test_gated_streams_keep_their_hidden_features():
         ("mhar", 0),
         ("delta-attnres", 0.75),
         ("denseformer", -0.9),
-        ("mudd", 4.5),
+        ("mudd", 2.25),
     ],
 )
 def test_what_is_read_over_depth_is_not_kept(name, most):

@@ -113,7 +113,7 @@ class MultiwayAverage(nn.Module):
 
     def weights(self, x: Tensor) -> Tensor:
         # Dividing after the product avoids a normalised copy of x.
-        hidden = F.gelu(self.up(x) * torch.rsqrt(mean_square(x) + self.eps))
+        hidden = derive(_activated, self.up(x), torch.rsqrt(mean_square(x) + self.eps))
         return self.down(hidden).unflatten(-1, self.static.shape) + at_least_float32(self.static)
 
     def forward(self, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], list[Tensor], Tensor]:
@@ -124,6 +124,10 @@ class MultiwayAverage(nn.Module):
         sources = (*earlier, self.before(x))
         *reads, residual = (depth_mix(sources, one) for one in weights.unbind(-2))
         return sources, [derive(torch.add, x, read) for read in [*reads, self.after(residual)]], weights
+
+
+def _activated(x: Tensor, scale: Tensor) -> Tensor:
+    return F.gelu(x * scale)
 
 
 class MultiwayConnection(BlockConnection):
