@@ -70,7 +70,9 @@ def kept(connection, dim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connection", ["hc", "mhc", "jpmhc", "mhc-deepseek", "mhc-glm", "krom", "ihc"])
+@pytest.mark.parametrize(
+    "connection", ["hc", "mhc", "jpmhc", "mhc-deepseek", "mhc-glm", "krom", "ihc", "edelta-stream", "altup"]
+)
 def test_four_streams_keep_at_most_four_and_a_half_vectors_more_than_the_model(connection):
     """At width 1024: vectors, and numbers of gates and mappings, whose share falls with the width."""
     at_32, at_64 = (kept(connection, dim) - kept(None, dim) for dim in (32, 64))

@@ -217,7 +217,7 @@ class CorrectConnection(Connection):
 
 
 def _stream(i: int, streams: Tensor) -> Tensor:
-    return streams[..., i, :]
+    return streams[..., i, :].contiguous()  # who keeps a view keeps all streams
 
 
 def _innovation(active: int, updated: Tensor, predicted: Tensor) -> Tensor:
