@@ -276,7 +276,7 @@ def test_planted_gates(beta, regime, determinant):
     """Four sublayers: the determinant of three reflections is -1, of four 1."""
     found = trace(small_model(DeepDelta(beta_init=beta), scale=0.0), words(16))
     assert_close(found.values["beta"], torch.full((4, 16), beta), factor=5)
-    assert torch.equal(found.regimes(), torch.eye(3)[regime].expand(4, 3))
+    assert torch.equal(found.regimes(), torch.eye(4)[regime + 1].expand(4, 4))
     assert_close(found.values["determinant"][-1], torch.full((16,), determinant), factor=10)
     if beta == 2:
         assert_close(found.values["determinant"][2], torch.full((16,), -1.0), factor=10)
@@ -319,10 +319,12 @@ def test_regimes_have_thresholds_and_need_a_beta():
     found = trace(small_model("ddl"), words(16))
     beta = found.values["beta"]
     shares = found.regimes(identity=0.9, reflection=1.1)
-    assert_close(shares[:, 0], (beta < 0.9).float().mean(1))
-    assert_close(shares[:, 2], (beta > 1.1).float().mean(1))
+    assert_close(shares[:, 1], (beta < 0.9).float().mean(1))
+    assert_close(shares[:, 3], (beta > 1.1).float().mean(1))
     assert_close(shares.sum(1), torch.ones(4))
-    assert trace(small_model(PooledHouseholder()), words(4)).regimes().shape == (4, 3)
+    planted = Trace({}, [], {"beta": torch.tensor([[-0.7, -0.2, 1.0, 1.8]])})
+    assert planted.regimes().tolist() == [[0.25] * 4], "a negative beta enlarges, a small one is near the identity"
+    assert trace(small_model(PooledHouseholder()), words(4)).regimes().shape == (4, 4)
     with pytest.raises(InputError, match="a scheme with beta, got one of"):
         trace(small_model("hc"), words(4)).regimes()
 

@@ -57,11 +57,10 @@ def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
             for level, column in zip(("q05", "q50", "q95"), values[name].quantile(levels, dim=1)):
                 _fill(rows, f"{name}_{level}", column)
     if "beta" in values:
-        identity, projection, reflection = trace.regimes().T
-        enlarging = (values["beta"] < -0.5).float().mean(1)
+        enlarging, identity, projection, reflection = trace.regimes().T
         if trace.facts.get("beta_range", (0.0, 2.0))[0] < 0:
             _fill(rows, "enlarging", enlarging)
-        _fill(rows, "identity", identity - enlarging)
+        _fill(rows, "identity", identity)
         _fill(rows, "projection", projection)
         _fill(rows, "reflection", reflection)
     if "h_res" in values:

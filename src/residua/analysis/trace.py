@@ -82,7 +82,8 @@ class Trace:
         return len(self.tokens)
 
     def regimes(self, identity: float = 0.5, reflection: float = 1.5) -> Tensor:
-        """Return fractions of the tokens, (S, 3): beta < `identity`, between, beta > `reflection`.
+        """Return fractions of the tokens, (S, 4): beta < -`identity`, which enlarges what lies along k; up to
+        `identity`; between; beta > `reflection`.
 
         Raises:
             InputError: the scheme has no beta.
@@ -90,8 +91,8 @@ class Trace:
         if "beta" not in self.values:
             raise InputError(f"regimes: expected a trace of a scheme with beta, got one of {sorted(self.values)}")
         beta = self.values["beta"]
-        between = (beta >= identity) & (beta <= reflection)
-        return torch.stack([beta < identity, between, beta > reflection], -1).float().mean(1)
+        enlarging, reflecting, between = beta < -identity, beta > reflection, (beta >= identity) & (beta <= reflection)
+        return torch.stack([enlarging, (beta < identity) & ~enlarging, between, reflecting], -1).float().mean(1)
 
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file. Raises OSError."""

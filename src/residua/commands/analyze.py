@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from residua.commands.base import Arguments, Parser, add_checkpoint, add_json, print_json, whole
+from residua.commands.base import Arguments, Parser, add_checkpoint, add_json, opens_model, print_json, whole
 from residua.errors import InputError
 from residua.tables import print_table
 from residua.terminal import one_line
@@ -64,15 +64,13 @@ def run(arguments: Arguments) -> None:
 
 
 def _traces(arguments: Arguments) -> "Iterator[Trace]":
-    from residua.experiment import is_model_folder, open_model, open_run, trace_prompt, trace_run
+    from residua.experiment import open_model, open_run, trace_prompt, trace_run
     from residua.training.checkpoint import saved_steps
 
     folder = Path(arguments.run)
-    if is_model_folder(folder):
+    if opens_model(folder, True if arguments.all_checkpoints else arguments.checkpoint):
         if arguments.prompt is None:
             raise InputError(f"{folder}: this model has no validation text of its own; give --prompt TEXT")
-        if arguments.checkpoint is not None or arguments.all_checkpoints:
-            raise InputError(f"--checkpoint: expected a run folder, got {folder}")
         facts = {"run": folder.resolve().name}
         yield trace_prompt(*open_model(folder), arguments.prompt, tokens=arguments.tokens, facts=facts)
         return

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from residua.checks import did_you_mean, shown
@@ -132,6 +133,17 @@ def add_checkpoint(parser: Any) -> None:
         help="the checkpoint of this step, or best: the one with the lowest validation loss among the kept ones "
         "(default: the newest)",
     )
+
+
+def opens_model(folder: str | Path, checkpoint: object) -> bool:
+    """Return whether `folder` holds a model of transformers, and no run. Refuse a checkpoint of one: it has none."""
+    from residua.experiment import is_model_folder
+
+    if not is_model_folder(folder):
+        return False
+    if checkpoint is not None:
+        raise InputError(f"--checkpoint: expected a run folder, got {folder}")
+    return True
 
 
 def _step(text: str) -> int | str:

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from residua.commands.base import Arguments, Parser, add_checkpoint, add_json, print_json, whole
+from residua.commands.base import Arguments, Parser, add_checkpoint, add_json, opens_model, print_json, whole
 from residua.errors import InputError
 from residua.tables import print_table
 
@@ -66,13 +66,11 @@ def _score(arguments: Arguments) -> None:
     from residua.experiment import open_model, open_run
     from residua.models import SIZES
 
-    if (Path(arguments.run) / "config.yaml").is_file():
+    if opens_model(arguments.run, arguments.checkpoint):
+        (model, tokenizer), bfloat16 = open_model(arguments.run), False
+    else:
         opened = open_run(arguments.run, arguments.checkpoint)
         model, tokenizer, bfloat16 = opened.model, opened.tokenizer, opened.config.train.precision == "bfloat16"
-    else:
-        if arguments.checkpoint is not None:
-            raise InputError(f"--checkpoint: expected a run folder, got {arguments.run}")
-        (model, tokenizer), bfloat16 = open_model(arguments.run), False
     names = arguments.tasks.split(",")
     found = score(
         model,

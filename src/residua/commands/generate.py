@@ -1,7 +1,7 @@
 """The command `residua generate`."""
 
 from residua.checks import require
-from residua.commands.base import Arguments, Parser, add_checkpoint, finite, whole
+from residua.commands.base import Arguments, Parser, add_checkpoint, finite, opens_model, whole
 from residua.errors import InputError
 
 HELP = "let the model of a run, or any of transformers, write text"
@@ -38,11 +38,9 @@ def run(arguments: Arguments) -> None:
         warm = COLDEST <= arguments.temperature <= HOTTEST
         require(warm, "--temperature", f"a number from {COLDEST:g} to {HOTTEST:g}", arguments.temperature)
     from residua.evaluation.generate import complete
-    from residua.experiment import is_model_folder, open_model, open_run
+    from residua.experiment import open_model, open_run
 
-    if is_model_folder(arguments.run):
-        if arguments.checkpoint is not None:
-            raise InputError(f"--checkpoint: expected a run folder, got {arguments.run}")
+    if opens_model(arguments.run, arguments.checkpoint):
         model, tokenizer = open_model(arguments.run)
     else:
         opened = open_run(arguments.run, arguments.checkpoint)
