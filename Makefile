@@ -3,7 +3,7 @@ PYTHON ?= python3
 WORKERS ?= 2
 VENV := .venv
 READY := $(VENV)/.ready
-PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS)
+PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo check test gpu testers lint types docs clean
 
@@ -13,10 +13,10 @@ demo: $(READY)
 # The fast lane: everything but Triton's interpreter, compilers, other processes, the browser, tests that take long, and
 # of tests for all schemes those for variants and, on whole models, for most presets. Property tests draw fewer examples.
 check: $(READY)
-	$(PYTEST) --dist worksteal --hypothesis-profile quick -m "not (interpreter or compiler or processes or browser or variant or slow)"
+	$(PYTEST) --hypothesis-profile quick -m "not (interpreter or compiler or processes or browser or variant or slow)"
 
 test: $(READY)
-	$(PYTEST) --dist loadfile
+	$(PYTEST)
 
 # All that a CPU cannot show, within 25 minutes, and a summary. It runs with the torch that the machine has: the
 # virtual environment if there is one, else PYTHON. DRY=1 tries every step on a CPU; a second call goes on.

@@ -1,21 +1,25 @@
-"""The size of the house at two commits: lines, circles of imports, and the time to start.
+"""The size of the house at two commits: lines, circles of imports, and the time to start. The time of its tests.
 
     python experiments/house.py BEFORE [AFTER]    append two lines to experiments/house.jsonl; AFTER is HEAD by default
+    python experiments/house.py --tests           append a line: `make check` and `make test` of the working tree
 
 lines     lines of Python in src/residua, for each package and for the modules beside them
 circles   groups of modules that import each other in a circle, imports inside functions included
 seconds   user time of a process, the median of interleaved rounds: `residua --help`, `import residua`, and
           `residua train --help`
+tests     for each of the two: what pytest counted, seconds on the wall, and seconds of all processes that it waited for
 """
 
 import ast
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -87,10 +91,31 @@ def user_seconds(arguments: list[str], root: Path) -> float:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
 
 
+def lane(target: str) -> dict[str, float]:
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    out = subprocess.run(["make", target], capture_output=True, text=True).stdout
+    wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|error)", out)}
+    process = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return counts | {"wall": round(wall, 1), "process": round(process, 1)}
+
+
+def append(record: dict) -> None:
+    here = circumstances(torch.device("cpu"))
+    record |= {name: here[name] for name in ("date", "python", "torch", "cpu", "load")}
+    with RECORD.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    print(json.dumps(record))
+
+
 def main() -> int:
     if len(sys.argv) not in (2, 3):
         print(__doc__)
         return 2
+    if sys.argv[1:] == ["--tests"]:
+        commit = git("rev-parse", "HEAD").strip()
+        append({"commit": commit, "tests": {f"make {target}": lane(target) for target in ("check", "test")}})
+        return 0
     with tempfile.TemporaryDirectory() as temporary:
         roots = {}
         for revision in (sys.argv[1], sys.argv[2] if len(sys.argv) == 3 else "HEAD"):
@@ -102,14 +127,9 @@ def main() -> int:
                 for commit, root in roots.items():
                     for name, arguments in STARTS.items():
                         times[commit][name].append(user_seconds(arguments, root))
-            here = circumstances(torch.device("cpu"))
             for commit, root in roots.items():
                 seconds = {name: round(statistics.median(found), 3) for name, found in times[commit].items()}
-                record = {"commit": commit, "lines": lines(root), "circles": circles(root), "seconds": seconds}
-                record |= {name: here[name] for name in ("date", "python", "torch", "cpu", "load")}
-                with RECORD.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
-                print(json.dumps(record))
+                append({"commit": commit, "lines": lines(root), "circles": circles(root), "seconds": seconds})
         finally:
             for root in roots.values():
                 git("worktree", "remove", "--force", str(root))
