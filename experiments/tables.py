@@ -139,6 +139,30 @@ def memory_table(name: str = "bench-memory.jsonl") -> str:
     return markdown(header[: len(rows[0])], rows)
 
 
+def memory_depth_table() -> str:
+    """Give what schemes over depth keep, and its floor: whole vectors of a layer, less the four of PyTorch's norms."""
+    steps = {record["preset"]: record for record in records("bench-models-depth.jsonl")}
+    rows = []
+    for record in records("bench-memory-depth.jsonl"):
+        preset, settings = record["preset"], record["settings"]
+        begins = (settings["layers"] - 1) / settings["layers"]  # of the layers, those that read averages
+        floor = 3 + 2 * begins + 64 / settings["dim"] if preset == "mudd" else 2.0
+        kept = "0" if preset == record["baseline"] else f"{record['vectors_above_baseline']:+.2f}"
+        peak = f"{record['peak_bytes'] / 2**20:.0f}"
+        rows.append(
+            [f"`{preset}`", kept, f"{floor - 4:+.2f}", peak, f"{record['peak_ratio']:.3f}", quartiles(steps[preset])]
+        )
+    header = [
+        "preset",
+        "kept above `residual`, d-vectors",
+        "floor",
+        "peak, MiB",
+        "peak, ratio",
+        "step, ratio [quartiles]",
+    ]
+    return markdown(header, rows)
+
+
 def state_dtype_table() -> str:
     losses: dict[str, dict[str, dict[int, float]]] = {}
     for row in records("state-dtype.jsonl"):
@@ -458,7 +482,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "connections": connections_table,
         "peers": peers_table,
         "memory": memory_table,
-        "memory-depth": partial(memory_table, "bench-memory-depth.jsonl"),
+        "memory-depth": memory_depth_table,
+        "memory-converted": partial(memory_table, "bench-memory-converted.jsonl"),
         "memory-small": memory_small_table,
         "generation": generation_table,
         "state-dtype": state_dtype_table,
