@@ -47,6 +47,11 @@ def read(folder: Path = FOLDER) -> list[Record]:
     return jsonlines.read(folder / "records.jsonl")
 
 
+def learned() -> list[Record]:
+    """Return what `residua analyze` said of trained models."""
+    return [json.loads(line) for line in (FOLDER / "learned.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def rows(records: Iterable[Record]) -> list[Row]:
     """Return a row for each scheme, mode and length of which a seed is finished, plain first."""
     runs: dict[tuple[int, str, str], dict[int, Record]] = {}
@@ -161,13 +166,22 @@ def collect(folders: list[Path]) -> None:
     write_text(FOLDER / "records.jsonl", "".join(json.dumps(found[key]) + "\n" for key in sorted(found)))
 
 
+def collect_learned(files: list[Path]) -> None:
+    """Write what `residua analyze --json` said of trained models as ours, one line each."""
+    found = [one for file in files for one in json.loads(file.read_text(encoding="utf-8"))]
+    write_text(FOLDER / "learned.jsonl", "".join(json.dumps(one) + "\n" for one in found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--collect", type=Path, nargs="+", metavar="FOLDER")
+    parser.add_argument("--learned", type=Path, nargs="+", metavar="JSON", help="written by residua analyze --json")
     parser.add_argument("--draw", type=Path, metavar="PNG")
     arguments = parser.parse_args()
     if arguments.collect:
         collect(arguments.collect)
+    if arguments.learned:
+        collect_learned(arguments.learned)
     if arguments.draw:
         draw(rows(read()), arguments.draw)
 

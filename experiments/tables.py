@@ -469,6 +469,26 @@ def verdict_table() -> str:
     return f"{markdown(header, rows)}\n\n{picture}"
 
 
+def learned_table() -> str:
+    """What the connections of the trained models do on a prompt."""
+    rows = []
+    for one in retrofit_results.learned():
+        sublayers = one["sublayers"]
+        if one["sources"]:
+            last, count = sublayers[-1], len(one["sources"])
+            told = f"the last sublayer reads {last['sources_read']:.2f} of {count} sources in effect, "
+            told += f"the one most read with weight {last['most_read_weight']:.3f} (even: {1 / count:.3f})"
+        else:
+            low, high = min(row["beta_q05"] for row in sublayers), max(row["beta_q95"] for row in sublayers)
+            kept = min(row["identity"] for row in sublayers)
+            told = f"90 % of the gates of every sublayer lie in [{low:.2f}, {high:.2f}] of {tuple(one['beta_range'])}; "
+            reflecting = max(row["reflection"] for row in sublayers)
+            told += f"in each, at least {kept:.0%} of the tokens keep the state and at most {reflecting:.0%} reflect"
+        name = one["preset"] or one["run"].removeprefix("smollm2-")
+        rows.append([f"`{name}`", one["read"], f"{one['loss']:.4f}", told])
+    return markdown(["scheme", "text", "loss", "what it learned"], rows)
+
+
 def difference(found: Any) -> str:
     if found is None:
         return "–"
@@ -498,6 +518,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "connections": partial(retrofit_table, "connections"),
         "all": partial(retrofit_table, "all"),
         "rates": retrofit_rates_table,
+        "learned": learned_table,
     },
     "docs/architecture.md": {"levels": levels_table},
     "docs/geometry.md": {
