@@ -483,7 +483,8 @@ def learned_table() -> str:
             kept = min(row["identity"] for row in sublayers)
             told = f"90 % of the gates of every sublayer lie in [{low:.2f}, {high:.2f}] of {tuple(one['beta_range'])}; "
             reflecting = max(row["reflection"] for row in sublayers)
-            told += f"in each, at least {kept:.0%} of the tokens keep the state and at most {reflecting:.0%} reflect"
+            few = f"at least {kept:.0%} of the tokens keep the state, at most {reflecting:.0%} reflect"
+            told += "every token keeps the state" if kept == 1 else few
         name = one["preset"] or one["run"].removeprefix("smollm2-")
         rows.append([f"`{name}`", one["read"], f"{one['loss']:.4f}", told])
     return markdown(["scheme", "text", "loss", "what it learned"], rows)
