@@ -179,12 +179,20 @@ class _Depth(PeerAdapter):
         return (*state, sublayer(self.attend(module, state)))
 
 
-class FlaAttnRes(_Depth):
-    """`fla.ops.attnres`: `fused_attnres` on CUDA, `naive_attnres` elsewhere."""
+class NaiveAttnRes(_Depth):
+    """`fla.ops.attnres.naive_attnres`."""
+
+    operation = "naive_attnres"
 
     def attend(self, module: nn.Module, sources: tuple[Tensor, ...]) -> Tensor:
-        operation = self.imported.fused_attnres if self.device == "cuda" else self.imported.naive_attnres
+        operation = getattr(self.imported, self.operation)
         return operation(module.query, sources, module.gain, rms_eps=self.norm_eps)
+
+
+class FusedAttnRes(NaiveAttnRes):
+    """`fla.ops.attnres.fused_attnres`."""
+
+    operation = "fused_attnres"
 
 
 class FlashAttnRes(_Depth):
@@ -309,7 +317,8 @@ PEERS = (
         differs="it adds a constant mixture of the last states to the sublayer's output: no streams are read, mixed or "
         "written, and nothing depends on the token",
     ),
-    Peer("flash-linear-attention", "fla.ops.attnres", "naive_attnres", "attnres", FlaAttnRes),
+    Peer("flash-linear-attention", "fla.ops.attnres", "naive_attnres", "attnres", NaiveAttnRes),
+    Peer("flash-linear-attention", "fla.ops.attnres", "fused_attnres", "attnres", FusedAttnRes, cuda=True),
     Peer("flash-attn-res", "flash_attn_res", "phase_1_batched_attention_triton_op", "attnres", FlashAttnRes, cuda=True),
     Peer("attn-res", "attn_res", "AttnResOperator", "attnres", AttnRes),
     Peer(

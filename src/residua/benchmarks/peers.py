@@ -113,6 +113,8 @@ class PeerResult:
 
 @dataclass(frozen=True)
 class PeerResults:
+    """Every peer that took part, and a note for each that could not, or that failed a check."""
+
     settings: PeerSettings
     results: list[PeerResult]
     notes: list[str]
