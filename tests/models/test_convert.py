@@ -292,6 +292,11 @@ def broken(model, kind):
         model.to("meta")
     if kind == "quantised":
         model.is_quantized = True
+    if kind == "quantised by an object":  # as torchao through transformers
+        model.hf_quantizer = object()
+    if kind == "quantised in place":  # as bitsandbytes: packed integers in the place of weights
+        packed = torch.zeros(4, 1, dtype=torch.uint8)
+        model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
     return model
 
 
@@ -303,6 +308,8 @@ def broken(model, kind):
         ("random", "equal outputs for equal inputs"),
         ("meta", "not loaded or offloaded"),
         ("quantised", "got a quantised model"),
+        ("quantised by an object", "got a quantised model"),
+        ("quantised in place", "got a quantised model"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_and_left_alone(kind, says):

@@ -259,7 +259,8 @@ def _expect_convertible(model: Any) -> None:
             f"{name}: expected one stack of layers, got an encoder and a decoder; convert one of them, "
             "residua.convert(model.get_encoder(), ...)"
         )
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+    quantised = getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None
+    if quantised or not all(p.is_floating_point() or p.is_complex() for p in model.parameters()):
         raise InputError(
             f"{name}: expected weights in floating point, got a quantised model; load it without quantisation"
         )
