@@ -25,8 +25,8 @@ class ReportedElsewhere(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class where it has none."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """Return the first line with text of an error's message, or the name of its class where it has none."""
+    return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
 
 
 @contextmanager

@@ -70,6 +70,10 @@ SIZES: dict[str, Any] = {
 LARGEST = 14_000_000
 """Parameters of the largest model; a larger one has a size that nothing above makes small."""
 
+COMPASS_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+}
+
 ODD: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64},
     "dbrx": {
@@ -85,8 +89,28 @@ ODD: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "attn_layers": ["local", "local", "local"], "axial_pos_embds": False},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"]},
     "zaya": {"num_experts_per_tok": 1},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
+    "cohere_compass_text": {"layer_types": ["full_attention"] * 3, "rope_parameters": COMPASS_ROPE},
+    "dots3_note_text": {"layer_types": ["full_attention"] * 3, "index_topk": 4},
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 3, "adapter_in_dim": 32, "adapter_out_dim": 32},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "gemma4_unified": {"vision_config": None, "audio_config": None},
 }
 """What single families need besides."""
+
+PARTS: dict[str, dict[str, str]] = {
+    "fuyu": {"text_config": "persimmon"},
+    "gemma3": {"vision_config": "siglip_vision_model"},
+    "got_ocr2": {"text_config": "qwen2"},
+    "moss_transcribe_diarize": {"text_config": "qwen3"},
+    "moshi": {"audio_encoder_config": "mimi"},
+}
+"""The configurations inside that may be of several families, and the one that is taken, where the default is large."""
 
 
 def settings(config_class: Any, family: str) -> dict[str, Any]:
@@ -100,6 +124,8 @@ def settings(config_class: Any, family: str) -> dict[str, Any]:
     for name, nested in getattr(config_class, "sub_configs", {}).items():
         if isinstance(nested, type) and is_dataclass(nested):
             chosen[name] = settings(nested, nested.model_type)
+    for name, part in PARTS.get(family, {}).items():
+        chosen[name] = {"model_type": part, **settings(CONFIG_MAPPING[part], part)}
     if "kv_lora_rank" in known:  # every head of latent attention has keys and values of its own
         chosen["num_key_value_heads"] = SIZES["num_attention_heads"]
     return {**chosen, **ODD.get(family, {})}

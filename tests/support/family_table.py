@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import residua  # noqa: E402
-from residua.errors import InputError, first_line  # noqa: E402
+from residua.errors import InputError  # noqa: E402
 from residua.models.convert import find_anatomy  # noqa: E402
 from support.families import FAMILIES, halves, other_families, tiny  # noqa: E402
 
@@ -25,7 +25,7 @@ def row(family: str) -> str:
     try:
         model = tiny(family)
     except Exception as error:  # configurations and models raise many kinds
-        return _line(family, "not tried", _short(first_line(error)))
+        return _line(family, "not tried", _short(str(error)))
     try:
         anatomy = find_anatomy(model, residua.Residual()).anatomy
     except InputError as error:
@@ -72,7 +72,7 @@ def page(language_models: list[str], others: list[str]) -> str:
             f"{count(language_models, 'bit-equal')} of {len(language_models)} compute",
             f"what they computed before, to the last bit; {count(language_models, 'refused')} are refused with the "
             "reason;",
-            f"{count(language_models, 'not tried')} were not tried, because no tiny model of them could be built here.",
+            f"{count(language_models, 'not tried')} were not tried: no tiny model could be built, see the table.",
             "",
             f"Then the encoders of text, images, video and sound, and the halves of encoder-decoders: "
             f"{count(built, 'bit-equal')} of {len(built)}",
