@@ -141,7 +141,8 @@ def memory_table(name: str = "bench-memory.jsonl") -> str:
 
 def memory_depth_table() -> str:
     """Give what schemes over depth keep, and its floor: whole vectors of a layer, less the four of PyTorch's norms."""
-    steps = {record["preset"]: record for record in records("bench-models-depth.jsonl")}
+    times = records("bench-models-depth.jsonl")
+    steps = {record["preset"]: record for record in times if record["settings"]["batch_size"] == 2}
     rows = []
     for record in records("bench-memory-depth.jsonl"):
         preset, settings = record["preset"], record["settings"]
