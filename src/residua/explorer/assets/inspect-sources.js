@@ -28,7 +28,7 @@ export function depthReads(trace, tip, select) {
   const near = (token) => weights.position(weights.column(token));
   const which = reads.length > 1 && choice("Read", "read", [["-1", "mean of all"], ...reads.map((name, i) => [i, name])], "-1", (value) => set({read: Number(value)}));
 
-  const signed = mean.data.some((x) => x < 0);
+  const signed = (weights ?? mean).data.some((x) => x < 0);
   // A sublayer with one source gives it the weight 1: that must not pale all others.
   const sizes = (weights ?? mean).data.map(Math.abs).filter((x) => x && (signed || x < 1 - 1e-6));
   const [end, largest] = quantiles(sizes.length ? sizes : [1], [MOST, 1]);
