@@ -214,6 +214,7 @@ LLAMA = {"model_type": "llama"}
     [
         ({"base": {"model_type": "nothing"}}, "model type of transformers"),
         ({"base": None}, "model type of transformers"),
+        ({"base": {"model_type": ["llama"]}}, "model type of transformers"),
         ({"base": {**LLAMA, "auto_map": {"AutoConfig": "evil.Config"}}}, "auto_map"),
         ({"base": {**LLAMA, "attn_implementation": "somebody/kernel"}}, "attn_implementation"),
         ({"connection": "nothing", "layers": []}, "no preset"),

@@ -128,11 +128,11 @@ class ConvertedConfig(PreTrainedConfig):
         found: Any = config_dict.get(KEY)
         base = base_in(found)
         taken: dict[str, Any] = {}
-        if base.get("model_type") in CONFIG_MAPPING:
+        kind = base.get("model_type")
+        if isinstance(kind, str) and kind in CONFIG_MAPPING:
             about = ("return_unused_kwargs", "name_or_path", "_from_auto", "_from_pipeline")
             given = {name: x for name, x in kwargs.items() if name not in about}
-            kind = CONFIG_MAPPING[base["model_type"]]
-            _, unused = kind.from_dict(_own(base), return_unused_kwargs=True, **given)
+            _, unused = CONFIG_MAPPING[kind].from_dict(_own(base), return_unused_kwargs=True, **given)
             taken = {name: x for name, x in given.items() if name not in unused}
             found = {**found, BASE: {**base, **{name: _merged(base.get(name), x) for name, x in taken.items()}}}
         own = {name: x for name, x in config_dict.items() if name not in REFUSAL}
