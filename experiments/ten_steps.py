@@ -1,12 +1,15 @@
 """Ten training steps of every preset, to the last bit: a change that must change no number is checked against them.
 
     python experiments/ten_steps.py           write experiments/ten-steps.jsonl
-    python experiments/ten_steps.py --check   train again and compare with it; PRESETS after it restrict the check
+    python experiments/ten_steps.py --check   train again and compare with it
+
+PRESETS after either restrict it to them: rows of a new preset join the record, and the other rows stay.
 
 Losses are compared as exact float64 values. The last bit depends on the processor and the version of torch, so a record
 of others is refused: check out the commit before the change, write the record there, then compare.
 """
 
+import argparse
 import json
 import os
 import shlex
@@ -43,16 +46,23 @@ def losses(preset: str, data: Path, folder: Path) -> dict[str, object]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("presets", nargs="*", metavar="PRESET")
+    arguments = parser.parse_args()
     here = circumstances(torch.device("cpu"))
     same = {name: here[name] for name in ("cpu", "torch")}
-    presets, before = list(PRESETS), {}
-    if "--check" in sys.argv:
+    head = {name: here[name] for name in ("date", "commit", "python", "torch", "cpu", "threads")}
+    before = {}
+    if arguments.check or arguments.presets:
         head, *lines = map(json.loads, RECORD.read_text(encoding="utf-8").splitlines())
         if any(head[name] != value for name, value in same.items()):
             print(f"the record is of {head['cpu']}, torch {head['torch']}; this is {same}: write one here first")
             return 2
         before = {line["preset"]: line for line in lines}
-        presets = [name for name in sys.argv[1:] if name != "--check"] or list(before)
+    presets = arguments.presets or list(before if arguments.check else PRESETS)
+    if unknown := [name for name in presets if name not in PRESETS]:
+        parser.error(f"expected presets, got {', '.join(unknown)}; residua schemes lists them")
     found = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -64,9 +74,9 @@ def main() -> int:
         for preset in presets:
             found.append(losses(preset, folder / "data", folder))
             print(preset, found[-1]["loss"][-1], flush=True)
-    if not before:
-        head = {name: here[name] for name in ("date", "commit", "python", "torch", "cpu", "threads")}
-        RECORD.write_text("".join(json.dumps(line) + "\n" for line in [head, *found]), encoding="utf-8")
+    if not arguments.check:
+        rows = {**before, **{line["preset"]: line for line in found}}
+        RECORD.write_text("".join(json.dumps(line) + "\n" for line in [head, *rows.values()]), encoding="utf-8")
         return 0
     changed = [line["preset"] for line in found if line != before.get(line["preset"])]
     print(f"changed: {', '.join(changed)}" if changed else f"{len(found)} presets: equal to the last bit")

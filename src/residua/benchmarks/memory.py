@@ -14,7 +14,6 @@ from torch import Tensor
 from residua.benchmarks.models import Errors, ModelSettings, TrainingStep
 from residua.benchmarks.settings import BASELINE, threads
 from residua.connections import PRESETS
-from residua.connections.recomputing import RecomputingScheme
 from residua.errors import InputError, RunError
 from residua.provenance import circumstances
 
@@ -27,7 +26,7 @@ def with_and_without_recompute() -> tuple[str, ...]:
     names = []
     for preset, scheme in PRESETS.items():
         names.append(preset)
-        if isinstance(scheme, RecomputingScheme) and scheme.several_rows and scheme.replays:
+        if next(iter(scheme.ways_to_keep())) == "replay":
             names.append(f"{preset}:recompute=none")
     return tuple(names)
 

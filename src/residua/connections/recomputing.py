@@ -1,7 +1,7 @@
 """The options of schemes whose states are recomputed in the backward pass (`ops.recompute`)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -33,6 +33,12 @@ class RecomputingScheme(Scheme):
     def several_rows(self) -> bool:
         """Whether a write has several rows to replay; a state that is one row is kept by the norm before a sublayer."""
         return self.state_size(0, 1) > 1
+
+    def ways_to_keep(self) -> dict[str, Scheme]:
+        if not self.several_rows:
+            return super().ways_to_keep()
+        ways: list[Literal["none", "replay"]] = ["replay", "none"]
+        return {way: replace(self, recompute=way) for way in sorted(ways, key=lambda way: way != self.recompute)}
 
     @property
     def keeps_every(self) -> int:

@@ -12,7 +12,7 @@ from residua.checks import require
 from residua.connections import Scheme
 from residua.errors import InputError
 from residua.estimate.counts import bytes_per_token, flops_per_token, parameters
-from residua.estimate.memory import step_memory, ways_to_keep
+from residua.estimate.memory import step_memory
 from residua.estimate.speed import (
     GIB,
     GPUS,
@@ -72,7 +72,7 @@ def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int
     flops = flops_per_token(model, sequence_length=train.sequence_length)
     traffic = {fused: bytes_per_token(model, state_bytes=state_bytes, fused=fused) for fused in (True, False)}
     memory, largest = {}, {}
-    for name, scheme in ways_to_keep(model.scheme).items():
+    for name, scheme in model.scheme.ways_to_keep().items():
         parts = step_memory(ResiduaConfig(**{**given, "connection": scheme}), train, share, gpus if sharded else 1)
         memory[name] = parts
         moving = parts["activations"] + parts["logits"] + parts["temporary"]

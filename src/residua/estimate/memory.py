@@ -2,7 +2,6 @@
 
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from residua.connections import Scheme
-from residua.connections.recomputing import RecomputingScheme
 from residua.estimate.counts import on_meta
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.training import TrainConfig
@@ -102,14 +99,6 @@ class _Live(TorchDispatchMode):
 
     def _drop(self, key: int) -> None:
         self.total -= self.sizes.pop(key, 0)
-
-
-def ways_to_keep(scheme: Scheme) -> dict[str, Scheme]:
-    """The scheme under each way to keep its states, its own way first; "all" where there is no choice."""
-    if not isinstance(scheme, RecomputingScheme) or not scheme.several_rows:
-        return {"all": scheme}
-    ways = sorted(("replay", "none"), key=lambda way: way != scheme.recompute)
-    return {way: replace(scheme, recompute=way) for way in ways}
 
 
 def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard, shards: int) -> dict[str, float]:
