@@ -17,6 +17,7 @@ MEAN = "u, v and k start orthogonal to the mean of the streams, and the loss see
 # The parameters without a gradient at the start, why, and after how many steps of the optimizer all have one.
 WAITING = {
     "hc": ({"scales", "stream_norm.weight"}, PROJECTION, 1),
+    "frac": ({"scales", "stream_norm.weight"}, PROJECTION, 1),
     "mhc": ({"mappings.alpha"}, PROJECTION, 1),
     "mhc-deepseek": ({"logits.scale", "collapse.logits.scale"}, PROJECTION, 1),
     "ihc": ({"logits.scale", "collapse.logits.scale"}, PROJECTION, 1),
