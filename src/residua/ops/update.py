@@ -102,7 +102,8 @@ def residual_scale(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e-6)
     The arguments are as there.
     """
     x, h, e = _of_groups(state, y, gate)
-    return 1 - e * _dot(h, x) / (_dot(x, x) + eps)
+    along, squared = _products(x, h, eps)
+    return 1 - e * along / squared
 
 
 class _OrthogonalUpdate(Function):
@@ -114,7 +115,7 @@ class _OrthogonalUpdate(Function):
     @staticmethod
     def forward(ctx: Any, state: Tensor, y: Tensor, gate: Tensor, eps: float) -> Tensor:
         x, h, e = _of_groups(state, y, gate)
-        along, squared = _dot(h, x), _dot(x, x) + eps
+        along, squared = _products(x, h, eps)
         ctx.save_for_backward(state, y, gate, along, squared)
         ctx.eps = eps
         return _along_removed(x, h, e * along / squared).to(state.dtype)
@@ -122,14 +123,15 @@ class _OrthogonalUpdate(Function):
     @staticmethod
     def plain(state: Tensor, y: Tensor, gate: Tensor, eps: float) -> Tensor:
         x, h, e = _of_groups(state, y, gate)
-        return _along_removed(x, h, e * _dot(h, x) / (_dot(x, x) + eps)).to(state.dtype)
+        along, squared = _products(x, h, eps)
+        return _along_removed(x, h, e * along / squared).to(state.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         state, y, gate, along, squared = ctx.saved_tensors
         grad, x, h, e = _of_groups(grad, state, y, gate)
         if torch.is_grad_enabled():  # for a second derivative these must be functions of the state and y
-            squared, along = _dot(x, x) + ctx.eps, _dot(h, x)
+            along, squared = _products(x, h, ctx.eps)
         slope = _dot(grad, x) / squared
         pull, ratio = (e * slope).unsqueeze(-1), (along / squared).unsqueeze(-1)
         grad_x = (1 - e.unsqueeze(-1) * ratio) * grad - pull * (h - 2 * ratio * x)
@@ -147,6 +149,11 @@ def _of_groups(*tensors: Tensor) -> list[Tensor]:
     *parts, gate = promote(*tensors)
     # Not unflatten, which torch cannot batch over gradients.
     return [*(part.reshape(*part.shape[:-1], gate.shape[-1], -1) for part in parts), gate]
+
+
+def _products(x: Tensor, h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return s = <h, x> and q = |x|^2 + eps of each group."""
+    return _dot(h, x), _dot(x, x) + eps
 
 
 def _along_removed(x: Tensor, h: Tensor, share: Tensor) -> Tensor:
