@@ -339,7 +339,8 @@ def gelu_parts(x: Tensor, count: int) -> list[Tensor]:
 
 
 def _gelu_part(i: int, count: int, x: Tensor) -> Tensor:
-    return F.gelu(x).chunk(count, -1)[i]
+    part = x.chunk(count, -1)[i].contiguous()  # rows with gaps would be computed in other vectors: other last bits
+    return F.gelu(part)
 
 
 class EDeltaStreamConnection(_HybridConnection):
