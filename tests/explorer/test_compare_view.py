@@ -15,6 +15,7 @@ from residua.evaluation.plots import _styles
 from residua.explorer.collect import page_of
 from residua.explorer.comparison import comparison_payload
 from residua.explorer.page import write_page
+from support.browser import go_to
 from support.waiting import until
 
 
@@ -152,7 +153,7 @@ def test_differences_by_every_axis_to_every_baseline(one_page, runs):
 
 def test_the_table_has_means_deviations_and_differences(one_page, runs):
     page = one_page
-    page.evaluate("location.hash = 'view=compare'")
+    go_to(page, "view=compare")
     drawn(page, PLAIN)
     found = compare(runs)
     cells = {
@@ -236,7 +237,7 @@ def test_a_scheme_has_one_colour_in_every_picture_of_the_page_and_of_the_command
         return found;
     }"""
     for baseline in ("residual", "hc"):
-        page.evaluate("baseline => { location.hash = `view=compare&theme=light&baseline=${baseline}` }", baseline)
+        go_to(page, f"view=compare&theme=light&baseline={baseline}")
         drawn(page, baseline)
         found = page.evaluate(script)
         assert set(map(tuple, found)) == set(expected.items())
@@ -245,7 +246,7 @@ def test_a_scheme_has_one_colour_in_every_picture_of_the_page_and_of_the_command
 
 def test_runs_without_common_seconds_are_named_and_a_picture_without_any_says_so(page_of_five):
     page = page_of_five
-    page.evaluate("location.hash = 'view=compare&axis=seconds'")
+    go_to(page, "view=compare&axis=seconds")
     drawn(page, "residual", "seconds")
     note = page.locator("[data-panel=difference] .note")
     assert "No common seconds with residual: edelta." in note.inner_text()

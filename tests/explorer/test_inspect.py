@@ -12,6 +12,7 @@ from residua.analysis.trace import Trace
 from residua.explorer.collect import Source, page_of
 from residua.explorer.page import write_page
 from support import planted
+from support.browser import go_to
 from support.waiting import until
 
 SUBLAYERS, TOKENS = 4, 10
@@ -91,7 +92,7 @@ def show(one_page):
 
     def shown(name, sublayer=0, token=0, quantity=""):
         address = state(name, sublayer, token) + (quantity and f"&show={quantity}")
-        one_page.evaluate("address => { location.hash = address }", address)
+        go_to(one_page, address)
         drawn(one_page, NAMES.index(name), sublayer, token, quantity)
         return one_page
 
@@ -543,7 +544,7 @@ def test_nothing_is_wider_than_a_phone_and_dark_is_dark(open_page, page_file):
     drawn(page, 0, 0, 2)
     page.touchscreen.tap(*cell(page, "map", 1, 4, SUBLAYERS, TOKENS))
     drawn(page, NAMES.index("mixed"), 1, 4)
-    page.evaluate("address => { location.hash = address }", state("loud sublayer"))
+    go_to(page, state("loud sublayer"))
     drawn(page, NAMES.index("loud sublayer"), 0, 0)
     legend = page.locator("[data-panel=map] div.legend")
     assert legend.locator("[data-note=scale]").is_visible()

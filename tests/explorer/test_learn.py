@@ -554,7 +554,7 @@ def test_who_runs_what_names_presets_models_and_sources(open_page, path, monkeyp
     for see in page.locator("[data-see]").evaluate_all("(all) => all.map((one) => one.dataset.see)"):
         page.locator(f"[data-see={see}]").first.click()
         page.wait_for_selector(f"nav [data-topic={see}][aria-current=page]")
-        page.evaluate("location.hash = 'topic=users'")
+        page.locator("nav [data-topic=users]").click()
         page.wait_for_selector(".runs li")
 
 

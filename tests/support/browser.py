@@ -89,3 +89,12 @@ def open_shared_page(browser) -> Iterator[OpenPage]:
     """As `pages`, for tests that go on with one page, which takes seconds to open; trouble is told after the last."""
     with pages(browser) as opened:
         yield opened
+
+
+def go_to(page: Any, state: str) -> None:
+    """Makes `state` what the address has after #, and has the page follow, whatever happened just before.
+
+    The page writes a choice into its address up to 150 milliseconds later. Until then the address may already be
+    the one that is asked for, and the browser would tell the page of no change.
+    """
+    page.evaluate("(state) => { location.hash = state; dispatchEvent(new Event('hashchange')); }", state)
