@@ -343,7 +343,9 @@ def resbench_table() -> str:
     from residua.study.report import difference_text, estimate_text
 
     found = resbench()
-    compared = [(baseline, measure) for baseline in found.study.baselines for measure in ("tokens", "seconds")]
+    compared = [
+        (baseline, measure) for baseline in found.study.baselines for measure in found.measures if measure != "FLOPs"
+    ]
     rows = []
     for rung in found.study.rungs:
         own = [row for row in found.rows if row.rung == rung and row.whole and row.loss is not None]

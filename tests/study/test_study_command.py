@@ -5,13 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from residua.cli import main
 from residua.data import prepare
 from residua.runs import jsonlines
 from residua.runs.reading import write_yaml
+from residua.study import cost
 from residua.study.cost import measure
-from residua.study.engine import joined
+from residua.study.engine import joined, measure_costs
 from residua.study.plan import Plan
 from support.planted_study import DOCUMENT, study
 
@@ -288,6 +290,18 @@ def test_costs_count_what_a_matrix_product_does_not(data):
     assert delta["kept_bytes"] > plain["kept_bytes"]
     narrow = Plan(study(**{**SMALLEST, "set": {**SMALLEST["set"], "train.precision": "bfloat16"}}), data)
     assert measure(configs_of(narrow), "residual", rounds=1, peak=False)[0]["kept_bytes"] < plain["kept_bytes"]
+
+
+def test_compiled_steps_are_timed_beside_the_costs_and_do_not_replace_them(data, tmp_path, monkeypatch):
+    plan, compiled = Plan(study(**SMALLEST), data), []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    monkeypatch.setattr(cost, "peak_of", lambda *args, **kwargs: 1)
+    for again in (True, False, False):
+        measure_costs(plan, tmp_path, rounds=1, again=again, compiled=again, progress=False)
+    rows = jsonlines.read(tmp_path / "costs.jsonl")
+    assert [row["compiled"] for row in rows] == [True, True, False, False]
+    assert len(compiled) == 2
+    assert rows[0]["kept_bytes"] is None
 
 
 @pytest.mark.processes

@@ -84,6 +84,16 @@ def test_without_all_seeds_or_longer_runs_there_is_no_answer_and_the_reason_is_s
     assert text.count("| small | `ddl` − `residual` | tokens |") == 1
 
 
+def test_a_question_at_equal_compiled_seconds_waits_until_these_are_measured():
+    wanted = asked(at=["compiled seconds"])
+    (answer,) = results(wanted, records(), costs()).answers
+    assert (answer.difference, answer.waiting) == (None, [])
+    assert "No comparison: no compiled step was timed" in markdown(results(wanted, records(), costs()))
+    timed = [cost("residual", 1.0, 1.0, compiled=True), cost("ddl", 1.5, 1.0, compiled=True)]
+    (answer,) = results(wanted, records(), timed).answers
+    assert answer.difference.estimate.mean == pytest.approx(0.1)
+
+
 def test_the_page_says_what_the_report_says():
     found = results(asked(), records(), costs())
     (shown,) = payload(found)["questions"]

@@ -53,6 +53,7 @@ def test_a_run_that_no_study_wrote_is_refused(tmp_path, runs, said):
         ({"flops_per_token": {"products": -1.0}}, "flops_per_token: expected positive numbers"),
         ({"peak_bytes": -5}, "peak_bytes: expected a positive number or null"),
         ({"device": None}, "device: expected text"),
+        ({"compiled": "yes"}, "compiled: expected true or false"),
     ],
 )
 def test_a_cost_that_no_study_wrote_is_refused(tmp_path, change, said):

@@ -39,6 +39,21 @@ def test_beyond_the_longest_run_of_the_baseline_nothing_is_said():
     assert "–" in next(line for line in markdown(found).splitlines() if line.startswith("| `ddl`"))
 
 
+def test_compiled_steps_have_a_comparison_of_their_own():
+    assert "compiled" not in markdown(results(study(), records(), costs())).partition("## How")[0]
+    timed = [cost("residual", 1.0, 1.0, compiled=True), cost("ddl", 1.5**0.5, 1.0, compiled=True)]
+    for known in (costs() + timed, timed + costs()):
+        found = results(study(), records(), known)
+        row = row_of(found)
+        assert row.difference("residual", "seconds").estimate.mean == pytest.approx(-0.2 + 0.3)
+        assert row.difference("residual", "compiled seconds").estimate.mean == pytest.approx(-0.2 + 0.15)
+        assert row.cost["time_ratio"]["median"] == 1.5
+        told = markdown(found)
+        assert "| 1.500 [1.490, 1.510] | 1.225 [1.215, 1.235] |" in told
+        assert "equal compiled seconds: none" in told
+        assert payload(found)["measures"] == ["tokens", "FLOPs", "seconds", "compiled seconds"]
+
+
 def test_without_costs_only_equal_tokens_are_compared():
     assert [d.measure for d in row_of(results(study(), records(), [])).differences] == ["tokens"]
 

@@ -61,8 +61,9 @@ def record(scheme, kind, seed, loss, *, steps=100, lr=0.008, rung="small", curve
     }
 
 
-def cost(scheme, time, flops, rung="small"):
+def cost(scheme, time, flops, rung="small", compiled=False):
     return {
+        "compiled": compiled,
         "rung": rung,
         "scheme": scheme,
         "connection": scheme,

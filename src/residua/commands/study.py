@@ -36,7 +36,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--rungs", nargs="+", metavar="NAME", help="these sizes (default: all)")
     parser.add_argument("--processes", type=whole(1), default=1, metavar="N", help="runs at the same time (default: 1)")
     parser.add_argument("--no-costs", action="store_true", help="measure neither time nor memory")
-    parser.add_argument("--measure", action="store_true", help="measure time and memory again, and train nothing")
+    parser.add_argument(
+        "--measure",
+        nargs="?",
+        const="step",
+        choices=("step", "compiled"),
+        help="measure time and memory again, and train nothing; compiled: the time of a step through torch.compile",
+    )
     parser.add_argument("--also", nargs="+", default=[], metavar="FILE", help="report: records that were submitted")
     parser.add_argument("--share", type=finite, default=0.1, help="verify: of the runs to repeat (default: 0.1)")
     parser.add_argument("--seed", type=whole(0), default=0, help="verify: of the choice of runs (default: 0)")
@@ -59,7 +65,7 @@ def run(arguments: Arguments) -> int | None:
 
     study = load_study(arguments.what).only(arguments.schemes, arguments.rungs, arguments.questions)
     if arguments.measure:
-        measure_again(study, arguments.out, data=arguments.data)
+        measure_again(study, arguments.out, data=arguments.data, compiled=arguments.measure == "compiled")
     else:
         options = {"data": arguments.data, "processes": arguments.processes, "costs": not arguments.no_costs}
         run_study(study, arguments.out, **options)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ def measure(
     *,
     rounds: int = ROUNDS,
     peak: bool = True,
+    compiled: bool = False,
     advance: Any = lambda: None,
 ) -> list[dict[str, Any]]:
     """Measure the step of every scheme at one size; one record each, complete in itself.
@@ -70,12 +71,20 @@ def measure(
     kept     bytes that autograd keeps for the backward pass
     peak     bytes by which a process grows that makes the model and takes two steps, or the device's allocations in the
              second; None if not measured
+
+    With `compiled` all steps go through `torch.compile`, whatever the runs do, and only their time is measured.
     """
+    if compiled:
+        configs = {
+            name: (replace(config, train=replace(config.train, compile=True)), model)
+            for name, (config, model) in configs.items()
+        }
+        peak = False
     device = pick_device(next(iter(configs.values()))[0].train.device)
     peaks = {name: peak_of(Step, pair, name, device=device.type) if peak else None for name, pair in configs.items()}
     with threads(1), many_graphs(len(configs)):
         steps = {name: Step(*pair) for name, pair in configs.items()}
-        kept = {name: kept_bytes(step) for name, step in steps.items()}
+        kept = {name: None if compiled else kept_bytes(step) for name, step in steps.items()}
         clock = cuda_clock if device.type == "cuda" else process_clock
         timing = compare(steps, baseline, rounds=rounds, warmup=WARMUP, clock=clock, advance=advance)
         conditions = circumstances(device)
@@ -87,6 +96,7 @@ def measure(
             {
                 "scheme": name,
                 "baseline": baseline,
+                "compiled": compiled,
                 "parameters": sum(parameter.numel() for parameter in steps[name].parameters),
                 "time_ratio": timing.ratio(name)._asdict(),
                 "step_seconds": timing.median_seconds(name),

@@ -117,10 +117,16 @@ def open_study(out: str | Path, data: str | None = None) -> tuple[Plan, Sequence
     return plan, checked_runs(jsonlines.read(runs), str(runs)), checked_costs(jsonlines.read(costs), str(costs))
 
 
-def measure_again(study: Study, out: str | Path, *, data: str | None = None, progress: bool = True) -> None:
-    """Measure the costs of a study's schemes once more, on a quieter machine perhaps; the last ones count."""
+def measure_again(
+    study: Study, out: str | Path, *, data: str | None = None, compiled: bool = False, progress: bool = True
+) -> None:
+    """Measure the costs of a study's schemes once more, on a quieter machine perhaps; the last ones count.
+
+    `compiled` measures the time of a step through `torch.compile`, beside the time of the step that the runs take.
+    """
     out = Path(out)
-    measure_costs(Plan(study, study.data(data) or str(out / "data")), out, again=True, progress=progress)
+    plan = Plan(study, study.data(data) or str(out / "data"))
+    measure_costs(plan, out, again=True, compiled=compiled, progress=progress)
 
 
 def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
@@ -146,14 +152,22 @@ def train_run(run: Run, *, place: Path, report: Any) -> Record:
     }
 
 
-def measure_costs(plan: Plan, out: Path, *, rounds: int = ROUNDS, again: bool = False, progress: bool = True) -> None:
+def measure_costs(
+    plan: Plan,
+    out: Path,
+    *,
+    rounds: int = ROUNDS,
+    again: bool = False,
+    compiled: bool = False,
+    progress: bool = True,
+) -> None:
     """Measure the cost of every scheme at every size that has no record of it, or of all of them `again`.
 
     Schemes of one size are measured in the same rounds, so one that joins brings the first baseline once more.
     """
     with JsonLines(out / "costs.jsonl") as lines:
         rows = () if again else checked_costs(lines.rows, str(out / "costs.jsonl"))
-        known = {(row["rung"], row["scheme"], row["connection"]) for row in rows}
+        known = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
         for rung in plan.study.rungs:
             entries = plan.study.schemes.items()
             missing = [name for name, entry in entries if (rung, name, entry.connection) not in known]
@@ -167,6 +181,7 @@ def measure_costs(plan: Plan, out: Path, *, rounds: int = ROUNDS, again: bool = 
                     {name: (config, plan.model(config)) for name, config in configs.items()},
                     names[0],
                     rounds=rounds,
+                    compiled=compiled,
                     advance=lambda bar=bar, done=done: bar.update(next(done), ""),
                 )
             for record in records:

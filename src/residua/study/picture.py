@@ -6,8 +6,13 @@ from residua.errors import extra
 from residua.runs.durable import replacing
 from residua.study.results import Results
 
-STYLES = {"tokens": ("#0072B2", "o", 0.2), "FLOPs": ("#009E73", "D", 0.0), "seconds": ("#D55E00", "s", -0.2)}
-"""Colour, mark and place of each measure."""
+STYLES = {
+    "tokens": ("#0072B2", "o"),
+    "FLOPs": ("#009E73", "D"),
+    "seconds": ("#D55E00", "s"),
+    "compiled seconds": ("#CC79A7", "^"),
+}
+"""Colour and mark of each measure."""
 
 
 def draw(found: Results, path: Path) -> bool:
@@ -31,7 +36,8 @@ def draw(found: Results, path: Path) -> bool:
     panels = figure.subplots(1, len(baselines), sharey=True, squeeze=False)[0]
     for panel, baseline in zip(panels, baselines):
         panel.axvline(0, color="#222222", linewidth=1.2)
-        for measure, (colour, mark, aside) in STYLES.items():
+        for number, measure in enumerate(found.measures):
+            (colour, mark), aside = STYLES[measure], 0.2 * ((len(found.measures) - 1) / 2 - number)
             there = [
                 (place + aside, difference.estimate.mean, difference.estimate.half_width)
                 for place, row in enumerate(rows)
@@ -50,7 +56,9 @@ def draw(found: Results, path: Path) -> bool:
         panel.set_xlabel(f"Loss minus that of {baseline} (nats per token)")
         panel.grid(axis="x", color="#dddddd", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2 * len(baselines), frameon=False
+    )
     with replacing(path) as file:
         FigureCanvasAgg(figure).print_png(file)
     return True

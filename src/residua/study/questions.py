@@ -7,7 +7,7 @@ from typing import Any
 from residua.checks import did_you_mean, fits, require
 from residua.errors import InputError
 
-MEASURES = ("tokens", "FLOPs", "seconds")
+MEASURES = ("tokens", "FLOPs", "seconds", "compiled seconds")
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Question:
 
     ask       in words
     compare   pairs of schemes: the loss of the first minus that of the second
-    at        equal "tokens", "FLOPs", "seconds"; for the last two the second of each pair must be a baseline
+    at        equal "tokens", "FLOPs", "seconds" or "compiled seconds", of a step through `torch.compile`; for all but
+              tokens the second of each pair must be a baseline
     """
 
     name: str

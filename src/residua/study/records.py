@@ -54,6 +54,8 @@ def checked_costs(rows: Sequence[Record], where: str) -> Sequence[Record]:
         _expect(good, place, "time_ratio", "positive lower, median and upper", ratio)
         good = isinstance(flops, Mapping) and len(flops) > 0 and all(_positive(value) for value in flops.values())
         _expect(good, place, "flops_per_token", "positive numbers", flops)
+        compiled = row.get("compiled", False)
+        _expect(fits(compiled, bool), place, "compiled", "true or false", compiled)
         peak = row.get("peak_bytes")
         _expect(peak is None or _positive(peak), place, "peak_bytes", "a positive number or null", peak)
     return rows

@@ -13,9 +13,8 @@ from residua.runs.statistics import Estimate
 from residua.runs.sweep import Record
 from residua.study.page import page
 from residua.study.picture import draw, draw_gates
-from residua.study.questions import MEASURES
 from residua.study.ranking import Ranking, rankings
-from residua.study.results import SIGNIFICANT, Answer, Difference, Results, Row
+from residua.study.results import COMPILED, SIGNIFICANT, Answer, Difference, Results, Row
 
 PICTURE, GATES = "differences.png", "gates.png"
 FILES = ("report.md", "results.csv", "index.html")
@@ -49,8 +48,9 @@ def markdown(found: Results) -> str:
             continue
         lines += [f"## {rung}", "", *_noise(found, rung), ""]
         header = ["scheme", "validation loss"]
-        header += [f"vs {name}, equal {measure}" for name in study.baselines for measure in MEASURES]
-        header += ["step time", "FLOPs", "peak MiB", "parameters", "tuned to", "tuning runs"]
+        header += [f"vs {name}, equal {measure}" for name in study.baselines for measure in found.measures]
+        compiled = ["compiled step"] if COMPILED in found.measures else []
+        header += ["step time", *compiled, "FLOPs", "peak MiB", "parameters", "tuned to", "tuning runs"]
         lines += [_line(header), _line(["---"] * len(header))]
         lines += [_line(_cells(found, row)) for row in sorted(rows, key=_rank)]
         lines += ["", *_ahead(found, rung), ""]
@@ -107,7 +107,7 @@ def _noise(found: Results, rung: str) -> list[str]:
 
 def _ahead(found: Results, rung: str) -> list[str]:
     """Who is ahead of every baseline at a size."""
-    told = {measure: found.ahead(rung, measure) for measure in MEASURES}
+    told = {measure: found.ahead(rung, measure) for measure in found.measures}
     names = _names(found.study.baselines)
     parts = [f"equal {measure}: {_names(ahead) or 'none'}" for measure, ahead in told.items() if ahead is not None]
     return [f"Ahead of {names}, clear of zero at {'; at '.join(parts)}."] if parts else []
@@ -228,7 +228,8 @@ def _reading(found: Results) -> list[str]:
         f"**Bold**: Holm's corrected p is below {SIGNIFICANT}.",
         f"- Equal FLOPs and seconds: {equal}",
         "- Step time: in interleaved rounds, process time of one thread on a CPU, the device's time on a GPU; median "
-        "and quartiles of the ratio to the first baseline. The intervals at equal seconds hold for its median.",
+        "and quartiles of the ratio to the first baseline. The intervals at equal seconds hold for its median. "
+        "A compiled step goes through `torch.compile`; the runs took the other.",
         "- FLOPs: matrix products, and one for each element of every other operation.",
         "- Peak: what a process with the model grows by in two steps.",
     ]
@@ -236,20 +237,25 @@ def _reading(found: Results) -> list[str]:
 
 def _cells(found: Results, row: Row) -> list[str]:
     cost = row.cost
-    ratio = cost and cost["time_ratio"]
     cells = [f"`{row.scheme.replace('`', '')}`", estimate_text(row.loss, ".4f") if row.loss else "diverged"]
     for baseline in found.study.baselines:
-        cells += [difference_text(row, baseline, measure) for measure in MEASURES]
+        cells += [difference_text(row, baseline, measure) for measure in found.measures]
     base = found.row(row.rung, found.study.baselines[0])
     return [
         *cells,
-        f"{ratio['median']:.3f} [{ratio['lower']:.3f}, {ratio['upper']:.3f}]" if ratio else "–",
+        _ratio(row.cost),
+        *([_ratio(row.compiled)] if COMPILED in found.measures else []),
         f"{row.flops / base.flops:.3f}" if row.flops and base and base.flops else "–",
         f"{cost['peak_bytes'] / MEBIBYTE:.0f}" if cost and cost.get("peak_bytes") else "–",
         f"{row.parameters:,}" if row.parameters else "–",
         ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in row.point.items()),
         str(row.tuning_runs),
     ]
+
+
+def _ratio(cost: Record | None) -> str:
+    ratio = cost and cost["time_ratio"]
+    return f"{ratio['median']:.3f} [{ratio['lower']:.3f}, {ratio['upper']:.3f}]" if ratio else "–"
 
 
 def difference_text(row: Row, baseline: str, measure: str) -> str:
@@ -333,6 +339,7 @@ def payload(found: Results) -> dict[str, Any]:
                 "steps": row.steps,
                 "tuning_runs": row.tuning_runs,
                 "time": cost and cost["time_ratio"],
+                "compiled": row.compiled and row.compiled["time_ratio"],
                 "flops": row.flops / base.flops if row.flops and base and base.flops else None,
                 "peak": cost and cost.get("peak_bytes"),
                 "differences": [
@@ -362,7 +369,7 @@ def payload(found: Results) -> dict[str, Any]:
         "title": study.title,
         "rungs": [rung for rung in study.rungs if any(row["rung"] == rung for row in rows)],
         "baselines": list(study.baselines),
-        "measures": list(MEASURES),
+        "measures": found.measures,
         "setting": [line.removeprefix("- ") for line in _setting(found)],
         "reading": [line.removeprefix("- ").replace("**", "") for line in _reading(found)],
         "questions": [

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 from residua.runs.statistics import Estimate, holm, paired
 from residua.runs.sweep import Record
 from residua.study.plan import Study
-from residua.study.questions import Question
+from residua.study.questions import MEASURES, Question
 
 BELOW = 0.9
 """A scheme whose step costs less than a baseline's is compared with fewer tokens of it, down to this share, along the
 line between its runs; beyond the longest runs of a baseline there is no comparison."""
+COMPILED = "compiled seconds"
 SIGNIFICANT = 0.05
 """Corrected p below which a difference is clear of zero."""
 
@@ -49,7 +50,7 @@ class Difference(NamedTuple):
 
 @dataclass
 class Row:
-    """One scheme at one size. `runs` are all records behind it."""
+    """One scheme at one size. `runs` are all records behind it, `cost` and `compiled` what a step of it costs."""
 
     rung: str
     scheme: str
@@ -58,6 +59,7 @@ class Row:
     losses: Mapping[int, float | None]
     runs: Sequence[Record]
     cost: Record | None
+    compiled: Record | None
     steps: int
     tokens: int | None
     parameters: int | None
@@ -143,6 +145,12 @@ class Results:
             return None
         return [name for name, found in pairs.items() if all(d is not None and d.ahead for d in found)]
 
+    @property
+    def measures(self) -> list[str]:
+        """What the rows are compared at: compiled seconds only where somebody measured them."""
+        compiled = any(d.measure == COMPILED for row in self.rows for d in row.differences)
+        return [measure for measure in MEASURES if compiled or measure != COMPILED]
+
     def noise(self, rung: str) -> Estimate | None:
         """The loss of the first baseline at a rung: its deviation over the seeds is the noise of a single run."""
         row = self.row(rung, self.study.baselines[0])
@@ -158,7 +166,9 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
     by_row: dict[tuple[str, str], list[Record]] = {}
     for record in last.values():
         by_row.setdefault((record["rung"], record["scheme"]), []).append(record)
-    measured = {(cost["rung"], cost["scheme"], cost["connection"]): cost for cost in costs}
+    measured = {
+        (cost["rung"], cost["scheme"], cost["connection"], bool(cost.get("compiled", False))): cost for cost in costs
+    }
     rows, longer, unfinished = [], {}, []
     for rung in study.rungs.values():
         for name, entry in study.schemes.items():
@@ -172,8 +182,8 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
             if not reported:
                 unfinished.append(f"{name} at {rung.name}")
                 continue
-            cost = measured.get((rung.name, name, entry.connection))
-            row = _row(study, rung.name, name, reported, tuning, cost)
+            cost, compiled = (measured.get((rung.name, name, entry.connection, one)) for one in (False, True))
+            row = _row(study, rung.name, name, reported, tuning, cost, compiled)
             if name in study.baselines:
                 more = [r for r in own if r["kind"] == "longer" and r["point"] == point and r["seed"] in study.seeds]
                 longer[rung.name, name] = more
@@ -232,7 +242,8 @@ def _answers(
             for measure in question.at:
                 difference, missing = known.get(measure), None
                 if not waiting and difference is None:
-                    missing = f"{scheme} or {to} has no costs"
+                    timed = "no compiled step was timed (--measure compiled)"
+                    missing = timed if measure == COMPILED else f"{scheme} or {to} has no costs"
                 elif not waiting and (difference.estimate is None or difference.estimate.count < len(study.seeds)):
                     missing = f"{to} has no runs {difference.cost:.2f} times as long as {scheme}, or one diverged"
                 there = None if missing else difference
@@ -257,7 +268,13 @@ def _best(tuning: Sequence[Record]) -> Any:
 
 
 def _row(
-    study: Study, rung: str, name: str, reported: Sequence[Record], tuning: Sequence[Record], cost: Record | None
+    study: Study,
+    rung: str,
+    name: str,
+    reported: Sequence[Record],
+    tuning: Sequence[Record],
+    cost: Record | None,
+    compiled: Record | None,
 ) -> Row:
     by_seed = {record["seed"]: record for record in sorted(reported, key=lambda record: record["seed"])}
     facts = next((record["facts"] for record in by_seed.values() if record.get("facts")), {})
@@ -270,6 +287,7 @@ def _row(
         {seed: record["val_loss"] for seed, record in by_seed.items()},
         [*tuning, *by_seed.values()],
         cost,
+        compiled,
         first["steps"],
         next((record.get("tokens") for record in by_seed.values()), None),
         facts.get("parameters"),
@@ -286,8 +304,10 @@ def _differences(row: Row, base: Row, longer: Sequence[Record]) -> list[Differen
     costs = {"tokens": 1.0}
     if row.cost is not None and base.cost is not None:
         costs["FLOPs"] = row.flops / base.flops
-        # Rounds shared with the first baseline: the ratio of ratios leaves out what slowed both.
-        costs["seconds"] = row.cost["time_ratio"]["median"] / base.cost["time_ratio"]["median"]
+    for measure, ours, theirs in (("seconds", row.cost, base.cost), (COMPILED, row.compiled, base.compiled)):
+        if ours is not None and theirs is not None:
+            # Rounds shared with the first baseline: the ratio of ratios leaves out what slowed both.
+            costs[measure] = ours["time_ratio"]["median"] / theirs["time_ratio"]["median"]
     found = []
     for measure, cost in costs.items():
         theirs = {seed: _at(known, row.steps * cost) for seed, known in losses.items()}
@@ -333,7 +353,7 @@ def _curve(row: Row, base: Row) -> list[tuple[int, float, float | None]]:
 
 
 def _correct(rows: Sequence[Row]) -> None:
-    """Correct the p-values at equal tokens, FLOPs and seconds each for the number of all of them, over all sizes."""
+    """Correct the p-values at equal tokens, FLOPs and so on each for the number of all of them, over all sizes."""
     families: dict[str, list[tuple[Row, int]]] = {}
     for row in rows:
         for place, difference in enumerate(row.differences):
