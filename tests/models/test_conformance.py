@@ -37,8 +37,7 @@ def aligned_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def gradients_by_their_names(model, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our gradients under the authors' names and in their layouts."""
-    scheme, gradients = model.config.scheme, {}
-    theirs = _authors_names(scheme, model.config.num_hidden_layers)
+    gradients, theirs = {}, _authors_names(state, model.config.num_hidden_layers)
     for name, parameter in model.named_parameters():
         grad, their_name = parameter.grad, theirs[name]
         if name.endswith(".taps"):

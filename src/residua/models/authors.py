@@ -44,10 +44,11 @@ def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, 
     ours = _model_config(config, state, len(layers))
     with torch.device("meta"):
         model = ResiduaForCausalLM(ours)
-    theirs = _authors_names(ours.scheme, len(layers))
+    theirs = _authors_names(state, len(layers))
     expected = {theirs[name]: (name, parameter.shape) for name, parameter in model.named_parameters()}
-    # Constant values leave an unused projection behind in their models.
-    unused = {name for name in state if ".ddl_" in name and ".v_proj." in name} if _constant(ours.scheme) else set()
+    unused: set[str] = set()
+    if not any(".v_proj." in name for name in expected):  # constant values leave a projection behind in their models
+        unused = {name for name in state if ".ddl_" in name and ".v_proj." in name}
     problems = [f"missing: {name}" for name in sorted(expected.keys() - state.keys())]
     problems += [f"unknown: {name}" for name in sorted(state.keys() - expected.keys() - unused)]
     for name, (_, shape) in expected.items():
@@ -176,12 +177,9 @@ def _first(state: Mapping[str, Tensor], ending: str) -> Tensor:
     return found
 
 
-def _constant(scheme: Scheme) -> bool:
-    return isinstance(scheme, DeepDelta) and scheme.v_activation == "constant"
-
-
-def _authors_names(scheme: Scheme, num_layers: int) -> dict[str, str]:
-    """Map our parameter names to theirs, for every parameter that a model of this scheme can have."""
+def _authors_names(state: Mapping[str, Tensor], num_layers: int) -> dict[str, str]:
+    """Map our parameter names to theirs, for every parameter that a model with such a `state` can have."""
+    gate = "beta" if _find(state, ".beta_in.weight") is None else "beta_out"
     names = {"model.embed_tokens.weight": "transformer.wte.weight", "model.norm.weight": "ln_f.weight"}
     for i in range(num_layers):
         theirs, layer = f"transformer.h.{i}", f"model.layers.{i}"
@@ -194,22 +192,19 @@ def _authors_names(scheme: Scheme, num_layers: int) -> dict[str, str]:
         for sublayer, (norm, delta) in enumerate((("ln_1", "ddl_attn"), ("ln_2", "ddl_mlp"))):
             connection = f"model.stream.connections.{2 * i + sublayer}"
             names[f"{connection}.norm.weight"] = f"{theirs}.{norm}.weight"
-            two_layer = isinstance(scheme, DeepDelta) and scheme.beta_head == "mlp"
-            gate = "beta_out" if two_layer else "beta"
             names[f"{connection}.beta.out.weight"] = f"{theirs}.{delta}.{gate}.weight"
             names[f"{connection}.beta.out.bias"] = f"{theirs}.{delta}.{gate}.bias"
             names[f"{connection}.beta.hidden.weight"] = f"{theirs}.{delta}.beta_in.weight"
             names[f"{connection}.value.project.weight"] = f"{theirs}.{delta}.v_proj.weight"
             names[f"{connection}.value.project.bias"] = f"{theirs}.{delta}.v_proj.bias"
-        names |= _compressor_names(scheme, f"model.stream.connections.{2 * i}.compress", f"{theirs}.compress")
-    names |= _compressor_names(scheme, "model.stream.collapse.compress", "readout")
+        names |= _compressor_names(state, f"model.stream.connections.{2 * i}.compress", f"{theirs}.compress")
+    names |= _compressor_names(state, "model.stream.collapse.compress", "readout")
     names["model.stream.expand.taps"] = "input_embed.conv.weight"
     return names
 
 
-def _compressor_names(scheme: Scheme, ours: str, theirs: str) -> dict[str, str]:
-    token = isinstance(scheme, DeepDelta) and scheme.compress == "token"
-    taps = f"{theirs}.shortconv.weight" if token else f"{theirs}.weight"
+def _compressor_names(state: Mapping[str, Tensor], ours: str, theirs: str) -> dict[str, str]:
+    taps = f"{theirs}.weight" if _find(state, ".shortconv.weight") is None else f"{theirs}.shortconv.weight"
     return {f"{ours}.taps": taps, f"{ours}.read": f"{theirs}.read"}
 
 
