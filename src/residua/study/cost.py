@@ -18,7 +18,7 @@ from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.provenance import circumstances
 from residua.training import RunConfig, adamw, pick_device
 
-ROUNDS, WARMUP = 15, 2
+ROUNDS, WARMUP = 45, 2
 
 
 class Step:
