@@ -53,7 +53,7 @@ def test_the_published_start():
     """Every stream is read with 1/n and written with 1, up to the draw of W."""
     for connection, state in states(built(IndependentHyperConnections(weight_std=0.0))):
         if connection is not None:
-            h_pre, h_post = connection.read(state)[1].coefficients
+            h_pre, _, h_post = connection.read(state)[1].coefficients
             assert_close(h_pre, torch.full_like(h_pre, 0.25 + 1e-6), dtype=torch.float32)
             assert_close(h_post, torch.full_like(h_post, 1 + 1e-6), dtype=torch.float32)
     weights = [c.logits.project.weight for c in IndependentHyperConnections().build(64, 2).connections]

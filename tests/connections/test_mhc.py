@@ -338,5 +338,5 @@ def test_bad_options(options, words):
 
 
 def test_pieces_must_fit_the_width():
-    with pytest.raises(ValueError, match=r"num_streams \(3\) divides, got 8"):
+    with pytest.raises(ValueError, match="a divisor of the width dim = 8 with layout='split', got 3"):
         ManifoldHyperConnections(num_streams=3, layout="split").build(DIM, 2)

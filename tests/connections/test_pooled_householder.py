@@ -27,8 +27,8 @@ def outputs(stream: Stream, x: Tensor) -> Tensor:
 
 def with_beta(connection: nn.Module, beta: float) -> nn.Module:
     with torch.no_grad():
-        connection.beta.weight.zero_()
-        connection.beta.bias.fill_(math.log(beta / (2 - beta)) if 0 < beta < 2 else 800.0 * (beta - 1))
+        connection.beta.out.weight.zero_()
+        connection.beta.out.bias.fill_(math.log(beta / (2 - beta)) if 0 < beta < 2 else 800.0 * (beta - 1))
     return connection
 
 
@@ -48,7 +48,7 @@ def reference(connection: nn.Module, context: str, x: Tensor, sublayer) -> Tenso
         for_k, for_beta = gelu(p["up.weight"] @ c + p["up.bias"]).chunk(2)
         raw = p["k.weight"] @ for_k + p["k.bias"]
         k = raw / raw.norm()
-        beta = 2 / (1 + (-(p["beta.weight"] @ for_beta + p["beta.bias"])).exp())
+        beta = 2 / (1 + (-(p["beta.out.weight"] @ for_beta + p["beta.out.bias"])).exp())
         kept = (torch.eye(DIM, dtype=x.dtype) - beta * torch.outer(k, k)) @ x[t]
         out.append(kept + sublayer(kept / (kept.square().mean() + EPS).sqrt() * p["norm.weight"]))
     return torch.stack(out)

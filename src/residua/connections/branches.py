@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from residua.connections.gates import logit
 from residua.connections.memory import Memory, documents_in, expect_tokens
 from residua.connections.norm import RMSNorm
 from residua.connections.projection import Projection, WideProjection
@@ -44,7 +45,7 @@ class Gate(nn.Module):
             in_features if self.hidden is None else hidden,
             outputs or 1,
             std=0.5 / math.sqrt(in_features) if init == "authors" else 0.0,
-            bias=math.log(p) - math.log1p(-p),
+            bias=logit(p),
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from residua.connections.base import Connection
 from residua.connections.memory import Memory, documents_in, expect_tokens, masked, positions_in
 from residua.ops import at_least_float32, rms_norm
 from residua.ops.derived import derive
@@ -41,17 +42,30 @@ def _sums_within(documents: Tensor, x: Tensor) -> Tensor:
     return (sums - (sums - wide).gather(1, first.unsqueeze(-1).expand_as(x))).to(x.dtype)
 
 
-def pooled(x: Tensor, context: Context, memory: Memory | None = None, *, eps: float = 1e-5) -> Tensor:
-    """Return the context of the coefficients, in at least float32.
+class PooledConnection(Connection):
+    """A connection with coefficients from a pooled context."""
 
-    x: (batch, seq, dim). "token": each token alone, divided by its root mean square; "cumulative": the running mean;
-    "sequence": the mean over the whole sequence, later tokens included, as (batch, 1, dim).
-    """
-    if context == "cumulative":
-        if memory is not None and memory.keeps:
-            return running_mean(x, memory)
-        return derive(lambda tokens: running_mean(tokens, memory), x)
-    if context == "token":
-        return rms_norm(x if x.dtype.itemsize >= 4 else derive(at_least_float32, x), eps=eps, recompute=True)
-    expect_tokens(x, 1, axes="(batch, seq, dim)")
-    return at_least_float32(x).mean(1, keepdim=True)
+    separates_documents = True
+
+    def __init__(self, context: Context, norm: nn.Module, *, norm_eps: float):
+        super().__init__()
+        self.context = context
+        self.norm = norm
+        self.norm_eps = norm_eps
+        self.window = int(context == "cumulative")
+
+    def pooled(self, x: Tensor, memory: Memory | None) -> Tensor:
+        """Return the context of the coefficients, in at least float32.
+
+        x: (batch, seq, dim). "token": each token alone, divided by its root mean square; "cumulative": the running
+        mean; "sequence": the mean over the whole sequence, later tokens included, as (batch, 1, dim).
+        """
+        if self.context == "cumulative":
+            if memory is not None and memory.keeps:
+                return running_mean(x, memory)
+            return derive(lambda tokens: running_mean(tokens, memory), x)
+        if self.context == "token":
+            wide = x if x.dtype.itemsize >= 4 else derive(at_least_float32, x)
+            return rms_norm(wide, eps=self.norm_eps, recompute=True)
+        expect_tokens(x, 1, axes="(batch, seq, dim)")
+        return at_least_float32(x).mean(1, keepdim=True)

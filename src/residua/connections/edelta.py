@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Mixing, Norm, Scheme, State, Stream, TensorSpec
-from residua.connections.context import Context, pooled
+from residua.connections.base import Carry, Mixing, Norm, Scheme, State, Stream
+from residua.connections.context import Context, PooledConnection
 from residua.connections.ends import MeanStreams, Same
 from residua.connections.expanding import ExpandingScheme
+from residua.connections.gates import logit
 from residua.connections.memory import Memory
 from residua.connections.norm import LayerNorm, norms
 from residua.connections.options import check_types, require
 from residua.connections.projection import Projection, WideProjection, project
-from residua.connections.recomputing import RecomputingScheme
 from residua.connections.router import Router
 from residua.ops import cayley_angle, gate_penalty, hybrid, hyper_read, hyper_write, unit
 from residua.ops.derived import derive, flattened
@@ -122,17 +122,14 @@ class EDelta(_Hybrid):
         )
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        if dim % self.num_streams:
-            raise ValueError(
-                f"EDelta: num_streams: expected a divisor of the width dim = {dim}, got {self.num_streams}"
-            )
+        require(self, "num_streams", dim % self.num_streams == 0, f"a divisor of the width dim = {dim}")
         norm = norms(dim, norm_eps, norm)
         connections = [EDeltaConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Same(), connections, Same())
 
 
 @dataclass(frozen=True)
-class EDeltaStream(ExpandingScheme, _Hybrid, RecomputingScheme):
+class EDeltaStream(ExpandingScheme, _Hybrid):
     """The variant with num_streams rows of full width and a router: the state is (batch, seq, num_streams, dim).
 
         X <- g + H_post (1 y^T),   y = F(norm(mean_i (H_pre g)_i)),   g = (gamma Q + (1 - gamma) H) X
@@ -155,8 +152,8 @@ class EDeltaStream(ExpandingScheme, _Hybrid, RecomputingScheme):
     start: Literal["random", "residual"] = "random"
 
     def __post_init__(self):
-        RecomputingScheme.__post_init__(self)
         super().__post_init__()
+        _Hybrid.__post_init__(self)
         if self.start == "residual":
             require(self, "num_streams", self.num_streams >= 3, "at least 3 with start='residual'")
 
@@ -169,9 +166,6 @@ class EDeltaStream(ExpandingScheme, _Hybrid, RecomputingScheme):
             )
         return replace(self, start="residual", expand=self.learned_expand)
 
-    def state_spec(self, boundary: int, dim: int) -> TensorSpec:
-        return TensorSpec((self.num_streams, dim))
-
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         last, norm = num_sublayers - 1, norms(dim, norm_eps, norm)
         differ = self.streams_differ
@@ -179,7 +173,7 @@ class EDeltaStream(ExpandingScheme, _Hybrid, RecomputingScheme):
             EDeltaStreamConnection(self, dim, norm(i), selects=i > 0 or differ, distributes=i < last, norm_eps=norm_eps)
             for i in range(num_sublayers)
         ]
-        return Stream(self.expander(dim, self.num_streams), connections, MeanStreams())
+        return Stream(self.expander(dim), connections, MeanStreams())
 
 
 class Identity(Projection):
@@ -261,27 +255,18 @@ class BlendGate(nn.Module):
 
     def __init__(self, features: int, *, gamma_init: float):
         super().__init__()
-        bias = math.log(gamma_init) - math.log1p(-gamma_init)
-        self.out = WideProjection(features, 1, std=0.0, bias=bias)
+        self.out = WideProjection(features, 1, std=0.0, bias=logit(gamma_init))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sigmoid(self.out(x).squeeze(-1))
 
 
-class _HybridConnection(Connection):
-    """The pooled context and the penalty of both variants."""
-
-    separates_documents = True
+class _HybridConnection(PooledConnection):
+    """The penalty and the shortcut of both variants."""
 
     def __init__(self, scheme: _Hybrid, norm: nn.Module, *, norm_eps: float):
-        super().__init__()
+        super().__init__(scheme.context, norm, norm_eps=norm_eps)
         self.scheme = scheme
-        self.norm = norm
-        self.norm_eps = norm_eps
-        self.window = int(scheme.context == "cumulative")
-
-    def pooled(self, x: Tensor, memory: Memory | None) -> Tensor:
-        return pooled(x, self.scheme.context, memory, eps=self.norm_eps)
 
     def penalty(self, coefficients: EDeltaCoefficients | EDeltaStreamCoefficients) -> Tensor | None:
         if not self.scheme.penalty:

@@ -1,25 +1,32 @@
-"""How a state of several streams starts from the embedding: as copies, or as copies times learned gains."""
+"""Schemes with a state of several streams, which start as copies of the embedding, or as copies times learned gains."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from torch import nn
 
-from residua.connections.base import Scheme
+from residua.connections.base import TensorSpec
 from residua.connections.ends import ConvExpand, Repeat
+from residua.connections.recomputing import RecomputingScheme
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpandingScheme(Scheme):
-    """A scheme whose state starts from `num_streams` copies of the embedding.
+@dataclass(frozen=True)
+class ExpandingScheme(RecomputingScheme):
+    """A scheme whose state is n streams, (batch, seq, n, dim), which start from copies of the embedding.
 
-    expand  "copies" of the embedding; "lss": each times gains of its own for each feature, learned, from 0.6 and
-            Xavier's noise, so that streams differ from the start (learned symmetry breaking, arXiv 2606.03483);
-            "gains": the same from 1, which keeps the start of the scheme
+    num_streams  n
+    expand       "copies" of the embedding; "lss": each times gains of its own for each feature, learned, from 0.6 and
+                 Xavier's noise, so that streams differ from the start (learned symmetry breaking, arXiv 2606.03483);
+                 "gains": the same from 1, which keeps the start of the scheme
     """
 
+    num_streams: int = 4
+    _: KW_ONLY
     expand: Literal["copies", "lss", "gains"] = "copies"
+
+    def state_spec(self, boundary: int, dim: int) -> TensorSpec:
+        return TensorSpec((self.num_streams, dim))
 
     @property
     def streams_differ(self) -> bool:
@@ -31,11 +38,11 @@ class ExpandingScheme(Scheme):
         """How a start that preserves expands: with the gains of `expand`, if it has them, at 1."""
         return "gains" if self.streams_differ else "copies"
 
-    def expander(self, dim: int, num_streams: int) -> nn.Module:
+    def expander(self, dim: int) -> nn.Module:
         """Build the first part of the stream, (batch, seq, dim) -> (batch, seq, num_streams, dim)."""
         if not self.streams_differ:
-            return Repeat(num_streams)
-        return StreamGains(dim, num_streams, noise=self.expand == "lss")
+            return Repeat(self.num_streams)
+        return StreamGains(dim, self.num_streams, noise=self.expand == "lss")
 
 
 class StreamGains(ConvExpand):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from residua.connections.base import Carry, Mixing, Norm, State, Stream
 from residua.connections.ends import Same
-from residua.connections.hyper import HyperCoefficients, WeightedConnection, WeightedScheme
+from residua.connections.hyper import MixingCoefficients, WeightedConnection, WeightedScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import require
@@ -47,10 +47,7 @@ class FracConnections(WeightedScheme):
         return self
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        if dim % self.num_fractions:
-            raise ValueError(
-                f"FracConnections: num_fractions: expected a divisor of the width dim = {dim}, got {self.num_fractions}"
-            )
+        require(self, "num_fractions", dim % self.num_fractions == 0, f"a divisor of the width dim = {dim}")
         norm = norms(dim, norm_eps, norm)
         connections = [FracConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Same(), connections, Same())
@@ -66,12 +63,17 @@ class FracConnection(WeightedConnection):
     def fractions(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.reads, -1))
 
+    def coefficients(self, streams: Tensor) -> MixingCoefficients:
+        alpha, beta = self.weights(streams)
+        h_pre, h_res = (columns.mT.contiguous() for columns in alpha.split(self.reads, -1))
+        return MixingCoefficients(h_pre, h_res, beta)
+
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         fractions = self.fractions(state)
-        alpha, beta = self.weights(fractions)
-        h_pre, h_res = (columns.mT.contiguous() for columns in alpha.split(self.reads, -1))
-        x = hyper_mix(fractions, h_pre, implementation=self.implementation).flatten(-2)
-        return self.norm(x), Carry(state, HyperCoefficients(h_pre, h_res, beta))
+        coefficients = self.coefficients(fractions)
+        assert coefficients.h_pre is not None
+        x = hyper_mix(fractions, coefficients.h_pre, implementation=self.scheme.implementation).flatten(-2)
+        return self.norm(x), Carry(state, coefficients)
 
     def write(self, y: Tensor, carry: Carry) -> State:
         return super().write(self.fractions(y), Carry(self.fractions(carry.residual), carry.coefficients)).flatten(-2)

@@ -124,12 +124,9 @@ class GatedDelta(ChannelScheme):
         return self
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        if dim % self.heads:
-            raise ValueError(f"GatedDelta: heads: expected a divisor of the width dim = {dim}, got {self.heads}")
-        if self.rank > dim // self.heads:
-            raise ValueError(
-                f"GatedDelta: rank: expected at most the {dim // self.heads} features of a head, got {self.rank}"
-            )
+        require(self, "heads", dim % self.heads == 0, f"a divisor of the width dim = {dim}")
+        each = dim // self.heads
+        require(self, "rank", self.rank <= each, f"at most the {each} features of a head")
         norm = norms(dim, norm_eps, norm)
         connections: list[GatedDeltaConnection] = []
         owners = sorted({self.owner(i) for i in range(num_sublayers)})

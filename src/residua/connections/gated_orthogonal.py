@@ -81,8 +81,7 @@ class GatedOrthogonal(Scheme):
         return self
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        if dim % self.heads:
-            raise ValueError(f"GatedOrthogonal: heads: expected a divisor of the width dim = {dim}, got {self.heads}")
+        require(self, "heads", dim % self.heads == 0, f"a divisor of the width dim = {dim}")
         norm = norms(dim, norm_eps, norm)
         gated = {"all": (0, 1), "attention": (0,), "mlp": (1,)}[self.sublayers]
         connections = [OrthogonalConnection(self, dim, norm(i), gated=i % 2 in gated) for i in range(num_sublayers)]

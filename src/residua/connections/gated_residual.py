@@ -14,17 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from residua.connections.base import Carry, Connection, Mixing, Norm, State, Stream, TensorSpec
+from residua.connections.base import Carry, Connection, Mixing, Norm, State, Stream
 from residua.connections.ends import MeanStreams
 from residua.connections.expanding import ExpandingScheme
+from residua.connections.hyper import MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
 from residua.connections.options import expect_used, require
 from residua.connections.projection import Projection, WideProjection, is_plain
-from residua.connections.recomputing import RecomputingScheme
 from residua.ops import hyper_write, rms_norm
 from residua.ops.derived import derive
-from residua.ops.dispatch import Implementation
 from residua.ops.precision import linear, promote
 
 
@@ -35,7 +34,7 @@ class GatedCoefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GatedResidual(ExpandingScheme, RecomputingScheme):
+class GatedResidual(ExpandingScheme, MixingScheme):
     """The gated residual. Starts near the pre-norm residual: gates near 1/2 halve the normalised input.
 
     num_streams     n, at least 2
@@ -52,12 +51,10 @@ class GatedResidual(ExpandingScheme, RecomputingScheme):
     equation: ClassVar[str] = "X + p F(mean_i G_i norm(X_i))"
     paper: ClassVar[str] = "transformers, models/qwen4_exp"
 
-    num_streams: int = 4
     rank: int = 320
     weight_std: float = 0.02
     head: Literal["gated", "mean"] = "gated"
     start: Literal["published", "residual"] = "published"
-    implementation: Implementation = "reference"
 
     def __post_init__(self):
         super().__post_init__()
@@ -65,9 +62,6 @@ class GatedResidual(ExpandingScheme, RecomputingScheme):
         require(self, "rank", self.rank >= 1, "at least 1")
         require(self, "weight_std", 0 <= self.weight_std < math.inf, "0 or more")
         expect_used(self, {"weight_std": (self.start == "published", "start='published'")})
-
-    def state_spec(self, boundary: int, dim: int) -> TensorSpec:
-        return TensorSpec((self.num_streams, dim))
 
     def preserving(self) -> "GatedResidual":
         """Return this scheme with start="residual", and the mean as its head: the gated one is normalised."""
@@ -82,9 +76,9 @@ class GatedResidual(ExpandingScheme, RecomputingScheme):
         own = norm or (lambda _: RMSNorm(dim, eps=norm_eps, gain=False))
         connections = [GatedConnection(self, dim, i, own(i)) for i in range(num_sublayers)]
         if self.head == "mean":
-            return Stream(self.expander(dim, self.num_streams), connections, MeanStreams())
+            return Stream(self.expander(dim), connections, MeanStreams())
         head = GatedRead(self, dim, num_sublayers, RMSNorm(dim, eps=norm_eps, gain=False))
-        return Stream(self.expander(dim, self.num_streams), connections, GatedCollapse(head))
+        return Stream(self.expander(dim), connections, GatedCollapse(head))
 
 
 class GatedRead(nn.Module):
@@ -165,8 +159,7 @@ class GatedConnection(Connection):
     def __init__(self, scheme: GatedResidual, dim: int, index: int, norm: nn.Module):
         super().__init__()
         n = scheme.num_streams
-        self.implementation: Implementation = scheme.implementation
-        self.keeps_every = scheme.keeps_every
+        self.scheme = scheme
         self.gated = GatedRead(scheme, dim, index, norm)
         self.inject = WideProjection(n * dim, n, std=scheme.weight_std if scheme.start == "published" else 0.0)
 
@@ -181,7 +174,7 @@ class GatedConnection(Connection):
 
     def write(self, y: Tensor, carry: Carry) -> State:
         state, (h_post,) = carry
-        every, implementation = self.keeps_every, self.implementation
+        every, implementation = self.scheme.keeps_every, self.scheme.implementation
         return hyper_write(state, y, None, h_post, recompute_every=every, implementation=implementation)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:

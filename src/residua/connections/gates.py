@@ -1,10 +1,17 @@
 """Gates of heads of features, in at least float32: for each token, the same for all tokens, or fixed."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from residua.connections.projection import WideProjection
 from residua.ops import at_least_float32
+
+
+def logit(p: float) -> float:
+    """Return log(p / (1 - p)) for 0 < p < 1."""
+    return math.log(p) - math.log1p(-p)
 
 
 class TokenGate(nn.Module):

@@ -5,13 +5,14 @@
 The weights are constants (static) or depend on the token (dynamic). They are unconstrained.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Mixing, Norm, State, Stream, TensorSpec
+from residua.connections.base import Carry, Connection, Mixing, Norm, State, Stream
 from residua.connections.ends import MeanStreams, SumStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.memory import Memory
@@ -23,34 +24,43 @@ from residua.ops import at_least_float32, hyper_read, hyper_write
 from residua.ops.dispatch import Implementation
 
 
-class HyperCoefficients(NamedTuple):
+class MixingCoefficients(NamedTuple):
     """h_pre: (..., n), h_res: (..., n, n) with the target stream first, h_post: (..., n), in at least float32.
 
     h_pre is (..., n, n) where a sublayer reads a mixture for each row (Frac-Connections). The leading axes are
-    (batch, seq), or none if the coefficients are static.
+    (batch, seq), or none if the coefficients are static. None for h_pre reads the first stream, None for h_res mixes
+    nothing: the scheme has no such mapping, or this connection omits it because it could not change anything.
     """
 
-    h_pre: Tensor
-    h_res: Tensor
+    h_pre: Tensor | None
+    h_res: Tensor | None
     h_post: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightedScheme(RecomputingScheme):
-    """A scheme whose weights are constants, plus a part that depends on the token.
+class MixingScheme(RecomputingScheme):
+    """A scheme that reads, mixes and writes the rows of the state by `MixingCoefficients`.
 
-    dynamic         whether the weights also depend on the token, or are constants
-    tanh            dynamic: bound the token-dependent part by tanh
-    scale_init      dynamic: initial factor on the token-dependent part
     implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto",
                     which picks triton where it runs. No kernel has been timed on a GPU yet, so the default is
                     "reference"
     """
 
+    implementation: Implementation = "reference"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedScheme(MixingScheme):
+    """A scheme whose weights are constants, plus a part that depends on the token.
+
+    dynamic         whether the weights also depend on the token, or are constants
+    tanh            dynamic: bound the token-dependent part by tanh
+    scale_init      dynamic: initial factor on the token-dependent part
+    """
+
     dynamic: bool = True
     tanh: bool = True
     scale_init: float = 0.01
-    implementation: Implementation = "reference"
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,15 +80,11 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X))"
     paper: ClassVar[str] = "arXiv 2409.19606"
 
-    num_streams: int = 4
     head: Literal["sum", "mean"] = "sum"
 
     def __post_init__(self):
         super().__post_init__()
         require(self, "num_streams", self.num_streams >= 1, "at least 1")
-
-    def state_spec(self, boundary: int, dim: int) -> TensorSpec:
-        return TensorSpec((self.num_streams, dim))
 
     def preserving(self) -> "HyperConnections":
         """Return this scheme with the mean as its head: the sum of n equal streams is n times the residual."""
@@ -88,21 +94,31 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
         norm = norms(dim, norm_eps, norm)
         connections = [HyperConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         collapse = SumStreams() if self.head == "sum" else MeanStreams()
-        return Stream(self.expander(dim, self.num_streams), connections, collapse)
+        return Stream(self.expander(dim), connections, collapse)
 
 
 class MixingConnection(Connection):
-    """The write that hyper-connections, mHC and JPmHC share; the coefficients are h_pre, h_res and h_post.
+    """Read, mix and write the streams; hyper-connections, mHC and their relatives differ in `coefficients` alone.
 
-    X[o] <- sum_i h_res[o, i] X[i] + h_post[o] y. None for h_pre reads the first stream, None for h_res mixes nothing.
+    x = norm(sum_i h_pre[i] X[i]),   X[o] <- sum_i h_res[o, i] X[i] + h_post[o] y
     """
 
-    scheme: RecomputingScheme
-    implementation: Implementation
+    scheme: MixingScheme
+    norm: nn.Module
+
+    @abstractmethod
+    def coefficients(self, streams: Tensor) -> MixingCoefficients:
+        """Return the coefficients for streams: (batch, seq, n, dim)."""
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        coefficients = self.coefficients(state)
+        h_pre, implementation = coefficients.h_pre, self.scheme.implementation
+        x = state[..., 0, :] if h_pre is None else hyper_read(state, h_pre, implementation=implementation)
+        return self.norm(x), Carry(state, coefficients)
 
     def write(self, y: Tensor, carry: Carry) -> State:
         state, (_, h_res, h_post) = carry
-        every, implementation = self.scheme.keeps_every, self.implementation
+        every, implementation = self.scheme.keeps_every, self.scheme.implementation
         return hyper_write(state, y, h_res, h_post, recompute_every=every, implementation=implementation)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
@@ -131,7 +147,6 @@ class WeightedConnection(MixingConnection):
     ):
         super().__init__()
         self.scheme: WeightedScheme = scheme
-        self.implementation = scheme.implementation
         self.reads, self.first = reads, first
         self.norm = norm
         self.norm_eps = norm_eps
@@ -177,12 +192,7 @@ class HyperConnection(WeightedConnection):
     def __init__(self, scheme: HyperConnections, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__(scheme, scheme.num_streams, dim, norm, reads=1, first=index, norm_eps=norm_eps)
 
-    def coefficients(self, streams: Tensor) -> HyperCoefficients:
+    def coefficients(self, streams: Tensor) -> MixingCoefficients:
         alpha, beta = self.weights(streams)
         # Products of many small matrices are several times slower if these are slices.
-        return HyperCoefficients(alpha[..., 0].contiguous(), alpha[..., 1:].mT.contiguous(), beta)
-
-    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        coefficients = self.coefficients(state)
-        x = hyper_read(state, coefficients.h_pre, implementation=self.implementation)
-        return self.norm(x), Carry(state, coefficients)
+        return MixingCoefficients(alpha[..., 0].contiguous(), alpha[..., 1:].mT.contiguous(), beta)

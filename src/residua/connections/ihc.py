@@ -7,23 +7,15 @@ This is mHC (arXiv 2512.24880) without its mixing matrix, as Tencent's Hy4 runs 
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Mixing, State
-from residua.connections.memory import Memory
+from residua.connections.gates import logit
+from residua.connections.hyper import MixingCoefficients, MixingConnection
 from residua.connections.options import require
-from residua.connections.stream_logits import ProductionHyperConnections, logit, reading_biases
-from residua.ops import hyper_read, hyper_write
-
-
-class IndependentCoefficients(NamedTuple):
-    """h_pre, h_post: (batch, seq, n), the weights that read and write the streams, in at least float32."""
-
-    h_pre: Tensor
-    h_post: Tensor
+from residua.connections.stream_logits import ProductionHyperConnections, reading_biases
 
 
 @dataclass(frozen=True)
@@ -39,8 +31,6 @@ class IndependentHyperConnections(ProductionHyperConnections):
     start           "published": W is drawn, every stream is read with 1/n and written with 1 (Hy4); "residual": W is 0
                     and the biases make up for `gate_eps`, so that the stream computes exactly the plain residual; each
                     sublayer prefers one stream
-    implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto",
-                    which picks triton where it runs
     """
 
     equation: ClassVar[str] = "X + h_post F(norm(h_pre X))"
@@ -77,7 +67,7 @@ class IndependentHyperConnections(ProductionHyperConnections):
         return [bias] * self.num_streams
 
 
-class IndependentConnection(Connection):
+class IndependentConnection(MixingConnection):
     """One connection of iHC; the state is (batch, seq, n, dim). With z the logits of `StreamLogits`:
 
     h_pre = sigmoid(z_pre) + eps,   h_post = magnitude sigmoid(z_post) + eps
@@ -85,24 +75,12 @@ class IndependentConnection(Connection):
 
     def __init__(self, scheme: IndependentHyperConnections, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__()
-        self.scheme = scheme
+        self.scheme: IndependentHyperConnections = scheme
         self.logits = scheme.logits(dim, [scheme.read_biases(index), scheme.write_biases()], norm_eps)
         self.norm = norm
 
-    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+    def coefficients(self, streams: Tensor) -> MixingCoefficients:
         scheme = self.scheme
-        pre, post = self.logits(state)
-        h_pre = torch.sigmoid(pre) + scheme.gate_eps
+        pre, post = self.logits(streams)
         h_post = scheme.magnitude * torch.sigmoid(post) + scheme.gate_eps
-        x = hyper_read(state, h_pre, implementation=scheme.implementation)
-        return self.norm(x), Carry(state, IndependentCoefficients(h_pre, h_post))
-
-    def write(self, y: Tensor, carry: Carry) -> State:
-        scheme, (state, (_, h_post)) = self.scheme, carry
-        every, implementation = scheme.keeps_every, scheme.implementation
-        return hyper_write(state, y, None, h_post, recompute_every=every, implementation=implementation)
-
-    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
-        h_pre, h_post = carry.coefficients
-        identity = torch.eye(h_post.shape[-1], dtype=h_post.dtype, device=h_post.device)
-        return Mixing(identity, h_pre, h_post, left_out=("h_res",))
+        return MixingCoefficients(torch.sigmoid(pre) + scheme.gate_eps, None, h_post)

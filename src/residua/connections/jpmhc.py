@@ -12,17 +12,14 @@ from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Norm, State, Stream, TensorSpec
+from residua.connections.base import Norm, Stream
 from residua.connections.ends import MeanStreams
 from residua.connections.expanding import ExpandingScheme
-from residua.connections.hyper import MixingConnection
-from residua.connections.memory import Memory
+from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.norm import norms
 from residua.connections.options import require
-from residua.connections.recomputing import RecomputingScheme
 from residua.connections.router import Router
-from residua.ops import at_least_float32, cayley_transform, hyper_read, iterative_cayley
-from residua.ops.dispatch import Implementation
+from residua.ops import at_least_float32, cayley_transform, iterative_cayley
 
 
 class JacobianMatrices(NamedTuple):
@@ -33,21 +30,8 @@ class JacobianMatrices(NamedTuple):
     post: Tensor | None
 
 
-class JacobianCoefficients(NamedTuple):
-    """h_pre: (batch, seq, n), h_res: (batch, seq, n, n) with the target stream first, h_post: (batch, seq, n).
-
-    In at least float32. The sublayer sees the mean of the rows of H_pre X, and every column of H_post gets the same
-    output, so only two vectors of these matrices matter: h_pre, the mean of the rows of H_pre, which sums to 1, and
-    h_post, the row sums of H_post, which sum to n. h_pre is None in the first sublayer, see `JacobianConnection`.
-    """
-
-    h_pre: Tensor | None
-    h_res: Tensor
-    h_post: Tensor
-
-
 @dataclass(frozen=True)
-class JacobianHyperConnections(ExpandingScheme, RecomputingScheme):
+class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     """JPmHC. The mean of the streams starts as the pre-norm residual; the streams differ from the first write on.
 
     In the paper one linear map makes the n streams and another reads them. Here the embedding is repeated and the
@@ -57,29 +41,21 @@ class JacobianHyperConnections(ExpandingScheme, RecomputingScheme):
     alpha           factor on W: how far it rotates the streams
     steps           "iterative": number of fixed-point iterations, starting from I + alpha W
     cayley          "iterative" (the paper), orthogonal only for small alpha W, or "exact", by a linear solve
-    implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto",
-                    which picks triton where it runs. No kernel has been timed on a GPU yet, so the default is
-                    "reference"
     """
 
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res orthogonal"
     paper: ClassVar[str] = "arXiv 2602.18308"
     constraint: ClassVar[str] = "orthogonal"
 
-    num_streams: int = 4
     alpha: float = 0.1
     steps: int = 2
     cayley: Literal["iterative", "exact"] = "iterative"
-    implementation: Implementation = "reference"
 
     def __post_init__(self):
         super().__post_init__()
         require(self, "num_streams", self.num_streams >= 2, "at least 2, because a rotation needs a plane")
         require(self, "alpha", 0 < self.alpha < math.inf, "a positive number")
         require(self, "steps", self.steps >= 1, "at least 1")
-
-    def state_spec(self, boundary: int, dim: int) -> TensorSpec:
-        return TensorSpec((self.num_streams, dim))
 
     def preserving(self) -> "JacobianHyperConnections":
         """Return this scheme: reads start as the mean of the streams, which mixing keeps and every write moves by y."""
@@ -92,7 +68,7 @@ class JacobianHyperConnections(ExpandingScheme, RecomputingScheme):
             JacobianConnection(self, dim, norm(i), selects=i > 0 or differ, distributes=i < last, norm_eps=norm_eps)
             for i in range(num_sublayers)
         ]
-        return Stream(self.expander(dim, self.num_streams), connections, MeanStreams())
+        return Stream(self.expander(dim), connections, MeanStreams())
 
 
 class JacobianConnection(MixingConnection):
@@ -103,6 +79,10 @@ class JacobianConnection(MixingConnection):
     W and b start at 0, except the part of b for R, which is drawn from N(0, 1). The mean of the streams is then the
     residual, while the streams differ. With all of b at 0 the streams would be equal, no gradient would reach W and b,
     and the streams would stay equal.
+
+    The sublayer sees the mean of the rows of H_pre X, and every column of H_post gets the same output, so only two
+    vectors of these matrices matter: h_pre, the mean of the rows of H_pre, which sums to 1, and h_post, the row sums of
+    H_post, which sum to n.
 
     `selects=False` omits H_pre in the first sublayer after copies: all averages of equal streams are the same.
     `distributes=False` omits H_post in the last one: the mean of the streams grows by y for any H_post.
@@ -120,7 +100,6 @@ class JacobianConnection(MixingConnection):
     ):
         super().__init__()
         self.scheme: JacobianHyperConnections = scheme
-        self.implementation = scheme.implementation
         self.selects, self.distributes = selects, distributes
         maps = 1 + selects + distributes
         random_bias = int(selects) if distributes else None
@@ -138,10 +117,8 @@ class JacobianConnection(MixingConnection):
             return JacobianMatrices(pre, cayley_transform(w, scheme.alpha), post)
         return JacobianMatrices(pre, iterative_cayley(w, scheme.alpha, scheme.steps), post)
 
-    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        pre, h_res, post = self.matrices(state)
+    def coefficients(self, streams: Tensor) -> MixingCoefficients:
+        pre, h_res, post = self.matrices(streams)
         h_pre = None if pre is None else pre.mean(-2)
-        h_post = at_least_float32(state).new_ones(h_res.shape[:-1]) if post is None else post.sum(-1)
-        implementation = self.implementation
-        x = state[..., 0, :] if h_pre is None else hyper_read(state, h_pre, implementation=implementation)
-        return self.norm(x), Carry(state, JacobianCoefficients(h_pre, h_res, h_post))
+        h_post = at_least_float32(streams).new_ones(h_res.shape[:-1]) if post is None else post.sum(-1)
+        return MixingCoefficients(h_pre, h_res, h_post)

@@ -11,24 +11,20 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Norm, State, Stream, TensorSpec
+from residua.connections.base import Norm, Stream
 from residua.connections.ends import MeanStreams, SumStreams
 from residua.connections.expanding import ExpandingScheme
-from residua.connections.hyper import MixingConnection
-from residua.connections.memory import Memory
-from residua.connections.mhc import ManifoldCoefficients
+from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.norm import norms
 from residua.connections.options import require, require_factor
-from residua.connections.recomputing import RecomputingScheme
 from residua.connections.stream_logits import StreamLogits, reading_biases
-from residua.ops import hyper_read, kronecker_mixture
-from residua.ops.dispatch import Implementation
+from residua.ops import kronecker_mixture
 
 SWAP = -8.0  # initial logit of the swap in every factor, against 0 for the identity
 
 
 @dataclass(frozen=True)
-class KroneckerHyperConnections(ExpandingScheme, RecomputingScheme):
+class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
     """KromHC. Does not start as the residual: each sublayer writes one stream with 1.46 and the others with 0.54.
 
     num_streams     n, a power of 2
@@ -37,28 +33,21 @@ class KroneckerHyperConnections(ExpandingScheme, RecomputingScheme):
     start           "published": read and write prefer stream `index` mod n, by logits of 1 against -1; "residual": all
                     streams are written with 1 and the reads sum to 1, so that the stream computes exactly the plain
                     residual where the head is "mean"
-    implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto",
-                    which picks triton where it runs
     """
 
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res a Kronecker product"
     paper: ClassVar[str] = "arXiv 2601.21579"
     constraint: ClassVar[str] = "doubly stochastic"
 
-    num_streams: int = 4
     scale_init: float = 0.01
     head: Literal["sum", "mean"] = "sum"
     start: Literal["published", "residual"] = "published"
-    implementation: Implementation = "reference"
 
     def __post_init__(self):
         super().__post_init__()
         n = self.num_streams
         require(self, "num_streams", n >= 2 and n & (n - 1) == 0, "a power of 2, at least 2")
         require_factor(self, "scale_init")
-
-    def state_spec(self, boundary: int, dim: int) -> TensorSpec:
-        return TensorSpec((self.num_streams, dim))
 
     def preserving(self) -> "KroneckerHyperConnections":
         """Return this scheme with start="residual", and the mean as its head: the sum is n times the residual."""
@@ -68,7 +57,7 @@ class KroneckerHyperConnections(ExpandingScheme, RecomputingScheme):
         norm = norms(dim, norm_eps, norm)
         connections = [KroneckerConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         collapse = SumStreams() if self.head == "sum" else MeanStreams()
-        return Stream(self.expander(dim, self.num_streams), connections, collapse)
+        return Stream(self.expander(dim), connections, collapse)
 
 
 class KroneckerConnection(MixingConnection):
@@ -83,7 +72,6 @@ class KroneckerConnection(MixingConnection):
         super().__init__()
         n = scheme.num_streams
         self.scheme = scheme
-        self.implementation = scheme.implementation
         if scheme.start == "published":
             pre = post = [1.0 if i == index % n else -1.0 for i in range(n)]
         else:
@@ -92,9 +80,7 @@ class KroneckerConnection(MixingConnection):
         self.logits = StreamLogits(n, dim, biases, std=0.0, scale=scheme.scale_init, eps=norm_eps, gain=True)
         self.norm = norm
 
-    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        pre, res, post = self.logits(state)
-        h_pre = torch.sigmoid(pre)
+    def coefficients(self, streams: Tensor) -> MixingCoefficients:
+        pre, res, post = self.logits(streams)
         h_res = kronecker_mixture(res.unflatten(-1, (-1, 2)).softmax(-1)[..., 0])
-        x = hyper_read(state, h_pre, implementation=self.implementation)
-        return self.norm(x), Carry(state, ManifoldCoefficients(h_pre, h_res, 2 * torch.sigmoid(post)))
+        return MixingCoefficients(torch.sigmoid(pre), h_res, 2 * torch.sigmoid(post))

@@ -7,7 +7,7 @@ h_pre in (0, 1), h_post in (0, 2), and h_res is doubly stochastic: mixing cannot
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,14 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Norm, State, Stream, TensorSpec
 from residua.connections.ends import MeanStreams, Same
 from residua.connections.expanding import ExpandingScheme
-from residua.connections.hyper import MixingConnection
+from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import Gain, norms
 from residua.connections.options import expect_used, require, require_factor
 from residua.connections.projection import WideProjection, project_normalised
-from residua.connections.recomputing import RecomputingScheme
 from residua.connections.stream_logits import reading_biases, scaled_groups
 from residua.ops import hyper_read, permutation_mixture, sinkhorn
 from residua.ops.derived import flattened
-from residua.ops.dispatch import Implementation
 
 # Initial distance of the logits of h_res. With 6, h_res starts with e^-6 = 0.0025 beside its diagonal: the difference
 # between streams shrinks to 0.99 in each sublayer and to 0.79 in 24. With 4 it would shrink to 0.18; with 8 hardly at
@@ -34,20 +32,8 @@ OFFSET = 6.0
 SPLIT_OFFSET = 2.0
 
 
-class ManifoldCoefficients(NamedTuple):
-    """h_pre: (batch, seq, n), h_res: (batch, seq, n, n) with the target stream first, h_post: (batch, seq, n).
-
-    In at least float32. None: the mapping is omitted because it could not change anything. This is h_pre where all
-    streams are still equal, and h_res where they are equal or where only their mean is read afterwards.
-    """
-
-    h_pre: Tensor | None
-    h_res: Tensor | None
-    h_post: Tensor
-
-
 @dataclass(frozen=True)
-class ManifoldHyperConnections(ExpandingScheme, RecomputingScheme):
+class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     """mHC: hyper-connections whose mixing is doubly stochastic. Starts as the pre-norm residual (`layout="copies"`).
 
     num_streams     n, at least 2
@@ -71,13 +57,11 @@ class ManifoldHyperConnections(ExpandingScheme, RecomputingScheme):
     paper: ClassVar[str] = "arXiv 2512.24880"
     constraint: ClassVar[str] = "doubly stochastic"
 
-    num_streams: int = 4
     layout: Literal["copies", "split"] = "copies"
     mixing: Literal["sinkhorn", "permutations"] = "sinkhorn"
     iterations: int = 20
     alpha_init: float = 0.01
     start: Literal["prefer", "residual"] = "prefer"
-    implementation: Implementation = "reference"
 
     def __post_init__(self):
         super().__post_init__()
@@ -108,11 +92,7 @@ class ManifoldHyperConnections(ExpandingScheme, RecomputingScheme):
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         n, norm = self.num_streams, norms(dim, norm_eps, norm)
         if self.layout == "split":
-            if dim % n:
-                raise ValueError(
-                    f"layout='split': expected a dim that num_streams ({n}) divides, got {dim}; change one of them, "
-                    "or use layout='copies'"
-                )
+            require(self, "num_streams", dim % n == 0, f"a divisor of the width dim = {dim} with layout='split'")
             pieces = [SplitConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
             return Stream(Same(), pieces, Same())
         last, differ = num_sublayers - 1, [i > 0 or self.streams_differ for i in range(num_sublayers)]
@@ -122,7 +102,7 @@ class ManifoldHyperConnections(ExpandingScheme, RecomputingScheme):
             )
             for i in range(num_sublayers)
         ]
-        return Stream(self.expander(dim, n), connections, MeanStreams())
+        return Stream(self.expander(dim), connections, MeanStreams())
 
 
 class Mappings(nn.Module):
@@ -130,7 +110,7 @@ class Mappings(nn.Module):
 
         z = alpha (phi r) + b,   r = vec(X) / rms(vec(X))                       (arXiv 2512.24880 equations 7 and 8)
 
-    with one alpha each. streams: (batch, seq, n, d); returns `ManifoldCoefficients`.
+    with one alpha each. streams: (batch, seq, n, d); returns `MixingCoefficients`.
 
     Without `selects` there is no h_pre, without `mixes` no h_res. phi is drawn from N(0, std^2); b_post starts at 0
     (h_post = 1), b_pre at +2 for the stream `preferred` and at -2 for the others (with start="residual" such that h_pre
@@ -177,7 +157,7 @@ class Mappings(nn.Module):
                 # An entry beside the diagonal has (n - 1)! of the equal weights, the diagonal all others and this one.
                 b_res[0] = math.log(math.factorial(n - 1) * math.expm1(self.offset) + 1)
 
-    def forward(self, streams: Tensor, gain: Tensor | None = None, *, eps: float) -> ManifoldCoefficients:
+    def forward(self, streams: Tensor, gain: Tensor | None = None, *, eps: float) -> MixingCoefficients:
         n = self.scheme.num_streams
         products = project_normalised(self.phi, flattened(streams), eps, gain=gain)
         groups = iter(scaled_groups(products, [size for size in self.sizes if size], self.alpha, self.bias))
@@ -190,7 +170,7 @@ class Mappings(nn.Module):
             h_res = sinkhorn(logits, self.scheme.iterations, implementation=self.scheme.implementation).contiguous()
         elif res is not None:
             h_res = permutation_mixture(res.softmax(-1))
-        return ManifoldCoefficients(None if pre is None else torch.sigmoid(pre), h_res, 2 * torch.sigmoid(post))
+        return MixingCoefficients(None if pre is None else torch.sigmoid(pre), h_res, 2 * torch.sigmoid(post))
 
 
 class ManifoldConnection(MixingConnection):
@@ -215,17 +195,13 @@ class ManifoldConnection(MixingConnection):
     ):
         super().__init__()
         self.scheme = scheme
-        self.implementation = scheme.implementation
         self.norm_eps = norm_eps
         preferred = index % scheme.num_streams
         self.mappings = Mappings(scheme, dim, selects=selects, mixes=mixes, preferred=preferred)
         self.norm = norm
 
-    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        coefficients = self.mappings(state, eps=self.norm_eps)
-        h_pre = coefficients.h_pre
-        x = state[..., 0, :] if h_pre is None else hyper_read(state, h_pre, implementation=self.implementation)
-        return self.norm(x), Carry(state, coefficients)
+    def coefficients(self, streams: Tensor) -> MixingCoefficients:
+        return self.mappings(streams, eps=self.norm_eps)
 
 
 class SplitConnection(MixingConnection):
@@ -240,7 +216,6 @@ class SplitConnection(MixingConnection):
     def __init__(self, scheme: ManifoldHyperConnections, dim: int, norm: nn.Module, *, norm_eps: float):
         super().__init__()
         self.scheme: ManifoldHyperConnections = scheme
-        self.implementation = scheme.implementation
         self.norm_eps = norm_eps
         self.state_norm = Gain(dim)
         self.mappings = Mappings(scheme, dim // scheme.num_streams, offset=SPLIT_OFFSET, std=0.02)
@@ -249,10 +224,14 @@ class SplitConnection(MixingConnection):
     def pieces(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.scheme.num_streams, -1))
 
+    def coefficients(self, streams: Tensor) -> MixingCoefficients:
+        return self.mappings(streams, self.state_norm(), eps=self.norm_eps)
+
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         pieces = self.pieces(state)
-        coefficients = self.mappings(pieces, self.state_norm(), eps=self.norm_eps)
-        mixture = hyper_read(pieces, coefficients.h_pre, implementation=self.implementation)
+        coefficients = self.coefficients(pieces)
+        assert coefficients.h_pre is not None
+        mixture = hyper_read(pieces, coefficients.h_pre, implementation=self.scheme.implementation)
         tiled = mixture.unsqueeze(-2).expand(pieces.shape).flatten(-2)
         return self.norm(tiled), Carry(state, coefficients)
 

@@ -13,13 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, State
-from residua.connections.hyper import MixingConnection
-from residua.connections.memory import Memory
-from residua.connections.mhc import OFFSET, ManifoldCoefficients
+from residua.connections.gates import logit
+from residua.connections.hyper import MixingCoefficients, MixingConnection
+from residua.connections.mhc import OFFSET
 from residua.connections.options import require
-from residua.connections.stream_logits import ProductionHyperConnections, logit, reading_biases
-from residua.ops import guarded_sinkhorn, hyper_read
+from residua.connections.stream_logits import ProductionHyperConnections, reading_biases
+from residua.ops import guarded_sinkhorn
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,6 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
     start           "published": W is drawn and the biases are 0 (both models in transformers); "residual": W is 0, C is
                     near the identity, each sublayer prefers one stream, and the biases make up for what `gate_eps`
                     takes from the state, so that the stream computes exactly the plain residual
-    implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto",
-                    which picks triton where it runs
     """
 
     equation: ClassVar[str] = "C^T X + h_post F(norm(h_pre X)), C nearly doubly stochastic"
@@ -96,16 +93,13 @@ class DeepSeekConnection(MixingConnection):
     def __init__(self, scheme: DeepSeekHyperConnections, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__()
         self.scheme: DeepSeekHyperConnections = scheme
-        self.implementation = scheme.implementation
         mixing = scheme.mixing_biases().flatten().tolist()
         self.logits = scheme.logits(dim, [scheme.read_biases(index), scheme.write_biases(index), mixing], norm_eps)
         self.norm = norm
 
-    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+    def coefficients(self, streams: Tensor) -> MixingCoefficients:
         scheme, n = self.scheme, self.scheme.num_streams
-        pre, post, res = self.logits(state)
+        pre, post, res = self.logits(streams)
         h_pre = torch.sigmoid(pre) + scheme.gate_eps
         mixing = guarded_sinkhorn(res.unflatten(-1, (n, n)), scheme.iterations, eps=scheme.gate_eps)
-        x = hyper_read(state, h_pre, implementation=self.implementation)
-        coefficients = ManifoldCoefficients(h_pre, mixing.mT.contiguous(), 2 * torch.sigmoid(post))
-        return self.norm(x), Carry(state, coefficients)
+        return MixingCoefficients(h_pre, mixing.mT.contiguous(), 2 * torch.sigmoid(post))

@@ -82,13 +82,6 @@ class MultiwayDynamicDense(Scheme):
         )
 
 
-class SmallRMSNorm(RMSNorm):
-    """An RMSNorm whose gain starts at 0.001."""
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, 1e-3)
-
-
 class MultiwayAverage(nn.Module):
     """The averages over n outputs, `ways` of them, by weights from the last output.
 
@@ -103,7 +96,7 @@ class MultiwayAverage(nn.Module):
         self.down = WideProjection(hidden, ways * sources, std=0.0)
         self.static = nn.Parameter(torch.empty(ways, sources))
         self.before = RMSNorm(dim, eps=eps) if normalised else None
-        self.after = SmallRMSNorm(dim, eps=eps) if normalised else None
+        self.after = RMSNorm(dim, eps=eps, start=1e-3) if normalised else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -11,13 +11,18 @@ from residua.ops.norm import layer_norm
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` in at least float32, with the result in the dtype of its input, so that gains keep their precision.
 
-    (..., dim) -> (..., dim). gain: whether there is one.
+    (..., dim) -> (..., dim). gain: whether there is one; start: its initial values.
     """
 
     eps: float
 
-    def __init__(self, dim: int, *, eps: float = 1e-5, gain: bool = True):
+    def __init__(self, dim: int, *, eps: float = 1e-5, gain: bool = True, start: float = 1.0):
+        self.start = start
         super().__init__(dim, eps=eps, elementwise_affine=gain)
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.constant_(self.weight, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)

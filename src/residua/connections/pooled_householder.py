@@ -9,16 +9,15 @@ while Deep Delta Learning computes them for each token. It is included so that t
 are not mistaken for Deep Delta Learning.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Norm, RankOne, Scheme, State, Stream
-from residua.connections.context import Context, pooled
+from residua.connections.base import Carry, Norm, RankOne, Scheme, State, Stream
+from residua.connections.branches import Gate
+from residua.connections.context import Context, PooledConnection
 from residua.connections.edelta import K_EPS, gelu_parts
 from residua.connections.ends import Same
 from residua.connections.memory import Memory
@@ -75,30 +74,22 @@ class PooledHouseholder(Scheme):
         return Stream(Same(), connections, Same())
 
 
-class PooledHouseholderConnection(Connection):
+class PooledHouseholderConnection(PooledConnection):
     """One pooled Householder shortcut around one sublayer, state: (batch, seq, dim)."""
 
-    separates_documents = True
-
     def __init__(self, scheme: PooledHouseholder, dim: int, norm: nn.Module, *, norm_eps: float):
-        super().__init__()
-        self.scheme = scheme
-        self.norm = norm
-        self.norm_eps = norm_eps
-        self.window = int(scheme.context == "cumulative")
+        super().__init__(scheme.context, norm, norm_eps=norm_eps)
         hidden = max(1, dim // 4)
-        # As in `branches.Gate`: beta_init = 0 gives beta = 2e-6, as a gate at exactly 0 would get no gradient.
-        p = min(max(scheme.beta_init / 2, 1e-6), 1 - 1e-6)
         # The first layers of both nets, as one product.
         self.up = WideProjection(dim, 2 * hidden, bias=0.0)
         self.k = WideProjection(hidden, dim, bias=0.0)
-        self.beta = WideProjection(hidden, 1, std=0.0, bias=math.log(p) - math.log1p(-p))
+        self.beta = Gate(hidden, beta_init=scheme.beta_init)
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        context = pooled(state, self.scheme.context, memory, eps=self.norm_eps)
+        context = self.pooled(state, memory)
         for_k, for_beta = gelu_parts(self.up(context), 2)
         k = derive(partial(unit, eps=K_EPS), self.k(for_k))
-        beta = 2 * torch.sigmoid(self.beta(for_beta).squeeze(-1))
+        beta = self.beta(for_beta)
         x = derive(_reflected, state, k, beta)
         return self.norm(x), Carry(x, PooledHouseholderCoefficients(beta, k))
 

@@ -71,17 +71,7 @@ class SiameseNorm(Scheme):
 
 
 class StreamNorm(RMSNorm):
-    """The norm of a stream, whose result is computed again in the backward pass. (..., dim) -> (..., dim).
-
-    start: of its gain, 1 or, where the stream is not to be seen, 0.
-    """
-
-    def __init__(self, dim: int, *, eps: float, start: float = 1.0):
-        self.start = start
-        super().__init__(dim, eps=eps)
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, self.start)
+    """The norm of a stream, whose result is computed again in the backward pass. (..., dim) -> (..., dim)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, recompute=True)

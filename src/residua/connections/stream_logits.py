@@ -10,14 +10,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Connection, Norm, Stream, TensorSpec
+from residua.connections.base import Connection, Norm, Stream
 from residua.connections.ends import MeanStreams
 from residua.connections.expanding import ExpandingScheme
+from residua.connections.gates import logit
+from residua.connections.hyper import MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import Gain, norms
 from residua.connections.options import expect_used, require, require_factor
 from residua.connections.projection import WideProjection, project_normalised
-from residua.connections.recomputing import RecomputingScheme
 from residua.ops import at_least_float32, hyper_read
 from residua.ops.derived import flattened
 from residua.ops.dispatch import Implementation
@@ -89,18 +90,16 @@ class SigmoidCollapse(nn.Module):
 
 
 @dataclass(frozen=True)
-class ProductionHyperConnections(ExpandingScheme, RecomputingScheme):
+class ProductionHyperConnections(ExpandingScheme, MixingScheme):
     """Streams as released models have them: `StreamLogits` with drawn W, eps on the gates, a readout by sigmoids or the
     mean, and two starts. A subclass documents its options and gives the connection and its initial biases.
     """
 
-    num_streams: int = 4
     gate_eps: float = 1e-6
     scale_init: float = 1.0
     weight_std: float = 0.02
     head: Literal["sigmoid", "mean"] = "sigmoid"
     start: Literal["published", "residual"] = "published"
-    implementation: Implementation = "reference"
 
     def __post_init__(self):
         super().__post_init__()
@@ -109,9 +108,6 @@ class ProductionHyperConnections(ExpandingScheme, RecomputingScheme):
         require_factor(self, "scale_init")
         require(self, "weight_std", 0 <= self.weight_std < math.inf, "0 or more")
         expect_used(self, {"weight_std": (self.start == "published", "start='published'")})
-
-    def state_spec(self, boundary: int, dim: int) -> TensorSpec:
-        return TensorSpec((self.num_streams, dim))
 
     def preserving(self) -> "ProductionHyperConnections":
         return replace(self, start="residual", weight_std=type(self).weight_std, expand=self.learned_expand)
@@ -123,7 +119,7 @@ class ProductionHyperConnections(ExpandingScheme, RecomputingScheme):
         if self.head == "sigmoid":
             logits = self.logits(dim, [self.read_biases(num_sublayers)], norm_eps)
             collapse = SigmoidCollapse(logits, eps=self.gate_eps, implementation=self.implementation)
-        return Stream(self.expander(dim, self.num_streams), connections, collapse)
+        return Stream(self.expander(dim), connections, collapse)
 
     def logits(self, dim: int, biases: list[list[float]], eps: float) -> StreamLogits:
         std = self.weight_std if self.start == "published" else 0.0
@@ -136,11 +132,6 @@ class ProductionHyperConnections(ExpandingScheme, RecomputingScheme):
     @abstractmethod
     def read_biases(self, index: int) -> list[float]:
         """Return the initial biases of the read of sublayer `index`, or of the readout after that many sublayers."""
-
-
-def logit(p: float) -> float:
-    """Return log(p / (1 - p)) for 0 < p < 1."""
-    return math.log(p) - math.log1p(-p)
 
 
 def reading_biases(num_streams: int, preferred: int, *, eps: float = 0.0, total: float = 1.0) -> list[float]:
