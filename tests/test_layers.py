@@ -15,6 +15,7 @@ PACKAGE = Path(residua.__file__).parent
 LEVELS = {
     "errors": -2,
     "checks": -1,
+    "evaluating": -1,
     "lazy": -1,
     "provenance": -1,
     "sizes": -1,

@@ -8,7 +8,7 @@ import torch
 
 from residua.checks import require_unicode
 from residua.errors import InputError, extra
-from residua.evaluation.loss import evaluating
+from residua.evaluating import evaluating
 from residua.models.opening import context_of
 
 with extra("lab"):
@@ -82,8 +82,7 @@ def complete(
         **({} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k}),
     )
     input_ids = torch.tensor([tokens], device=model.device)
-    devices = [model.device] if model.device.type == "cuda" else []
-    with evaluating(model), torch.random.fork_rng(devices):
+    with evaluating(model):
         torch.manual_seed(seed)
         output = model.generate(
             input_ids,

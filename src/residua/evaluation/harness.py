@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residua.errors import InputError, extra
+from residua.evaluating import evaluating
 from residua.evaluation.published import TASKS, Row
 from residua.models.opening import context_of
 
@@ -115,9 +116,7 @@ def score(
         max_length=context_of(model),
         mixed_precision_dtype="bfloat16" if bfloat16 else None,
     )
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         found = lm_eval.simple_evaluate(
             model=runner,
             tasks=names,
@@ -126,8 +125,6 @@ def score(
             limit=limit,
             log_samples=False,
         )
-    finally:
-        model.train(training)
     return Scores(name, tuple(_score(task, found) for task in names), lm_eval.__version__)
 
 

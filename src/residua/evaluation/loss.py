@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -11,21 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from residua.errors import InputError
+from residua.evaluating import evaluating
 
 IGNORED_LABEL = -100
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module of `model` into evaluation mode, without gradients, and restore each one's mode on leaving."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def shard_batches(batches: Iterable[tuple[Tensor, Tensor]], rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:

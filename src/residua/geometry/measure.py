@@ -15,6 +15,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from residua.evaluating import evaluating
 from residua.geometry.references import causal_floor, expected_first_point
 from residua.geometry.tasks import Data, unit_vectors
 
@@ -214,8 +215,7 @@ def _place(model: Model) -> tuple[torch.device, torch.dtype]:
 @contextmanager
 def _measuring(model: Model) -> Iterator[Model]:
     """Run the model where its parameters are; check the shape of its outputs and move them to the CPU."""
-    is_module = isinstance(model, nn.Module)
-    has_parameters = is_module and next(model.parameters(), None) is not None
+    has_parameters = isinstance(model, nn.Module) and next(model.parameters(), None) is not None
     device, dtype = _place(model)
 
     def run(inputs: Tensor) -> Tensor:
@@ -226,15 +226,8 @@ def _measuring(model: Model) -> Iterator[Model]:
             raise ValueError(f"a model must return predictions of its inputs' shape {expected}, got {got}")
         return outputs.cpu()
 
-    modes = [(module, module.training) for module in model.modules()] if is_module else []
-    try:
-        for module, _ in modes:
-            module.training = False
-        with torch.no_grad():
-            yield run
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with evaluating(model) if isinstance(model, nn.Module) else torch.no_grad():
+        yield run
 
 
 def _finite(*outputs: Tensor) -> None:

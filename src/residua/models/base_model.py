@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from residua.checks import shown
 from residua.connections import Scheme, describe, resolve
 from residua.errors import InputError, extra, first_line
+from residua.evaluating import evaluating
 from residua.models.convert import convert
 from residua.models.convert_configuration import (
     KEY,
@@ -23,7 +24,7 @@ from residua.models.convert_configuration import (
 )
 from residua.models.convert_flow import layer_streams
 from residua.models.convert_loading import ConvertedForCausalLM
-from residua.models.convert_probe import evaluating, probe
+from residua.models.convert_probe import probe
 from residua.models.opening import quiet, read_model
 from residua.runs.durable import file_sha256
 from residua.runs.reading import read_json
@@ -131,7 +132,7 @@ def _expect_mean_loss(model: Any, folder: Path) -> None:
     inputs = probe(model)["input_ids"]
     labels = torch.full_like(inputs, IGNORED_LABEL)
     labels[:, 0] = inputs[:, 1]  # shifted once more, no label would be left
-    with evaluating(model), torch.no_grad():
+    with evaluating(model):
         try:
             output = model(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False)
         except TypeError as error:

@@ -14,6 +14,7 @@ from residua.connections import Readout, Scheme, Stream, resolve
 from residua.connections.memory import window_of
 from residua.connections.residual import Residual
 from residua.errors import InputError, extra, first_line
+from residua.evaluating import evaluating
 from residua.models.convert_anatomy import observe, stack_of
 from residua.models.convert_configuration import Conversion, conversion_of, mark, unmark
 from residua.models.convert_flow import (
@@ -29,7 +30,7 @@ from residua.models.convert_flow import (
     swap_back,
 )
 from residua.models.convert_memory import attach, detach
-from residua.models.convert_probe import Situation, evaluating, outputs, probe, same_bits, situations
+from residua.models.convert_probe import Situation, outputs, probe, same_bits, situations
 
 with extra("lab"):
     from transformers import PreTrainedModel

@@ -7,7 +7,7 @@ model names as its main input. Where a kind of input has several layouts, the fi
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import InputError, extra, first_line
+from residua.evaluating import evaluating
 
 with extra("lab"):
     import numpy as np
@@ -79,21 +80,6 @@ def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(
         x.dtype == y.dtype and x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b)
     )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run a model without dropout and without touching the random state; put its mode back."""
-    modes = {module: module.training for module in model.modules()}
-    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    kinds = {device.type for device in devices} or {"cuda"}
-    with torch.random.fork_rng([device.index or 0 for device in devices], device_type=kinds.pop()):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
 
 
 def _in_training(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:

@@ -23,11 +23,7 @@ def depth_read(sources: Sequence[Tensor], query: Tensor, *, eps: float = 1e-5) -
     take no gradient. Computed in float32 at least. The backward pass keeps the sources as they are, and n + n numbers
     for each token: never a stack of them. Raises ValueError for other shapes. arXiv 2603.15031.
     """
-    if not sources:
-        raise ValueError("sources: expected at least one tensor, got none")
-    for source in sources:
-        expect_shape("sources", source, sources[0].shape, "the shape of the first")
-    expect_shape("query", query, sources[0].shape[-1:], "(dim,)")
+    _expect(sources, query)
     return applied(_DepthRead, query, new_symbol(eps), *sources)
 
 
@@ -97,11 +93,7 @@ def normalised_depth_read(sources: Sequence[Tensor], query: Tensor, *, eps: floa
     (dim,). Returns x: (..., dim) and the weights a: (..., n), which take no gradient, both in float32 at least. The
     backward pass keeps the sources as they are, and n + n numbers for each token. Raises ValueError for other shapes.
     """
-    if not sources:
-        raise ValueError("sources: expected at least one tensor, got none")
-    for source in sources:
-        expect_shape("sources", source, sources[0].shape, "the shape of the first")
-    expect_shape("query", query, sources[0].shape[-1:], "(dim,)")
+    _expect(sources, query)
     return applied(_NormalisedDepthRead, query, new_symbol(eps), *sources)
 
 
@@ -164,10 +156,7 @@ def depth_mix(sources: Sequence[Tensor], weights: Tensor) -> Tensor:
     the sources. Returns (..., dim) in the dtype of the sources; computed in float32 at least. The backward pass keeps
     the sources as they are and the weights: never a stack of the sources. Raises ValueError for other shapes.
     """
-    if not sources:
-        raise ValueError("sources: expected at least one tensor, got none")
-    for source in sources:
-        expect_shape("sources", source, sources[0].shape, "the shape of the first")
+    _expect(sources)
     weights = expand_leading("weights", weights, sources[0].shape[:-1], (len(sources),), "(..., sources)")
     return applied(_DepthMix, weights, *sources)
 
@@ -205,6 +194,16 @@ def _mixed_again(node: Any) -> Tensor:
     return _DepthMix.plain(*opened(node))
 
 
+def _expect(sources: Sequence[Tensor], query: Tensor | None = None) -> None:
+    """Raise ValueError unless there are sources, of one shape (..., dim), and the query is (dim,)."""
+    if not sources:
+        raise ValueError("sources: expected at least one tensor, got none")
+    for source in sources:
+        expect_shape("sources", source, sources[0].shape, "the shape of the first")
+    if query is not None:
+        expect_shape("query", query, sources[0].shape[-1:], "(dim,)")
+
+
 def _weighed(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """sum_i a_i V_i, in at least float32."""
     x = weights[..., :1] * sources[0]
@@ -223,11 +222,7 @@ def headed_depth_read(
     the weights a: (..., heads, n), which take no gradient. Raises ValueError for other shapes, or if heads does not
     divide dim. arXiv 2607.27230.
     """
-    if not sources:
-        raise ValueError("sources: expected at least one tensor, got none")
-    for source in sources:
-        expect_shape("sources", source, sources[0].shape, "the shape of the first")
-    expect_shape("query", query, sources[0].shape[-1:], "(dim,)")
+    _expect(sources, query)
     if heads < 1 or query.shape[0] % heads:
         raise ValueError(f"heads: expected a divisor of dim = {query.shape[0]}, got {heads}")
     return applied(_HeadedDepthRead, query, heads, new_symbol(eps), *sources)

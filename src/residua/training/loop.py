@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import InputError
+from residua.evaluating import evaluating
 from residua.runs.folder import RunFolder, flatten, refuse_changes
 from residua.runs.jsonlines import read_metrics
 from residua.runs.progress import say
@@ -140,15 +141,15 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             if observe_every and step % observe_every == 0:
-                with autocast, _evaluating(model, device):
+                with autocast, evaluating(model):
                     seen = observe(model, first_sequence)
                 if ranks.first:
                     with saver.writing(step):
                         logs.connections.write({"step": step, **seen})
 
             last, stopping = step == config.steps, ranks.any(bool(stop) or saver.failed)
-            evaluating = evaluate is not None and (last or step % config.evaluate_every == 0)
-            logging = last or evaluating or step % config.log_every == 0
+            validating = evaluate is not None and (last or step % config.evaluate_every == 0)
+            logging = last or validating or step % config.log_every == 0
             saving = last or stopping or step % config.checkpoint_every == 0
             if not (logging or saving):
                 continue
@@ -162,8 +163,8 @@ def train(
                 row |= {"loss": (loss - penalty).item(), "penalty": penalty.item()}
             row |= {"grad_norm": norm.item(), "tokens_per_second": speed, "seconds": seconds}
             with clock.paused():
-                if evaluating:
-                    with autocast, _evaluating(model, device):
+                if validating:
+                    with autocast, evaluating(model):
                         row = {**row, **evaluate(model), **row}  # the row's names come first, its values win
                 if ranks.first:
                     with saver.writing(step):
@@ -303,17 +304,6 @@ def _restore(
     if checkpoint is None:
         return None
     return load_checkpoint(checkpoint, model, optimizer, device=device, ranks=ranks)
-
-
-@contextmanager
-def _evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode without gradients; restores training mode and random state, so that training is unaffected."""
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        model.train()
 
 
 @contextmanager
