@@ -70,7 +70,8 @@ def load_connection(model: Model, folder: str | Path) -> Model:
     folder is executed.
 
     Raises:
-        InputError: the folder has no connections, or they belong to a model with other layers or another scheme.
+        InputError: the folder has no connections, or they belong to a model with other layers, another scheme or other
+            weights.
     """
     from residua.models import convert_loading
 

@@ -1,12 +1,17 @@
 """`residua.convert`: a transformers model keeps what it computes, and its layers get another residual connection."""
 
 import copy
+import math
+import pickle
 
 import pytest
 import torch
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     DynamicCache,
+    Lfm2Config,
+    MixtralConfig,
     Olmo2Config,
     Qwen2_5_VLTextConfig,
     Qwen3VLTextConfig,
@@ -18,9 +23,10 @@ import residua
 from residua.errors import InputError
 from residua.models import convert as converting
 from residua.models.convert import stream_of
-from residua.models.convert_probe import probe
+from residua.models.convert_probe import probe, same_bits
 from support.converted_models import IDS, PLAIN, PRESERVING, VOCAB, WINDOWED, converted, lively, llama, model_of
 from support.families import randomised
+from support.tiny_models import tiny_model
 from support.tolerances import assert_close
 
 
@@ -40,8 +46,47 @@ def test_norms_of_the_model_are_the_norms_of_the_connections():
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):
         norm.register_forward_hook(lambda module, args, out: seen.append(args[0]))
     model(IDS)
-    # Each is called with the flow by the layer's code, and with a tensor of the model's width by the connection.
     assert [tuple(x.shape) for x in seen if isinstance(x, torch.Tensor)] == [(2, 9, 16)] * 2
+    assert len(seen) == 2  # once each, by the connection
+
+
+def test_hooks_on_what_reads_run_once_and_on_tensors():
+    def hooked(model):
+        norm = model.model.layers[1].input_layernorm
+        norm.register_forward_hook(lambda module, args, out: 2 * out)
+        norm.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        return model
+
+    want = hooked(llama())(IDS).logits
+    assert torch.equal(residua.convert(hooked(llama()), "residual")(IDS).logits, want)
+    assert torch.equal(hooked(residua.convert(llama(), "residual"))(IDS).logits, want)
+
+
+def test_a_copy_of_a_norm_that_learns_in_its_place_is_the_norm():
+    """As adapters put one there, which keep the norm that was and train the copy."""
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.norm, self.copy = norm, copy.deepcopy(norm)
+
+        def forward(self, x):
+            return self.copy(x)
+
+    def adapted(model):
+        layer = model.model.layers[1]
+        layer.input_layernorm = Adapter(layer.input_layernorm)
+        with torch.no_grad():
+            layer.input_layernorm.copy.weight.mul_(2)
+        return model
+
+    want = adapted(llama())(IDS).logits
+    model = adapted(residua.convert(llama(), "residual"))
+    assert torch.equal(model(IDS).logits, want)
+    model(IDS).logits.sum().backward()
+    adapter = model.model.layers[1].input_layernorm
+    assert adapter.copy.weight.grad is not None
+    assert adapter.norm.weight.grad is None
 
 
 def test_one_connection_for_every_sublayer_in_the_order_of_the_layers():
@@ -142,6 +187,44 @@ def test_padding_between_tokens_is_refused():
             model.generate(IDS, attention_mask=gap, past_key_values=cache, **options)
 
 
+@pytest.mark.parametrize(
+    ("build", "name", "given"),
+    [(converted, WINDOWED, True), (tiny_model, WINDOWED, True), (tiny_model, "residual", False)],
+)
+@torch.no_grad()
+def test_a_mask_as_long_as_a_static_cache(build, name, given):
+    """It says what is padding by absolute position, and goes on after the tokens of the call."""
+    model, mask = build(name).eval(), torch.zeros(2, 16).long()
+    mask[:, 2:11] = 1
+    padded = torch.cat([torch.ones(2, 2).long(), IDS], 1)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)[:, :11]
+    pieces = [
+        model(ids, attention_mask=mask, position_ids=places, past_key_values=cache).logits
+        for ids, places in zip(padded.split([6, 5], 1), positions.split([6, 5], 1) if given else (None, None))
+    ]
+    assert_close(torch.cat(pieces, 1)[:, 2:], model(IDS).logits)
+    kept = model(IDS[:, :4], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask: expected \(batch, 9\), 4 tokens in the cache and 5"):
+        model(IDS[:, 4:], attention_mask=torch.ones(2, 5).long(), past_key_values=kept)
+
+
+@torch.no_grad()
+def test_the_memory_of_the_stream_beside_the_states_of_a_hybrid():
+    """The model's own convolutions keep their states in the same cache."""
+    model = model_of(Lfm2Config, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"])
+    model = lively(model, WINDOWED).eval()
+    cache = DynamicCache(config=model.config)
+    pieces = [model(piece, past_key_values=cache).logits for piece in IDS.split([4, 1, 3, 1], dim=1)]
+    assert_close(torch.cat(pieces, 1), model(IDS, use_cache=False).logits)
+
+
+def test_a_causal_model_whose_tokens_are_computed_in_groups_is_causal():
+    """Another last token moves the others among the experts, and so their last bits."""
+    options = {"num_local_experts": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    residua.convert(model_of(MixtralConfig, torch.float32, **options), WINDOWED, start="fresh")
+
+
 def test_a_cache_that_was_filled_without_the_memory_of_the_stream_is_refused():
     model = converted(WINDOWED).eval()
     cache = DynamicCache()
@@ -237,6 +320,28 @@ def test_a_copy_is_independent():
     assert not other(IDS).logits.any()
 
 
+def test_a_converted_model_is_pickled_and_so_is_its_configuration():
+    """Also as the class that no plain model is built from."""
+    model = converted(WINDOWED)
+    other = pickle.loads(pickle.dumps(model))
+    assert torch.equal(other(IDS).logits, model(IDS).logits)
+    for config in (other.config, copy.deepcopy(model.config)):
+        assert type(config) is type(model.config)
+        with pytest.raises(ValueError, match="Unrecognized configuration class"):
+            AutoModelForCausalLM.from_config(config)
+
+
+def test_connections_made_in_inference_mode_learn():
+    model = llama()
+    with torch.inference_mode():
+        residua.convert(model, "hc")
+        frozen = llama()
+    model(IDS, labels=IDS).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(InputError, match="inference_mode"):
+        residua.convert(frozen, "hc")
+
+
 def test_half_precision():
     model = converted(WINDOWED, torch.bfloat16)
     exact = copy.deepcopy(model).double()
@@ -257,6 +362,14 @@ def test_conversion_leaves_mode_and_random_numbers_as_they_are():
         False,
         False,
     ]
+
+
+def test_a_change_to_no_number_is_the_largest_change():
+    x = torch.tensor([1.0, 2.0, torch.inf, torch.nan])
+    assert converting._change([x], [x.clone()]) == 0
+    assert converting._change([x], [torch.tensor([1.0, torch.nan, torch.inf, torch.nan])]) == math.inf
+    assert converting._change([x], [torch.tensor([2.0, 2.0, torch.inf, torch.nan])]) == 0.5
+    assert not same_bits([x], [x.nan_to_num()])
 
 
 def test_the_way_back():

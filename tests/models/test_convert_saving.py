@@ -278,3 +278,15 @@ def test_connections_of_another_model_are_refused(tmp_path):
     with pytest.raises(InputError, match="these differ"):
         residua.load_connection(wider, tmp_path)
     assert not any(".stream." in name for name in wider.state_dict())
+    other = llama()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    before = other(IDS).logits
+    with pytest.raises(InputError, match="beside other weights"):
+        residua.load_connection(other, tmp_path)
+    assert torch.equal(other(IDS).logits, before)
+    residua.load_connection(llama(torch.bfloat16), tmp_path)  # the same model in another precision
+    file = tmp_path / "connection.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_weights": None}))
+    with pytest.raises(InputError, match="beside other weights"):
+        residua.load_connection(llama(), tmp_path)

@@ -30,7 +30,15 @@ from residua.models.convert_flow import (
     swap_back,
 )
 from residua.models.convert_memory import attach, detach
-from residua.models.convert_probe import Situation, outputs, probe, same_bits, situations
+from residua.models.convert_probe import (
+    Situation,
+    outputs,
+    probe,
+    same_bits,
+    same_numbers,
+    situations,
+    unhooked,
+)
 
 with extra("lab"):
     from transformers import PreTrainedModel
@@ -39,6 +47,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """How much an output may change, relative to the largest, where a scheme preserves the model; 0.1 in half precision."""
 
 
+@torch.inference_mode(False)  # in which connections would be made that cannot be trained
 def convert(
     model: PreTrainedModel,
     connection: str | Mapping[str, Any] | Scheme,
@@ -84,7 +93,7 @@ def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, An
     """
     _expect_convertible(model)
     path, stack = stack_of(model)
-    with evaluating(model), uneven(model):
+    with evaluating(model), unhooked(model), uneven(model):
         inputs = probe(model) if inputs is None else inputs
         ways = situations(model, inputs)
         before = _outputs_of(model, ways)
@@ -153,8 +162,8 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     _, stack = _trunk(model, conversion.stack)
     anatomy = conversion.anatomy
     sublayers = [(layer, sublayer) for layer, found in zip(stack, anatomy, strict=True) for sublayer in found]
-    norms: list[Any] = [layer.get_submodule(found.readers[0]) if found.normed else None for layer, found in sublayers]
-    borrowed = [nn.Identity() if norm is None else Borrowed(norm) for norm in norms]
+    borrowed = [Borrowed(layer, found.readers[0]) if found.normed else nn.Identity() for layer, found in sublayers]
+    norms: list[Any] = [norm.owner if isinstance(norm, Borrowed) else None for norm in borrowed]
     width = _width(model, norms)
     whole = conversion.scheme.build(width, len(sublayers), norm_eps=_eps(norms), norm=lambda i: borrowed[i])
     looks_back = any(map(window_of, whole.parts))
@@ -267,6 +276,8 @@ def _expect_convertible(model: Any) -> None:
         )
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise InputError(f"{name}: expected its weights in memory, found some that are not loaded or offloaded")
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise InputError(f"{name}: expected weights that can be trained, got some made in torch.inference_mode()")
     for where in (model.config, *model.modules()):
         for option in ("layerdrop", "speech_encoder_layerdrop"):
             if getattr(where, option, 0):
@@ -329,33 +340,34 @@ def _expect_same_direction(model: PreTrainedModel, conversion: Conversion, input
 
 
 def _is_causal(model: nn.Module, path: str, inputs: Mapping[str, Any]) -> bool:
-    """Return whether the layers' result before the last token ignores the last token."""
+    """Return whether the layers' result before the last token ignores the last token.
+
+    Its gradient says so exactly; the numbers do not where tokens are computed in groups, as by experts.
+    """
     _, stack = _trunk(model, path)
+    first: list[Tensor] = []
     last: list[Tensor] = []
 
-    def change(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    def begin(layer: nn.Module, args: Any, kwargs: Any) -> Any:
         name = next((name for name in INPUTS if name in kwargs), "")
+        first.append((args[0] if args else kwargs[name]).detach().requires_grad_())
+        return ((first[0], *args[1:]), kwargs) if args else (args, {**kwargs, name: first[0]})
 
-        def changed(x: Any) -> Any:
-            return torch.cat([x[:, :-1], -2 * x[:, -1:]], 1)
-
-        return ((changed(args[0]), *args[1:]), kwargs) if args else (args, {**kwargs, name: changed(kwargs[name])})
-
-    def keep(layer: nn.Module, args: Any, out: Any) -> None:
+    def end(layer: nn.Module, args: Any, out: Any) -> None:
         last.append(out[0] if isinstance(out, tuple) else out)
 
-    keeping = stack[-1].register_forward_hook(keep)
+    hooks = [stack[0].register_forward_pre_hook(begin, with_kwargs=True), stack[-1].register_forward_hook(end)]
     try:
-        outputs(model, inputs)
-        changing = stack[0].register_forward_pre_hook(change, with_kwargs=True)
-        try:
-            outputs(model, inputs)
-        finally:
-            changing.remove()
+        with torch.enable_grad():
+            model(**inputs)
+            if first[0].dim() != 3 or last[0].dim() != 3:
+                return False
+            weights = torch.randn(last[0][:, :-1].shape, generator=torch.Generator().manual_seed(0)).to(last[0])
+            (gradient,) = torch.autograd.grad((last[0][:, :-1] * weights).sum(), first)
     finally:
-        keeping.remove()
-    a, b = last
-    return a.dim() == 3 and torch.equal(a[:, :-1], b[:, :-1])
+        for hook in hooks:
+            hook.remove()
+    return not gradient[:, -1].any()
 
 
 def _expect_preserved(model: PreTrainedModel, before: list[Tensor], after: list[Tensor]) -> None:
@@ -374,7 +386,9 @@ def _change(before: list[Tensor], after: list[Tensor]) -> float:
     largest = 0.0
     for x, y in zip(before, after, strict=True):
         x, y = x.double(), y.double()
-        largest = max(largest, float((x - y).abs().max() / x.abs().max().clamp_min(1e-30)))
+        scale = x.abs().where(x.isfinite(), 0).max().clamp_min(1e-30)
+        change = float((x - y).abs().masked_fill(same_numbers(x, y), 0).max() / scale)
+        largest = math.inf if math.isnan(change) else max(largest, change)
     return largest
 
 

@@ -171,7 +171,9 @@ class Watch:
             handles.append(layer.register_forward_hook(partial(self._close, i)))
             for name, child in list(layer.named_modules())[1:]:
                 if (i, name) not in self.opened:
-                    handles.append(child.register_forward_pre_hook(partial(_note, name), with_kwargs=True))
+                    handles.append(
+                        child.register_forward_pre_hook(partial(_note, name), prepend=True, with_kwargs=True)
+                    )
         try:
             yield
         finally:

@@ -87,6 +87,9 @@ def base_in(found: Any) -> dict[str, Any]:
 class SavedAsConverted(Swapped):
     """What is mixed into the class of a converted model's configuration: another form in files."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _blank, type(self).__bases__[1:], self.__dict__
+
     @classmethod
     def from_pretrained(cls, folder: Any, **kwargs: Any) -> Any:
         """Return the configuration in the folder of a converted model, or of a plain one, as every class does."""
@@ -254,6 +257,10 @@ def _marked(plain: type) -> type:
     # Another name than the plain one, by which AutoModel.from_config would build a plain model.
     names = {"__module__": plain.__module__, "__qualname__": f"Converted{plain.__qualname__}"}
     return type(f"Converted{plain.__name__}", (SavedAsConverted, plain), names)
+
+
+def _blank(plain: type) -> Any:
+    return object.__new__(_marked(plain))
 
 
 def _text(value: Any) -> str:

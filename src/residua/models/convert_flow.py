@@ -240,15 +240,17 @@ class Borrowed(nn.Module):
     """The model's own norm as the norm of a connection. It stays where it was: its parameters keep their names.
 
     Asked itself it names them too: a connection that computes its norm once more in the backward pass needs them.
+    What stands in its place later, such as an adapter around it, is the norm then.
     """
 
-    def __init__(self, norm: nn.Module):
+    def __init__(self, layer: nn.Module, name: str):
         super().__init__()
-        self._owner = [norm]  # a list does not register a submodule
+        self._place = [layer], name  # a list does not register a submodule
 
     @property
     def owner(self) -> nn.Module:
-        return self._owner[0]
+        (layer,), name = self._place
+        return layer.get_submodule(name)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -321,18 +323,22 @@ def reads(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow | None:
 
 
 class Reader(Swapped):
-    """A module of a layer that reads the residual. `residua_is_norm`: it is the connection's norm, already applied."""
+    """A module of a layer that reads the residual. `residua_is_norm`: it is the connection's norm, which applies it.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    Called with a flow it is called with the tensor that it reads, or, as a norm, by the connection alone: hooks on it
+    run once, on tensors.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         flow = reads(args, kwargs)
         if flow is None:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
         x = flow.read()
         if self.residua_is_norm:  # type: ignore[attr-defined]
             return x
         args = tuple(x if item is flow else item for item in args)
         kwargs = {name: x if item is flow else item for name, item in kwargs.items()}
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
 INPUTS = ("hidden_states", "x", "inputs_embeds", "inputs", "hidden_state")

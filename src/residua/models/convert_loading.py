@@ -1,5 +1,6 @@
 """Open converted models, by the Auto classes of transformers, and save and open the connections alone."""
 
+import hashlib
 import json
 from functools import wraps
 from pathlib import Path
@@ -37,6 +38,8 @@ with extra("lab"):
     from transformers.models.auto import modeling_auto
 
 WEIGHTS, DESCRIPTION = "connection.safetensors", "connection.json"
+WEIGHTS_OF_BASE = "base_weights"
+"""The entry of the description that tells the weights of the model beside the connections from all others."""
 
 
 class BuiltConverted(Swapped):
@@ -137,15 +140,18 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     own = {name: tensor.detach().clone() for name, tensor in _own(model).items()}
     write_tensors(folder / WEIGHTS, own, {"format": "pt"})
-    write_text(folder / DESCRIPTION, json.dumps(conversion.as_json(), indent=2) + "\n")
+    description = {**conversion.as_json(), WEIGHTS_OF_BASE: _fingerprint(model)}
+    write_text(folder / DESCRIPTION, json.dumps(description, indent=2) + "\n")
 
 
+@torch.inference_mode(False)
 def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     """`residua.load_connection`, which documents it."""
     folder = Path(folder)
     if not (folder / DESCRIPTION).is_file() or not (folder / WEIGHTS).is_file():
         raise InputError(f"{folder}: expected {DESCRIPTION} and {WEIGHTS}; residua.save_connection writes them")
-    conversion = Conversion.from_json(read_json(folder / DESCRIPTION), folder / DESCRIPTION)
+    description = read_json(folder / DESCRIPTION)
+    conversion = Conversion.from_json(description, folder / DESCRIPTION)
     tensors, _ = read_tensors(folder / WEIGHTS, "the weights of connections", "save them again")
     plain = not any(isinstance(module, ConvertedLayer) for module in model.modules())
     here = find_anatomy(model, conversion.scheme) if plain else conversion_of(model)
@@ -167,6 +173,11 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
         raise InputError(
             f"{folder / WEIGHTS}: expected the parameters of the connections, these differ: {shown(wrong)}"
         )
+    if description.get(WEIGHTS_OF_BASE) != _fingerprint(model):
+        raise InputError(
+            f"{folder}: these connections are another model's: they were saved beside other weights than those of "
+            f"{type(model).__name__}; load the model that they were trained with, or save it whole, by save_pretrained"
+        )
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
@@ -184,6 +195,23 @@ def _prefix(model: Any, conversion: Conversion) -> str:
 
 def _own(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if f".{STREAM}." in f".{name}"}
+
+
+def _fingerprint(model: Any) -> str:
+    """Return a digest of the weights of a model without its head and its connections.
+
+    It takes at most 4,096 numbers from each weight, spread evenly, in bfloat16: a model opened in another precision is
+    the same model, and one that learnt is another.
+    """
+    digest = hashlib.sha256()
+    for name, weight in model.base_model.named_parameters():
+        if f".{STREAM}." in f".{name}":
+            continue
+        values = weight.detach().flatten()
+        values = values[:: len(values) // 4096 + 1].to("cpu", torch.float32).bfloat16()
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(values.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _part(model: Any, path: str) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from residua.connections.memory import expect_no_gap, expect_separable, positions_in, window_of
 from residua.errors import extra
 from residua.models.convert_flow import MEMORY, ConvertedLayer, Flow, layer_streams
-from residua.models.memory import CacheSlot, CacheSlots, documents_of, memories, padding_of, tokens_of
+from residua.models.memory import CacheMemory, CacheSlot, documents_of, padding_of, tokens_of
 
 with extra("lab"):
     from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
@@ -124,9 +124,15 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     padding = padding_of(tokens, mask, cache, documents)
     layers = max(len(stack), config.get_text_config().num_hidden_layers)
     where = 0 if cache is None else _room(cache, len(looking), layers)
-    numbers = iter(range(len(parts)))
-    slots: list[CacheSlot | None] = [CacheSlot(where, next(numbers)) if window_of(part) else None for part in parts]
-    return args, {**kwargs, MEMORY: memories(CacheSlots(slots, []), cache, padding, tokens, documents=documents).parts}
+    numbers = iter(range(len(looking)))
+    anything = any(x is not None for x in (cache, padding, documents))
+    memories = [
+        CacheMemory(cache, CacheSlot(where, next(numbers)), padding, documents)
+        if anything and window_of(part)
+        else None
+        for part in parts
+    ]
+    return args, {**kwargs, MEMORY: memories}
 
 
 def _of_text(positions: Any) -> Any:
@@ -192,6 +198,8 @@ def _room(cache: Any, states: int, num_layers: int) -> int:
         )
     found = next((i for i, layer in enumerate(layers) if isinstance(layer, StreamLayer)), None)
     if found is not None:
+        if layers[found].number_of_states != states:
+            raise ValueError("past_key_values: this cache was filled by a model with another residual scheme")
         return found
     if layers and cache.get_seq_length():
         raise ValueError("past_key_values: this cache was filled without the memory of this model's residual scheme")

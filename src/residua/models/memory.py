@@ -190,7 +190,7 @@ def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Te
             f"attention_mask: expected (batch, seq), got {type(mask).__name__}: this scheme needs the padding"
         )
     if mask.dim() == 2:
-        return mask[:, -length:]
+        return of_current(mask, length, cache)
     past = 0 if cache is None else cache.get_seq_length()
     rows = torch.arange(length, device=mask.device)
     tokens = _attended(mask[:, 0, rows, rows + past])
@@ -201,6 +201,30 @@ def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Te
             "scheme reads earlier tokens; name packed documents with seq_idx, one number per token",
         )
     return tokens.expand(batch, length)
+
+
+def of_current(x: Tensor, length: int, cache: Cache | None) -> Tensor:
+    """Return the columns of x: (batch, all tokens) that are about the `length` tokens of this call.
+
+    They come after the tokens in the cache. More may follow, where x is as long as a cache of fixed length.
+
+    Raises:
+        ValueError: x ends before them.
+    """
+    past: Any = 0
+    if cache is not None:
+        try:
+            past = cache.get_seq_length()
+        except ValueError:  # nothing in this cache counts tokens, so it has no fixed length
+            past = x.shape[1] - length
+    if isinstance(past, Tensor):
+        return x.index_select(1, torch.arange(length, device=x.device) + past.to(x.device))
+    if x.shape[1] < past + length:
+        raise ValueError(
+            f"attention_mask: expected (batch, {past + length}), {past} tokens in the cache and {length} in this call, "
+            f"got {tuple(x.shape)}"
+        )
+    return x[:, past : past + length]
 
 
 def documents_of(x: Tensor, mask: Any, position_ids: Any, options: Mapping[str, Any], *, cached: bool) -> Tensor | None:

@@ -25,7 +25,7 @@ from residua.errors import extra
 from residua.models.attention import Attention, AttentionContext, Rotary
 from residua.models.configuration import ResiduaConfig
 from residua.models.linear import initialise
-from residua.models.memory import cache_slots, documents_of, memories, tokens_of
+from residua.models.memory import cache_slots, documents_of, memories, of_current, tokens_of
 from residua.models.mlp import MLP
 from residua.ops import at_least_float32
 from residua.ops.recompute import cut
@@ -330,7 +330,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
             mask, padding = attention_mask["full_attention"], attention_mask.get("linear_attention")
         else:
             if attention_mask is not None and attention_mask.dim() == 2:
-                padding = attention_mask[:, -length:]
+                padding = of_current(attention_mask, length, cache)
             mask = create_causal_mask(
                 config=self.config,
                 inputs_embeds=embeddings,
@@ -340,7 +340,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
             )
         if position_ids is None:
             if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+                position_ids = of_current((attention_mask.long().cumsum(-1) - 1).clamp_min(0), length, cache)
             else:
                 past = cache.get_seq_length() if cache is not None else 0
                 position_ids = (torch.arange(length, device=embeddings.device) + past).unsqueeze(0)
