@@ -5,6 +5,9 @@ VENV := .venv
 READY := $(VENV)/.ready
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
+# Workers, and the processes that tests start, read what one of them has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo check test gpu testers lint types docs clean
 
 demo: $(READY)
