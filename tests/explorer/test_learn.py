@@ -14,6 +14,7 @@ import residua
 from residua import ops
 from residua.analysis.measure import stream_similarity
 from residua.explorer.page import write_page
+from support.browser import go_to
 
 SIMULATIONS = (
     *("write", "depth", "reads", "sinkhorn", "streams", "drift", "skew", "rotation", "spectrum", "blending"),
@@ -30,6 +31,23 @@ PHONE, WIDE = (360, 740), (1920, 1080)
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return write_page(tmp_path_factory.mktemp("learn") / "page.html", {"title": "residua", "traces": []}, {})
+
+
+@pytest.fixture(scope="module")
+def one_page(open_shared_page, path):
+    return open_shared_page(path)
+
+
+@pytest.fixture
+def show(one_page):
+    """`show(state)` moves the page to a topic, as it is at the start but for what `state` says, and returns it."""
+
+    def shown(state):
+        go_to(one_page, state)
+        one_page.evaluate(FOLLOWED)
+        return one_page
+
+    return shown
 
 
 # What a page says, in the browser. A frame and a half is when everything has followed a change.
@@ -58,7 +76,7 @@ SWEEP = """async ({settings, vectors}) => {
     });
     for (const box of document.querySelectorAll("[data-toggle]")) if (i % 2 !== Number(box.checked)) box.click();
     if (vectors.length) {
-      await new Promise((done) => setTimeout(done, 200));  // the address is written now and then only
+      dispatchEvent(new Event("pagehide"));  // the page writes its address now
       const state = new URLSearchParams(location.hash.slice(1));
       for (const [name, value] of Object.entries(vectors[i])) state.set(name, value);
       location.hash = state;
@@ -281,9 +299,8 @@ EXPECTED = {name: globals()[f"expected_{name}"] for name in SIMULATIONS}
 
 
 @pytest.mark.parametrize("topic", SIMULATIONS)
-def test_readouts_at_twenty_settings_are_those_of_the_library(open_page, path, topic):
-    page = open_page(path, f"topic={topic}")
-    page.wait_for_selector("[data-readout]")
+def test_readouts_at_twenty_settings_are_those_of_the_library(show, topic):
+    page = show(f"topic={topic}")
     rng = np.random.default_rng(1)
     count = page.locator("[data-slider]").count()
     settings = rng.uniform(size=(SETTINGS, count))
@@ -320,8 +337,8 @@ def shown(readouts, *names):
     return double([float(readouts[name]) for name in names])
 
 
-def test_the_call_that_stands_there_gives_what_is_shown(open_page, path):
-    page = open_page(path)
+def test_the_call_that_stands_there_gives_what_is_shown(show):
+    page = show("")
     found = {}
     for topic in SIMULATIONS:
         page.locator(f"nav [data-topic={topic}]").click()
@@ -381,9 +398,8 @@ def end(page, mark):
     # k is the first axis, x = (-1, 1), v = 1.5: kept; on the line where k^T x = v; mirrored in that line.
     [(0, 1, 2.5, (-1, 1)), (1, 0, 0, (1.5, 1)), (2, -1, -2.5, (4, 1))],
 )
-def test_the_write_at_beta_0_1_and_2_in_the_picture(open_page, path, beta, determinant, left, landed):
-    page = open_page(path, f"topic=write&beta={beta}&k=0&x=-1,1&v=1.5")
-    page.wait_for_selector("[data-readout]")
+def test_the_write_at_beta_0_1_and_2_in_the_picture(show, beta, determinant, left, landed):
+    page = show(f"topic=write&beta={beta}&k=0&x=-1,1&v=1.5")
     readouts = page.evaluate(NOW)["readouts"]
     assert float(readouts["determinant"]) == determinant
     assert float(readouts["left"]) == pytest.approx(left, abs=1e-12)
@@ -398,8 +414,8 @@ def test_the_write_at_beta_0_1_and_2_in_the_picture(open_page, path, beta, deter
     assert target == pytest.approx([1.5, 1.5])
 
 
-def test_again_converges_oscillates_and_mirrors(open_page, path):
-    page = open_page(path, "topic=write&k=0&x=-1,1&v=0.5&beta=0.5")
+def test_again_converges_oscillates_and_mirrors(show):
+    page = show("topic=write&k=0&x=-1,1&v=0.5&beta=0.5")
     for n in range(1, 5):
         page.evaluate(FOLLOWED)
         assert float(page.evaluate(NOW)["readouts"]["left"]) == pytest.approx(1.5 * 0.5**n)
@@ -417,9 +433,8 @@ def test_again_converges_oscillates_and_mirrors(open_page, path):
 @pytest.mark.parametrize(
     ("gamma", "determinant", "active"), [(0, -1, "Householder"), (0.5, 0, "a blend, not orthogonal"), (1, 1, "Cayley")]
 )
-def test_the_gate_at_its_ends_and_in_the_middle(open_page, path, gamma, determinant, active):
-    page = open_page(path, f"topic=blending&gamma={gamma}&theta=90&k=90&x=0")
-    page.wait_for_selector("[data-readout]")
+def test_the_gate_at_its_ends_and_in_the_middle(show, gamma, determinant, active):
+    page = show(f"topic=blending&gamma={gamma}&theta=90&k=90&x=0")
     readouts = page.evaluate(NOW)["readouts"]
     assert float(readouts["determinant"]) == pytest.approx(determinant, abs=1e-12)
     assert readouts["active"] == active
@@ -434,9 +449,8 @@ def test_the_gate_at_its_ends_and_in_the_middle(open_page, path, gamma, determin
         assert (lengths - 1).abs().max() < 1e-3  # a circle
 
 
-def test_the_spectrum_in_the_picture(open_page, path):
-    page = open_page(path, "topic=spectrum&beta=2&gate=2")
-    page.wait_for_selector("[data-readout]")
+def test_the_spectrum_in_the_picture(show):
+    page = show("topic=spectrum&beta=2&gate=2")
     assert end(page, "cayley-handle") == pytest.approx((0, 1), abs=1e-9)
     assert end(page, "conjugate") == pytest.approx((0, -1), abs=1e-9)
     assert end(page, "householder-handle") == pytest.approx((-1, 0), abs=1e-9)
@@ -471,12 +485,9 @@ FREE = {
 }
 
 
-def test_the_mouse_drags_marks_and_arrow_keys_move_them(open_page, path):
-    page = open_page(path)
+def test_the_mouse_drags_marks_and_arrow_keys_move_them(show):
     for topic, mark in MARKS:
-        page.goto(f"{page.url.partition('#')[0]}#topic={topic}")
-        page.wait_for_selector(f"[data-mark={mark}]")
-        page.evaluate(FOLLOWED)
+        page = show(f"topic={topic}")
         before, start = page.evaluate(NOW)["code"], middle(page, mark)
         there = drag(page, mark, -30, -25)
         assert page.evaluate(NOW)["code"] != before, (topic, mark)
@@ -494,9 +505,8 @@ def test_the_mouse_drags_marks_and_arrow_keys_move_them(open_page, path):
         assert element.get_attribute("aria-valuetext") != said, (topic, mark)
 
 
-def test_a_query_decides_what_is_read_and_a_click_takes_another(open_page, path):
-    page = open_page(path, "topic=reads")
-    page.wait_for_selector("[data-readout]")
+def test_a_query_decides_what_is_read_and_a_click_takes_another(show):
+    page = show("topic=reads")
 
     def weights():
         shown = page.locator(".stage [data-weight]:not([hidden])")
@@ -515,8 +525,8 @@ def test_a_query_decides_what_is_read_and_a_click_takes_another(open_page, path)
     torch.testing.assert_close(weights(), torch.full((3,), 1 / 3).double())
 
 
-def test_copies_that_are_read_equally_never_part_and_others_do(open_page, path):
-    page = open_page(path, "topic=streams")
+def test_copies_that_are_read_equally_never_part_and_others_do(show):
+    page = show("topic=streams")
     found = {}
     for name in ("copies, read equally", "one stream each", "gains", "strong mixing"):
         page.locator(f"[data-preset='{name}']").click()
@@ -530,12 +540,11 @@ def test_copies_that_are_read_equally_never_part_and_others_do(open_page, path):
     assert found["gains"]["apart"] > 10 * found["strong mixing"]["apart"]
 
 
-def test_who_runs_what_names_presets_models_and_sources(open_page, path, monkeypatch):
+def test_who_runs_what_names_presets_models_and_sources(show, monkeypatch):
     """Models are those of the pages of the schemes, and those of transformers are there."""
     monkeypatch.syspath_prepend(DOCS)
     scheme_pages = importlib.import_module("scheme_pages")
-    page = open_page(path, "topic=users")
-    page.wait_for_selector(".runs li")
+    page = show("topic=users")
     rows = page.locator(".runs li").evaluate_all("""(rows) => rows.map((row) => ({
       preset: row.dataset.runs, state: row.dataset.state, who: row.querySelector(".who").textContent,
       link: row.querySelector("a")?.href ?? null}))""")
@@ -558,8 +567,8 @@ def test_who_runs_what_names_presets_models_and_sources(open_page, path, monkeyp
         page.wait_for_selector(".runs li")
 
 
-def test_a_cell_of_the_matrix_is_dragged_and_stepped(open_page, path):
-    page = open_page(path, "topic=sinkhorn")
+def test_a_cell_of_the_matrix_is_dragged_and_stepped(show):
+    page = show("topic=sinkhorn")
     cell = page.locator("[data-mark=cell-12]")
     entry = page.locator("[data-mark=cell-12] .fill")
     cell.wait_for()
@@ -704,9 +713,8 @@ def luminance(rgb):
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
 
-def test_the_results_tell_their_sources_apart(open_page, path):
-    page = open_page(path, "topic=results")
-    page.wait_for_selector(".rows .row")
+def test_the_results_tell_their_sources_apart(show):
+    page = show("topic=results")
     colours = {}
     for task in page.locator("[data-task]").evaluate_all("(all) => all.map((one) => one.dataset.task)"):
         page.locator(f"[data-task={task}]").click()
