@@ -12,8 +12,8 @@ from torch import Tensor
 
 from residua.benchmarks.cases import CASES, CONNECTION, CONNECTIONS, MEASURED, Case, Draw, Dtype, Sizes, make
 from residua.benchmarks.roofline import TRAFFIC
-from residua.benchmarks.settings import Device, expect_at_least, expect_device, threads
-from residua.benchmarks.timing import Clock, Quartiles, Timing, cold, compare, process_clock, wall_clock
+from residua.benchmarks.settings import Measuring, expect_at_least, threads
+from residua.benchmarks.timing import Clock, Quartiles, Timing, cold, compare
 from residua.checks import require
 from residua.connections import TensorSpec, resolve
 from residua.errors import InputError, RunError
@@ -50,7 +50,7 @@ def _bytes_per_token(operation: str, sizes: Sizes) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class OpSettings:
+class OpSettings(Measuring):
     """What to measure, and how: every operation at every combination of sizes and dtypes.
 
     operations       names of `CASES`, or "connection:PRESET": a whole connection around a sublayer
@@ -58,9 +58,6 @@ class OpSettings:
                      kernel; "auto": the library's choice
     tokens, dims, channels, dtypes   sizes
     sequence_length  tokens in a sequence; all tokens if there are fewer
-    threads          as for `Settings`
-
-    Raises InputError for a value that cannot be used.
     """
 
     operations: tuple[str, ...] = (*CASES, *CONNECTIONS)
@@ -70,19 +67,13 @@ class OpSettings:
     channels: tuple[int, ...] = (4,)
     dtypes: tuple[Dtype, ...] = ("float32",)
     sequence_length: int = 1024
-    device: Device = "cpu"
-    rounds: int = 15
-    warmup: int = 3
-    threads: int = 1
-    seed: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         for name, known in (("implementations", Implementation), ("dtypes", Dtype)):
             for value in getattr(self, name):
                 require(value in get_args(known), name, ", ".join(get_args(known)), value)
-        expect_at_least(1, self, "tokens", "dims", "channels", "sequence_length", "rounds", "threads")
-        expect_at_least(0, self, "warmup")
-        expect_device(self.device)
+        expect_at_least(1, self, "tokens", "dims", "channels", "sequence_length")
         for tokens in self.tokens:
             if tokens % min(self.sequence_length, tokens):
                 raise InputError(f"tokens: expected a multiple of the sequence length {self.sequence_length}: {tokens}")
@@ -223,14 +214,12 @@ def benchmark(
         InputError: "triton" on a machine that cannot run the kernels.
     """
     device = torch.device(settings.device)
-    own = process_clock if settings.threads == 1 else wall_clock
     results: list[OpResult] = []
     notes: dict[str, None] = {}  # a set that keeps its order
     with threads(settings.threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        clock = cold(own, device)
+        clock, name = cold(settings.clock, device), settings.clock.__name__
         conditions = circumstances(device)
-        name = "cuda_clock" if device.type == "cuda" else own.__name__
         for operation, sizes in settings.plan():
             found, remarks = _measure(operation, sizes, settings, clock)
             for record in OpResults(settings, found, [], f"cold {name}", conditions).records():
@@ -258,7 +247,7 @@ def _measure(operation: str, sizes: Sizes, settings: OpSettings, clock: Clock) -
                 f"{TOLERANCES[sizes.dtype]:g} of float64, relatively, got {error:.2g}; what is wrong has no speed"
             )
         errors[name] = error
-        calls[f"{name} forward"] = partial(_forward, candidate)
+        calls[f"{name} forward"] = candidate
         calls[f"{name} forward+backward"] = partial(_forward_backward, candidate, grads)
     if not calls:
         return [], notes
@@ -296,10 +285,6 @@ def _implementations(
                 raise InputError(str(error)) from error
             found[name] = (runs, replace(case, function=partial(case.function, implementation=name)))
     return found, notes
-
-
-def _forward(case: Case) -> None:
-    case()
 
 
 def _forward_backward(case: Case, grads: Sequence[Tensor]) -> None:

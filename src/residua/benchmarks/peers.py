@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from residua.benchmarks.adapters import PEERS, Peer, PeerAdapter
 from residua.benchmarks.memory import storages_kept
-from residua.benchmarks.settings import Device, Precision, expect_at_least, expect_device, perturb, threads
-from residua.benchmarks.timing import Clock, Timing, compare, cuda_clock, process_clock, wall_clock
+from residua.benchmarks.settings import Measuring, Precision, expect_at_least, perturb, threads
+from residua.benchmarks.timing import Timing, compare
 from residua.checks import require
 from residua.provenance import circumstances, version
 from residua.testing.checks import Report, run
@@ -24,37 +24,29 @@ GATE = ("parameters", "forward", "gradients")
 
 
 @dataclass(frozen=True)
-class PeerSettings:
+class PeerSettings(Measuring):
     """Which packages to measure beside ours, and how: a chain of connections around sublayers that cost nothing.
 
     packages   of `PEERS`
     layers     connections in the chain, two for each layer
     dim, sequence_length, batch_size   of the state, in float32
     precision  "bfloat16": autocast around the forward pass
-
-    The others are as in `Settings`. Raises InputError for a value that cannot be used.
     """
 
     packages: tuple[str, ...] = tuple(dict.fromkeys(peer.package for peer in PEERS))
-    device: Device = "cpu"
     layers: int = 4
     dim: int = 384
     sequence_length: int = 256
     batch_size: int = 2
     precision: Precision = "float32"
-    rounds: int = 15
-    warmup: int = 3
-    threads: int = 1
-    seed: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         known = dict.fromkeys(peer.package for peer in PEERS)
         for package in self.packages:
             require(package in known, "packages", ", ".join(known), package)
         require(self.precision in get_args(Precision), "precision", " or ".join(get_args(Precision)), self.precision)
-        expect_at_least(1, self, "layers", "dim", "sequence_length", "batch_size", "rounds", "threads")
-        expect_at_least(0, self, "warmup")
-        expect_device(self.device)
+        expect_at_least(1, self, "layers", "dim", "sequence_length", "batch_size")
 
     def peers(self) -> list[Peer]:
         return [peer for peer in PEERS if peer.package in self.packages]
@@ -62,10 +54,6 @@ class PeerSettings:
     @property
     def steps(self) -> int:
         return len(self.peers())
-
-    @property
-    def clock(self) -> Clock:
-        return cuda_clock if self.device == "cuda" else process_clock if self.threads == 1 else wall_clock
 
 
 @dataclass(frozen=True)

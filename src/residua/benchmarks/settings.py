@@ -21,8 +21,37 @@ Device = Literal["cpu", "cuda"]
 Precision = Literal["float32", "bfloat16"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """Where and how often to measure. Raises InputError for a value that cannot be used.
+
+    rounds, warmup   see `timing.compare`
+    threads          PyTorch's threads on the CPU. One: CPU time of the process is measured; more: wall-clock time
+    seed             for weights and inputs
+    """
+
+    device: Device = "cpu"
+    rounds: int = 15
+    warmup: int = 3
+    threads: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        expect_at_least(1, self, "threads", "rounds")
+        expect_at_least(0, self, "warmup")
+        require(self.device in get_args(Device), "device", " or ".join(get_args(Device)), self.device)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise InputError("device: expected a machine with a CUDA device, found none; use cpu")
+
+    @property
+    def clock(self) -> Clock:
+        if self.device == "cuda":
+            return cuda_clock
+        return process_clock if self.threads == 1 else wall_clock
+
+
 @dataclass(frozen=True)
-class Settings:
+class Settings(Measuring):
     """The models to measure and where to run them; the plain residual always takes part.
 
     presets      names of presets, with options if wanted: "ddl-cc:recompute=none"
@@ -30,15 +59,9 @@ class Settings:
     precision    the dtype of the computation
     state_dtype  see `ResiduaConfig`
     compile      the model through `torch.compile`, as one graph
-    rounds, warmup   see `timing.compare`
-    threads      PyTorch's threads on the CPU. One: CPU time of the process is measured; more: wall-clock time
-    seed         for weights and tokens
-
-    Raises InputError for a value that cannot be used.
     """
 
     presets: tuple[str, ...] = tuple(PRESETS)
-    device: Device = "cpu"
     layers: int = 6
     dim: int = 384
     heads: int = 3
@@ -49,16 +72,12 @@ class Settings:
     compile: bool = False
     rounds: int = 9
     warmup: int = 2
-    threads: int = 1
-    seed: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "presets", tuple(dict.fromkeys([BASELINE, *self.presets])))
-        expect_at_least(1, self, "layers", "threads", "rounds")
-        expect_at_least(0, self, "warmup")
-        for name, choices in (("device", get_args(Device)), ("precision", get_args(Precision))):
-            require(getattr(self, name) in choices, name, " or ".join(choices), getattr(self, name))
-        expect_device(self.device)
+        super().__post_init__()
+        expect_at_least(1, self, "layers")
+        require(self.precision in get_args(Precision), "precision", " or ".join(get_args(Precision)), self.precision)
         for preset in self.presets:
             self.config(preset)
 
@@ -97,12 +116,6 @@ class Settings:
         """How often a benchmark of these settings reports that it advanced."""
         return len(self.presets) * (self.warmup + self.rounds)
 
-    @property
-    def clock(self) -> Clock:
-        if self.device == "cuda":
-            return cuda_clock
-        return process_clock if self.threads == 1 else wall_clock
-
 
 def llama(config: ResiduaConfig) -> LlamaForCausalLM:
     """Return a Llama of transformers with random weights and the sizes of `config`, which keeps no cache."""
@@ -116,12 +129,6 @@ def expect_at_least(least: int, settings: object, *names: str) -> None:
         values = getattr(settings, name)
         for value in values if isinstance(values, tuple) else (values,):
             require(value >= least, name, f"at least {least}", value)
-
-
-def expect_device(device: str) -> None:
-    """Raise InputError for "cuda" on a machine without a CUDA device."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("device: expected a machine with a CUDA device, found none; use cpu")
 
 
 def perturb(model: Any) -> None:

@@ -52,7 +52,6 @@ class Scores(NamedTuple):
     difference_error: float | None
     by_position: list[float]
     online_by_position: list[tuple[int, float, float]]
-    trajectories: int
 
 
 class Position0(NamedTuple):
@@ -140,7 +139,6 @@ def full_and_online(
         difference_error=differences.std().item() / math.sqrt(count) if count > 1 else None,
         by_position=errors.mean(0).tolist(),
         online_by_position=list(zip(positions, online_errors.mean(0).tolist(), full_errors.mean(0).tolist())),
-        trajectories=count,
     )
 
 
@@ -169,20 +167,17 @@ def position0(model: Model, data: Data, *, batch: int = 256) -> Position0:
     )
 
 
-def norm_deviation(
-    model: Model, dim: int, *, sequences: int = 50, length: int = 100, seed: int = 0, average_first: bool = True
-) -> float:
+def norm_deviation(model: Model, dim: int, *, sequences: int = 50, length: int = 100, seed: int = 0) -> float:
     """Measure how far the outputs for independent random unit vectors are from unit norm, as published.
 
     N_t is the mean over sequences of ||y_t||, and the result the mean over t of |N_t - 1|: deviations of single
-    outputs cancel in N_t. `average_first=False` takes | ||y_t|| - 1 | of each output instead. Both see only what
-    follows the output norm, and are 0 for copying the input: `stream_norms` looks inside.
+    outputs cancel in N_t. It sees only what follows the output norm, and is 0 for copying the input: `stream_norms`
+    looks inside.
     """
     inputs = unit_vectors(sequences, length, dim, generator=Generator().manual_seed(seed)).float()
     with _measuring(model) as run:
         norms = run(inputs).double().norm(dim=-1)
-    norms = norms.mean(0) if average_first else norms
-    return (norms - 1).abs().mean().item()
+    return (norms.mean(0) - 1).abs().mean().item()
 
 
 def stream_norms(states: Sequence[Any]) -> list[float]:

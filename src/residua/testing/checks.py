@@ -31,6 +31,11 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def equal(a: Any, b: Any) -> bool:
+    """Return whether the tensors of two pytrees are equal to the last bit."""
+    return len(tensors(a)) == len(tensors(b)) and all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b)))
+
+
 @dataclass(frozen=True)
 class Report:
     """The outcome of several checks by name: `failed` and `not_checked` with the reasons."""
@@ -55,6 +60,14 @@ def seeded(check: Check) -> Check:
             check(subject)
 
     return run_seeded
+
+
+class Suite(dict[str, Check]):
+    """Checks by name, in order. The decorator `add` adds one, which draws the same numbers in every run."""
+
+    def add(self, check: Check) -> Check:
+        self[check.__name__] = seeded(check)
+        return self[check.__name__]
 
 
 def run(checks: Mapping[str, Check], subject: Any) -> Report:

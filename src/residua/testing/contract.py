@@ -8,7 +8,6 @@ perturbed, because a gate that starts at zero hides mistakes in what it multipli
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -23,22 +22,28 @@ from residua.connections import Carry, Readout, Residual, Scheme, Stream, Stream
 from residua.connections.base import as_inputs
 from residua.connections.memory import window_of
 from residua.testing.agreement import assert_close
-from residua.testing.checks import CheckFailed, NotChecked, Report, expect, require, run, seeded, tensors
+from residua.testing.checks import (
+    Check,
+    CheckFailed,
+    NotChecked,
+    Report,
+    Suite,
+    equal,
+    expect,
+    require,
+    run,
+    seeded,
+    tensors,
+)
 from residua.testing.inputs import bare_sublayers, normal, perturbed
 
 DIM, SUBLAYERS = 8, 4
 
-CONTRACT: dict[str, Callable[[Scheme], None]] = {}
+CONTRACT = Suite()
 """The checks of a scheme by name, in order."""
 
 
-def contract(check: Callable[[Scheme], None]) -> Callable[[Scheme], None]:
-    """Add a check to the contract. It draws the same numbers in every run."""
-    CONTRACT[check.__name__] = seeded(check)
-    return CONTRACT[check.__name__]
-
-
-def checks(*, compiled: bool = False) -> dict[str, Callable[[Scheme], None]]:
+def checks(*, compiled: bool = False) -> dict[str, Check]:
     """Return the checks of a scheme by name; `compiled` adds those that call a compiler."""
     return CONTRACT | ({"compiles": seeded(compiles)} if compiled else {})
 
@@ -77,17 +82,12 @@ def matches(state: Any, spec: Any, batch: tuple[int, ...]) -> bool:
     return structure == built and [(*batch, *one.shape) for one in described] == [tuple(one.shape) for one in found]
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Return whether the tensors of two pytrees are equal to the last bit."""
-    return len(tensors(a)) == len(tensors(b)) and all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b)))
-
-
 def toy(x: Any) -> Tensor:
     """Return the output of a sublayer for what `read` returned."""
     return sum(torch.tanh((1 + i) * part) for i, part in enumerate(as_inputs(x)))  # type: ignore[return-value]
 
 
-@contract
+@CONTRACT.add
 def declares_itself(scheme: Scheme) -> None:
     """A frozen dataclass with an equation and a source, which can be hashed and compared: it is a configuration."""
     kind = type(scheme)
@@ -104,7 +104,7 @@ def declares_itself(scheme: Scheme) -> None:
         raise CheckFailed(f"the scheme cannot be hashed: {error}; use tuples in place of lists") from error
 
 
-@contract
+@CONTRACT.add
 def shapes(scheme: Scheme) -> None:
     """States are as `state_spec` describes them; inputs of a sublayer and the readout are (batch, seq, dim)."""
     stream = build(scheme)
@@ -129,7 +129,7 @@ def shapes(scheme: Scheme) -> None:
     expect(found == x.shape, f"collapse gives {tuple(found)}, expected (batch, seq, dim) {tuple(x.shape)}")
 
 
-@contract
+@CONTRACT.add
 def traffic(scheme: Scheme) -> None:
     """The bytes that a boundary moves are positive numbers, and wide states move more of them."""
     for fused in (True, False):
@@ -138,7 +138,7 @@ def traffic(scheme: Scheme) -> None:
             expect(0 < small < large < math.inf, f"traffic(fused={fused}): {small} with 2 bytes, {large} with 4")
 
 
-@contract
+@CONTRACT.add
 def forward_is_read_then_write(scheme: Scheme) -> None:
     """`connection(state, sublayer)` and `stream(x, sublayers)` are short for read, sublayer, write."""
     stream = build(scheme)
@@ -153,7 +153,7 @@ def forward_is_read_then_write(scheme: Scheme) -> None:
     expect(torch.equal(out, outputs(stream, normal(2, 5, DIM))), "stream(x, sublayers) differs from its parts")
 
 
-@contract
+@CONTRACT.add
 def write_read_is_write_then_read(scheme: Scheme) -> None:
     """The seam between two sublayers, which a kernel may fuse, changes no bit."""
     stream = build(scheme)
@@ -170,7 +170,7 @@ def write_read_is_write_then_read(scheme: Scheme) -> None:
     expect(torch.equal(read, stream.collapse(state)), "the readout differs from collapse")
 
 
-@contract
+@CONTRACT.add
 def penalty_is_a_scalar_or_none(scheme: Scheme) -> None:
     """An auxiliary loss is one finite number with a gradient."""
     stream = build(scheme)
@@ -184,7 +184,7 @@ def penalty_is_a_scalar_or_none(scheme: Scheme) -> None:
         state = connection(state, sublayer)
 
 
-@contract
+@CONTRACT.add
 def telemetry_has_its_shapes(scheme: Scheme) -> None:
     """Streams are (batch, seq, n, dim); weights over depth have a column for every source and a row for every read."""
     stream = build(scheme)
@@ -205,7 +205,7 @@ def telemetry_has_its_shapes(scheme: Scheme) -> None:
             expect(known, f"depth_weights of connection {i}: sources {found.sources} are not before sublayer {i}")
 
 
-@contract
+@CONTRACT.add
 def forward_writes_nothing_to_self(scheme: Scheme) -> None:
     """State kept on a module breaks compilation, checkpointing, threads and two passes in flight."""
     stream = build(scheme)
@@ -225,7 +225,7 @@ def forward_writes_nothing_to_self(scheme: Scheme) -> None:
     expect(not changed, f"forward writes to the module: {', '.join(sorted(changed))}")
 
 
-@contract
+@CONTRACT.add
 def inputs_are_left_alone(scheme: Scheme) -> None:
     """Neither read nor write changes a state in place."""
     stream = build(scheme)
@@ -240,7 +240,7 @@ def inputs_are_left_alone(scheme: Scheme) -> None:
     expect(torch.equal(x, normal(2, 5, DIM)), "the embedding is changed in place")
 
 
-@contract
+@CONTRACT.add
 def causal(scheme: Scheme) -> None:
     """What happens at token 3 leaves the outputs of tokens 0 to 2 the same to the last bit."""
     if not scheme.causal:
@@ -254,7 +254,7 @@ def causal(scheme: Scheme) -> None:
     expect(not torch.equal(before[:, 3], after[:, 3]), "a token has no influence on its own output")
 
 
-@contract
+@CONTRACT.add
 def batch_entries_do_not_mix(scheme: Scheme) -> None:
     stream = build(scheme)
     x = normal(3, 5, DIM)
@@ -262,7 +262,7 @@ def batch_entries_do_not_mix(scheme: Scheme) -> None:
     assert_close(each, outputs(stream, x), what="a batch differs from its entries one by one")
 
 
-@contract
+@CONTRACT.add
 def streaming_equals_the_full_pass(scheme: Scheme) -> None:
     """Any split of the sequence gives the numbers of the whole, pieces shorter than every kernel included."""
     if not scheme.causal:
@@ -277,7 +277,7 @@ def streaming_equals_the_full_pass(scheme: Scheme) -> None:
         assert_close(torch.cat(pieces, 1), full, what=f"pieces of {split} tokens with one memory differ from the whole")
 
 
-@contract
+@CONTRACT.add
 def packed_documents_equal_documents_alone(scheme: Scheme) -> None:
     """Documents packed into one row give the outputs and gradients of each in a row of its own."""
     stream = build(scheme)
@@ -299,14 +299,14 @@ def packed_documents_equal_documents_alone(scheme: Scheme) -> None:
             assert_close(one, other, what="a gradient of packed documents differs from the documents one by one")
 
 
-@contract
+@CONTRACT.add
 def num_memories_counts_the_parts_that_look_back(scheme: Scheme) -> None:
     found = sum(window_of(part) > 0 for part in build(scheme).parts)
     counted = scheme.num_memories(DIM, SUBLAYERS)
     expect(counted == found, f"num_memories is {counted}, but {found} parts have a window")
 
 
-@contract
+@CONTRACT.add
 def a_part_without_a_window_reads_its_own_token(scheme: Scheme) -> None:
     """`window` 0 promises that no earlier token is needed: generation gives such a part no memory."""
     stream = build(scheme)
@@ -338,7 +338,7 @@ class OnlyFloat64(TorchDispatchMode):
         return out
 
 
-@contract
+@CONTRACT.add
 def float64_from_end_to_end(scheme: Scheme) -> None:
     """One float32 step inside costs nine digits and fails every numerical gradient check."""
     stream = build(scheme)
@@ -347,7 +347,7 @@ def float64_from_end_to_end(scheme: Scheme) -> None:
         outputs(stream, x).square().sum().backward()
 
 
-@contract
+@CONTRACT.add
 def narrow_dtypes_come_back_in_their_dtype(scheme: Scheme) -> None:
     """A bfloat16 or float16 model has states, inputs of sublayers and outputs of that dtype."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -365,7 +365,7 @@ def narrow_dtypes_come_back_in_their_dtype(scheme: Scheme) -> None:
         expect(out.isfinite().all(), f"not finite in {dtype}")
 
 
-@contract
+@CONTRACT.add
 def autocast_leaves_the_coefficients_in_float32(scheme: Scheme) -> None:
     """Autocast changes no bit of a coefficient but those in `activations`, and not the dtype of the state."""
     stream = build(scheme, torch.float32)
@@ -383,7 +383,7 @@ def autocast_leaves_the_coefficients_in_float32(scheme: Scheme) -> None:
             expect(equal(cast, value), f"{symbol} is computed in bfloat16 under autocast; keep mappings in float32")
 
 
-@contract
+@CONTRACT.add
 def every_parameter_matters_and_gets_a_gradient(scheme: Scheme) -> None:
     """No parameter is unused. More than rounding noise, which hides a parameter whose influence cancels."""
     stream = build(scheme)
@@ -402,7 +402,7 @@ def every_parameter_matters_and_gets_a_gradient(scheme: Scheme) -> None:
             parameter.copy_(kept)
 
 
-@contract
+@CONTRACT.add
 def gradients_are_those_of_finite_differences(scheme: Scheme) -> None:
     stream = scheme.build(4, 2).double()
     perturbed(stream)
@@ -415,7 +415,7 @@ def gradients_are_those_of_finite_differences(scheme: Scheme) -> None:
         raise CheckFailed(f"gradients differ from finite differences: {str(error).splitlines()[0]}") from error
 
 
-@contract
+@CONTRACT.add
 def gradient_checkpointing_changes_no_bit(scheme: Scheme) -> None:
     """A connection and its sublayer are recomputed in the backward pass: the gradients are equal to the last bit."""
     stream = build(scheme, torch.float32)
@@ -429,7 +429,7 @@ def gradient_checkpointing_changes_no_bit(scheme: Scheme) -> None:
     expect(equal(kept, recomputed), "gradients change under activation checkpointing of each connection")
 
 
-@contract
+@CONTRACT.add
 def a_sublayer_must_return_a_tensor_of_its_inputs_shape(scheme: Scheme) -> None:
     stream = build(scheme)
     connection = stream.connections[0]
@@ -442,7 +442,7 @@ def a_sublayer_must_return_a_tensor_of_its_inputs_shape(scheme: Scheme) -> None:
         raise CheckFailed("a sublayer that returns a tuple or a wrong shape is taken without an error")
 
 
-@contract
+@CONTRACT.add
 def weights_and_state_may_differ_in_dtype(scheme: Scheme) -> None:
     """The state keeps its dtype whatever the dtype of the parameters, as with a float32 stream in a bfloat16 model."""
     for weights, dtype in [(torch.float64, torch.float32), (torch.float32, torch.float64)]:
@@ -453,7 +453,7 @@ def weights_and_state_may_differ_in_dtype(scheme: Scheme) -> None:
         expect(found == {dtype}, f"a state of {dtype} becomes {found} beside parameters of {weights}")
 
 
-@contract
+@CONTRACT.add
 def modules_initialise_themselves(scheme: Scheme) -> None:
     """`reset_parameters` of the modules draws every parameter, as a model needs that was made on the meta device."""
     torch.manual_seed(0)
@@ -473,7 +473,7 @@ def modules_initialise_themselves(scheme: Scheme) -> None:
             expect(torch.equal(ours, theirs), f"reset_parameters() and build() start {name} differently")
 
 
-@contract
+@CONTRACT.add
 def preserving_is_the_plain_residual(scheme: Scheme) -> None:
     """From the start that `preserving` gives, the stream computes the plain residual, whatever the norms are.
 

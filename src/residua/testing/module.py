@@ -32,7 +32,19 @@ from torch.utils.checkpoint import checkpoint
 from residua.testing import diagnosis
 from residua.testing.adapter import Adapter, ConnectionAdapter, Pair, StreamAdapter, Sublayer, built
 from residua.testing.agreement import agree, disagreement
-from residua.testing.checks import Check, CheckFailed, NotChecked, Report, expect, require, run, seeded, tensors
+from residua.testing.checks import (
+    Check,
+    CheckFailed,
+    NotChecked,
+    Report,
+    Suite,
+    equal,
+    expect,
+    require,
+    run,
+    seeded,
+    tensors,
+)
 from residua.testing.inputs import normal
 
 
@@ -55,13 +67,8 @@ def check_module(adapter: Adapter, *, compiled: bool = False) -> Report:
     return require(run(checks(compiled=compiled), adapter), title)
 
 
-CHECKS: dict[str, Check] = {}
+CHECKS = Suite()
 """The checks of a module by name, in order."""
-
-
-def _check(function: Check) -> Check:
-    CHECKS[function.__name__] = seeded(function)
-    return CHECKS[function.__name__]
 
 
 def checks(*, compiled: bool = False) -> dict[str, Check]:
@@ -83,7 +90,7 @@ def recorded(sublayer: Any) -> tuple[Any, list[tuple[Tensor, ...]]]:
     return ([record(one) for one in sublayer] if isinstance(sublayer, list) else record(sublayer)), seen
 
 
-@_check
+@CHECKS.add
 def parameters(adapter: Adapter) -> None:
     """The adapter gives every parameter a value of its shape, uses all of ours, and nothing is frozen."""
     pair = Pair(adapter)
@@ -121,7 +128,7 @@ def _uninitialised_memory_is_nan():
         torch.utils.deterministic.fill_uninitialized_memory = before[2]
 
 
-@_check
+@CHECKS.add
 def initial_values(adapter: Adapter) -> None:
     """A fresh module starts where the scheme starts: the same constants, draws of the same spread, nothing left over
     from memory."""
@@ -162,7 +169,7 @@ def told(values: Tensor) -> str:
     return f"with mean {values.mean().item():.3g} and standard deviation {values.std().item():.3g}"
 
 
-@_check
+@CHECKS.add
 def forward(adapter: Adapter) -> None:
     """The same inputs of the sublayers and the same state, with random parameters and streams that differ."""
     pair = Pair(adapter)
@@ -201,7 +208,7 @@ def agrees_forward(pair: Pair, *, dtype: torch.dtype | None = None) -> None:
         raise NotChecked("the forward pass already differs")
 
 
-@_check
+@CHECKS.add
 def gradients(adapter: Adapter) -> None:
     """The gradients of the state and of every parameter, in our names."""
     pair = Pair(adapter)
@@ -257,7 +264,7 @@ def rms(x: Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
 
-@_check
+@CHECKS.add
 def float32_mappings(adapter: Adapter) -> None:
     """Gates and mappings are computed in float32: under autocast, and with a bfloat16 state beside float32 parameters.
 
@@ -313,7 +320,7 @@ def quiet(dtype: torch.dtype) -> tuple[list[Tensor], Sublayer]:
     return kept, call
 
 
-@_check
+@CHECKS.add
 def causal(adapter: Adapter) -> None:
     """A later token leaves the results of earlier ones the same to the last bit."""
     if not adapter.scheme.causal:
@@ -327,7 +334,7 @@ def causal(adapter: Adapter) -> None:
     expect(same, "not causal: a later token changes the results of earlier ones")
 
 
-@_check
+@CHECKS.add
 def streaming(adapter: Adapter) -> None:
     """Token by token, as in generation, gives the numbers of the whole sequence."""
     if adapter.scheme.num_memories(adapter.dim, adapter.num_sublayers):
@@ -344,7 +351,7 @@ def streaming(adapter: Adapter) -> None:
                 expect(wrong is None, f"token {t} alone differs from token {t} of the sequence: {wrong}")
 
 
-@_check
+@CHECKS.add
 def second_call(adapter: Adapter) -> None:
     """A second call gives the same bits, and neither the state nor the module is changed in place."""
     pair = Pair(adapter)
@@ -352,15 +359,14 @@ def second_call(adapter: Adapter) -> None:
     kept = tree_map(torch.clone, state)
     module = {name: value.clone() for name, value in pair.module.state_dict().items()}
     with torch.no_grad():
-        first, second = (tensors(pair.candidate(pair.ours, state, pair.sublayers())) for _ in range(2))
-    same = all(torch.equal(a, b) for a, b in zip(tensors(state), tensors(kept)))
-    expect(same, "the state is changed in place")
-    expect(all(torch.equal(a, b) for a, b in zip(first, second)), "a second call gives other numbers")
+        first, second = (pair.candidate(pair.ours, state, pair.sublayers()) for _ in range(2))
+    expect(equal(state, kept), "the state is changed in place")
+    expect(equal(first, second), "a second call gives other numbers")
     changed = [name for name, value in pair.module.state_dict().items() if not torch.equal(value, module[name])]
     expect(not changed, f"forward changes {', '.join(changed)}")
 
 
-@_check
+@CHECKS.add
 def gradient_checkpointing(adapter: Adapter) -> None:
     """Recomputed in the backward pass, the gradients are equal to the last bit."""
     pair = Pair(adapter)
@@ -377,7 +383,7 @@ def gradient_checkpointing(adapter: Adapter) -> None:
     expect(same, "gradients change under activation checkpointing")
 
 
-@_check
+@CHECKS.add
 def large_logits(adapter: Adapter) -> None:
     """Values and gradients stay finite in float32 where ours do: parameters ten times as large."""
     pair = Pair(adapter, dtype=torch.float32)
