@@ -123,7 +123,7 @@ class GenerateResult:
     circumstances: Mapping[str, Any]
 
     def seconds_per_token(self, preset: str, batch: int) -> float:
-        """The time of one step, which adds a token to every sequence of the batch."""
+        """Return the time of one step, which adds a token to every sequence of the batch."""
         return self.timing[batch].median_seconds(preset) / self.settings.new_tokens
 
     def records(self) -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ class GenerateResult:
         ]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """The header and the rows of the table, as text."""
+        """Return the header and the rows of the table, as text."""
         header = ["preset", "batch", "ms per token", f"ratio to {BASELINE}", "tokens/s"]
         rows = []
         for batch, timing in self.timing.items():

@@ -79,7 +79,7 @@ class MemoryResult:
         return None if self.peak is None else self.peak[preset] / self.peak[BASELINE]
 
     def records(self) -> list[dict[str, Any]]:
-        """One record for each preset, complete in itself."""
+        """Return one record for each preset, complete in itself."""
         return [
             {
                 "benchmark": "memory",
@@ -98,7 +98,7 @@ class MemoryResult:
         ]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """The header and the rows of the table, as text."""
+        """Return the header and the rows of the table, as text."""
         header = ["preset", "kept, MiB", "d-vectors", f"above {BASELINE}", "peak, MiB", "ratio"]
         rows = []
         for preset in self.kept:

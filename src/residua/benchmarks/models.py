@@ -181,7 +181,7 @@ class ModelResult:
         ]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """The header and the rows of the table, as text."""
+        """Return the header and the rows of the table, as text."""
         header = ["preset", "ms per step", f"ratio to {self.timing.baseline}", "tokens/s", "parameters"]
         rows = []
         for preset in self.timing.seconds:

@@ -195,7 +195,7 @@ class OpResults:
 
 
 def copy_bytes(sizes: Sizes) -> int:
-    """Bytes of the copy that everything is compared with: a state, read once and written once."""
+    """Return the bytes of the copy that everything is compared with: a state, read once and written once."""
     return 2 * sizes.tokens * sizes.channels * sizes.dim * getattr(torch, sizes.dtype).itemsize
 
 

@@ -114,7 +114,7 @@ class PeerResults:
         return [{**one.record(), **about} for one in self.results]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """The header and the rows of the table, as text."""
+        """Return the header and the rows of the table, as text."""
         header = ["package", "version", "name", "scheme", "as the paper", "time / ours", "kept", "ours keeps"]
         rows = []
         for one in self.results:

@@ -17,7 +17,7 @@ class Passes(NamedTuple):
     numbers: int = 0
 
     def bytes(self, *, dim: int, channels: int, state_bytes: int, vector_bytes: int) -> int:
-        """Bytes for one token; `state_bytes` and `vector_bytes` are the size of one number."""
+        """Return the bytes for one token; `state_bytes` and `vector_bytes` are the size of one number."""
         return self.states * channels * dim * state_bytes + self.vectors * dim * vector_bytes + 4 * self.numbers
 
 

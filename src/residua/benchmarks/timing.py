@@ -52,7 +52,7 @@ class Timing:
         return statistics.median(self.seconds[name])
 
     def ratio(self, name: str) -> Quartiles:
-        """The quartiles of the ratios; slow rounds of a busy machine do not move the median."""
+        """Return the quartiles of the ratios; slow rounds of a busy machine do not move the median."""
         return Quartiles.of(self.ratios(name))
 
 

@@ -43,7 +43,7 @@ class Corpus:
 
 
 def has_text(document: Document) -> bool:
-    """Whether a document has a visible character."""
+    """Return whether a document has a visible character."""
     return bool(document.text) and not document.text.isspace()
 
 

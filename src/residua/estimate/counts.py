@@ -7,7 +7,7 @@ from residua.models import ResiduaConfig, ResiduaForCausalLM
 
 
 def on_meta(config: ResiduaConfig) -> ResiduaForCausalLM:
-    """The model with shapes and no numbers."""
+    """Build the model with shapes and no numbers."""
     with torch.device("meta"):
         return ResiduaForCausalLM(config)
 

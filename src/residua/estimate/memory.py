@@ -102,7 +102,7 @@ class _Live(TorchDispatchMode):
 
 
 def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard, shards: int) -> dict[str, float]:
-    """Bytes of each part of a training step on one GPU, and their total; `shards` is 1 for whole models."""
+    """Count the bytes of each part of a training step on one GPU, and their total; `shards` is 1 for whole models."""
     autocast = train.precision == "bfloat16"
     found = activation_memory(
         model,

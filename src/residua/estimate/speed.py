@@ -55,7 +55,7 @@ SCENARIOS: Mapping[str, Scenario] = {
 def step_seconds(
     gpu: GPU, scenario: Scenario, *, tokens: float, flops: float, traffic: float, weights: float, sent: float
 ) -> float:
-    """The time of one training step on one GPU.
+    """Estimate the time of one training step on one GPU.
 
     tokens: that it computes; flops, traffic: per token, FLOPs of matrix products and bytes of everything else;
     weights: parameters that it updates; sent: bytes that it sends.
@@ -66,7 +66,7 @@ def step_seconds(
 
 
 def communication(count: int, micro_batches: int, gpus: int, *, sharded: bool) -> float:
-    """Bytes that a GPU sends in one step, over a ring: gradients, and for shards the weights of every micro-batch."""
+    """Count the bytes that a GPU sends in a step over a ring: gradients, and of shards the weights of every batch."""
     ring = (gpus - 1) / gpus
     if not sharded:
         return 2 * ring * 4 * count

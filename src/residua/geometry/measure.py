@@ -196,7 +196,7 @@ def stream_norms(states: Sequence[Any]) -> list[float]:
 
 
 def _positions(length: int, stride: int) -> tuple[list[int], Tensor]:
-    """The positions to measure, and how many positions each stands for over `length`, float64: they sum to 1."""
+    """Return the positions to measure, and the share of `length` that each stands for, float64: the shares sum to 1."""
     positions = [*range(min(stride, length)), *range(stride, length, stride)]
     ends = [*positions[1:], length]
     return positions, torch.tensor([end - at for at, end in zip(positions, ends)], dtype=torch.float64) / length

@@ -174,7 +174,7 @@ def _positions(sequences: dict[str, list[Group]], references: list[Record], styl
 
 
 def _reflection(members: list[Group]) -> Figure | None:
-    """The runs with most training vectors by step; with several sizes, also the final cosine by size."""
+    """Draw the runs with most training vectors by step; with several sizes, also the final cosine by size."""
     if not members:
         return None
     sizes = sorted({group.runs[0].get("num_train") or 0 for group in members})
@@ -213,7 +213,7 @@ def _reflection(members: list[Group]) -> Figure | None:
 
 
 def _styles(members: Iterable[list[Group]]) -> dict[str, Style]:
-    """A look for every name, the same in all pictures, and no two alike as long as there are dashes."""
+    """Give every name a style, the same in all pictures, and different from all others as long as there are dashes."""
     styles: dict[str, Style] = {}
     colours: dict[str, str] = dict(FIXED)
     used: Counter[str] = Counter()
@@ -252,7 +252,7 @@ def _title(panel: Axes, title: str, x: str) -> None:
 
 
 def _gate_scale(panel: Axes, gate: str, shown: list[float]) -> None:
-    """The unit interval for gamma; for beta logarithms where rotations have left reflections far behind."""
+    """Show gamma on the unit interval, and beta in logarithms where rotations have left reflections far behind."""
     if gate == "gamma":
         panel.set_ylim(-0.03, 1.03)
         panel.axhline(0.5, color=REFERENCE_COLOUR, linewidth=0.8, zorder=0)
@@ -270,7 +270,7 @@ def _plain_ticks(panel: Axes) -> None:
 def _lines(
     panel: Axes, members: list[Group], curve: Callable[[Record], Curve], styles: dict[str, Style], *, seeds: bool = True
 ) -> list[float]:
-    """The mean of each group and, pale, its seeds; returns the values of the means, which the frame must hold."""
+    """Draw the mean of each group and, pale, its seeds; return the values of the means, which the frame must hold."""
     shown: list[float] = []
     for group in members:
         style, mean = styles[group.name], _mean_curve(group, curve)
@@ -305,7 +305,7 @@ def _levels(panel: Axes, levels: dict[str, float], shown: list[float]) -> None:
 
 
 def _finish(figure: Figure, panels: list[Axes], y: str | None, note: str) -> None:
-    """One legend for all panels above them, the note below, and the label of the values where they share it."""
+    """Add one legend for all panels above them, the note below, and the label of the values where they share it."""
     entries: dict[str, Any] = {}
     for panel in panels:
         for handle, label in zip(*panel.get_legend_handles_labels()):
@@ -328,7 +328,7 @@ def _finish(figure: Figure, panels: list[Axes], y: str | None, note: str) -> Non
 
 
 def _legend_rows(lengths: list[int]) -> int:
-    """The least number of rows at which the columns, filled one after the other, fit beside each other."""
+    """Return the least number of rows at which the columns, filled one after the other, fit beside each other."""
     for rows in range(1, len(lengths) + 1):
         columns = [lengths[start : start + rows] for start in range(0, len(lengths), rows)]
         if sum(max(column) + LEGEND_HANDLE for column in columns) <= LEGEND_CHARACTERS:
@@ -349,7 +349,7 @@ def _finite(points: Iterable[Sequence[float | None]]) -> Curve:
 
 
 def _mean_curve(group: Group, curve: Callable[[Record], Curve]) -> Curve:
-    """The mean over the runs that have the curve, at the places that they share."""
+    """Return the mean over the runs that have the curve, at the places that they share."""
     curves = [dict(points) for points in map(curve, group.runs) if points]
     if not curves:
         return []

@@ -35,7 +35,7 @@ MODELS: dict[str, Model] = {
 
 
 def _by_model(*values: Any) -> dict[str, Any]:
-    """One value for each of `MODELS`, in their order."""
+    """Return one value for each of `MODELS`, given in their order."""
     return dict(zip(MODELS, values, strict=True))
 
 
@@ -116,7 +116,7 @@ OLDER_REFLECTION: dict[int, dict[str, Reflection]] = {
 
 
 def published(task: str) -> list[dict[str, Any]]:
-    """The published rows of a task, the three-seed numbers first and then the older ones.
+    """Return the published rows of a task, the three-seed numbers first and then the older ones.
 
     Each has kind "published", task, model, label, causal (of the published code), seeds, source, older (bool), and what
     was published of: loss, norm_deviation, cosine, beta, gamma (each a `Value`), parameters, num_train.

@@ -31,7 +31,7 @@ def negate(inputs: Tensor) -> Tensor:
 
 
 def running_mean(inputs: Tensor) -> Tensor:
-    """The mean of x_s over s <= t: on stability nearly the best that can be done."""
+    """Return the mean of x_s over s <= t: on stability nearly the best that can be done."""
     counts = torch.arange(1, inputs.shape[1] + 1, device=inputs.device, dtype=torch.float64)
     return (inputs.cumsum(1, dtype=torch.float64) / counts.unsqueeze(-1)).to(inputs.dtype)
 
@@ -59,7 +59,7 @@ def expected_rotation(dim: int) -> Tensor:
 
 
 def causal_floor(dim: int) -> float:
-    """The least mean squared error at position 0 of the gyroscope that a causal model can reach, in expectation.
+    """Return the least expected error at position 0 of the gyroscope that a causal model can reach, mean squared.
 
     x_0 says nothing about the rotation, so the best prediction is E R x_0, whose error per coordinate is
     (1 - ||E R||_F^2 / dim) / dim. A model below it has seen what comes later.
@@ -68,7 +68,7 @@ def causal_floor(dim: int) -> float:
 
 
 def plane_known_floor(dim: int) -> float:
-    """The same floor for a model that has been told the plane, and not the angle, before it predicts."""
+    """Return the same floor for a model that knows the plane, and not the angle, before it predicts."""
     cosine, sine = expected_cosine_and_sine()
     return (2 - 2 * (cosine**2 + sine**2)) / dim**2
 
@@ -100,7 +100,7 @@ class Reference(NamedTuple):
 
 
 def predictors(task: Task) -> dict[str, Reference]:
-    """The references of a task by key; "solved" is the best that can be done where that is known in closed form."""
+    """Return the references of a task by key; "solved" is the best that can be done, where its closed form is known."""
     found = {
         "zero": Reference("predict 0", zero),
         "copy": Reference("copy x_t", copy),
@@ -116,7 +116,7 @@ def predictors(task: Task) -> dict[str, Reference]:
 
 
 def references(task: Task, data: Data | None = None) -> list[dict[str, Any]]:
-    """One record (`report`) per reference: its mean squared error on the validation data of `task`.
+    """Return one record (`report`) per reference: its mean squared error on the validation data of `task`.
 
     On the gyroscope also the two floors of position 0, exact and not measured: their `loss` is what position 0 alone
     adds to the mean over positions, so the "causal-floor" is the lowest expected loss of any causal model.

@@ -61,7 +61,7 @@ class HouseholderToy(nn.Module):
 
 
 def _plane(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Two orthogonal unit vectors that span the plane of u and v: the angle of the rotation is beta's alone."""
+    """Return two orthogonal unit vectors that span the plane of u and v: the angle of the rotation is beta's alone."""
     u = unit(u)
     return u, unit(v - (u * v).sum(-1, keepdim=True) * u)
 
@@ -205,7 +205,7 @@ class ReflectionSettings:
 
 
 def toy(name: str) -> Toy:
-    """The row or control called `name`. Raises InputError, with the nearest name."""
+    """Return the row or control called `name`. Raises InputError, with the nearest name."""
     known = TOYS | CONTROLS
     if name not in known:
         raise InputError(
@@ -215,7 +215,7 @@ def toy(name: str) -> Toy:
 
 
 def reflection_job(name: str, seed: int, settings: ReflectionSettings) -> Job:
-    """The run of one operator and seed. Raises InputError for an unknown name."""
+    """Describe the run of one operator and seed. Raises InputError for an unknown name."""
     key = f"reflection+{name}+{settings.num_train}+seed{seed}"
     return Job(key, train_toy, (name, seed, settings), settings.steps, toy(name).cost)
 

@@ -122,7 +122,7 @@ class Group:
         return all(seen) if seen else None
 
     def value(self, key: str) -> Value | None:
-        """Mean and sample standard deviation (None for one seed) over the runs that have `key`."""
+        """Return mean and sample standard deviation (None for one seed) over the runs that have `key`."""
         values = [float(run[key]) for run in self.runs if run.get(key) is not None]
         if not values:
             return None
@@ -148,7 +148,7 @@ def groups(records: Iterable[Record], task: str) -> list[Group]:
 
 
 def summary(records: Sequence[Record], task: str) -> list[dict[str, Any]]:
-    """The rows of a task's table as numbers: references, then ours, then published; `source` says which.
+    """Return the rows of a task's table as numbers: references, then ours, then published; `source` says which.
 
     Means over seeds are `Value`s. A row never holds numbers of two sources.
     """
@@ -196,7 +196,7 @@ def write_tables(records: Sequence[Record], folder: str | Path) -> list[Path]:
 
 
 def _named(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with its `Value`s as objects for JSON."""
+    """Return a row with its `Value`s as objects for JSON."""
     return {
         key: {"mean": value.mean, "std": value.deviation} if isinstance(value, Value) else value
         for key, value in row.items()
@@ -210,12 +210,12 @@ def _identity(record: Record) -> tuple[str, ...]:
 
 
 def _place(record: Record) -> tuple[Any, ...]:
-    """Where a record stands in a table, as far as a reader can see."""
+    """Return what a reader of a table sees of a record: two with the same need names that tell them apart."""
     return record["label"], record.get("num_train")
 
 
 def _differing(record: Record, rivals: Sequence[Record]) -> str:
-    """What of the controls and settings is not the same in all rivals."""
+    """Say which controls and settings of a record differ from those of its rivals."""
     own, others = _options(record), [_options(rival) for rival in rivals]
     different = [key for key, value in own.items() if any(other.get(key) != value for other in others)]
     return ", ".join(f"{key.replace('_', ' ')} {_number(own[key])}" for key in different)

@@ -72,7 +72,7 @@ class Settings:
         return Sizes(self.dim, self.layers, self.heads)
 
     def task(self, name: str) -> Task:
-        """The task `name` in the sizes of this study. Raises InputError for an unknown one.
+        """Return the task `name` in the sizes of this study. Raises InputError for an unknown one.
 
         The reflection keeps its single position and its few vectors, which are what it asks about.
         """
@@ -83,7 +83,7 @@ class Settings:
         return replace(chosen, **{key: value for key, value in changed.items() if value is not None})
 
     def learning_rate(self, step: int) -> float:
-        """Of step 1, 2, ..., `steps`."""
+        """Return the learning rate of step 1, 2, ..., `steps`."""
         warmup = min(self.warmup, self.steps // 2)
         if step <= warmup:
             return self.lr * step / warmup
@@ -110,7 +110,7 @@ QUICK = Settings(
 
 
 def job(model: str, task_name: str, seed: int, settings: Settings, device: torch.device) -> Job:
-    """The run of one model, task and seed. Raises InputError where they do not exist or fit."""
+    """Describe the run of one model, task and seed. Raises InputError where they do not exist or fit."""
     chosen = settings.task(task_name)
     architecture = match(model, features=chosen.dim, length=chosen.length, sizes=settings.sizes)
     return Job(
@@ -190,7 +190,7 @@ def train(
 
 
 def _of_reflection(task: Task, gates: dict[str, list]) -> dict[str, Any]:
-    """The additional fields of a record of the reflection task."""
+    """Return the additional fields of a record of the reflection task."""
     last = {name: points[-1][1] for name, points in gates.items()}
     return {"num_train": task.num_train, "controls": {}, "beta": last.get("beta"), "gamma": last.get("gamma")}
 
@@ -220,7 +220,7 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
 def _step(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, seed: int, step: int, settings: Settings
 ) -> Tensor:
-    """One update; returns its loss. The batch follows from seed and step alone, so that there is no state to keep."""
+    """Do one update; return its loss. The batch follows from seed and step alone, so that there is no state to keep."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     chosen = torch.randint(len(data.train_inputs), (settings.batch_size,), generator=generator)
     chosen = chosen.to(data.train_inputs.device)

@@ -62,7 +62,7 @@ class Task:
             raise InputError(f"task {self.name}: its inputs are single vectors, length must be 1; got {self.length}")
 
     def data(self) -> Data:
-        """Training and validation data; equal fields give equal numbers."""
+        """Return training and validation data; equal fields give equal numbers."""
         draw = _DRAW[self.name]
         generator = Generator().manual_seed(self.seed)
         if self.val_seed is None:
@@ -74,7 +74,7 @@ class Task:
 
 
 def task(name: str) -> Task:
-    """The task of this name at its published size; an unknown name is an error that lists them."""
+    """Return the task of this name at its published size. Raises InputError, with all names, for an unknown one."""
     if name not in TASKS:
         raise _unknown(name)
     return TASKS[name]
@@ -85,7 +85,7 @@ def _unknown(name: str) -> InputError:
 
 
 def rotate(start: Tensor, first: Tensor, second: Tensor, angle: Tensor, steps: int) -> Tensor:
-    """The points R^s start for s = 0 ... steps, R the rotation by `angle` from axis `first` towards axis `second`.
+    """Return R^s start for s = 0 ... steps, with R the rotation by `angle` from axis `first` towards axis `second`.
 
     start (num, dim); first, second (num, planes), axes in no other plane; angle (num, planes) or broadcastable.
     Returns (num, steps + 1, dim). R^s is applied at once as the angle s * angle, so that no error accumulates.
@@ -100,13 +100,13 @@ def rotate(start: Tensor, first: Tensor, second: Tensor, angle: Tensor, steps: i
 
 
 def unit_vectors(*shape: int, generator: Generator) -> Tensor:
-    """Points of the unit sphere of the last axis, uniform, in float64."""
+    """Draw points on the unit sphere of the last axis, uniformly, in float64."""
     points = torch.randn(shape, generator=generator, dtype=torch.float64)
     return points / points.norm(dim=-1, keepdim=True)
 
 
 def _whole(below: Tensor, generator: Generator) -> Tensor:
-    """A uniform whole number in [0, below) for each entry of `below`."""
+    """Draw a uniform whole number in [0, below) for each entry of `below`."""
     return (torch.rand(below.shape, generator=generator, dtype=torch.float64) * below).long().clamp(max=below - 1)
 
 
@@ -116,7 +116,7 @@ def _shifted(points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gyroscope(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """One rotation per trajectory, in the plane of two axes: i is uniform over all but the last, j over those after i.
+    """Draw a rotation per trajectory in a plane of two axes: i is uniform over all but the last, j over those after i.
 
     As published. The planes are not equally likely: with 16 axes, the last is in 22 % of them, the first in 6.7 %.
     """
@@ -129,14 +129,14 @@ def _gyroscope(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tens
 
 
 def _stability(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """A constant unit vector, with fresh noise at every point."""
+    """Draw a constant unit vector, with fresh noise at every point."""
     key = unit_vectors(num, task.dim, generator=generator).unsqueeze(1)
     noise = torch.randn(num, task.length + 1, task.dim, generator=generator, dtype=torch.float64)
     return _shifted(key + STABILITY_NOISE * noise)
 
 
 def near_pi_planes(task: Task) -> tuple[Tensor, Tensor, float]:
-    """First axes, second axes (each of shape (planes,)) and the angle of the one rotation of a near-pi task."""
+    """Return first axes, second axes (each of shape (planes,)) and the angle of the one rotation of a near-pi task."""
     if task.name == "near-pi":
         return torch.tensor([0]), torch.tensor([1]), NEAR_PI_ANGLE
     first = torch.arange(0, task.dim, 2)
@@ -144,7 +144,7 @@ def near_pi_planes(task: Task) -> tuple[Tensor, Tensor, float]:
 
 
 def _near_pi(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """The same rotation in every trajectory: only the start is drawn."""
+    """Draw the start alone: the rotation is the same in every trajectory."""
     first, second, angle = near_pi_planes(task)
     start = unit_vectors(num, task.dim, generator=generator)
     planes = first.expand(num, -1), second.expand(num, -1)
@@ -152,7 +152,7 @@ def _near_pi(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor
 
 
 def _reflection(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Standard normal vectors, not of unit norm, and their negatives."""
+    """Draw standard normal vectors, not of unit norm, and return them with their negatives."""
     x = torch.randn(num, 1, task.dim, generator=generator, dtype=torch.float64).float()
     return x, -x
 
@@ -179,6 +179,6 @@ TASKS: dict[str, Task] = {
 
 
 def expected_cosine_and_sine() -> tuple[float, float]:
-    """Means of cos and sin over the gyroscope's angles."""
+    """Return the means of cos and sin over the gyroscope's angles."""
     low, high = GYROSCOPE_ANGLES
     return (math.sin(high) - math.sin(low)) / (high - low), (math.cos(low) - math.cos(high)) / (high - low)

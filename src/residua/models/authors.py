@@ -214,8 +214,10 @@ def _filters(tensor: Tensor) -> Tensor:
 
 
 def _their_shape(shape: torch.Size, name: str) -> torch.Size:
-    """The shape in their layout of a parameter with `shape` in ours: filters over the tokens are (kernel, channels,
-    dim) here and (dim * channels, kernel) there, those over the channels (kernel, dim) and (dim, kernel).
+    """Return the shape in their layout of a parameter with `shape` in ours.
+
+    Filters over the tokens are (kernel, channels, dim) here and (dim * channels, kernel) there, filters over the
+    channels (kernel, dim) here and (dim, kernel) there.
     """
     if name.endswith("conv.weight"):
         return torch.Size([shape[1] * shape[2], shape[0]])

@@ -72,7 +72,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def partial(path: Path) -> Path:
-    """A name beside `path` that nobody can guess, for what is not finished; `remove_partials` knows it by its form."""
+    """Return a name beside `path` that nobody can guess, for what is not finished; `remove_partials` knows its form."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
@@ -84,7 +84,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """A new, empty folder beside `path`, which takes that name when the body ends; of a failure nothing stays.
+    """Make an empty folder beside `path`, which takes that name when the body ends; after a failure nothing stays.
 
     Its files must be synced by then. Raises OSError, also where `path` is there and not an empty folder.
     """
@@ -143,7 +143,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _stream(path: Path) -> BinaryIO | None:
-    """`path` opened for writing where it cannot be replaced by a file; None where it can."""
+    """Open `path` for writing where it cannot be replaced by a file; return None where it can."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -164,7 +164,7 @@ def _stream(path: Path) -> BinaryIO | None:
 
 
 def _create(path: Path) -> tuple[Path, BinaryIO]:
-    """A new partial file for `path`, locked as long as it is open."""
+    """Create a partial file for `path`, locked as long as it is open."""
     while True:
         temporary = partial(path)
         file = temporary.open("xb")

@@ -154,7 +154,7 @@ def refuse_changes(
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
-    """The settings by section of a config.yaml. Raises InputError where the file holds something else."""
+    """Read the settings of a config.yaml by section. Raises InputError where the file holds something else."""
     settings = read_yaml(path)
     if not isinstance(settings, dict) or not all(isinstance(keys, dict) for keys in settings.values()):
         raise InputError(f"{path}: expected the settings of a run by section, got something else")
@@ -162,7 +162,7 @@ def read_settings(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises InputError where it holds something else or cannot be read."""
+    """Read the JSON object in a file. Raises InputError where it holds something else or cannot be read."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")

@@ -55,7 +55,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def finite(value: Any) -> Any:
-    """The value with every number that is not finite, which JSON does not know, replaced by None."""
+    """Return the value with None for every number that is not finite, which JSON does not know."""
     if isinstance(value, Mapping):
         return {name: finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -48,7 +48,7 @@ class Estimate(NamedTuple):
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate | None:
-    """The estimate of ours minus theirs over the seeds that both have, which leaves out the noise that they share."""
+    """Estimate ours minus theirs over the seeds that both have, which leaves out the noise that they share."""
     shared = sorted(ours.keys() & theirs.keys())
     return Estimate.of(ours[seed] - theirs[seed] for seed in shared) if shared else None
 
@@ -88,14 +88,14 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 @lru_cache
 def t95(freedom: int) -> float:
-    """The number of standard errors within which Student's t with `freedom` >= 1 degrees lies with 95 %, to three
-    decimals, as tables print it: 12.706, 4.303, 3.182, ...
+    """Return how many standard errors hold 95 % of Student's t with `freedom` >= 1 degrees, to three decimals, as
+    tables print it: 12.706, 4.303, 3.182, ...
     """
     return round(_quantile(0.95, freedom), 3)
 
 
 def _quantile(probability: float, freedom: int) -> float:
-    """The t between whose negative and itself Student's t lies with this probability, 0.95 at most."""
+    """Return the t for which Student's t lies between -t and t with this probability, 0.95 at most."""
     low, high = 0.0, 16.0
     while high - low > 1e-9:
         middle = (low + high) / 2
@@ -104,7 +104,7 @@ def _quantile(probability: float, freedom: int) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """The probability that Student's t lies between -t and t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Return the probability that Student's t lies between -t and t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2
