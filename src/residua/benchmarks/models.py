@@ -46,7 +46,7 @@ class ModelSettings(Settings):
 
     sequence_length, batch_size   a batch of random tokens
     precision      "bfloat16": autocast around the forward pass, as in training; weights stay in float32
-    base           "llama": a Llama of transformers as `residua.convert` makes it, in the place of our model; "residual"
+    base           "llama": a Llama of transformers as `residua.convert` makes it, in place of our model; "residual"
                    is then the Llama itself
     """
 

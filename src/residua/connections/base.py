@@ -90,7 +90,7 @@ EMBEDDING = range(-1, 0)
 
 
 class _Phase:
-    """What runs inside a call of a connection, in the place of the sublayer: a function of it, such as `read`."""
+    """What runs inside a call of a connection, in place of the sublayer: a function of it, such as `read`."""
 
     def __init__(self, method: Callable[..., Any]):
         self.method = method

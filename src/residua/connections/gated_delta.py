@@ -51,7 +51,7 @@ class GatedDelta(ChannelScheme):
                   what X has along k; "positive", the larger of that and 0; "none", e = 0, the write-only control, which
                   without a write gate is the plain residual; "coupled", e = beta with `write="value"`
     scale         range of e: (-scale, scale), or [0, scale) if positive; at most 2, where e reflects
-    channel_gates a gate of erasing for each value channel in the place of one for all
+    channel_gates a gate of erasing for each value channel in place of one for all
     write         w: "output", |h|, so that h is written; "value", beta v with the gate and the value of `DeepDelta`
     write_gate    whether w of "output" has gates, 1 + tanh(W c + b) in (0, 2) for each value channel
     v_activation  of "value": "scaled_sigmoid", 4 sigmoid(W x_in + b), or "linear"

@@ -17,7 +17,7 @@ def is_plain(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:
     """Return whether a call of `module` is what one of these classes computes from its parameters.
 
     False for an adapter or a quantised map in its place, a parametrisation (both have other types), and a hook, such as
-    those that prune or gather parameters; some libraries put theirs in the place of `forward`.
+    those that prune or gather parameters; some libraries put theirs in place of `forward`.
     """
     own = vars(module)
     return type(module) in kinds and "forward" not in own and not any(own[name] for name in HOOKS)
@@ -67,7 +67,7 @@ class WideProjection(Projection):
     def forward(self, x: Tensor, *, gain: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Return W (gain x) + bias: (..., in_features) -> (..., out_features), in at least float32.
 
-        gain: (in_features,), folded into the weights, which are smaller than x; bias: (out_features,), in the place of
+        gain: (in_features,), folded into the weights, which are smaller than x; bias: (out_features,), in place of
         its own.
         """
         weight = self.weight if gain is None else at_least_float32(self.weight) * at_least_float32(gain)

@@ -78,7 +78,7 @@ class StreamNorm(RMSNorm):
 
 
 class SiameseConnection(Connection):
-    """One connection; the state is (X, Y), (batch, seq, dim) each. The carry holds norm_x(X) in the place of X."""
+    """One connection; the state is (X, Y), (batch, seq, dim) each. The carry holds norm_x(X) in place of X."""
 
     def __init__(self, scheme: SiameseNorm, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__()

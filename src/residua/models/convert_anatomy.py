@@ -1,6 +1,6 @@
 """Find out how the layers of a transformers model use their residual, by watching them run on a small input.
 
-Each layer runs its own code with an `Observed` in the place of `hidden_states`, which adds as a tensor would and notes
+Each layer runs its own code with an `Observed` in place of `hidden_states`, which adds as a tensor would and notes
 which modules read it and when something is added to it. Nothing about a family is written down here: a layer that does
 anything else with its residual is refused, and so is a model whose output changes in a single bit.
 """

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from residua.ops.norm import mean_square
-from residua.ops.precision import new_symbol, promote
+from residua.ops.precision import dot, new_symbol, promote
 from residua.ops.recompute import closed, joined, opened, recomputed
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied
@@ -27,7 +27,7 @@ def gated_delta(
     written; k is the `rms` form of `unit`. e = 0 and w = 1 add h to every channel, to the last bit; e = 1 replaces what
     a channel has along h, e = 2 reflects it, e < 0 enlarges it.
     state X: (..., value_channels, dim), y = h: (..., dim); erase e and write w: (..., value_channels, groups), whose
-    leading axes may be 1 or missing, and with 1 in the place of value_channels where all share it: each of the `groups`
+    leading axes may be 1 or missing, and with 1 in place of value_channels where all share it: each of the `groups`
     equal groups of features has its own k and gates. For a state (..., dim) they are (..., groups). No w is w = 1, no e
     is e = 0. Computed in at least float32; returns the shape and dtype of the state. The backward pass keeps X and h as
     they are, of the states only every `recompute_every`-th as in `delta_write`. Raises ValueError for other shapes.
@@ -91,7 +91,7 @@ class _GatedDelta(Function):
         state, y, erase, write, along, squared = closed(ctx)
         grad_x, grad_erase = grad, None
         g, h = _wide_parts(grad, y, erase, write)
-        received = _dot(g, h)
+        received = dot(g, h)
         scale = None if write is None else write.to(h.dtype)
         if erase is not None:
             state = recomputed(ctx) if state is None else state
@@ -138,7 +138,7 @@ def _products(state: Tensor, y: Tensor, erase: Tensor | None, eps: float) -> tup
     if erase is None:
         return None, None
     x, h = _wide_parts(state, y, erase)
-    return _dot(h, x), _dot(h, h) + eps**2
+    return dot(h, x), dot(h, h) + eps**2
 
 
 def _step(state, y, erase, write, along, squared) -> Tensor:
@@ -165,7 +165,3 @@ def _like(gate: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of a gate that the channels share, or that each has for itself."""
     shared = gate.shape[-2] < grad.shape[-2]
     return (grad.sum(-2, keepdim=True) if shared else grad).to(gate.dtype)
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1)

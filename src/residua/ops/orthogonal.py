@@ -11,16 +11,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from residua.ops.precision import at_least_float32, promote, without_autocast
+from residua.ops.precision import at_least_float32, dot, promote, without_autocast
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.streams import hyper_mix
 
 CayleyStart = Literal["linear", "identity"]
 CAYLEY_STARTS: tuple[str, ...] = get_args(CayleyStart)
-
-
-def _dot(u: Tensor, v: Tensor) -> Tensor:
-    return (u * v).sum(-1)
 
 
 def _sheared(u: Tensor, v: Tensor) -> Tensor:
@@ -31,7 +27,7 @@ def _sheared(u: Tensor, v: Tensor) -> Tensor:
     """
     for _ in range(2):  # the second pass removes what rounding left of u
         with torch.no_grad():
-            s = _dot(u, v) / _dot(u, u).clamp_min(torch.finfo(u.dtype).tiny)
+            s = dot(u, v) / dot(u, u).clamp_min(torch.finfo(u.dtype).tiny)
         v = v - s.unsqueeze(-1) * u
     return v
 
@@ -40,7 +36,7 @@ def _rotation(u: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Return L and R, both (..., n, 2), with Q = I + L R^T."""
     _expect_directions(u.shape[-1], v=v)
     w, h = _sheared(u, v), beta / 2
-    a, b, c = _dot(u, u), _dot(w, w), _dot(u, w)
+    a, b, c = dot(u, u), dot(w, w), dot(u, w)
     step = 2 * h / (1 + h.square() * (a * b - c.square()))
     # Q = I - step A + step h A^2, A = u w^T - w u^T, A^2 = c (u w^T + w u^T) - b u u^T - a w w^T
     from_u = step.unsqueeze(-1) * ((h * c - 1).unsqueeze(-1) * w - (h * b).unsqueeze(-1) * u)
@@ -103,7 +99,7 @@ def cayley_angle(u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     u, v, beta = promote(u, v, beta)
     _expect_directions(u.shape[-1], v=v)
     w = _sheared(u, v)
-    square = _dot(u, u) * _dot(w, w) - _dot(u, w).square()
+    square = dot(u, u) * dot(w, w) - dot(u, w).square()
     # sqrt has an infinite derivative at 0; the inner where keeps it out of the backward pass.
     mu = torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
     return (2 * torch.arctan(beta * mu / 2)).to(dtype)

@@ -26,6 +26,11 @@ def promote(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) for x in tensors]
 
 
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the products of the features summed up, (..., d) -> (...): a sum, which a compiler fuses with others."""
+    return (a * b).sum(-1)
+
+
 def new_symbol(x: float) -> float:
     """Return x, as a new symbol for a compiler.
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops.precision import new_symbol, promote
+from residua.ops.precision import dot, new_symbol, promote
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied
 
@@ -132,7 +132,7 @@ class _OrthogonalUpdate(Function):
         grad, x, h, e = _of_groups(grad, state, y, gate)
         if torch.is_grad_enabled():  # for a second derivative these must be functions of the state and y
             along, squared = _products(x, h, ctx.eps)
-        slope = _dot(grad, x) / squared
+        slope = dot(grad, x) / squared
         pull, ratio = (e * slope).unsqueeze(-1), (along / squared).unsqueeze(-1)
         grad_x = (1 - e.unsqueeze(-1) * ratio) * grad - pull * (h - 2 * ratio * x)
         grad_h = torch.addcmul(grad, pull, x, value=-1)
@@ -153,12 +153,8 @@ def _of_groups(*tensors: Tensor) -> list[Tensor]:
 
 def _products(x: Tensor, h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return s = <h, x> and q = |x|^2 + eps of each group."""
-    return _dot(h, x), _dot(x, x) + eps
+    return dot(h, x), dot(x, x) + eps
 
 
 def _along_removed(x: Tensor, h: Tensor, share: Tensor) -> Tensor:
     return torch.addcmul(x + h, share.unsqueeze(-1), x, value=-1).flatten(-2)
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1)
