@@ -178,6 +178,57 @@ class Anew(Scaled):
         return x * (1 + 0.1 * torch.rand((), generator=GENERATOR)), carry
 
 
+class Averages(Scaled):
+    """Keeps a running mean, in training alone."""
+
+    def __init__(self, norm, dim):
+        super().__init__(norm, dim)
+        self.register_buffer("mean", torch.zeros(dim))
+
+    def read(self, state, memory=None):
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(state.mean((0, 1)).to(self.mean), 0.1)
+        return super().read(state)
+
+
+class UnsavedBuffer(Scaled):
+    def __init__(self, norm, dim):
+        super().__init__(norm, dim)
+        self.register_buffer("share", torch.tensor(0.5), persistent=False)
+
+    def write(self, y, carry):
+        return super().write(self.share.to(y.dtype) * y, carry)
+
+
+class CountsPadding(Scaled):
+    """A mean with the token before, whether that is padding or not."""
+
+    window = 1
+
+    def read(self, state, memory=None):
+        x, carry = super().read(state)
+        extended = x if memory is None else memory.extend(x, 1)
+        before = nn.functional.pad(extended, (0, 0, 1, 0))[:, :-1]
+        return (extended + before)[:, -x.shape[1] :], carry
+
+
+class OwnNorm(Scaled):
+    def __init__(self, norm, dim):
+        super().__init__(nn.RMSNorm(dim, eps=1e-5), dim)
+
+
+class Drops(Scaled):
+    """Right, and random in training."""
+
+    def write(self, y, carry):
+        return super().write(nn.functional.dropout(y, 0.5, self.training), carry)
+
+
+def of_pairs(dim, num_sublayers):
+    return Stream(Same(), [Scaled(nn.RMSNorm(dim), dim) for _ in range(num_sublayers // 2 * 2)], Same())
+
+
 GENERATOR = torch.Generator()
 
 WRONG = {
@@ -201,6 +252,12 @@ WRONG = {
     "modules_initialise_themselves": (scheme_of(Uninitialised), "no reset_parameters.. draws connections.0.gain"),
     "shapes": (scheme_of(Scaled, state_spec=lambda *_: TensorSpec((3,))), r"state_spec\(0\) does not describe"),
     "telemetry_has_its_shapes": (scheme_of(ReadsItself), "connection 0: sources .* are not before sublayer 0"),
+    "any_number_of_sublayers": (
+        scheme_of(Scaled, build=lambda self, dim, num_sublayers, **_: of_pairs(dim, num_sublayers)),
+        "0 connections for 1 sublayers",
+    ),
+    "the_norm_is_the_one_given": (scheme_of(OwnNorm), "was given for sublayer 0 is not used"),
+    "padding_changes_no_token": (scheme_of(CountsPadding), "padding on the left changes the outputs"),
     "traffic": (scheme_of(Scaled, state_size=lambda *_: 0), "traffic"),
     "declares_itself": (scheme_of(Scaled, equation=""), "equation: expected a text"),
     "preserving_is_the_plain_residual": (scheme_of(LooksAhead, preserving=lambda self: self), "as the plain residual"),
@@ -212,6 +269,68 @@ def test_a_check_names_what_is_wrong(check):
     scheme, words = WRONG[check]
     with pytest.raises(AssertionError, match=words):
         CONTRACT[check](scheme)
+
+
+@pytest.mark.parametrize(
+    ("check", "connection", "words"),
+    [
+        ("forward_writes_nothing_to_self", Averages, r"connections\.0\.mean in place"),
+        ("modules_initialise_themselves", UnsavedBuffer, r"no reset_parameters.. draws connections\.0\.share"),
+    ],
+)
+def test_buffers_are_checked_too(check, connection, words):
+    with pytest.raises(AssertionError, match=words):
+        CONTRACT[check](scheme_of(connection))
+
+
+def test_a_scheme_with_dropout_is_checked_without():
+    assert check_scheme(scheme_of(Drops)).failed == {}
+
+
+class Nested(Scaled):
+    """The state is a dict: the stream, and a list of the two states before it."""
+
+    def read(self, state, memory=None):
+        x, carry = super().read(state["x"] + state["before"][1])
+        return x, carry._replace(residual=state)
+
+    def write(self, y, carry):
+        state = carry.residual
+        after = super().write(y, carry._replace(residual=state["x"]))
+        return {"x": after, "before": [state["x"], state["before"][0]]}
+
+
+class Begin(nn.Module):
+    def forward(self, x, memory=None):
+        return {"x": x, "before": [torch.zeros_like(x)] * 2}
+
+
+class End(nn.Module):
+    def forward(self, state, memory=None):
+        return state["x"]
+
+
+@dataclass(frozen=True)
+class NestedScheme(Scheme):
+    equation: ClassVar[str] = "g x + F(norm(x + the state two sublayers before))"
+    paper: ClassVar[str] = "none"
+
+    def state_spec(self, boundary, dim):
+        one = TensorSpec((dim,))
+        return {"x": one, "before": [one, one]}
+
+    def build(self, dim, num_sublayers, *, norm_eps=1e-5, norm=None):
+        norm = norms(dim, norm_eps, norm)
+        return Stream(Begin(), [Nested(norm(i), dim) for i in range(num_sublayers)], End())
+
+
+def test_a_state_may_be_any_tree_of_tensors():
+    assert check_scheme(NestedScheme()).failed == {}
+    stream = NestedScheme().build(8, 2)
+    with pytest.raises(ValueError, match=r"state: expected a dict of x, before, .* got tuple"):
+        stream.connections[0].read((torch.ones(1, 2, 8),))
+    with pytest.raises(ValueError, match=r"state: expected a list of 2 tensors, .* got tuple"):
+        stream.connections[0].read({"x": torch.ones(1, 2, 8), "before": (torch.ones(1, 2, 8),)})
 
 
 def test_a_frozen_parameter_has_no_gradient():

@@ -131,19 +131,21 @@ def expect_state(state: State, spec: Any) -> None:
         rank = len(spec.shape)
         if isinstance(state, Tensor) and state.dim() >= rank and tuple(state.shape[-rank:]) == spec.shape:
             return
-        expected = ", ".join(map(str, spec.shape))
+        expected = f"(batch, seq, {', '.join(map(str, spec.shape))})"
+    elif isinstance(spec, dict):
+        if isinstance(state, dict) and state.keys() == spec.keys():
+            for name, described in spec.items():
+                expect_state(state[name], described)
+            return
+        expected = f"a dict of {', '.join(map(str, spec))}"
     else:
-        if isinstance(state, tuple) and len(state) == len(spec):
+        if isinstance(state, (tuple, list)) and len(state) == len(spec):
             for part, described in zip(state, spec):
                 expect_state(part, described)
             return
-        expected = f"a tuple of {len(spec)}"
+        expected = f"a {type(spec).__name__} of {len(spec)} tensors"
     found = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
-    raise ValueError(
-        f"state: expected (batch, seq, {expected}), from stream.expand or the connection before, got {found}"
-        if isinstance(spec, TensorSpec)
-        else f"state: expected {expected} tensors, from stream.expand or the connection before, got {found}"
-    )
+    raise ValueError(f"state: expected {expected}, from stream.expand or the connection before, got {found}")
 
 
 def called(connection: "Connection", function: Callable[..., Any], *args: Any) -> Any:

@@ -64,10 +64,8 @@ def check_scheme(scheme: Scheme, *, compiled: bool = False) -> Report:
 
 
 def build(scheme: Scheme, dtype: torch.dtype = torch.float64, *, dim: int = DIM, count: int = SUBLAYERS) -> Stream:
-    """Return the perturbed stream of a scheme."""
-    stream = scheme.build(dim, count)
-    perturbed(stream)
-    return stream.to(dtype)
+    """Return the perturbed stream of a scheme, in evaluation mode: what is random in training is not checked."""
+    return perturbed(scheme.build(dim, count)).to(dtype).eval()
 
 
 def outputs(stream: Stream, x: Tensor) -> Tensor:
@@ -127,6 +125,34 @@ def shapes(scheme: Scheme) -> None:
         expect(scheme.state_size(boundary, DIM) == size, f"state_size({boundary}) differs from the state's {size}")
     found = stream.collapse(state).shape
     expect(found == x.shape, f"collapse gives {tuple(found)}, expected (batch, seq, dim) {tuple(x.shape)}")
+
+
+@CONTRACT.add
+def any_number_of_sublayers(scheme: Scheme) -> None:
+    """A stack of one sublayer, or of an odd number, computes numbers, and no state is other than described."""
+    for count in (1, 3):
+        stream = build(scheme, count=count)
+        state = stream.expand(normal(2, 5, DIM))
+        expect(len(stream.connections) == count, f"{len(stream.connections)} connections for {count} sublayers")
+        for boundary, connection in enumerate(stream.connections, start=1):
+            state = connection(state, lambda *x: toy(x))
+            found = [tuple(leaf.shape) for leaf in tensors(state)]
+            right = matches(state, scheme.state_spec(boundary, DIM), (2, 5))
+            expect(right, f"of {count} sublayers: state_spec({boundary}) does not describe the state {found}")
+        expect(stream.collapse(state).isfinite().all(), f"of {count} sublayers: not finite")
+
+
+@CONTRACT.add
+def the_norm_is_the_one_given(scheme: Scheme) -> None:
+    """`build(..., norm=...)` gives sublayer i the norm i: with another gain of it the outputs are others."""
+    given = [perturbed(nn.RMSNorm(DIM, eps=1e-5)) for _ in range(SUBLAYERS)]
+    stream = perturbed(scheme.build(DIM, SUBLAYERS, norm=given.__getitem__)).double().eval()
+    for i, norm in enumerate(given):
+        before = outputs(stream, normal(2, 5, DIM))
+        with torch.no_grad():
+            norm.weight[0] *= 2
+        after = outputs(stream, normal(2, 5, DIM))
+        expect(not torch.equal(before, after), f"the norm that build() was given for sublayer {i} is not used")
 
 
 @CONTRACT.add
@@ -208,14 +234,15 @@ def telemetry_has_its_shapes(scheme: Scheme) -> None:
 @CONTRACT.add
 def forward_writes_nothing_to_self(scheme: Scheme) -> None:
     """State kept on a module breaks compilation, checkpointing, threads and two passes in flight."""
-    stream = build(scheme)
+    stream = build(scheme).train()
 
     def snapshot() -> dict[str, Any]:
         found: dict[str, Any] = {}
         for path, module in stream.named_modules():
             for part in (vars(module), module._parameters, module._buffers, module._modules):
                 found |= {f"{path}.{key}".lstrip("."): id(value) for key, value in part.items()}
-        return found | {f"{name} in place": p._version for name, p in stream.named_parameters()}
+        held = [*stream.named_parameters(), *stream.named_buffers()]
+        return found | {f"{name} in place": tensor._version for name, tensor in held}
 
     before = snapshot()
     outputs(stream, normal(2, 5, DIM).requires_grad_()).sum().backward()
@@ -275,6 +302,23 @@ def streaming_equals_the_full_pass(scheme: Scheme) -> None:
         memory = StreamMemory()
         pieces = [stream(piece, sublayers, memory=memory) for piece in x.split(split, 1)]
         assert_close(torch.cat(pieces, 1), full, what=f"pieces of {split} tokens with one memory differ from the whole")
+
+
+@CONTRACT.add
+def padding_changes_no_token(scheme: Scheme) -> None:
+    """Rows that are padded, on the left or the right, give their tokens the numbers of the row alone."""
+    stream = build(scheme)
+    x, far = normal(2, 4, DIM), 3 * normal(2, 3, DIM, seed=3)
+    sublayers = bare_sublayers(DIM, SUBLAYERS)
+    alone = outputs(stream, x)
+    token, padding = torch.ones(2, 4, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
+    for side, order in {"left": 1, "right": -1}.items():
+        row, mask = (torch.cat(parts[::order], 1) for parts in ([far, x], [padding, token]))
+        try:
+            found = stream(row, sublayers, attention_mask=mask)
+        except ValueError as error:
+            raise NotChecked(f"the scheme does not take padding: {error}") from error
+        assert_close(found[mask > 0].view_as(x), alone, what=f"padding on the {side} changes the outputs of tokens")
 
 
 @CONTRACT.add
@@ -404,8 +448,7 @@ def every_parameter_matters_and_gets_a_gradient(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def gradients_are_those_of_finite_differences(scheme: Scheme) -> None:
-    stream = scheme.build(4, 2).double()
-    perturbed(stream)
+    stream = build(scheme, dim=4, count=2)
     sublayers = bare_sublayers(4, 2)
     x = normal(1, 3, 4).requires_grad_()
     parameters = list(stream.parameters())
@@ -455,20 +498,29 @@ def weights_and_state_may_differ_in_dtype(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def modules_initialise_themselves(scheme: Scheme) -> None:
-    """`reset_parameters` of the modules draws every parameter, as a model needs that was made on the meta device."""
+    """`reset_parameters` of the modules draws every parameter, as a model needs that was made on the meta device.
+
+    So it does with every buffer that is not saved: those of a model that is opened come from nowhere else.
+    """
+
+    def held(stream: Stream) -> dict[str, Tensor]:
+        saved = stream.state_dict().keys() - dict(stream.named_parameters()).keys()
+        buffers = {name: buffer for name, buffer in stream.named_buffers() if name not in saved}
+        return {**dict(stream.named_parameters()), **buffers}
+
     torch.manual_seed(0)
     expected = scheme.build(DIM, SUBLAYERS)
     with torch.device("meta"):
         stream = scheme.build(DIM, SUBLAYERS)
     stream.to_empty(device="cpu")
     with torch.no_grad():
-        for parameter in stream.parameters():
-            parameter.fill_(torch.nan)
+        for tensor in held(stream).values():
+            tensor.fill_(torch.nan if tensor.is_floating_point() else -77)
     for module in stream.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    for (name, ours), theirs in zip(stream.named_parameters(), expected.parameters(), strict=True):
-        expect(ours.isfinite().all(), f"no reset_parameters() draws {name}")
+    for (name, ours), theirs in zip(held(stream).items(), held(expected).values(), strict=True):
+        expect(ours.isfinite().all() and not (ours == -77).all(), f"no reset_parameters() draws {name}")
         if theirs.unique().numel() <= 2:  # not random
             expect(torch.equal(ours, theirs), f"reset_parameters() and build() start {name} differently")
 
