@@ -7,6 +7,7 @@ python experiments/tables.py --demo runs/demo    record a finished demo as demo.
 
 import argparse
 import ast
+import itertools
 import json
 import re
 import statistics
@@ -359,6 +360,27 @@ def resbench_table() -> str:
     return markdown([*header, "step time", "parameters"], rows)
 
 
+def resbench_standings() -> str:
+    """Which schemes are clear of zero, before any correction and after the one for their number."""
+    from residua.study.results import SIGNIFICANT
+
+    found = resbench()
+    rows, sides = [], {}
+    for rung, measure, baseline in itertools.product(found.study.rungs, found.measures, found.study.baselines):
+        sides = {"ahead": [], "behind": [], "not resolved": []}
+        own = [row for row in found.rows if row.rung == rung and row.whole and row.loss is not None]
+        for row in sorted(own, key=lambda row: row.loss.mean):
+            difference = row.difference(baseline, measure)
+            if difference is None or difference.p is None:
+                continue
+            side = "ahead" if difference.estimate.mean < 0 else "behind"
+            name = f"**`{row.scheme}`**" if difference.clear else f"`{row.scheme}`"
+            sides[side if difference.p < SIGNIFICANT else "not resolved"].append(name)
+        if any(sides.values()):
+            rows.append([rung, measure, f"`{baseline}`", *(", ".join(names) or "–" for names in sides.values())])
+    return markdown(["size", "at equal", "compared with", *sides], rows)
+
+
 def search_table() -> str:
     """Every form of the search in the open, beside the plain residual at the better of its learning rates."""
     found = records("search.jsonl")
@@ -513,7 +535,12 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "state-dtype": state_dtype_table,
     },
     "docs/results.md": {"demo": demo_table, "sweep": sweep_table, "results": results_table},
-    "docs/resbench.md": {"resbench": resbench_table, "questions": resbench_questions, "search": search_table},
+    "docs/resbench.md": {
+        "standings": resbench_standings,
+        "resbench": resbench_table,
+        "questions": resbench_questions,
+        "search": search_table,
+    },
     "docs/retrofit.md": {
         "largest": largest_logit,
         "preserved": preserved_table,
