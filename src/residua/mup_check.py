@@ -90,8 +90,9 @@ def to_json(coordinates: Sequence[Coordinate]) -> list[dict[str, Any]]:
 def draw(coordinates: Sequence[Coordinate], path: str | Path) -> None:
     """Draw the change of every activation against the width, one panel for each parameterisation."""
     with extra("lab"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+
+        from residua.runs.figures import plain, save
 
     figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(PARAMETERISATIONS), sharey=True)
@@ -104,11 +105,10 @@ def draw(coordinates: Sequence[Coordinate], path: str | Path) -> None:
         panel.set_yscale("log")
         panel.set_xlabel("Width")
         panel.set_title(name)
-        panel.spines[["top", "right"]].set_visible(False)
+        plain(panel)
     panels[0].set_ylabel("Root mean square of the change")
     panels[0].legend(frameon=False)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(path)
+    save({Path(path).name: figure}, Path(path).parent)
 
 
 def _run(

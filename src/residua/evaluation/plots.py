@@ -9,17 +9,14 @@ from typing import Any
 from residua.errors import extra
 from residua.evaluation.compare import Axis, Comparison, Group
 from residua.evaluation.records import Point
+from residua.runs.figures import COLOURS, plain, save
 
 with extra("lab"):
     from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-# Okabe and Ito's palette, which is distinguishable with any colour vision; black is reserved for the plain residual.
-# The explorer's page has the same colours, as --scheme-N in its style.css.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-RESIDUAL_COLOUR = "#222222"
+RESIDUAL_COLOUR = "#222222"  # of nothing else
 LINE_STYLES = ("-", "--", ":")
 # The loss axis excludes the first part of a run, where the loss falls so far that the rest would look flat.
 UNSETTLED_LOSS = 0.1
@@ -36,14 +33,10 @@ def draw(comparison: Comparison, folder: str | Path) -> list[Path]:
 
     Each has a panel by training step and a panel by seconds. Returns the paths of the pictures.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     pictures = {"loss.png": _losses(comparison)}
     if any(comparison.differences(group) for group in comparison.groups):
         pictures["difference.png"] = _differences(comparison)
-    for name, figure in pictures.items():
-        FigureCanvasAgg(figure).print_png(folder / name)
-    return [folder / name for name in pictures]
+    return save(pictures, folder)
 
 
 def _losses(comparison: Comparison) -> Figure:
@@ -111,9 +104,7 @@ def _panels() -> tuple[Figure, dict[Axis, Axes]]:
     panels = dict(zip(PANELS, figure.subplots(1, len(PANELS), sharey=True)))
     for axis, panel in panels.items():
         panel.set_xlabel(PANELS[axis])
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        panel.set_axisbelow(True)
+        plain(panel)
         panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     return figure, panels

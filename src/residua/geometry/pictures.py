@@ -8,16 +8,15 @@ from typing import Any
 
 from residua.errors import extra
 from residua.geometry.report import TITLES, Group, Record, groups
+from residua.runs.figures import COLOURS, plain, save
 
 with extra("lab"):
     from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-# Okabe and Ito's palette, which people with any colour vision can tell apart. A colour is a family of schemes (all
-# before the first hyphen of the key), a dash a member of it; what has no scheme or the plain one is black or grey.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# A colour is a family of schemes (all before the first hyphen of the key), a dash a member of it; what has no scheme or
+# the plain one is black or grey.
 FIXED = {"residual": "#111111", "zero": "#8a8a8a", "linear": "#8a8a8a"}
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)))
 REFERENCE_COLOUR = "#777777"
@@ -33,8 +32,6 @@ Style = dict[str, Any]
 
 def draw(records: Sequence[Record], folder: str | Path) -> list[Path]:
     """Draw what there is of loss.png, gates.png, norms.png, positions.png and reflection.png; returns their paths."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     found = {task: groups(records, task) for task in TITLES}
     sequences = {task: found[task] for task in SEQUENCE_TASKS if found[task]}
     references = [record for record in records if record.get("kind") == "reference"]
@@ -46,12 +43,7 @@ def draw(records: Sequence[Record], folder: str | Path) -> list[Path]:
         "positions.png": _positions(sequences, references, styles),
         "reflection.png": _reflection(found["reflection"]),
     }
-    paths = []
-    for name, figure in pictures.items():
-        if figure is not None:
-            FigureCanvasAgg(figure).print_png(folder / name)
-            paths.append(folder / name)
-    return paths
+    return save({name: figure for name, figure in pictures.items() if figure is not None}, folder)
 
 
 def _losses(sequences: dict[str, list[Group]], references: list[Record], styles: dict[str, Style]) -> Figure | None:
@@ -239,9 +231,7 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
     for panel in panels[count:]:
         panel.remove()
     for panel in panels[:count]:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        panel.set_axisbelow(True)
+        plain(panel)
     return figure, panels[:count]
 
 
