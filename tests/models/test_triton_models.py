@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from residua.models import ResiduaForCausalLM
+from support.interpreter import prepared_once  # noqa: F401
 from support.tiny_models import prompt, tiny_config
 from support.tolerances import assert_close
 from support.variants import KERNELS, perturbed

@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 
+from support.interpreter import prepared_once  # noqa: F401
+
 
 @pytest.fixture(autouse=True)
 def _round_as_a_gpu_does(monkeypatch):
