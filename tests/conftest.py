@@ -8,14 +8,8 @@ from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 from support.browser import browser, open_page, open_shared_page  # noqa: F401
 from support.processes import start  # noqa: F401
-
-# Triton decides when it is imported whether kernels are interpreted, and many packages import it where it is installed.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell starts what runs in the background with SIGINT ignored, and nohup with SIGHUP; tests send both.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -23,7 +17,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-torch.set_num_threads(1)
 gc.disable()  # what is imported and collected stays: looking for garbage in it takes a fifth of that time
 with suppress(ModuleNotFoundError):  # `make gpu` runs tests where hypothesis may be missing, and none of them needs it
     from hypothesis import settings
@@ -48,6 +41,17 @@ MARKED_FIXTURES = {"browser": "browser", "start": "processes"}
 
 # In these folders `make check` tries every preset; elsewhere, of a test for every preset, those of `variants.KINDS`.
 ALL_PRESETS = ("connections", "ops")
+
+
+def pytest_configure(config):
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # this process only hands tests to its workers, which start seconds sooner without torch here
+    import torch
+
+    # Triton decides when it is imported whether kernels are interpreted, and many packages import it where it is.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(1)
 
 
 def pytest_collection_finish():

@@ -6,7 +6,6 @@ import socket
 import traceback
 
 import pytest
-import torch
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +23,8 @@ def start():
 
 
 def _member(rank, size, port, path, function, arguments):
+    import torch
+
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
@@ -41,6 +42,8 @@ def together(start, path, size, function, *arguments):
 
     path: an empty folder. Raises AssertionError with the traceback of a rank that fails.
     """
+    import torch  # here: the process that hands out tests reads this file, and is ready seconds sooner without it
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
