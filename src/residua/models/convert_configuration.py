@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -20,7 +19,7 @@ from residua.connections import Scheme, describe, resolve
 from residua.errors import InputError, extra, first_line
 from residua.models.configuration import refuse_fetched_attention
 from residua.models.convert_anatomy import Anatomy, Sublayer
-from residua.models.convert_flow import Swapped, layer_streams
+from residua.models.convert_flow import Swapped, layer_streams, swapped_class
 
 with extra("lab"):
     from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
@@ -87,8 +86,7 @@ def base_in(found: Any) -> dict[str, Any]:
 class SavedAsConverted(Swapped):
     """What is mixed into the class of a converted model's configuration: another form in files."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank, type(self).__bases__[1:], self.__dict__
+    prefix = "Converted"  # by the plain name AutoModel.from_config would build a plain model
 
     @classmethod
     def from_pretrained(cls, folder: Any, **kwargs: Any) -> Any:
@@ -247,20 +245,9 @@ def _told(config: Any, how: Mapping[str, Any]) -> Any:
     other: Any = copy(config)
     if not isinstance(config, SavedAsConverted):
         plain: Any = type(config)
-        other.__class__ = _marked(plain)
+        other.__class__ = swapped_class(SavedAsConverted, plain)
     setattr(other, KEY, how)
     return other
-
-
-@cache
-def _marked(plain: type) -> type:
-    # Another name than the plain one, by which AutoModel.from_config would build a plain model.
-    names = {"__module__": plain.__module__, "__qualname__": f"Converted{plain.__qualname__}"}
-    return type(f"Converted{plain.__name__}", (SavedAsConverted, plain), names)
-
-
-def _blank(plain: type) -> Any:
-    return object.__new__(_marked(plain))
 
 
 def _text(value: Any) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -264,7 +264,12 @@ class Borrowed(nn.Module):
 
 
 class Swapped:
-    """Base of the classes that converted modules are moved to: pickled and copied by the class that they came from."""
+    """Base of the classes that converted modules are moved to: pickled and copied by the class that they came from.
+
+    prefix: of the name of such a class, before the one that it came from; empty where others look it up by that name.
+    """
+
+    prefix: ClassVar[str] = ""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _blank, type(self).__bases__, self.__dict__
@@ -346,13 +351,13 @@ INPUTS = ("hidden_states", "x", "inputs_embeds", "inputs", "hidden_state")
 
 
 @cache
-def swapped_class(mixin: type, plain: type) -> type:
-    """Return the subclass of `plain` with a mixin before it, under the same name, by which others look classes up."""
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    return type(plain.__name__, (mixin, plain), names)
+def swapped_class(mixin: Any, plain: type) -> type:
+    """Return the subclass of `plain` with a mixin, a `Swapped`, before it."""
+    names = {"__module__": plain.__module__, "__qualname__": f"{mixin.prefix}{plain.__qualname__}"}
+    return type(f"{mixin.prefix}{plain.__name__}", (mixin, plain), names)
 
 
-def swap(module: Any, mixin: type) -> None:
+def swap(module: Any, mixin: Any) -> None:
     """Move a module to the class with `mixin`."""
     plain: Any = type(module)
     module.__class__ = swapped_class(mixin, plain)
@@ -363,5 +368,5 @@ def swap_back(module: Any) -> None:
     module.__class__ = type(module).__bases__[1]
 
 
-def _blank(mixin: type, plain: type) -> Any:
+def _blank(mixin: Any, plain: type) -> Any:
     return object.__new__(swapped_class(mixin, plain))
