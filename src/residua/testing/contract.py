@@ -143,6 +143,17 @@ def any_number_of_sublayers(scheme: Scheme) -> None:
 
 
 @CONTRACT.add
+def shapes_without_numbers(scheme: Scheme) -> None:
+    """The stream runs on the meta device, where parameters and memory are estimated."""
+    with torch.device("meta"):
+        stream = scheme.build(DIM, SUBLAYERS).eval()
+        found = stream(torch.empty(2, 5, DIM), [lambda *x: toy(x)] * SUBLAYERS)
+    expect(
+        found.is_meta and found.shape == (2, 5, DIM), f"on the meta device: got {tuple(found.shape)}, {found.device}"
+    )
+
+
+@CONTRACT.add
 def the_norm_is_the_one_given(scheme: Scheme) -> None:
     """`build(..., norm=...)` gives sublayer i the norm i: with another gain of it the outputs are others."""
     given = [perturbed(nn.RMSNorm(DIM, eps=1e-5)) for _ in range(SUBLAYERS)]
