@@ -112,6 +112,10 @@ def compile_eagerly():
     torch.nn.Module.compile = lambda self: plain(self, backend="eager", fullgraph=True)
 
 
+def mislead(wrong):
+    os.environ |= wrong
+
+
 def limit_files(size):
     import resource
 

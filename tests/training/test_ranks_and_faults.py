@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from support.ranks import (
     kill_before,
     kill_in_save,
     limit_files,
+    mislead,
     options,
     run_ranks,
     stop_before,
@@ -225,19 +225,13 @@ def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, ro
     assert_same_run(folder, alone(**longer), rows, exact=True)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("wrong", "reason"), [({"GLOO_SOCKET_IFNAME": "nosuch0"}, "nosuch0"), ({"MASTER_PORT": "abc"}, "'abc'")]
 )
-def test_ranks_that_cannot_meet_say_where_in_one_line(wrong, reason, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    command = [sys.executable, "-m", "residua", "train", "--config", "tiny", "--run", str(tmp_path / "run")]
-    done = subprocess.run(command, env={**os.environ, **meeting, **wrong}, capture_output=True, text=True)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+def test_ranks_that_cannot_meet_say_where_in_one_line(wrong, reason, data, tmp_path, start):
+    job = run_ranks(start, 1, tmp_path / "run", options(data), {0: [(mislead, wrong)]})
+    assert job.statuses == [1]
+    (line,) = job.out[0].splitlines()
     assert line.startswith("residua: rank 0 of 1: cannot reach the other ranks at 127.0.0.1:")
     assert reason in line
     assert not (tmp_path / "run").exists()
