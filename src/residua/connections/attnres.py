@@ -44,7 +44,26 @@ class DepthCoefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionResiduals(Scheme):
+class SourcesScheme(Scheme):
+    """A scheme whose state is the tuple of the sources: the embedding, then the sum of every `block_size` outputs."""
+
+    block_size: int = 1
+
+    def __post_init__(self):
+        check_types(self)
+        require(self, "block_size", self.block_size >= 1, "at least 1")
+
+    def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
+        return (TensorSpec((dim,)),) * (1 + -(-boundary // self.block_size))
+
+    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
+        """Return (n + 1) P + 4 forward, which reads n sources and writes one, and 3 n P + 6 backward."""
+        sources = self.state_size(boundary, 1)
+        return Traffic((sources + 1) * state_bytes + 4, 3 * sources * state_bytes + 6)
+
+
+@dataclass(frozen=True)
+class AttentionResiduals(SourcesScheme):
     """AttnRes. Starts as the pre-norm residual, up to the eps of its norms: a zero query reads the mean of the sources.
 
     block_size   S, how many outputs are summed into one source; 1 keeps every output (Full AttnRes), 12 is the
@@ -58,22 +77,12 @@ class AttentionResiduals(Scheme):
     equation: ClassVar[str] = "V_l = F(norm(sum_i a_i V_i)), a = softmax_i(w . norm(V_i))"
     paper: ClassVar[str] = "arXiv 2603.15031"
 
-    block_size: int = 1
     scale: Literal["mean", "sum"] = "mean"
     heads: int = 1
 
     def __post_init__(self):
-        check_types(self)
-        require(self, "block_size", self.block_size >= 1, "at least 1")
+        super().__post_init__()
         require(self, "heads", self.heads >= 1, "at least 1")
-
-    def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
-        return (TensorSpec((dim,)),) * (1 + -(-boundary // self.block_size))
-
-    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Return (n + 1) P + 4 forward, which reads n sources and writes one, and 3 n P + 6 backward."""
-        sources = self.state_size(boundary, 1)
-        return Traffic((sources + 1) * state_bytes + 4, 3 * sources * state_bytes + 6)
 
     def preserving(self) -> "AttentionResiduals":
         """Return this scheme with scale="sum": the start is then the plain residual, and not only up to a norm."""

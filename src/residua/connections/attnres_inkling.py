@@ -13,12 +13,12 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.attnres import AttentionResiduals, attention_weights, summed, with_output
-from residua.connections.base import Carry, Connection, DepthWeights, Norm, Scheme, State, Stream, TensorSpec, Traffic
+from residua.connections.attnres import SourcesScheme, attention_weights, summed, with_output
+from residua.connections.base import Carry, Connection, DepthWeights, Norm, State, Stream
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import check_types, require
+from residua.connections.options import require
 from residua.ops import normalised_depth_read
 
 
@@ -34,7 +34,7 @@ class InklingCoefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class InklingAttentionResiduals(Scheme):
+class InklingAttentionResiduals(SourcesScheme):
     """Inkling-2's AttnRes. Does not start as the residual: the mean of normalised sources forgets how large each is.
 
     Sublayers of even index are attention, as in every model here.
@@ -50,15 +50,8 @@ class InklingAttentionResiduals(Scheme):
     separate_every: int = 6
 
     def __post_init__(self):
-        check_types(self)
-        require(self, "block_size", self.block_size >= 1, "at least 1")
+        super().__post_init__()
         require(self, "separate_every", self.separate_every >= 0, "0 or more")
-
-    def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
-        return AttentionResiduals(block_size=self.block_size).state_spec(boundary, dim)
-
-    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        return AttentionResiduals(block_size=self.block_size).traffic(boundary, state_bytes=state_bytes, fused=fused)
 
     def preserving(self) -> "InklingAttentionResiduals":
         raise ValueError(

@@ -13,12 +13,12 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.attnres import DepthRead, attention_weights, summed, with_output
-from residua.connections.base import Carry, Connection, DepthWeights, Norm, Scheme, State, Stream, TensorSpec, Traffic
+from residua.connections.attnres import DepthRead, SourcesScheme, attention_weights, summed, with_output
+from residua.connections.base import Carry, Connection, DepthWeights, Norm, State, Stream, TensorSpec, Traffic
 from residua.connections.ends import Copies
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import check_types, require
+from residua.connections.options import require
 from residua.ops import at_least_float32
 from residua.ops.derived import derive
 
@@ -34,7 +34,7 @@ class DeltaDepthCoefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DeltaAttentionResiduals(Scheme):
+class DeltaAttentionResiduals(SourcesScheme):
     """Delta AttnRes. Starts as the pre-norm residual with gate="scalar" alone: a zero query adds a mean of sources.
 
     block_size    S, how many outputs are summed into one source; 1 keeps every output
@@ -47,18 +47,16 @@ class DeltaAttentionResiduals(Scheme):
     equation: ClassVar[str] = "h + F(norm(h + g sum_i a_i D_i)), a = softmax_i(w . norm(D_i))"
     paper: ClassVar[str] = "arXiv 2605.18855"
 
-    block_size: int = 1
     gate: Literal["none", "scalar", "sigmoid"] = "none"
     null_source: bool = False
     heads: int = 1
 
     def __post_init__(self):
-        check_types(self)
-        require(self, "block_size", self.block_size >= 1, "at least 1")
+        super().__post_init__()
         require(self, "heads", self.heads >= 1, "at least 1")
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
-        return (TensorSpec((dim,)),) * (2 + -(-boundary // self.block_size))
+        return (*super().state_spec(boundary, dim), TensorSpec((dim,)))
 
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
         """Return (n + 3) P + 4 forward: h and n sources are read, h and a source written; 3 (n + 1) P + 6 backward."""
