@@ -20,7 +20,7 @@ from residua.testing.inputs import normal
 from residua.testing.module import CHECKS
 
 GATE = ("parameters", "forward", "gradients")
-"""Checks that a peer must pass to be timed: it computes what the paper says. The others are told."""
+"""Checks that a peer must pass to be timed: it computes what the paper says. Other failures are notes."""
 
 
 @dataclass(frozen=True)

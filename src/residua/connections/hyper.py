@@ -98,7 +98,7 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
 
 
 class MixingConnection(Connection):
-    """Read, mix and write the streams; hyper-connections, mHC and their relatives differ in `coefficients` alone.
+    """Read, mix and write the streams; a scheme gives the `coefficients`.
 
     x = norm(sum_i h_pre[i] X[i]),   X[o] <- sum_i h_res[o, i] X[i] + h_post[o] y
     """
