@@ -7,6 +7,7 @@ import signal
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 from support.browser import browser, open_page, open_shared_page  # noqa: F401
 from support.processes import start  # noqa: F401
@@ -51,6 +52,9 @@ def pytest_configure(config):
     # Triton decides when it is imported whether kernels are interpreted, and many packages import it where it is.
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        # A seed is queued for every kind of device that may come, and the stack as text beside it, which takes longer.
+        for device in (torch.cuda, torch.mtia, torch.xpu):
+            device.traceback = SimpleNamespace(format_stack=list)
     torch.set_num_threads(1)
 
 
