@@ -172,6 +172,9 @@ def test_a_file_does_not_take_the_place_of_a_closed_stream(tmp_path):
         (KeyboardInterrupt(), 130, "interrupted"),
         (ValueError("embedded null byte"), 2, "expected a path, got one with a zero byte"),
         (OSError(errno.ENAMETOOLONG, "File name too long"), 2, "expected a path, got one too long"),
+        (FileExistsError(errno.EEXIST, "File exists", "out"), 2, "expected a path, got the file out in the place of a"),
+        (RuntimeError("Symlink loop from '/a'"), 2, "got a link that leads to itself: Symlink loop from '/a'"),
+        (OSError(errno.ELOOP, "Too many levels of symbolic links", "a"), 2, "a link that leads to itself"),
         (OSError(28, "No space left on device"), 1, "No space left on device"),
     ],
 )

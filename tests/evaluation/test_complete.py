@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -44,6 +46,15 @@ def test_greedy_text_is_the_most_probable_one(model, tokenizer):
             logits = model(torch.tensor([tokens])).logits
         tokens.append(logits[0, -1].argmax().item())
     assert complete(model, tokenizer, "abc", max_new_tokens=6, greedy=True) == tokenizer.decode(tokens[3:])
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_model_that_computes_no_numbers_writes_no_text(greedy, model, tokenizer):
+    diverged = copy.deepcopy(model)
+    with torch.no_grad():
+        diverged.lm_head.weight[7] = torch.nan
+    with pytest.raises(InputError, match="got logits that are NaN or infinite"):
+        complete(diverged, tokenizer, "abc", max_new_tokens=2, greedy=greedy)
 
 
 def test_the_seed_alone_decides_and_the_global_random_state_stays(model, tokenizer):

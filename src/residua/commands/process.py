@@ -37,9 +37,14 @@ def in_one_line(error: Exception) -> str | None:
 
 
 def no_path(error: Exception) -> str | None:
-    """Return what is wrong with a path that no system accepts, for the error that it caused; None for other errors."""
+    """Return what is wrong with a path that cannot be used, for the error that it caused; None for other errors."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return "one too long"
+    loop = isinstance(error, OSError) and error.errno == errno.ELOOP
+    if loop or (isinstance(error, RuntimeError) and str(error).startswith("Symlink loop")):  # before Python 3.13
+        return f"a link that leads to itself: {error}"
+    if isinstance(error, (FileExistsError, NotADirectoryError)) and error.filename is not None:
+        return f"the file {error.filename} in the place of a folder"
     return "one with a zero byte" if isinstance(error, ValueError) and "embedded null" in str(error) else None
 
 

@@ -12,7 +12,7 @@ from residua.evaluating import evaluating
 from residua.models.opening import context_of
 
 with extra("lab"):
-    from transformers import GenerationConfig, TextStreamer
+    from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
 if TYPE_CHECKING:
     from transformers import GenerationMixin, PreTrainedTokenizerBase
@@ -50,7 +50,8 @@ def complete(
         on_text: called with each piece of new text as soon as it is final, to stream the output.
 
     Raises:
-        InputError: a setting is out of range, or prompt and new tokens do not fit into the model's context.
+        InputError: a setting is out of range, prompt and new tokens do not fit into the model's context, or the model
+            computes no probabilities.
     """
     _check(temperature, top_p, top_k)
     require_unicode(prompt, "prompt")
@@ -88,6 +89,7 @@ def complete(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             generation_config=settings,
+            logits_processor=LogitsProcessorList([_Numbers()]),
             streamer=None if on_text is None else _Pieces(tokenizer, on_text),
         )
     return tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
@@ -100,6 +102,15 @@ def _check(temperature: float, top_p: float, top_k: int) -> None:
         raise InputError(f"expected top_p in (0, 1], got {top_p}")
     if top_k < 0:
         raise InputError(f"expected top_k of at least 0 (0: all tokens), got {top_k}")
+
+
+class _Numbers(LogitsProcessor):
+    """Raise InputError for logits that are no numbers: a text would be made of them all the same."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if (scores.isnan() | (scores == torch.inf)).any():
+            raise InputError("expected a model that computes numbers, got logits that are NaN or infinite")
+        return scores
 
 
 class _Pieces(TextStreamer):
