@@ -13,6 +13,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -325,7 +326,8 @@ def resbench() -> "Results":
     from residua.study.plan import load_study
     from residua.study.results import results
 
-    return results(load_study("resbench"), records("resbench/records.jsonl"), records("resbench/costs.jsonl"))
+    found = results(load_study("resbench"), records("resbench/records.jsonl"), records("resbench/costs.jsonl"))
+    return replace(found, audits=records("resbench/audits.jsonl"))
 
 
 def resbench_questions() -> str:
@@ -358,6 +360,13 @@ def resbench_table() -> str:
             rows.append([*cells, told, f"{row.parameters:,}"])
     header = ["size", "scheme", "validation loss", *(f"to `{name}`, equal {measure}" for name, measure in compared)]
     return markdown([*header, "step time", "parameters"], rows)
+
+
+def resbench_gates() -> str:
+    """What the gates of the audited runs did along training."""
+    from residua.study.report import audited
+
+    return "\n".join(audited(resbench()))
 
 
 def resbench_standings() -> str:
@@ -539,6 +548,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "standings": resbench_standings,
         "resbench": resbench_table,
         "questions": resbench_questions,
+        "gates": resbench_gates,
         "search": search_table,
     },
     "docs/retrofit.md": {

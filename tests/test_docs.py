@@ -17,6 +17,8 @@ from torch import nn
 import residua
 import residua.demo
 from residua.cli import main
+from residua.study.plan import load_study
+from residua.study.results import results
 from residua.training import load_config
 from support.variants import ALL
 
@@ -271,6 +273,38 @@ def test_the_cited_rows_of_the_deviations_are_the_right_ones():
     ((first, last),) = re.findall(r"\(deviations\.md\), rows (\d+) to (\d+)", PAGES["docs/geometry.md"])
     cited = [deviations()[number].split(" | ")[:2] for number in range(int(first), int(last) + 1)]
     assert cited == [["EDelta", "initial gate"], ["EDelta", "initial rotation"], ["EDelta", "H_pre, H_post"]]
+
+
+def test_what_is_said_of_resbench_is_what_its_records_say():
+    """The sentences of README.md, docs/results.md and docs/resbench.md; a record that says otherwise ends them."""
+    found = results(load_study("resbench"), runs("resbench/records.jsonl"), runs("resbench/costs.jsonl"))
+    assert {row.rung for row in found.rows} == {"0.1M"}
+    row = {name: found.row("0.1M", name) for name in ("lambdas-gated", "ddl-write-only", "gated-delta-positive")}
+
+    def interval(name, baseline, measure):
+        estimate = row[name].difference(baseline, measure).estimate
+        return estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
+
+    erasing = {answer.scheme: answer for answer in found.answers if answer.question.name == "erasing"}
+    assert erasing["ddl"].verdict == "behind"
+    assert not any(answer.verdict.startswith("ahead") for answer in erasing.values())
+    assert interval("ddl-write-only", "residual", "tokens")[1] < 0 < interval("ddl-write-only", "lambdas", "tokens")[1]
+    for measure in ("tokens", "FLOPs"):
+        assert row["lambdas-gated"].difference("residual", measure).ahead
+        assert interval("lambdas-gated", "lambdas", measure)[1] < 0
+    for one in found.rows:
+        for measure in ("seconds", "compiled seconds"):
+            against = one.difference("lambdas", measure)
+            assert against is None or against.estimate.mean + against.estimate.half_width > 0, (one.scheme, measure)
+    assert all(
+        1.15 < cost["time_ratio"]["median"] < 1.25
+        for cost in (row["lambdas-gated"].cost, row["lambdas-gated"].compiled)
+    )
+    gates = next(a for a in runs("resbench/audits.jsonl") if a["scheme"] == "lambdas-gated")["points"][-1]["sublayers"]
+    assert all(one["gate_q50"] < -0.95 for one in gates[4:])
+    gates = next(a for a in runs("resbench/audits.jsonl") if a["scheme"] == "ddl")["points"][-1]["sublayers"]
+    assert gates[1]["beta_q05"] > 1.5
+    assert gates[6]["beta_q95"] < 0.1
 
 
 def test_the_limits_of_the_reproduction_agree_with_its_records():
