@@ -285,6 +285,10 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
         estimate = row[name].difference(baseline, measure).estimate
         return estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
 
+    pair = [found.row("0.1M", name) for name in ("ddl", "ddl-write-only")]
+    tuning = [min(run["val_loss"] for run in one.runs if run["kind"] == "tune") for one in pair]
+    assert 0 < tuning[0] - tuning[1] < pair[0].loss.mean - pair[1].loss.mean
+    assert pair[0].point["train.lr"] == 2 * pair[1].point["train.lr"]
     erasing = {answer.scheme: answer for answer in found.answers if answer.question.name == "erasing"}
     assert erasing["ddl"].verdict == "behind"
     assert not any(answer.verdict.startswith("ahead") for answer in erasing.values())
