@@ -285,8 +285,19 @@ def test_connections_of_another_model_are_refused(tmp_path):
     with pytest.raises(InputError, match="beside other weights"):
         residua.load_connection(other, tmp_path)
     assert torch.equal(other(IDS).logits, before)
-    residua.load_connection(llama(torch.bfloat16), tmp_path)  # the same model in another precision
-    file = tmp_path / "connection.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "base_weights": None}))
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):  # the same model in another precision
+        residua.load_connection(llama(dtype), tmp_path)
+    learnt = llama()
+    with torch.no_grad():
+        for weight in learnt.parameters():
+            weight += 0.05 * weight.std(correction=0) * torch.randn_like(weight)
     with pytest.raises(InputError, match="beside other weights"):
-        residua.load_connection(llama(), tmp_path)
+        residua.load_connection(learnt, tmp_path)
+    file = tmp_path / "connection.json"
+    description = json.loads(file.read_text())
+    told = description["base_weights"]
+    first = next(iter(told))
+    for forged in (None, {}, {**told, first: 5}, {**told, first: [float("nan")] * 2}, {**told, first: ["a", 1]}):
+        file.write_text(json.dumps({**description, "base_weights": forged}))
+        with pytest.raises(InputError, match="beside other weights"):
+            residua.load_connection(llama(), tmp_path)

@@ -1,6 +1,5 @@
 """Open converted models, by the Auto classes of transformers, and save and open the connections alone."""
 
-import hashlib
 import json
 from functools import wraps
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from residua.checks import shown
+from residua.checks import fits, shown
 from residua.errors import InputError, extra
 from residua.models.convert import attach_streams, find_anatomy, new_streams, rebuild, streams_of
 from residua.models.convert_configuration import (
@@ -40,6 +39,10 @@ with extra("lab"):
 WEIGHTS, DESCRIPTION = "connection.safetensors", "connection.json"
 WEIGHTS_OF_BASE = "base_weights"
 """The entry of the description that tells the weights of the model beside the connections from all others."""
+SAMPLED, SAME, LOST = 4096, 0.02, 1e-6
+"""How many numbers of each weight are looked at, by which share of their norm another dtype may change them, and what
+float16 may lose of weights that are next to nothing.
+"""
 
 
 class BuiltConverted(Swapped):
@@ -140,7 +143,7 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     own = {name: tensor.detach().clone() for name, tensor in _own(model).items()}
     write_tensors(folder / WEIGHTS, own, {"format": "pt"})
-    description = {**conversion.as_json(), WEIGHTS_OF_BASE: _fingerprint(model)}
+    description = {**conversion.as_json(), WEIGHTS_OF_BASE: _signature(model)}
     write_text(folder / DESCRIPTION, json.dumps(description, indent=2) + "\n")
 
 
@@ -173,7 +176,7 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
         raise InputError(
             f"{folder / WEIGHTS}: expected the parameters of the connections, these differ: {shown(wrong)}"
         )
-    if description.get(WEIGHTS_OF_BASE) != _fingerprint(model):
+    if not _is_signature_of(model, description.get(WEIGHTS_OF_BASE)):
         raise InputError(
             f"{folder}: these connections are another model's: they were saved beside other weights than those of "
             f"{type(model).__name__}; load the model that they were trained with, or save it whole, by save_pretrained"
@@ -197,21 +200,34 @@ def _own(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if f".{STREAM}." in f".{name}"}
 
 
-def _fingerprint(model: Any) -> str:
-    """Return a digest of the weights of a model without its head and its connections.
+def _signature(model: Any) -> dict[str, list[float]]:
+    """Return the norm of each weight, without the head and the connections, and its product with random signs.
 
-    It takes at most 4,096 numbers from each weight, spread evenly, in bfloat16: a model opened in another precision is
-    the same model, and one that learnt is another.
+    Of `SAMPLED` numbers, spread evenly. A model opened in another precision has nearly the same signature, and one that
+    learnt another.
     """
-    digest = hashlib.sha256()
+    found = {}
     for name, weight in model.base_model.named_parameters():
-        if f".{STREAM}." in f".{name}":
-            continue
-        values = weight.detach().flatten()
-        values = values[:: len(values) // 4096 + 1].to("cpu", torch.float32).bfloat16()
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(values.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
+        if f".{STREAM}." not in f".{name}":
+            values = weight.detach().flatten()
+            values = values[:: len(values) // SAMPLED + 1].to("cpu", torch.float64)
+            signs = torch.randint(2, values.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+            found[name] = [float(values.norm()), float((values * signs).sum())]
+    return found
+
+
+def _is_signature_of(model: Any, told: Any) -> bool:
+    own = _signature(model)
+    return (
+        isinstance(told, dict)
+        and told.keys() == own.keys()
+        and all(
+            isinstance(there, list)
+            and len(there) == 2
+            and all(fits(b, float) and abs(a - b) <= SAME * here[0] + LOST for a, b in zip(here, there))
+            for here, there in zip(own.values(), map(told.get, own))
+        )
+    )
 
 
 def _part(model: Any, path: str) -> Any:
