@@ -18,7 +18,7 @@ from residua.checks import require
 from residua.data import PreparedData
 from residua.errors import Diverged, InputError, extra
 from residua.experiment import open_or_prepare, run
-from residua.runs.durable import remove, replacing, write_text
+from residua.runs.durable import remove, write_text
 from residua.runs.folder import FREE_KEYS, RunFolder, flatten, read_object, writable
 from residua.runs.jsonlines import finite, read_metrics
 from residua.runs.reading import parse_yaml
@@ -236,8 +236,9 @@ class Outcome:
     def draw(self, path: Path) -> None:
         """Draw the loss against each swept key: a dot for every run, and a line along the best points of each group."""
         with extra("lab"):
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
+
+            from residua.runs.figures import save
 
         keys, whole = self.sweep.keys, [result for result in self.results if result.loss]
         groups: dict[Point, list[Result]] = {}
@@ -255,8 +256,7 @@ class Outcome:
         panels[-1].set_title("Dots: runs. Lines: best point at each value, ± 95 %.", loc="right", fontsize=8)
         if len(groups) > 1:
             figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
-        with replacing(path) as file:
-            FigureCanvasAgg(figure).print_png(file)
+        save({path.name: figure}, path.parent)
 
     def _panel(self, panel: Any, place: int, groups: Mapping[Point, Sequence[Result]]) -> None:
         """Draw one swept key. Groups stand beside each other at each value."""

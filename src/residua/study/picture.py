@@ -1,36 +1,33 @@
 """The pictures of a study: every difference with its interval, and the gates along training."""
 
-from pathlib import Path
-
 from residua.errors import extra
-from residua.runs.durable import replacing
+from residua.runs.figures import COLOURS
 from residua.study.results import Results
 
+with extra("lab"):
+    from matplotlib.figure import Figure
+
 STYLES = {
-    "tokens": ("#0072B2", "o"),
-    "FLOPs": ("#009E73", "D"),
-    "seconds": ("#D55E00", "s"),
-    "compiled seconds": ("#CC79A7", "^"),
+    "tokens": (COLOURS[0], "o"),
+    "FLOPs": (COLOURS[2], "D"),
+    "seconds": (COLOURS[1], "s"),
+    "compiled seconds": (COLOURS[3], "^"),
 }
 """Colour and mark of each measure."""
 
 
-def draw(found: Results, path: Path) -> bool:
-    """Draw the differences to each baseline, a panel for each, lowest loss on top; return whether there are any.
+def draw(found: Results) -> Figure | None:
+    """Draw the differences to each baseline, a panel for each, lowest loss on top; None if there are none.
 
     Rows of several sizes stand one below the other, with the size in their name.
     """
-    with extra("lab"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
     rows = []
     for rung in reversed(found.study.rungs):
         own = [row for row in found.rows if row.rung == rung and row.loss is not None]
         rows += sorted(own, key=lambda row: -row.loss.mean)
     baselines = [name for name in found.study.baselines if any(row.difference(name, "tokens") for row in rows)]
     if not baselines:
-        return False
+        return None
     several = len({row.rung for row in rows}) > 1
     figure = Figure(figsize=(2.2 + 4.2 * len(baselines), 0.42 * len(rows) + 1.4), dpi=130, layout="constrained")
     panels = figure.subplots(1, len(baselines), sharey=True, squeeze=False)[0]
@@ -59,19 +56,13 @@ def draw(found: Results, path: Path) -> bool:
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2 * len(baselines), frameon=False
     )
-    with replacing(path) as file:
-        FigureCanvasAgg(figure).print_png(file)
-    return True
+    return figure
 
 
-def draw_gates(found: Results, path: Path) -> bool:
-    """Draw the gates of the audited runs along training, a row for each and a panel for each sublayer; return whether
-    there are any.
+def draw_gates(found: Results) -> Figure | None:
+    """Draw the gates of the audited runs along training, a row for each and a panel for each sublayer; None if there
+    are none.
     """
-    with extra("lab"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
     shown = [
         (one, gate)
         for one in found.audits
@@ -79,7 +70,7 @@ def draw_gates(found: Results, path: Path) -> bool:
         if all(row.get(f"{gate}_q50") is not None for point in one["points"] for row in point["sublayers"])
     ]
     if not shown:
-        return False
+        return None
     depth = max(len(one["points"][0]["sublayers"]) for one, _ in shown)
     figure = Figure(figsize=(1.6 + 1.5 * depth, 0.6 + 1.7 * len(shown)), dpi=130, layout="constrained")
     panels = figure.subplots(len(shown), depth, sharex="row", sharey="row", squeeze=False)
@@ -91,14 +82,12 @@ def draw_gates(found: Results, path: Path) -> bool:
                 panel.set_visible(False)
                 continue
             low, middle, high = ([row[f"{gate}_{level}"] for row in rows] for level in ("q05", "q50", "q95"))
-            panel.fill_between(steps, low, high, color="#0072B2", alpha=0.2, linewidth=0)
-            panel.plot(steps, middle, color="#0072B2", linewidth=1.4)
+            panel.fill_between(steps, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
+            panel.plot(steps, middle, color=COLOURS[0], linewidth=1.4)
             panel.axhline(0, color="#222222", linewidth=0.6)
             panel.set_title(rows[0]["sublayer"], fontsize=8)
             panel.tick_params(labelsize=7)
             panel.spines[["top", "right"]].set_visible(False)
         line[0].set_ylabel(f"{one['scheme']}, {one['rung']}\n{gate}", fontsize=8)
     figure.supxlabel("Step. Line: median over held-out tokens; band: 5 % to 95 % of them", fontsize=8)
-    with replacing(path) as file:
-        FigureCanvasAgg(figure).print_png(file)
-    return True
+    return figure

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from residua.runs.durable import write_text
+from residua.runs.figures import save
 from residua.runs.folder import writable
 from residua.runs.statistics import Estimate
 from residua.runs.sweep import Record
@@ -29,12 +30,11 @@ def write_report(found: Results, out: str | Path) -> list[Path]:
         Path(out).mkdir(parents=True, exist_ok=True)
         for path, text in zip(paths, texts):
             write_text(path, text)
-        for name, drawn in ((PICTURE, draw), (GATES, draw_gates)):
-            picture = Path(out) / name
-            if drawn(found, picture):
-                paths.append(picture)
-            else:
-                picture.unlink(missing_ok=True)
+        drawn = {PICTURE: draw(found), GATES: draw_gates(found)}
+        pictures = {name: figure for name, figure in drawn.items() if figure is not None}
+        for name in drawn.keys() - pictures.keys():
+            (Path(out) / name).unlink(missing_ok=True)
+        paths += save(pictures, out)
     return paths
 
 
