@@ -93,7 +93,10 @@ def user_seconds(arguments: list[str], root: Path) -> float:
 
 def lane(target: str) -> dict[str, float]:
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    out = subprocess.run(["make", target], capture_output=True, text=True).stdout
+    done = subprocess.run(["make", target], capture_output=True, text=True)
+    out = done.stdout
+    if done.returncode:
+        print(out[-5000:], file=sys.stderr)  # the record only counts what failed
     wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|error)", out)}
     process = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
