@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from residua.connections.memory import expect_no_gap, expect_separable, positions_in, window_of
 from residua.errors import extra
 from residua.models.convert_flow import MEMORY, ConvertedLayer, Flow, layer_streams
-from residua.models.memory import CacheMemory, CacheSlot, documents_of, padding_of, tokens_of
+from residua.models.memory import CacheSlot, documents_of, memory_at, padding_of, tokens_of
 
 with extra("lab"):
     from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
@@ -125,13 +125,8 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     layers = max(len(stack), config.get_text_config().num_hidden_layers)
     where = 0 if cache is None else _room(cache, len(looking), layers)
     numbers = iter(range(len(looking)))
-    anything = any(x is not None for x in (cache, padding, documents))
-    memories = [
-        CacheMemory(cache, CacheSlot(where, next(numbers)), padding, documents)
-        if anything and window_of(part)
-        else None
-        for part in parts
-    ]
+    slots = [CacheSlot(where, next(numbers)) if window_of(part) else None for part in parts]
+    memories = [memory_at(slot, cache, padding, documents) for slot in slots]
     return args, {**kwargs, MEMORY: memories}
 
 

@@ -152,12 +152,20 @@ def memories(
                 if CacheSlot(index, state) not in used:
                     cache.update_conv_state(x.new_zeros(x.shape[0], 0, 1), index, state_idx=state, conv_kernel_size=1)
 
-    def of(slot: CacheSlot | None) -> CacheMemory | None:
-        if slot is None or (cache is None and padding is None and documents is None):
-            return None
-        return CacheMemory(cache, slot, padding, documents)
+    parts, readouts = (
+        [memory_at(slot, cache, padding, documents) for slot in some]
+        for some in (slots.parts, slots.readouts if hidden_states else [])
+    )
+    return Memories(parts, readouts)
 
-    return Memories(list(map(of, slots.parts)), list(map(of, slots.readouts)) if hidden_states else [])
+
+def memory_at(
+    slot: CacheSlot | None, cache: Cache | None, padding: Tensor | None, documents: Tensor | None
+) -> CacheMemory | None:
+    """Return the memory of a slot; None without one, or if there is neither a cache nor padding nor documents."""
+    if slot is None or (cache is None and padding is None and documents is None):
+        return None
+    return CacheMemory(cache, slot, padding, documents)
 
 
 def tokens_of(mask: Any) -> Tensor | None:
