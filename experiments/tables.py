@@ -22,7 +22,7 @@ import reproduction
 import retrofit_results
 
 if TYPE_CHECKING:
-    from residua.study.results import Results
+    from residua.study.results import Results, Row
 
 HERE = Path(__file__).parent
 
@@ -341,6 +341,17 @@ def resbench_questions() -> str:
     )
 
 
+def finished(rung: str) -> "list[Row]":
+    """The rows of ResBench at a size of which every seed is finished, the lowest loss first."""
+    own = [row for row in resbench().rows if row.rung == rung and row.whole and row.loss is not None]
+    return sorted(own, key=lambda row: row.loss.mean)
+
+
+def step_time(ratio: Any) -> str:
+    """The quartiles of a step's time to the baseline's, or a dash."""
+    return f"{ratio['median']:.2f} [{ratio['lower']:.2f}, {ratio['upper']:.2f}]" if ratio else "–"
+
+
 def resbench_table() -> str:
     """The rows of ResBench of which every seed is finished."""
     from residua.study.report import difference_text, estimate_text
@@ -351,13 +362,10 @@ def resbench_table() -> str:
     ]
     rows = []
     for rung in found.study.rungs:
-        own = [row for row in found.rows if row.rung == rung and row.whole and row.loss is not None]
-        for row in sorted(own, key=lambda row: row.loss.mean):
-            time = row.cost and row.cost["time_ratio"]
-            told = f"{time['median']:.2f} [{time['lower']:.2f}, {time['upper']:.2f}]" if time else "–"
+        for row in finished(rung):
             cells = [rung, f"`{row.scheme}`", estimate_text(row.loss, ".4f")]
             cells += [difference_text(row, *pair) for pair in compared]
-            rows.append([*cells, told, f"{row.parameters:,}"])
+            rows.append([*cells, step_time(row.cost and row.cost["time_ratio"]), f"{row.parameters:,}"])
     header = ["size", "scheme", "validation loss", *(f"to `{name}`, equal {measure}" for name, measure in compared)]
     return markdown([*header, "step time", "parameters"], rows)
 
@@ -374,20 +382,19 @@ def resbench_standings() -> str:
     from residua.study.results import SIGNIFICANT
 
     found = resbench()
-    rows, sides = [], {}
+    names, rows = ("ahead", "behind", "not resolved"), []
     for rung, measure, baseline in itertools.product(found.study.rungs, found.measures, found.study.baselines):
-        sides = {"ahead": [], "behind": [], "not resolved": []}
-        own = [row for row in found.rows if row.rung == rung and row.whole and row.loss is not None]
-        for row in sorted(own, key=lambda row: row.loss.mean):
+        sides: dict[str, list[str]] = {name: [] for name in names}
+        for row in finished(rung):
             difference = row.difference(baseline, measure)
             if difference is None or difference.p is None:
                 continue
             side = "ahead" if difference.estimate.mean < 0 else "behind"
-            name = f"**`{row.scheme}`**" if difference.clear else f"`{row.scheme}`"
-            sides[side if difference.p < SIGNIFICANT else "not resolved"].append(name)
+            scheme = f"**`{row.scheme}`**" if difference.clear else f"`{row.scheme}`"
+            sides[side if difference.p < SIGNIFICANT else "not resolved"].append(scheme)
         if any(sides.values()):
-            rows.append([rung, measure, f"`{baseline}`", *(", ".join(names) or "–" for names in sides.values())])
-    return markdown(["size", "at equal", "compared with", *sides], rows)
+            rows.append([rung, measure, f"`{baseline}`", *(", ".join(side) or "–" for side in sides.values())])
+    return markdown(["size", "at equal", "compared with", *names], rows)
 
 
 def search_table() -> str:
@@ -477,7 +484,7 @@ def retrofit_table(mode: str) -> str:
                     str(row.seeds),
                     f"{row.loss.mean:.4f}",
                     *map(difference, (row.tokens, row.documents, row.seconds)),
-                    f"{time['median']:.2f} [{time['lower']:.2f}, {time['upper']:.2f}]" if time else "–",
+                    step_time(time),
                 ]
             )
     header = ["steps", "trained", "parameters", "learning rate", "seeds", "loss", "difference, over seeds",
