@@ -1,8 +1,13 @@
-"""Tables on a terminal."""
+"""Tables on a terminal and in Markdown."""
 
 from collections.abc import Sequence
 
 from residua.terminal import one_line
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """Return a row of a table in Markdown, where a bar in a cell stays text."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -125,7 +125,7 @@ def test_installed_peers_are_what_the_table_says(peer):
     wrong = {name: words for name, words in report.failed.items() if name in peers.GATE}
     assert bool(wrong) == bool(peer.differs), wrong
     if not wrong:
-        both = chains(peer, peer.adapter(module, "cpu"), PeerSettings(**TINY))
+        both = chains(peer.adapter(module, "cpu"), PeerSettings(**TINY))
         ours, theirs = (torch.utils._pytree.tree_leaves(chain.after()) for chain in both.values())
         for one, other in zip(theirs, ours, strict=True):
             assert_close(one, other)

@@ -196,7 +196,7 @@ def test_norm_deviation_averages_over_sequences_first():
         return x * signs
 
     assert norm_deviation(uneven, 8) == pytest.approx(0, abs=1e-6)
-    assert norm_deviation(lambda x: 3 * x, 8, sequences=4, length=6) == pytest.approx(2, abs=1e-6)
+    assert norm_deviation(lambda x: 3 * x, 8, length=6) == pytest.approx(2, abs=1e-6)
 
 
 def test_stream_norms_take_the_whole_state_of_a_token():

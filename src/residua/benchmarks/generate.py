@@ -151,13 +151,13 @@ class GenerateResult:
         rows = []
         for batch, timing in self.timing.items():
             for preset in timing.seconds:
-                ratio, seconds = timing.ratio(preset), self.seconds_per_token(preset, batch)
+                seconds = self.seconds_per_token(preset, batch)
                 rows.append(
                     [
                         preset,
                         str(batch),
                         f"{1e3 * seconds:.3f}",
-                        f"{ratio.median:.3f} [{ratio.lower:.3f}, {ratio.upper:.3f}]",
+                        f"{timing.ratio(preset):.3f}",
                         f"{batch / seconds:,.0f}",
                     ]
                 )

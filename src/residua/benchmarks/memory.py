@@ -4,7 +4,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,6 @@ def peak_bytes(preset: str, settings: MemorySettings) -> int:
     Raises:
         RunError: the step ran out of memory.
     """
-    settings = replace(settings, presets=(preset,))
     return peak_of(TrainingStep, (preset, settings), preset, device=settings.device, threads=settings.threads)
 
 

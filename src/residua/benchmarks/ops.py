@@ -129,10 +129,10 @@ class OpResult:
         """Model bytes per second over bytes per second of a copy, round by round."""
         return Quartiles.of([self.bytes / self.copied / ratio for ratio in self.timing.ratios(self.name)])
 
-    def speedup(self, over: str) -> float | None:
-        """Median over the rounds of another implementation's time over this one's; None if it took no part."""
+    def speedup(self) -> float | None:
+        """Median over the rounds of the reference's time over this one's; None if it took no part."""
         seconds = self.timing.seconds
-        other = f"{over} {self.kind}"
+        other = f"reference {self.kind}"
         if other not in seconds:
             return None
         return statistics.median([b / a for a, b in zip(seconds[self.name], seconds[other], strict=True)])
@@ -152,7 +152,7 @@ class OpResult:
             "bytes_per_second": self.bytes / self.seconds,
             "copy_bytes_per_second": self.copied / copied,
             "share_of_copy": self.share_of_copy()._asdict(),
-            "speedup_over_reference": self.speedup("reference"),
+            "speedup_over_reference": self.speedup(),
             "error": self.error,
             "seconds": list(self.timing.seconds[self.name]),
         }
@@ -175,7 +175,7 @@ class OpResults:
         header += ["us", "GB/s", "share of copy", "times reference"]
         rows = []
         for result in self.results:
-            sizes, share, speedup = result.sizes, result.share_of_copy(), result.speedup("reference")
+            sizes, speedup = result.sizes, result.speedup()
             # A peer runs a version of itself, "auto" an implementation with another name.
             same = result.runs.startswith(result.implementation)
             rows.append(
@@ -187,7 +187,7 @@ class OpResults:
                     result.kind,
                     f"{1e6 * result.seconds:.1f}",
                     f"{result.bytes / result.seconds / 1e9:.1f}",
-                    f"{share.median:.2f} [{share.lower:.2f}, {share.upper:.2f}]",
+                    f"{result.share_of_copy():.2f}",
                     "" if speedup is None else f"{speedup:.2f}",
                 ]
             )

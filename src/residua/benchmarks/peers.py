@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from residua.benchmarks.adapters import PEERS, Peer, PeerAdapter
 from residua.benchmarks.memory import storages_kept
@@ -21,6 +21,7 @@ from residua.testing.module import CHECKS
 
 GATE = ("parameters", "forward", "gradients")
 """Checks that a peer must pass to be timed: it computes what the paper says. Other failures are notes."""
+PACKAGES = tuple(dict.fromkeys(peer.package for peer in PEERS))
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class PeerSettings(Measuring):
     precision  "bfloat16": autocast around the forward pass
     """
 
-    packages: tuple[str, ...] = tuple(dict.fromkeys(peer.package for peer in PEERS))
+    packages: tuple[str, ...] = PACKAGES
     layers: int = 4
     dim: int = 384
     sequence_length: int = 256
@@ -42,9 +43,8 @@ class PeerSettings(Measuring):
 
     def __post_init__(self):
         super().__post_init__()
-        known = dict.fromkeys(peer.package for peer in PEERS)
         for package in self.packages:
-            require(package in known, "packages", ", ".join(known), package)
+            require(package in PACKAGES, "packages", ", ".join(PACKAGES), package)
         require(self.precision in get_args(Precision), "precision", " or ".join(get_args(Precision)), self.precision)
         expect_at_least(1, self, "layers", "dim", "sequence_length", "batch_size")
 
@@ -120,9 +120,8 @@ class PeerResults:
         for one in self.results:
             cells = ["no", "", "", ""]
             if one.timing is not None:
-                ratio = one.timing.ratio("theirs")
-                cells = ["yes", f"{ratio.median:.2f} [{ratio.lower:.2f}, {ratio.upper:.2f}]"]
-                cells += [f"{one.kept[name]:.2f}" for name in ("theirs", "ours")]
+                kept = (f"{one.kept[name]:.2f}" for name in ("theirs", "ours"))
+                cells = ["yes", f"{one.timing.ratio('theirs'):.2f}", *kept]
             rows.append([one.peer.package, one.version or "", one.peer.name, one.peer.preset, *cells])
         return header, rows
 
@@ -137,8 +136,8 @@ class Chain(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.connect, self.state, self.narrow = connect, state, narrow
-        self.leaves, _ = tree_flatten(state)
-        self.grads = [torch.ones_like(leaf) for leaf in tree_flatten(self.after())[0]]
+        self.leaves = tree_leaves(state)
+        self.grads = [torch.ones_like(leaf) for leaf in tree_leaves(self.after())]
 
     def after(self) -> Any:
         """Return the state after all connections."""
@@ -149,8 +148,9 @@ class Chain(nn.Module):
         return state
 
     def forward(self) -> None:
-        after, _ = tree_flatten(self.after())
-        torch.autograd.grad(after, [*self.leaves, *self.parameters()], self.grads, allow_unused=True)
+        torch.autograd.grad(
+            tree_leaves(self.after()), [*self.leaves, *self.parameters()], self.grads, allow_unused=True
+        )
 
     def kept(self) -> float:
         """Count the vectors of the width that a token keeps in a connection, without parameters and the first state."""
@@ -159,7 +159,7 @@ class Chain(nn.Module):
         return storages_kept(self.after, known) / (numbers * self.leaves[0].dtype.itemsize)
 
 
-def chains(peer: Peer, adapter: PeerAdapter, settings: PeerSettings) -> dict[str, Chain]:
+def chains(adapter: PeerAdapter, settings: PeerSettings) -> dict[str, Chain]:
     """Return the chains to compare: "ours" and "theirs"."""
     first, last = adapter.index, adapter.index + 2 * settings.layers
     adapter.dim, adapter.num_sublayers = settings.dim, last + 1  # so that neither the first nor the last takes part
@@ -215,7 +215,7 @@ def _measured(peer: Peer, module: Any, settings: PeerSettings) -> PeerResult:
     result = PeerResult(peer, version(peer.package), run(CHECKS, peer.adapter(module, settings.device)))
     if result.wrong:
         return result
-    both = chains(peer, peer.adapter(module, settings.device), settings)
+    both = chains(peer.adapter(module, settings.device), settings)
     kept = {name: chain.kept() for name, chain in both.items()}
     timing = compare(both, "ours", rounds=settings.rounds, warmup=settings.warmup, clock=settings.clock)
     return replace(result, timing=timing, kept=kept)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -102,12 +102,16 @@ class Settings(Measuring):
         except ValueError as error:
             raise InputError(str(error)) from error
 
-    def model(self, preset: str, *shape: int) -> tuple[ResiduaForCausalLM, Tensor]:
+    def build(self, preset: str) -> Any:
+        """Return the model of one preset, on the CPU, drawn from the global generator."""
+        return ResiduaForCausalLM(self.config(preset))
+
+    def model(self, preset: str, *shape: int) -> tuple[Any, Tensor]:
         """Return the model of one preset, on the CPU, and random tokens of this shape; both follow from the seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             tokens = torch.randint(self.vocab_size, shape)
-            model = ResiduaForCausalLM(self.config(preset))
+            model = self.build(preset)
             perturb(model)
         return model, tokens
 
@@ -163,8 +167,6 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def many_graphs(count: int) -> Iterator[None]:
+def many_graphs(count: int) -> AbstractContextManager:
     """Let `torch.compile` make `count` graphs of the same code; by default it gives up after a few."""
-    with torch._dynamo.config.patch(recompile_limit=4 * count):
-        yield
+    return torch._dynamo.config.patch(recompile_limit=4 * count)

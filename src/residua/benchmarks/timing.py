@@ -27,6 +27,10 @@ class Quartiles(NamedTuple):
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
+    def __format__(self, form: str) -> str:
+        """Return "median [lower, upper]", each number in this form."""
+        return f"{self.median:{form}} [{self.lower:{form}}, {self.upper:{form}}]"
+
 
 @dataclass(frozen=True)
 class Timing:

@@ -51,16 +51,16 @@ def _reflection_arguments(parser: Parser) -> None:
 
 def _quick_arguments(parser: Parser) -> None:
     from residua.geometry.models import MODELS
-    from residua.geometry.study import STUDY_TASKS
+    from residua.geometry.tasks import TASKS
 
     models = [name for name in MODELS if name not in NOT_QUICK]
     _add_runs(parser, models=models, seeds=SEEDS[:2], out="runs/geometry/quick, or full with --full")
     parser.add_argument(
         "--tasks",
         nargs="+",
-        default=list(STUDY_TASKS),
+        default=list(TASKS),
         metavar="NAME",
-        help=f"(default: {' '.join(STUDY_TASKS)})",
+        help=f"(default: {' '.join(TASKS)})",
     )
     parser.add_argument("--full", action="store_true", help="the published sizes and steps")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: cuda if there)")
@@ -119,7 +119,8 @@ def _reflection(arguments: Arguments) -> int:
 
 
 def _quick(arguments: Arguments) -> int:
-    from residua.geometry.study import STUDY_TASKS, job
+    from residua.geometry.study import job
+    from residua.geometry.tasks import TASKS
     from residua.training import pick_device
 
     settings = _settings(arguments)
@@ -134,7 +135,7 @@ def _quick(arguments: Arguments) -> int:
         for seed in _distinct(arguments.seeds)
     ]
     out = Path(arguments.out or f"runs/geometry/{'full' if arguments.full else 'quick'}")
-    known = [settings.task(name) for name in STUDY_TASKS]
+    known = [settings.task(name) for name in TASKS]
     return _study(arguments, out, {"experiment": "sequences", **asdict(settings)}, jobs, known, device)
 
 

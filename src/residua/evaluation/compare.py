@@ -19,6 +19,7 @@ from residua.errors import InputError
 from residua.evaluation.records import Run
 from residua.runs.jsonlines import finite
 from residua.runs.statistics import Estimate, paired
+from residua.tables import markdown_row
 
 Axis = Literal["step", "tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
@@ -159,8 +160,8 @@ class Comparison:
         """Return the table in Markdown, with the notes below it."""
         header, rows = self.table()
         rule = ["---", "---", *["---:"] * (len(header) - 2)]
-        lines = [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
-        return "\n".join([*lines, *(f"\n{note}" for note in self.notes)]) + "\n"
+        lines = [*map(markdown_row, (header, rule, *rows)), *(f"\n{note}" for note in self.notes)]
+        return "\n".join(lines) + "\n"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values for `json.dumps`; None for numbers that are missing or not finite."""
@@ -334,6 +335,4 @@ def _text(value: Estimate | Difference | None, form: str, *, spread: bool = True
 
 
 def _plain(value: Estimate | Difference | None) -> dict[str, float | None] | None:
-    if value is None:
-        return None
-    return finite(value._asdict())
+    return None if value is None else finite(value._asdict())

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from residua.checks import require
 from residua.errors import InputError, extra
 from residua.evaluating import evaluating
 from residua.evaluation.published import TASKS, Row
@@ -102,8 +103,7 @@ def score(
         InputError: a task is unknown or has no accuracy, the folder does not exist, or a number is out of range.
     """
     for option, value, least in (("num_fewshot", num_fewshot, 0), ("batch_size", batch_size, 1), ("limit", limit, 1)):
-        if value is not None and value < least:
-            raise InputError(f"{option}: expected at least {least}, got {value}")
+        require(value is None or value >= least, option, f"at least {least}", value)
     names = [task for given in tasks for task in (TASKS if given == PAPER else [given])]
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = _task_manager(names, include_path)

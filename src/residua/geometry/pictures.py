@@ -22,7 +22,6 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (
 REFERENCE_COLOUR = "#777777"
 PANEL_WIDTH, PANEL_HEIGHT, LEGEND_ROW_HEIGHT = 5.0, 3.3, 0.22  # inches
 LEGEND_CHARACTERS, LEGEND_HANDLE = 128, 9  # that fit beside each other; what a line and its gaps take of them
-SEQUENCE_TASKS = ("gyroscope", "stability", "near-pi", "near-pi-multi")
 GATES = {"gamma": "gate γ", "beta": "strength β"}
 FEW_POINTS = 12
 
@@ -33,7 +32,7 @@ Style = dict[str, Any]
 def draw(records: Sequence[Record], folder: str | Path) -> list[Path]:
     """Draw what there is of loss.png, gates.png, norms.png, positions.png and reflection.png; returns their paths."""
     found = {task: groups(records, task) for task in TITLES}
-    sequences = {task: found[task] for task in SEQUENCE_TASKS if found[task]}
+    sequences = {task: members for task, members in found.items() if members and task != "reflection"}
     references = [record for record in records if record.get("kind") == "reference"]
     styles = _styles(sequences.values())
     pictures = {
@@ -47,8 +46,7 @@ def draw(records: Sequence[Record], folder: str | Path) -> list[Path]:
 
 
 def _losses(sequences: dict[str, list[Group]], references: list[Record], styles: dict[str, Style]) -> Figure | None:
-    drawn = {task: [g for g in members if _mean_curve(g, _curve)] for task, members in sequences.items()}
-    drawn = {task: members for task, members in drawn.items() if members}
+    drawn = _with_curve(sequences, _curve)
     if not drawn:
         return None
     figure, panels = _panels(len(drawn))
@@ -63,12 +61,7 @@ def _losses(sequences: dict[str, list[Group]], references: list[Record], styles:
 
 
 def _gates(sequences: dict[str, list[Group]], styles: dict[str, Style]) -> Figure | None:
-    chosen = [
-        (task, gate, [g for g in members if _mean_curve(g, _gate(gate))])
-        for gate in GATES
-        for task, members in sequences.items()
-    ]
-    chosen = [(task, gate, members) for task, gate, members in chosen if members]
+    chosen = [(task, gate, some) for gate in GATES for task, some in _with_curve(sequences, _gate(gate)).items()]
     if not chosen:
         return None
     figure, panels = _panels(len(chosen))
@@ -88,8 +81,7 @@ def _norms(sequences: dict[str, list[Group]], styles: dict[str, Style]) -> Figur
     def norms(record: Record) -> Curve:
         return _finite(enumerate(record.get("stream_norms") or []))
 
-    drawn = {task: [g for g in members if len(_mean_curve(g, norms)) > 1] for task, members in sequences.items()}
-    drawn = {task: members for task, members in drawn.items() if members}
+    drawn = _with_curve(sequences, norms, points=2)
     if not drawn:
         return None
     figure, panels = _panels(len(drawn))
@@ -116,8 +108,7 @@ def _positions(sequences: dict[str, list[Group]], references: list[Record], styl
                 points.append((at + 1, full[at] + loss - same[0] if same else loss))
         return [(at, loss) for at, loss in _finite(points) if loss > 0]
 
-    drawn = {task: [g for g in members if len(_mean_curve(g, errors)) > 1] for task, members in sequences.items()}
-    drawn = {task: members for task, members in drawn.items() if members}
+    drawn = _with_curve(sequences, errors, points=2)
     if not drawn:
         return None
     figure, panels = _panels(len(drawn))
@@ -336,6 +327,14 @@ def _gate(name: str) -> Callable[[Record], Curve]:
 
 def _finite(points: Iterable[Sequence[float | None]]) -> Curve:
     return [(at, value) for at, value in points if value is not None and math.isfinite(value)]
+
+
+def _with_curve(
+    sequences: dict[str, list[Group]], curve: Callable[[Record], Curve], points: int = 1
+) -> dict[str, list[Group]]:
+    """Return the groups of each task whose mean curve has `points`, without tasks that have none."""
+    found = {task: [g for g in members if len(_mean_curve(g, curve)) >= points] for task, members in sequences.items()}
+    return {task: members for task, members in found.items() if members}
 
 
 def _mean_curve(group: Group, curve: Callable[[Record], Curve]) -> Curve:

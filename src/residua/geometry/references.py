@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from residua.geometry.tasks import Data, Task, expected_cosine_and_sine, near_pi_planes, rotate
+from residua.geometry.tasks import Task, expected_cosine_and_sine, near_pi_planes, rotate
 
 Predictor = Callable[[Tensor], Tensor]
 
@@ -115,13 +115,13 @@ def predictors(task: Task) -> dict[str, Reference]:
     return found
 
 
-def references(task: Task, data: Data | None = None) -> list[dict[str, Any]]:
+def references(task: Task) -> list[dict[str, Any]]:
     """Return one record (`report`) per reference: its mean squared error on the validation data of `task`.
 
     On the gyroscope also the two floors of position 0, exact and not measured: their `loss` is what position 0 alone
     adds to the mean over positions, so the "causal-floor" is the lowest expected loss of any causal model.
     """
-    inputs, targets = (data or task.data())[2:]
+    inputs, targets = task.data()[2:]
     records = []
     for key, reference in predictors(task).items():
         predictions = reference.predict(inputs)

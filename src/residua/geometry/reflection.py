@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,17 +44,17 @@ class Result(NamedTuple):
     gamma: Tensor | None = None
 
 
-def _network(outputs: int, dim: int, hidden: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, outputs))
+def _network(outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(DIM, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, outputs))
 
 
 class HouseholderToy(nn.Module):
     """(I - beta k k^T) x with k and beta = 2 sigmoid computed from x."""
 
-    def __init__(self, dim: int = DIM, hidden: int = HIDDEN):
+    def __init__(self):
         super().__init__()
-        self.k = _network(dim, dim, hidden)
-        self.beta = _network(1, dim, hidden)
+        self.k = _network(DIM)
+        self.beta = _network(1)
 
     def forward(self, x: Tensor) -> Result:
         beta = 2 * self.beta(x).squeeze(-1).sigmoid()
@@ -69,11 +70,11 @@ def _plane(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 class CayleyToy(nn.Module):
     """Q x, the exact Cayley rotation of one plane, with u, v and beta = softplus computed from x; no reflection."""
 
-    def __init__(self, dim: int = DIM, hidden: int = HIDDEN):
+    def __init__(self):
         super().__init__()
-        self.u = _network(dim, dim, hidden)
-        self.v = _network(dim, dim, hidden)
-        self.beta = _network(1, dim, hidden)
+        self.u = _network(DIM)
+        self.v = _network(DIM)
+        self.beta = _network(1)
 
     def forward(self, x: Tensor) -> Result:
         beta = F.softplus(self.beta(x).squeeze(-1))
@@ -83,10 +84,10 @@ class CayleyToy(nn.Module):
 class HybridToy(CayleyToy):
     """gamma Q x + (1 - gamma)(x - 2 k k^T x) with a gate gamma = sigmoid(w x + gate_bias), w = 0 at the start."""
 
-    def __init__(self, dim: int = DIM, hidden: int = HIDDEN, gate_bias: float = -1.5):
-        super().__init__(dim, hidden)
-        self.k = _network(dim, dim, hidden)
-        self.gate = nn.Linear(dim, 1)
+    def __init__(self, gate_bias: float = -1.5):
+        super().__init__()
+        self.k = _network(DIM)
+        self.gate = nn.Linear(DIM, 1)
         nn.init.zeros_(self.gate.weight)
         nn.init.constant_(self.gate.bias, gate_bias)
 
@@ -104,29 +105,27 @@ class SkewToy(nn.Module):
     defines it; "exact", a solve.
     """
 
-    def __init__(
-        self, dim: int = DIM, hidden: int = HIDDEN, mode: str = "identity", alpha: float = 0.1, steps: int = 2
-    ):
+    def __init__(self, mode: str = "identity", alpha: float = 0.1):
         super().__init__()
-        self.s = _network(dim * dim, dim, hidden)
-        self.mode, self.alpha, self.steps = mode, alpha, steps
+        self.s = _network(DIM * DIM)
+        self.mode, self.alpha = mode, alpha
 
     def forward(self, x: Tensor) -> Result:
-        s = self.s(x).unflatten(-1, (x.shape[-1], x.shape[-1]))
+        s = self.s(x).unflatten(-1, (DIM, DIM))
         w = s - s.mT
         if self.mode == "exact":
             y = cayley_transform(w, self.alpha)
         else:
-            y = iterative_cayley(w, self.alpha, self.steps, start=self.mode)
+            y = iterative_cayley(w, self.alpha, steps=2, start=self.mode)
         return Result((y @ x.unsqueeze(-1)).squeeze(-1))
 
 
 class AdditiveToy(nn.Module):
     """x + MLP(x)."""
 
-    def __init__(self, dim: int = DIM, hidden: int = HIDDEN):
+    def __init__(self):
         super().__init__()
-        self.mlp = _network(dim, dim, hidden)
+        self.mlp = _network(DIM)
 
     def forward(self, x: Tensor) -> Result:
         return Result(x + self.mlp(x))
@@ -135,9 +134,9 @@ class AdditiveToy(nn.Module):
 class LinearToy(nn.Module):
     """One linear map."""
 
-    def __init__(self, dim: int = DIM):
+    def __init__(self):
         super().__init__()
-        self.map = nn.Linear(dim, dim)
+        self.map = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Result:
         return Result(self.map(x))
@@ -169,19 +168,14 @@ TOYS: dict[str, Toy] = {
 GATE_BIASES, PENALTIES = (-1.5, 0.0, 1.5), (0.0, 0.5)
 
 
-def _control(gate_bias: float, penalty: float) -> Toy:
-    return Toy(
-        f"EDelta hybrid, gate from {gate_bias:g}, penalty {penalty:g}",
-        lambda: HybridToy(gate_bias=gate_bias),
-        penalty=penalty,
-        cost=TOYS["hybrid"].cost,
-        controls={"gate_bias": gate_bias, "penalty": penalty},
-    )
-
-
 # The published setting, -1.5 and 0.5, is the row "hybrid" itself.
 CONTROLS: dict[str, Toy] = {
-    f"hybrid:gate_bias={bias:g},penalty={weight:g}": _control(bias, weight)
+    f"hybrid:gate_bias={bias:g},penalty={weight:g}": TOYS["hybrid"]._replace(
+        label=f"EDelta hybrid, gate from {bias:g}, penalty {weight:g}",
+        build=partial(HybridToy, bias),
+        penalty=weight,
+        controls={"gate_bias": bias, "penalty": weight},
+    )
     for bias in GATE_BIASES
     for weight in PENALTIES
     if (bias, weight) != (-1.5, 0.5)

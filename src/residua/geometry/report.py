@@ -55,6 +55,7 @@ from residua.geometry.published import README, RESEARCH, Value, published
 from residua.geometry.tasks import TASKS
 from residua.runs.jsonlines import finite
 from residua.runs.statistics import Estimate
+from residua.tables import markdown_row
 
 Record = dict[str, Any]
 OURS, PUBLISHED, OLDER, REFERENCE = "ours", "published", "published (older)", "reference"
@@ -124,9 +125,7 @@ class Group:
     def value(self, key: str) -> Value | None:
         """Return mean and sample standard deviation (None for one seed) over the runs that have `key`."""
         values = [float(run[key]) for run in self.runs if run.get(key) is not None]
-        if not values:
-            return None
-        return Value(*Estimate.of(values)[:2])
+        return Value(*Estimate.of(values)[:2]) if values else None
 
 
 def groups(records: Iterable[Record], task: str) -> list[Group]:
@@ -204,8 +203,7 @@ def _named(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _identity(record: Record) -> tuple[str, ...]:
-    settings = {key: value for key, value in record.get("settings", {}).items() if key != "seed"}
-    parts = (record.get("num_train"), record.get("controls") or {}, settings)
+    parts = (record.get("num_train"), record.get("controls") or {}, _settings(record))
     return record["model"], record["label"], *(json.dumps(part, sort_keys=True) for part in parts)
 
 
@@ -222,8 +220,11 @@ def _differing(record: Record, rivals: Sequence[Record]) -> str:
 
 
 def _options(record: Record) -> dict[str, Any]:
-    options = {**record.get("settings", {}), **(record.get("controls") or {})}
-    return {key: value for key, value in options.items() if key != "seed"}
+    return _settings(record) | (record.get("controls") or {})
+
+
+def _settings(record: Record) -> dict[str, Any]:
+    return {key: value for key, value in record.get("settings", {}).items() if key != "seed"}
 
 
 def _number(value: Any) -> str:
@@ -241,7 +242,7 @@ def _ours(group: Group) -> dict[str, Any]:
         "diverged": sum(bool(run.get("diverged")) for run in group.runs),
         "causal": group.causal,
         "parameters": first.get("parameters"),
-        "settings": {key: value for key, value in first.get("settings", {}).items() if key != "seed"},
+        "settings": _settings(first),
         "seconds": group.value("seconds"),
     }
     changes = [run["causality_change"] for run in group.runs if run.get("causality_change") is not None]
@@ -295,20 +296,16 @@ _WRITE = {
 
 def _section(records: Sequence[Record], task: str) -> str:
     header, rows = table(records, task)
-    lines = [f"## {TITLES[task]}", "", _line(header), _line(["---"] * len(header)), *map(_line, rows), ""]
-    settings = [group.runs[0].get("settings", {}) for group in groups(records, task)]
+    lines = [f"## {TITLES[task]}", "", *map(markdown_row, (header, ["---"] * len(header), *rows)), ""]
+    settings = [_settings(group.runs[0]) for group in groups(records, task)]
     shared = {
         key: value
         for key, value in settings[0].items()
-        if isinstance(value, int | float | str) and key != "seed" and all(one.get(key) == value for one in settings)
+        if isinstance(value, int | float | str) and all(one.get(key) == value for one in settings)
     }
     if shared:
         lines += ["Ours, all rows: " + ", ".join(f"{key} {_number(value)}" for key, value in shared.items()) + ".", ""]
     return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _notes() -> list[str]:

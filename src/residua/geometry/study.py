@@ -20,7 +20,6 @@ from residua.geometry.tasks import Data, Task, task
 from residua.runs.jsonlines import finite
 from residua.runs.sweep import Job
 
-STUDY_TASKS = ("gyroscope", "stability", "near-pi", "near-pi-multi", "reflection")
 REPORT_STEPS = 10  # between two looks at the loss, which make a GPU wait
 CHECKPOINT_SECONDS = 10.0
 GATES = ("gamma", "beta")
@@ -168,7 +167,7 @@ def train(
                 save_progress(place, model, optimizer, step=step, curve=curve, gates=gates, seconds=now - started)
                 last_saved = now
     seconds = time.monotonic() - started
-    return {
+    record = {
         "kind": "run",
         "task": task.name,
         "model": architecture.name,
@@ -185,14 +184,11 @@ def train(
         "architecture": architecture.describe(),
         "data": asdict(task),
         "settings": asdict(settings),
-        **(_of_reflection(task, gates) if task.name == "reflection" else {}),
     }
-
-
-def _of_reflection(task: Task, gates: dict[str, list]) -> dict[str, Any]:
-    """Return the additional fields of a record of the reflection task."""
-    last = {name: points[-1][1] for name, points in gates.items()}
-    return {"num_train": task.num_train, "controls": {}, "beta": last.get("beta"), "gamma": last.get("gamma")}
+    if task.name == "reflection":
+        record |= {"num_train": task.num_train, "controls": {}}
+        record |= {gate: gates[gate][-1][1] if gate in gates else None for gate in ("beta", "gamma")}
+    return record
 
 
 @lru_cache(maxsize=1)
