@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from residua.runs.folder import RunFolder, flatten, refuse_changes
 from residua.runs.jsonlines import read_metrics
 from residua.runs.progress import say
 from residua.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, saved_steps
-from residua.training.distributed import ALONE, BatchShard, ParallelModel, Ranks, parallelize
+from residua.training.distributed import ALONE, BatchShard, Ranks, parallelize
 from residua.training.finite import FiniteCheck
 from residua.training.folder import claim
 from residua.training.log import Display, MetricsLog, Rows, write_facts
@@ -99,50 +99,32 @@ def train(
         settings = _decisive_settings(run, facts)
         shard = BatchShard.of(config, ranks)
     torch.manual_seed(config.seed + ranks.rank)
-    model.to(device).train()
-    parallel_model = parallelize(model, config, ranks, device)
-    optimizer = adamw(model, config)
-    checkpoint = _restore(run, settings, model, optimizer, device, ranks)
+    updates = _Updates(model, batches, config, shard, ranks, device)
+    checkpoint = _restore(run, settings, model, updates.optimizer, device, ranks)
     start = checkpoint.step if checkpoint else 0
     if start == config.steps:
         return _finished(run, checkpoint, ranks)
 
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    finite = FiniteCheck(model, optimizer, device, ranks.total if parallel_model.sharded else None)
-    saver = Saver(run, settings, model, optimizer, device, config, ranks, checkpoint)
-    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
+    saver = Saver(run, settings, model, updates.optimizer, device, config, ranks, checkpoint)
     tokens_per_step = config.batch_size * config.gradient_accumulation * config.sequence_length
     observe_every = config.connections_every if observe is not None else 0
     with ExitStack() as stack:
         if ranks.first:
-            size = sum(parameter.numel() for parameter in parameters)
+            size = sum(parameter.numel() for parameter in updates.parameters)
             known = {"parameters": size, "data": dict(facts or {})}
-            here = {"device": device, "processes": ranks.world_size, "parallel": parallel_model.kind}
+            here = {"device": device, "processes": ranks.world_size, "parallel": updates.model.kind}
             with saver.writing(start):
-                if checkpoint:
-                    _say_missing_rows(run.metrics, "train.log_every", checkpoint)
-                    if observe_every:
-                        _say_missing_rows(run.connections, "train.connections_every", checkpoint)
-                logs = stack.enter_context(_Logs(run, config, start, observing=bool(observe_every)))
+                logs = stack.enter_context(_Logs(run, config, checkpoint, observing=bool(observe_every)))
                 write_facts(run, known, step=start, **here)
             name = run.path.resolve().name
             display = stack.enter_context(Display(name, done=start, steps=config.steps, enabled=progress))
         stop = stack.enter_context(_stop_signals(twice=not ranks.joined))
         clock = stack.enter_context(_Clock(checkpoint.seconds if checkpoint else 0.0, start * tokens_per_step))
         for step in range(start + 1, config.steps + 1):
-            factor = learning_rate_factor(step, config)
-            set_learning_rate(optimizer, factor)
-            indices = shard.micro_batches(step)
-            loss, penalty, first_sequence = _backward(parallel_model, batches, indices, device, autocast)
-            loss = ranks.mean(loss)
-            norm = finite.observe(step, loss)
-            if config.clip:
-                nn.utils.clip_grads_with_norm_(parameters, config.clip, norm)
-            optimizer.step()
-            optimizer.zero_grad()
+            update = updates(step)
             if observe_every and step % observe_every == 0:
-                with autocast, evaluating(model):
-                    seen = observe(model, first_sequence)
+                with updates.autocast, evaluating(model):
+                    seen = observe(model, update.first_sequence)
                 if ranks.first:
                     with saver.writing(step):
                         logs.connections.write({"step": step, **seen})
@@ -155,16 +137,13 @@ def train(
                 continue
 
             with ranks.report_once():
-                finite.check(saver.finish)  # the host waits for the device here and where gates are observed
+                updates.finite.check(saver.finish)  # the host waits for the device here and where gates are observed
             seconds, speed = clock.lap(step * tokens_per_step)
-            row = {"step": step, "tokens": step * tokens_per_step, "loss": loss.item(), "lr": config.lr * factor}
-            if penalty is not None:  # schemes are compared by the language model's loss without the penalty
-                penalty = ranks.mean(penalty)
-                row |= {"loss": (loss - penalty).item(), "penalty": penalty.item()}
-            row |= {"grad_norm": norm.item(), "tokens_per_second": speed, "seconds": seconds}
+            row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks)}
+            row |= {"tokens_per_second": speed, "seconds": seconds}
             with clock.paused():
                 if validating:
-                    with autocast, evaluating(model):
+                    with updates.autocast, evaluating(model):
                         row = {**row, **evaluate(model), **row}  # the row's names come first, its values win
                 if ranks.first:
                     with saver.writing(step):
@@ -188,37 +167,90 @@ def train(
     return result
 
 
-def _backward(
-    model: ParallelModel, batches: IndexedBatches, indices: range, device: torch.device, autocast: torch.autocast
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Run forward and backward on the micro-batches of a step that this rank takes.
+class _Update(NamedTuple):
+    """What a step did: the mean loss over all ranks, (), the learning rate, and the norm of the gradient, ().
 
-    Returns:
-        The mean loss, (); the mean penalty, (), or None if the model has none; the first sequence,
-        (1, sequence_length).
+    penalty: this rank's mean, (), None if the model has none; first_sequence: (1, sequence_length), of this rank.
     """
-    loss = torch.zeros((), device=device)
-    penalty = None
-    for index in indices:
-        inputs, labels = _on(device, *batches.at(index))
-        if index == indices[0]:
-            first_sequence = inputs[:1]
-        with model.accumulating(index == indices[-1]):
-            with autocast:
-                output = model.forward(input_ids=inputs, labels=labels, shift_labels=labels)
-            part = output.loss / len(indices)
-            part.backward()
-        loss = loss + part.detach()
-        if getattr(output, "penalty", None) is not None:
-            part = output.penalty.detach() / len(indices)
-            penalty = part if penalty is None else penalty + part
-    return loss, penalty, first_sequence
+
+    loss: Tensor
+    lr: float
+    norm: Tensor
+    penalty: Tensor | None
+    first_sequence: Tensor
+
+    def numbers(self, ranks: Ranks) -> dict[str, float]:
+        """Return its share of the row of a step. Every rank calls this."""
+        loss, found = self.loss, {}
+        if self.penalty is not None:  # schemes are compared by the language model's loss without the penalty
+            penalty = ranks.mean(self.penalty)
+            loss, found = loss - penalty, {"penalty": penalty.item()}
+        return {"loss": loss.item(), "lr": self.lr, **found, "grad_norm": self.norm.item()}
+
+
+class _Updates:
+    """The updates of a run. A call does one step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: IndexedBatches,
+        config: "TrainConfig",
+        shard: BatchShard,
+        ranks: Ranks,
+        device: torch.device,
+    ):
+        self.batches, self.config, self.shard, self.ranks, self.device = batches, config, shard, ranks, device
+        self.model = parallelize(model.to(device).train(), config, ranks, device)
+        self.optimizer = adamw(model, config)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.finite = FiniteCheck(model, self.optimizer, device, ranks.total if self.model.sharded else None)
+        self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
+
+    def __call__(self, step: int) -> _Update:
+        factor = learning_rate_factor(step, self.config)
+        set_learning_rate(self.optimizer, factor)
+        loss, penalty, first_sequence = self._backward(self.shard.micro_batches(step))
+        loss = self.ranks.mean(loss)
+        norm = self.finite.observe(step, loss)
+        if self.config.clip:
+            nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return _Update(loss, self.config.lr * factor, norm, penalty, first_sequence)
+
+    def _backward(self, indices: range) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Run forward and backward on these micro-batches; return this rank's loss, penalty and first sequence."""
+        loss = torch.zeros((), device=self.device)
+        penalty = None
+        for index in indices:
+            inputs, labels = _on(self.device, *self.batches.at(index))
+            if index == indices[0]:
+                first_sequence = inputs[:1]
+            with self.model.accumulating(index == indices[-1]):
+                with self.autocast:
+                    output = self.model.forward(input_ids=inputs, labels=labels, shift_labels=labels)
+                part = output.loss / len(indices)
+                part.backward()
+            loss = loss + part.detach()
+            if getattr(output, "penalty", None) is not None:
+                part = output.penalty.detach() / len(indices)
+                penalty = part if penalty is None else penalty + part
+        return loss, penalty, first_sequence
 
 
 class _Logs(AbstractContextManager["_Logs"]):
-    """The rows that the first rank writes: `metrics`, and `connections` if they are observed. All may raise OSError."""
+    """The rows that the first rank writes: `metrics`, and `connections` if they are observed. All may raise OSError.
 
-    def __init__(self, run: RunFolder, config: "TrainConfig", step: int, *, observing: bool):
+    Opening them says which rows of a run that resumes at `checkpoint` are gone; nothing writes them again.
+    """
+
+    def __init__(self, run: RunFolder, config: "TrainConfig", checkpoint: Checkpoint | None, *, observing: bool):
+        step = checkpoint.step if checkpoint else 0
+        if checkpoint:
+            _say_missing_rows(run.metrics, "train.log_every", checkpoint)
+            if observing:
+                _say_missing_rows(run.connections, "train.connections_every", checkpoint)
         with ExitStack() as stack:
             self.metrics = stack.enter_context(
                 MetricsLog(run, step=step, tensorboard=config.tensorboard, wandb=config.wandb)
@@ -237,7 +269,7 @@ class _Logs(AbstractContextManager["_Logs"]):
 
 
 def _say_missing_rows(path: Path, key: str, checkpoint: Checkpoint) -> None:
-    """Say which rows of a resumed run are gone from a log; nothing writes them again. `key` sets how many it has."""
+    """Say which rows of a resumed run are gone from a log. `key` sets how many it has."""
     every = checkpoint.settings.get(key)
     if not isinstance(every, int) or not 1 <= every <= checkpoint.step:
         return
