@@ -132,7 +132,7 @@ class StreamAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.slots is not None:
+        if self.slots is not None and not self.slots.is_meta:
             nn.init.normal_(self.slots, std=1.0)
 
     def forward(self, context: Tensor, streams: Tensor) -> Tensor:

@@ -183,7 +183,8 @@ class Identity(Projection):
         super().__init__(dim, dim)
 
     def reset_parameters(self) -> None:
-        nn.init.eye_(self.weight)
+        if not self.weight.is_meta:
+            nn.init.eye_(self.weight)
 
 
 class Frame(nn.Module):
@@ -200,10 +201,12 @@ class Frame(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # orthogonal_ supports only float32 and float64.
+        if self.rows.is_meta:
+            return
         if self.centred:
             self._contrasts()
             return
+        # orthogonal_ supports only float32 and float64.
         dtype = torch.promote_types(self.rows.dtype, torch.float32)
         plane, mirror = (self.rows.new_empty(count, self.rows.shape[1], dtype=dtype) for count in (2, 1))
         nn.init.orthogonal_(plane)

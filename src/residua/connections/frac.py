@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from residua.connections.base import Carry, Mixing, Norm, State, Stream
 from residua.connections.ends import Same
-from residua.connections.hyper import MixingCoefficients, WeightedConnection, WeightedScheme
-from residua.connections.memory import Memory
+from residua.connections.hyper import CutConnection, MixingCoefficients, WeightedConnection, WeightedScheme
 from residua.connections.norm import norms
 from residua.connections.options import require
 from residua.ops import hyper_mix
@@ -53,30 +52,21 @@ class FracConnections(WeightedScheme):
         return Stream(Same(), connections, Same())
 
 
-class FracConnection(WeightedConnection):
+class FracConnection(CutConnection, WeightedConnection):
     """One frac-connection; the state is (batch, seq, dim). As many mixtures are read as there are fractions."""
 
     def __init__(self, scheme: FracConnections, dim: int, norm: nn.Module, *, norm_eps: float):
         m = scheme.num_fractions
         super().__init__(scheme, m, dim // m, norm, reads=m, first=0, norm_eps=norm_eps)
-
-    def fractions(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.reads, -1))
+        self.pieces = m
 
     def coefficients(self, streams: Tensor) -> MixingCoefficients:
         alpha, beta = self.weights(streams)
         h_pre, h_res = (columns.mT.contiguous() for columns in alpha.split(self.reads, -1))
         return MixingCoefficients(h_pre, h_res, beta)
 
-    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        fractions = self.fractions(state)
-        coefficients = self.coefficients(fractions)
-        assert coefficients.h_pre is not None
-        x = hyper_mix(fractions, coefficients.h_pre, implementation=self.scheme.implementation).flatten(-2)
-        return self.norm(x), Carry(state, coefficients)
-
-    def write(self, y: Tensor, carry: Carry) -> State:
-        return super().write(self.fractions(y), Carry(self.fractions(carry.residual), carry.coefficients)).flatten(-2)
+    def gather(self, rows: Tensor, h_pre: Tensor) -> Tensor:
+        return hyper_mix(rows, h_pre, implementation=self.scheme.implementation)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
         """Return the mixing of the fractions; a sublayer reads m mixtures of them, for which there is no h_pre."""

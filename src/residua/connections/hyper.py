@@ -130,6 +130,28 @@ class MixingConnection(Connection):
         )
 
 
+class CutConnection(MixingConnection):
+    """A mixing connection whose rows are `pieces` of the width side by side; the state is (batch, seq, dim)."""
+
+    pieces: int
+
+    @abstractmethod
+    def gather(self, rows: Tensor, h_pre: Tensor) -> Tensor:
+        """Return what a sublayer reads of the rows (batch, seq, pieces, dim / pieces), side by side or repeated."""
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.pieces, -1))
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        rows = self.rows(state)
+        coefficients = self.coefficients(rows)
+        assert coefficients.h_pre is not None
+        return self.norm(self.gather(rows, coefficients.h_pre).flatten(-2)), Carry(state, coefficients)
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        return super().write(self.rows(y), Carry(self.rows(carry.residual), carry.coefficients)).flatten(-2)
+
+
 class WeightedConnection(MixingConnection):
     """Weights of n rows, of which `reads` mixtures are read: constants, plus a part that depends on the token.
 

@@ -12,11 +12,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Norm, State, Stream, TensorSpec
+from residua.connections.base import Norm, Stream, TensorSpec
 from residua.connections.ends import MeanStreams, Same
 from residua.connections.expanding import ExpandingScheme
-from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
-from residua.connections.memory import Memory
+from residua.connections.hyper import CutConnection, MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.norm import Gain, norms
 from residua.connections.options import expect_used, require, require_factor
 from residua.connections.projection import WideProjection, project_normalised
@@ -204,7 +203,7 @@ class ManifoldConnection(MixingConnection):
         return self.mappings(streams, eps=self.norm_eps)
 
 
-class SplitConnection(MixingConnection):
+class SplitConnection(CutConnection):
     """`layout="split"`: the state (batch, seq, dim) is n pieces X[i] of dim / n features.
 
         x = n times [sum_i h_pre[i] X[i]],   X[o] <- sum_i h_res[o, i] X[i] + h_post[o] F(norm(x))[o]
@@ -216,24 +215,15 @@ class SplitConnection(MixingConnection):
     def __init__(self, scheme: ManifoldHyperConnections, dim: int, norm: nn.Module, *, norm_eps: float):
         super().__init__()
         self.scheme: ManifoldHyperConnections = scheme
+        self.pieces = scheme.num_streams
         self.norm_eps = norm_eps
         self.state_norm = Gain(dim)
         self.mappings = Mappings(scheme, dim // scheme.num_streams, offset=SPLIT_OFFSET, std=0.02)
         self.norm = norm
 
-    def pieces(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.scheme.num_streams, -1))
-
     def coefficients(self, streams: Tensor) -> MixingCoefficients:
         return self.mappings(streams, self.state_norm(), eps=self.norm_eps)
 
-    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        pieces = self.pieces(state)
-        coefficients = self.coefficients(pieces)
-        assert coefficients.h_pre is not None
-        mixture = hyper_read(pieces, coefficients.h_pre, implementation=self.scheme.implementation)
-        tiled = mixture.unsqueeze(-2).expand(pieces.shape).flatten(-2)
-        return self.norm(tiled), Carry(state, coefficients)
-
-    def write(self, y: Tensor, carry: Carry) -> State:
-        return super().write(self.pieces(y), Carry(self.pieces(carry.residual), carry.coefficients)).flatten(-2)
+    def gather(self, rows: Tensor, h_pre: Tensor) -> Tensor:
+        mixture = hyper_read(rows, h_pre, implementation=self.scheme.implementation)
+        return mixture.unsqueeze(-2).expand(rows.shape)

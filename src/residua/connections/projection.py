@@ -45,7 +45,7 @@ class Projection(nn.Linear):
         super().__init__(in_features, out_features, bias=bias is not None)
 
     def reset_parameters(self) -> None:
-        if self.weight.is_meta:  # drawing nothing takes longer than all else that a module without values does
+        if self.weight.is_meta:  # drawing nothing takes long there, and imports torch's compiler at first
             return
         nn.init.normal_(self.weight, std=self.std)
         if self.bias_start == "uniform":

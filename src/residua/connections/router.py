@@ -26,7 +26,7 @@ class Router(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
-        if self.random_bias is not None:
+        if self.random_bias is not None and not self.bias.is_meta:
             nn.init.normal_(self.bias[self.random_bias])
 
     def forward(self, streams: Tensor) -> Tensor:
