@@ -217,6 +217,7 @@ LLAMA = {"model_type": "llama"}
         ({"base": {"model_type": ["llama"]}}, "model type of transformers"),
         ({"base": {**LLAMA, "auto_map": {"AutoConfig": "evil.Config"}}}, "auto_map"),
         ({"base": {**LLAMA, "attn_implementation": "somebody/kernel"}}, "attn_implementation"),
+        ({"base": {**LLAMA, "num_hidden_layers": 10**30}}, "num_hidden_layers: expected at most 16384"),
         ({"connection": "nothing", "layers": []}, "no preset"),
         ({"layers": 3}, "configuration of a converted model"),
         ({"stack": ["layers"]}, "configuration of a converted model"),

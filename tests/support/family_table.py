@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import residua  # noqa: E402
 from residua.errors import InputError  # noqa: E402
-from residua.models.convert import find_anatomy  # noqa: E402
+from residua.models.convert import find_anatomy, small_inputs  # noqa: E402
 from support.families import FAMILIES, halves, other_families, tiny  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
@@ -27,7 +27,7 @@ def row(family: str) -> str:
     except Exception as error:  # configurations and models raise many kinds
         return _line(family, "not tried", _short(str(error)))
     try:
-        anatomy = find_anatomy(model, residua.Residual()).anatomy
+        anatomy = find_anatomy(model, residua.Residual(), small_inputs(model)).anatomy
     except InputError as error:
         return _line(family, "refused", _short(str(error).partition(": ")[2]))
     kinds = [

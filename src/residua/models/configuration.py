@@ -19,13 +19,14 @@ ATTENTION = ("eager", "sdpa", "flex_attention")
 """Implementations of attention that are part of transformers and torch."""
 
 
-def refuse_fetched_attention(config: Any, source: object) -> None:
-    """Check the implementations of attention that a configuration file names, in it and in what it contains.
+def refuse_unsafe(config: Any, source: object) -> None:
+    """Check the implementations of attention and the numbers of layers in a configuration file and in its parts.
 
-    For any not in `ATTENTION` transformers may download a kernel and run it. Pass such a one to `from_pretrained`.
+    For any attention not in `ATTENTION` transformers may download a kernel and run it. Pass such a one to
+    `from_pretrained`. Layers are built until there is no memory.
 
     Raises:
-        ValueError: the file names one that is not in `ATTENTION`.
+        ValueError: the file names an attention that is not in `ATTENTION`, or more than `MOST_LAYERS` layers.
     """
     for key, value in config.items() if isinstance(config, dict) else ():
         if key.lstrip("_").startswith("attn_implementation"):
@@ -35,8 +36,10 @@ def refuse_fetched_attention(config: Any, source: object) -> None:
                         f"{source}: expected {key} {', '.join(ATTENTION)} or none, got {name!r}, for which code may be "
                         "downloaded; remove it from the file, and give attn_implementation= to from_pretrained instead"
                     )
+        elif key.endswith(("layer", "layers")) and fits(value, int):
+            require(value <= MOST_LAYERS, f"{source}: {key}", f"at most {MOST_LAYERS}", value)
         else:
-            refuse_fetched_attention(value, source)
+            refuse_unsafe(value, source)
 
 
 class ResiduaConfig(PreTrainedConfig):
@@ -131,8 +134,8 @@ class ResiduaConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class does. Raises ValueError as `refuse_fetched_attention` does."""
-        refuse_fetched_attention(config_dict, "config.json")
+        """As the base class does. Raises ValueError as `refuse_unsafe` does."""
+        refuse_unsafe(config_dict, "config.json")
         return super().from_dict(config_dict, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:

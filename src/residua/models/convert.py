@@ -65,9 +65,8 @@ def convert(
             scheme = scheme.preserving()
         except ValueError as error:
             raise InputError(f"{first_line(error)}; start='fresh' converts the model all the same") from error
-    _expect_convertible(model)
+    inputs = small_inputs(model)
     with evaluating(model):
-        inputs = probe(model)
         conversion = find_anatomy(model, scheme, inputs)
         before = outputs(model, inputs)
         _expect_same_direction(model, conversion, inputs)
@@ -83,18 +82,16 @@ def convert(
     return model
 
 
-def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, Any] | None = None) -> Conversion:
+def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, Any]) -> Conversion:
     """Return how a model can be converted to `scheme`, found with the plain residual; the model is left as it was.
 
-    inputs: what `probe` returned, if it was called already.
+    inputs: the model's `small_inputs`.
 
     Raises:
         InputError: it cannot be converted.
     """
-    _expect_convertible(model)
     path, stack = stack_of(model)
     with evaluating(model), unhooked(model), uneven(model):
-        inputs = probe(model) if inputs is None else inputs
         ways = situations(model, inputs)
         before = _outputs_of(model, ways)
         anatomy, unchanged = observe(model, stack, inputs)
@@ -255,7 +252,8 @@ def attach_streams(model: nn.Module, conversion: Conversion, streams: Sequence[n
                     child.residua_is_norm = sublayer.normed
 
 
-def _expect_convertible(model: Any) -> None:
+def small_inputs(model: Any) -> dict[str, Any]:
+    """Return small inputs that a model runs on. Raises InputError for one whose kind cannot be converted."""
     if not isinstance(model, PreTrainedModel):
         raise InputError(f"model: expected a model of transformers, got {type(model).__name__}")
     name = type(model).__name__
@@ -284,6 +282,7 @@ def _expect_convertible(model: Any) -> None:
                 raise InputError(
                     f"{name}: expected every layer to run, got {option} in {type(where).__name__}; set it to 0 first"
                 )
+    return probe(model)
 
 
 def _run(model: PreTrainedModel, run: Situation) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch import nn
 from residua.checks import shown
 from residua.connections import Scheme, describe, resolve
 from residua.errors import InputError, extra, first_line
-from residua.models.configuration import refuse_fetched_attention
+from residua.models.configuration import refuse_unsafe
 from residua.models.convert_anatomy import Anatomy, Sublayer
 from residua.models.convert_flow import Swapped, layer_streams, swapped_class
 
@@ -123,9 +123,9 @@ class ConvertedConfig(PreTrainedConfig):
         """As the base class does; what is given beside the file is for the model's own configuration.
 
         Raises:
-            ValueError: the file names code to download.
+            ValueError: the file names code to download, or more layers than any machine holds.
         """
-        refuse_fetched_attention(config_dict, "config.json")
+        refuse_unsafe(config_dict, "config.json")
         found: Any = config_dict.get(KEY)
         base = base_in(found)
         taken: dict[str, Any] = {}

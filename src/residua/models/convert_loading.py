@@ -10,7 +10,7 @@ from torch import nn
 
 from residua.checks import fits, shown
 from residua.errors import InputError, extra
-from residua.models.convert import attach_streams, find_anatomy, new_streams, rebuild, streams_of
+from residua.models.convert import attach_streams, find_anatomy, new_streams, rebuild, small_inputs, streams_of
 from residua.models.convert_configuration import (
     KEY,
     Conversion,
@@ -157,7 +157,7 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
     conversion = Conversion.from_json(description, folder / DESCRIPTION)
     tensors, _ = read_tensors(folder / WEIGHTS, "the weights of connections", "save them again")
     plain = not any(isinstance(module, ConvertedLayer) for module in model.modules())
-    here = find_anatomy(model, conversion.scheme) if plain else conversion_of(model)
+    here = find_anatomy(model, conversion.scheme, small_inputs(model)) if plain else conversion_of(model)
     if here != conversion:
         what = "its layers" if here.scheme == conversion.scheme else "its connection"
         raise InputError(

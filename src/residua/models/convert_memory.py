@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from residua.connections.memory import expect_no_gap, expect_separable, positions_in, window_of
+from residua.connections.memory import positions_in, window_of
 from residua.errors import extra
 from residua.models.convert_flow import MEMORY, ConvertedLayer, Flow, layer_streams
-from residua.models.memory import CacheSlot, documents_of, memory_at, padding_of, tokens_of
+from residua.models.memory import CacheSlot, documents_of, expect_told_apart, memory_at, padding_of
 
 with extra("lab"):
     from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
@@ -91,20 +91,14 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     cached = not trunk.training and (cache is not None or bool(use_cache))
     positions = given.get("position_ids")
     documents = documents_of(tokens, mask, _of_text(positions), given, cached=cached)
-    if documents is None:
-        seen = tokens_of(mask)
-        if seen is not None:
-            expect_no_gap(seen)
-    else:
-        for part in parts:
-            expect_separable(part)
-        if mask is None and "position_ids" in names:
-            told = _separating(positions, documents, config)
-            place = names.index("position_ids")
-            if place < len(args):
-                args = (*args[:place], told, *args[place + 1 :])
-            else:
-                kwargs = {**kwargs, "position_ids": told}
+    expect_told_apart(parts, mask, documents)
+    if documents is not None and mask is None and "position_ids" in names:
+        told = _separating(positions, documents, config)
+        place = names.index("position_ids")
+        if place < len(args):
+            args = (*args[:place], told, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, "position_ids": told}
     use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
     if trunk.training:  # a cache would only be filled and dropped, and a recomputed layer would fill it twice
         if cache is not None and cache.get_seq_length():

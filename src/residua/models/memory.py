@@ -1,15 +1,15 @@
 """The memory of short convolutions and running sums, kept in the cache of transformers beside the keys and values."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from residua.connections import Scheme, Stream
-from residua.connections.memory import expect_none, window_of
+from residua.connections.memory import expect_no_gap, expect_none, expect_separable, window_of
 from residua.errors import extra
 
 with extra("lab"):
@@ -166,6 +166,18 @@ def memory_at(
     if slot is None or (cache is None and padding is None and documents is None):
         return None
     return CacheMemory(cache, slot, padding, documents)
+
+
+def expect_told_apart(parts: Iterable[nn.Module], mask: Any, documents: Tensor | None) -> None:
+    """Raise ValueError where parts of a stream that read earlier tokens would read across padding or documents.
+
+    mask: as for `tokens_of`; documents: as `documents_of` returns them.
+    """
+    if documents is not None:
+        for part in parts:
+            expect_separable(part)
+    elif (tokens := tokens_of(mask)) is not None:
+        expect_no_gap(tokens)
 
 
 def tokens_of(mask: Any) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from residua.errors import InputError, extra, first_line
-from residua.models.configuration import refuse_fetched_attention
+from residua.models.configuration import refuse_unsafe
 from residua.runs.reading import file_name, read_json_files
 
 with extra("lab"):
@@ -83,9 +83,9 @@ def _refuse_what_leads_elsewhere(folder: Path, files: Mapping[str, Any]) -> None
     """Check that no JSON file of a model folder makes transformers read or download anything outside the folder.
 
     Raises:
-        InputError, ValueError: weights in another folder, an adapter of another model, or attention code to download.
+        InputError, ValueError: weights in another folder, an adapter of another model, or what `refuse_unsafe` refuses.
     """
-    refuse_fetched_attention(files["config.json"], folder / "config.json")
+    refuse_unsafe(files["config.json"], folder / "config.json")
     if "adapter_config.json" in files:
         raise InputError(f"{folder}: expected a whole model, found an adapter (adapter_config.json); merge it first")
     for name, index in files.items():

@@ -20,12 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from residua.connections import Carry, Connection, Memory, Projection, Readout, RMSNorm, WideProjection
 from residua.connections.base import as_inputs
-from residua.connections.memory import expect_no_gap, expect_separable, positions_in, window_of
+from residua.connections.memory import positions_in, window_of
 from residua.errors import extra
 from residua.models.attention import Attention, AttentionContext, Rotary
 from residua.models.configuration import ResiduaConfig
 from residua.models.linear import initialise
-from residua.models.memory import cache_slots, documents_of, memories, of_current, tokens_of
+from residua.models.memory import cache_slots, documents_of, expect_told_apart, memories, of_current
 from residua.models.mlp import MLP
 from residua.ops import at_least_float32
 from residua.ops.recompute import cut
@@ -294,24 +294,20 @@ class ResiduaModel(ResiduaPreTrainedModel):
         """Raise ValueError where a part that reads earlier tokens could read across padding or packed documents, or
         attention could: mask as in `forward`, documents as `documents_of` returns them.
         """
-        looking = [part for part in self.stream.parts if window_of(part)]
-        if documents is not None:
-            for part in self.stream.parts:
-                expect_separable(part)
-            if "flash" in (self.config._attn_implementation or "") and documents.shape[0] > 1:
-                raise ValueError(
-                    f"input_ids: expected one row for packed documents, as flash attention needs it, got "
-                    f"{documents.shape[0]}"
-                )
-        elif looking:
-            if isinstance(mask, Tensor) and mask.dim() > 2:
-                raise ValueError(
-                    f"attention_mask: expected (batch, seq), got {tuple(mask.shape)}: the residual scheme reads "
-                    "earlier tokens; name packed documents with seq_idx, one number per token"
-                )
-            tokens = tokens_of(mask)
-            if tokens is not None:
-                expect_no_gap(tokens)
+        if documents is None and not any(map(window_of, self.stream.parts)):
+            return
+        if documents is None and isinstance(mask, Tensor) and mask.dim() > 2:
+            raise ValueError(
+                f"attention_mask: expected (batch, seq), got {tuple(mask.shape)}: the residual scheme reads earlier "
+                "tokens; name packed documents with seq_idx, one number per token"
+            )
+        expect_told_apart(self.stream.parts, mask, documents)
+        flash = "flash" in (self.config._attn_implementation or "")
+        if flash and documents is not None and documents.shape[0] > 1:
+            raise ValueError(
+                f"input_ids: expected one row for packed documents, as flash attention needs it, got "
+                f"{documents.shape[0]}"
+            )
 
     def _masks(
         self,
