@@ -97,6 +97,17 @@ def test_matched_parameters_come_as_near_as_the_width_of_an_mlp_allows(data):
     assert abs(count["wide"] - count["ddl-tc"]) <= 3 * 16 / 2
 
 
+def test_a_tuned_key_that_does_not_exist_is_refused_before_anything_is_measured(data):
+    tuning = {**DOCUMENT["tuning"], "over": {"train.lrr": [0.1]}}
+    with pytest.raises(InputError, match=r"unknown key train.lrr; did you mean train.lr"):
+        Plan(study(tuning=tuning), data)
+
+
+def test_without_prepared_data_the_option_is_named():
+    with pytest.raises(InputError, match=r"--data: expected a folder that residua prepare made"):
+        study().data(None)
+
+
 def test_data_that_would_be_seen_twice_are_refused(data):
     with pytest.raises(InputError, match=r"rungs.small: needs .* tokens so that none is seen twice"):
         Plan(study(tokens_per_parameter=20), data)
@@ -121,10 +132,16 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
         ({"seeds": [1, 1]}, "seeds: expected at least 2 different ones"),
         ({"baselines": ["mhc"]}, "baselines: expected some of the schemes"),
         ({"longer": [0.5]}, "longer: expected a list of numbers above 1"),
-        ({"tokens_per_parameter": -1}, "tokens_per_parameter: expected above 0"),
+        ({"tokens_per_parameter": -1}, "tokens_per_parameter: expected a number above 0"),
+        ({"baselines": 5}, "baselines: expected a list, of text each"),
+        ({"baselines": "residual"}, "baselines: expected a list, of text each, got 'residual'"),
+        ({"baselines": [["residual"]]}, "baselines: expected a list, of text each"),
+        ({"baselines": ["residual", "residual"]}, "baselines: expected at least one, each once"),
+        ({"longer": [math.inf]}, "longer: expected a list of numbers above 1"),
+        ({"tokens_per_parameter": math.inf}, "tokens_per_parameter: expected a number above 0"),
         ({"tokens_per_parameter": "many"}, "tokens_per_parameter: expected a number"),
         ({"rungs": {}}, "rungs: expected at least one"),
-        ({"rungs": {"a": {"tuned": "b"}}}, "rungs.a.tuned"),
+        ({"rungs": {"a": {"tuned": "b"}}}, "rungs.a.tuned: expected a size that is tuned by itself (none is there)"),
         ({"set": {"train.seed": 3}}, "train.seed: expected a key that a study does not set"),
         ({"schemes": {"residual": {"parameters_of": "x"}}}, "schemes.residual.parameters_of"),
         ({"schemes": ["residual"]}, "schemes: expected a mapping"),
@@ -134,6 +151,8 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
         ({"tuning": {**DOCUMENT["tuning"], "runs": 1}}, "tuning.runs: expected at least the 2 points of the grid"),
         ({"tuning": {**DOCUMENT["tuning"], "runs": 9}}, "tuning.baseline_runs: expected at least tuning.runs"),
         ({"tuning": {**DOCUMENT["tuning"], "over": {"train.lr": 0.1}}}, "tuning.over.train.lr: expected a list"),
+        ({"tuning": {**DOCUMENT["tuning"], "over": {"train.lr": ["a"]}}}, "expected a list of numbers above 0"),
+        ({"tuning": {**DOCUMENT["tuning"], "over": {}}}, "tuning.over: expected values for at least one key"),
         ({"tuning": {**DOCUMENT["tuning"], "length": 0}}, "tuning.length"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ def read_folder(out: Path) -> Study:
 
 
 def restore(document: Mapping[str, Any], source: str) -> Study:
-    """The study that `asdict` wrote."""
+    """The study that `asdict` wrote. Raises InputError for something else."""
     values = dict(document)
-    with suppress(KeyError, TypeError, AttributeError):
+    try:
         values["rungs"] = {
             name: {**rung["keys"], "tuned": rung["tuned"], "longer": rung["longer"]}
             for name, rung in values["rungs"].items()
@@ -37,6 +36,8 @@ def restore(document: Mapping[str, Any], source: str) -> Study:
             name: {**entry["keys"], "connection": entry["connection"], "parameters_of": entry["parameters_of"]}
             for name, entry in values["schemes"].items()
         }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{source}: expected rungs and schemes as residua study writes them, got others") from error
     return read_study(values, source)
 
 

@@ -81,11 +81,12 @@ class Tuning:
 
     def __post_init__(self) -> None:
         _check(self, "tuning")
-        known = isinstance(self.factors, Mapping)
-        good = known and all(fits(factor, float) and factor > 1 for factor in self.factors.values())
+        good = isinstance(self.factors, Mapping) and _above(1, list(self.factors.values()))
         require(good, "tuning.factors", "a number above 1 for each key", self.factors)
+        require(bool(self.over), "tuning.over", "values for at least one key", dict(self.over))
+        for key, values in self.over.items():  # the budget counts points of numbers, between which the search walks
+            require(values != [] and _above(0, values), f"tuning.over.{key}", "a list of numbers above 0", values)
         grid = math.prod(len(values) for values in self.over.values())
-        require(grid >= 1, "tuning.over", "values for at least one key", dict(self.over))
         require(self.runs >= grid, "tuning.runs", f"at least the {grid} points of the grid", self.runs)
         require(self.baseline_runs >= self.runs, "tuning.baseline_runs", "at least tuning.runs", self.baseline_runs)
         require(0 < self.length <= 1, "tuning.length", "a number above 0, 1 at most", self.length)
@@ -160,34 +161,31 @@ class Study:
         require(isinstance(self.set, Mapping), "set", "a mapping", self.set)
         require(fits(self.config, str | list | tuple), "config", "a recipe, a file or a list of them", self.config)
         require(bool(self.rungs), "rungs", "at least one", {})
+        _check(self, "")
         for name in self.baselines:
             require(name in self.schemes, "baselines", f"some of the schemes ({', '.join(self.schemes)})", name)
-        require(len(self.baselines) >= 1, "baselines", "at least one", list(self.baselines))
-        _check(self, "")
+        different = len(set(self.baselines)) == len(self.baselines) >= 1
+        require(different, "baselines", "at least one, each once", list(self.baselines))
         require(len(set(self.seeds)) == len(self.seeds) >= 2, "seeds", "at least 2 different ones", list(self.seeds))
         require(self.tuning.seed not in self.seeds, "seeds", "others than tuning.seed", self.tuning.seed)
         for place, rung in (("longer", None), *((f"rungs.{name}.longer", name) for name in self.rungs)):
             listed = self.longer if rung is None else self.longer_at(rung)
-            good = isinstance(listed, list | tuple) and all(fits(factor, float) and factor > 1 for factor in listed)
-            require(good, place, "a list of numbers above 1", listed)
+            require(_above(1, listed), place, "a list of numbers above 1", listed)
         require(0 <= self.warmup < 1, "warmup", "a number from 0, below 1", self.warmup)
         require(self.evaluations >= 1, "evaluations", "at least 1", self.evaluations)
-        require(self.tokens_per_parameter > 0, "tokens_per_parameter", "above 0", self.tokens_per_parameter)
+        good = 0 < self.tokens_per_parameter < math.inf
+        require(good, "tokens_per_parameter", "a number above 0", self.tokens_per_parameter)
+        tuned = [name for name, rung in self.rungs.items() if rung.tuned is None]
         for rung in self.rungs.values():
-            known = [name for name, other in self.rungs.items() if other.tuned is None]
-            require(
-                rung.tuned is None or rung.tuned in known, f"rungs.{rung.name}.tuned", " or ".join(known), rung.tuned
-            )
+            expected = f"a size that is tuned by itself ({', '.join(tuned) or 'none is there'})"
+            require(rung.tuned in (None, *tuned), f"rungs.{rung.name}.tuned", expected, rung.tuned)
+        own = [name for name, entry in self.schemes.items() if entry.parameters_of is None]
         for entry in self.schemes.values():
-            other = entry.parameters_of
-            known = [name for name, one in self.schemes.items() if one.parameters_of is None]
-            place = f"schemes.{entry.name}.parameters_of"
-            require(other is None or other in known, place, f"one of {', '.join(known)}", other)
-        given = [
-            key for part in (self, *self.schemes.values(), *self.rungs.values()) for key in getattr(part, "set", {})
-        ]
-        given += [key for part in (*self.schemes.values(), *self.rungs.values()) for key in part.keys]
-        for key in [*given, *self.tuning.over]:
+            expected = f"a scheme that is matched to no other ({', '.join(own) or 'none is there'})"
+            known = entry.parameters_of in (None, *own)
+            require(known, f"schemes.{entry.name}.parameters_of", expected, entry.parameters_of)
+        parts = (*self.schemes.values(), *self.rungs.values())
+        for key in [*self.set, *(key for part in parts for key in part.keys), *self.tuning.over]:
             require(key not in BY_THE_STUDY, key, "a key that a study does not set by itself", key)
 
     def longer_at(self, rung: str) -> Sequence[float]:
@@ -195,9 +193,11 @@ class Study:
         own = self.rungs[rung].longer
         return self.longer if own is None else own
 
-    def data(self, path: str | None) -> str | None:
-        """The prepared data of all runs: `path`, or else those of the configuration."""
-        return path or load_config(self.config, _overrides(self.set)).data.path
+    def data(self, path: str | None) -> str:
+        """The prepared data of all runs: `path`, or else those of the configuration. Raises InputError for none."""
+        found = path or load_config(self.config, _overrides(self.set)).data.path
+        require(found is not None, "--data", "a folder that residua prepare made", None)
+        return found
 
     def only(
         self,
@@ -259,6 +259,7 @@ class Plan:
         for rung in study.rungs.values():  # every configuration is checked before hours are spent on the first
             for entry in study.schemes.values():
                 self._config(rung, entry, {}, 0, 1)
+        self.tuning(next(rung.name for rung in study.rungs.values() if rung.tuned is None), study.baselines[0], {})
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -461,8 +462,7 @@ def read_study(document: Any, source: str) -> Study:
     tuning = _fields(values["tuning"], Tuning, "tuning")
     for name in ("over", "runs", "baseline_runs"):
         require(name in tuning, f"tuning.{name}", "a value", None)
-    for key, listed in _mapping(tuning["over"], "tuning.over").items():
-        require(isinstance(listed, list) and listed != [], f"tuning.over.{key}", "a list of values", listed)
+    _mapping(tuning["over"], "tuning.over")
     questions = read_questions(values.get("questions") or {}, values.get("baselines", ("residual",)))
     known = {"questions": questions, "published": read_published(values.get("published") or {})}
     return Study(**{**values, **known, "rungs": rungs, "schemes": schemes, "tuning": Tuning(**tuning)})
@@ -480,6 +480,11 @@ def _fields(document: Any, kind: type, where: str) -> dict[str, Any]:
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     require(isinstance(value, Mapping), where, "a mapping", value)
     return value
+
+
+def _above(bound: float, values: Any) -> bool:
+    """Whether something is a list of finite numbers above a bound."""
+    return isinstance(values, list | tuple) and all(fits(one, float) and bound < one < math.inf for one in values)
 
 
 def _check(settings: Any, where: str) -> None:

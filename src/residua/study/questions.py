@@ -1,5 +1,6 @@
 """What a study is to answer, written down before its runs: comparisons of schemes, and rankings published elsewhere."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -71,7 +72,8 @@ def read_published(document: Any) -> dict[str, Published]:
         values = _keys(values, Published, where)
         require(fits(values.get("source"), str), f"{where}.source", "where it was published", values.get("source"))
         differences = values.get("differences")
-        good = isinstance(differences, Mapping) and all(fits(value, float) for value in differences.values())
+        known = isinstance(differences, Mapping)
+        good = known and all(fits(value, float) and math.isfinite(value) for value in differences.values())
         require(good, f"{where}.differences", "a number for each scheme", differences)
         found[name] = Published(name, values["source"], {str(key): value for key, value in differences.items()})
     return found
