@@ -72,6 +72,35 @@ def test_tuning_runs_of_another_length_choose_nothing():
     assert row.tuning_runs == 2
 
 
+def test_of_points_with_equal_losses_the_reported_one_counts_whatever_finished_first():
+    equal = [{**r, "val_loss": 4} if (r["scheme"], r["kind"]) == ("ddl", "tune") else r for r in records()]
+    for found in (equal, list(reversed(equal))):
+        row = row_of(results(study(), found, costs()))
+        assert row.point == {"train.lr": 0.008}
+        assert row.whole
+
+
+def test_a_tuned_value_at_the_edge_of_what_was_tried_is_marked():
+    assert row_of(results(study(), records(), costs())).edges == ["train.lr"]
+    assert "| lr 0.008 (edge) | 2 |" in markdown(results(study(), records(), costs()))
+    beyond = [*records(), record("ddl", "tune", 0, 5.0, lr=0.016)]
+    assert row_of(results(study(), beyond, costs())).edges == []
+    assert "| lr 0.008 | 3 |" in markdown(results(study(), beyond, costs()))
+    alone = [r for r in records() if (r["scheme"], r["point"]["train.lr"]) != ("ddl", 0.004)]
+    assert row_of(results(study(), alone, costs())).edges == []
+
+
+def test_longer_runs_of_a_single_size_are_told_in_how_to_read():
+    rungs = {**study().rungs, "small": {"longer": [2.0]}}
+    assert "trained for 2 times as many steps" in markdown(results(study(longer=[], rungs=rungs), records(), costs()))
+    assert "the baselines have no longer runs" in markdown(results(study(longer=[]), records(), costs()))
+
+
+def test_every_torch_of_the_runs_is_named():
+    other = [{**r, "facts": {**r["facts"], "torch": "1"}} if r["seed"] == 3 else r for r in records()]
+    assert "; PyTorch 1, 2." in markdown(results(study(), other, costs()))
+
+
 def test_missing_seeds_and_schemes_are_named():
     some = [r for r in records() if (r["scheme"], r["kind"], r["seed"]) != ("ddl", "report", 3)]
     found = results(study(schemes={"residual": {}, "ddl": {}, "hc": {}}), some, costs())

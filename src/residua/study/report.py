@@ -15,7 +15,7 @@ from residua.runs.sweep import Record
 from residua.study.page import page
 from residua.study.picture import draw, draw_gates
 from residua.study.ranking import Ranking, rankings
-from residua.study.results import COMPILED, SIGNIFICANT, Answer, Difference, Results, Row
+from residua.study.results import BELOW, COMPILED, SIGNIFICANT, Answer, Difference, Results, Row
 
 PICTURE, GATES = "differences.png", "gates.png"
 FILES = ("report.md", "results.csv", "index.html")
@@ -75,7 +75,8 @@ def _setting(found: Results) -> list[str]:
         f"paired; seed {tuning.seed} tuned and is in no row.",
         f"- Tuning: {grid}, then neighbours of the best, runs of {tuning.length:g} of the full length, at most "
         f"{tuning.runs} for a scheme and {tuning.baseline_runs} for a baseline ({_list(study.baselines)}).",
-        f"- Device: {_list(found.devices)}, one thread a run. Code: {_list([_short(one) for one in found.commits])}.",
+        f"- Device: {_list(found.devices)}, one thread a run. Code: {_list([_short(one) for one in found.commits])}; "
+        f"PyTorch {_list(found.torches)}.",
         f"- Corpus: {_text(corpus)}.",
         f"- {found.comparisons} differences at equal tokens; p-values are corrected by Holm's method for their number.",
     ]
@@ -94,13 +95,13 @@ def _noise(found: Results, rung: str) -> list[str]:
         return ["The noise is not measured: fewer than two seeds of the first baseline are finished."]
     rows = [row for row in found.rows if row.rung == rung]
     seen = [d.estimate.detectable for row in rows for d in row.differences if d.measure == "tokens" and d.estimate]
-    seen = sorted(value for value in seen if value is not None)
+    seen = [value for value in seen if value is not None]
     name = found.study.baselines[0]
     text = (
         f"Noise floor: a run of `{name}` varies by {noise.deviation:.4f} (standard deviation of {noise.count} seeds)."
     )
     if seen:
-        middle = seen[len(seen) // 2]
+        middle = statistics.median(seen)
         text += f" Four of five such studies would see a paired difference of {middle:.4f} (median of the rows)."
     return [text]
 
@@ -213,12 +214,12 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _reading(found: Results) -> list[str]:
-    longest = max([1.0, *found.study.longer])
-    times = " and ".join(f"{factor:g}" for factor in found.study.longer)
+    factors = sorted({factor for rung in found.study.rungs for factor in found.study.longer_at(rung)})
+    times = " and ".join(f"{factor:g}" for factor in factors)
     equal = (
-        f"the baseline was also trained for {times} times as many steps; where a scheme's step costs r times the "
+        f"baselines were also trained for {times} times as many steps; where a scheme's step costs r times the "
         "baseline's, the baseline counts after r times as many steps, linear in their logarithm between its runs. "
-        f"A cost above {longest:g} has no baseline to compare with: a dash."
+        f"A dash: r is below {BELOW:g}, or the size has no baseline trained for as long."
     )
     if not times:
         equal = "not compared, as the baselines have no longer runs."
@@ -226,7 +227,14 @@ def _reading(found: Results) -> list[str]:
         "- A difference is the scheme's last validation loss minus the baseline's with the same seed, in nats per "
         "token, mean ± half of the 95 % interval (Student's t over the seeds). Below zero is better. "
         f"**Bold**: Holm's corrected p is below {SIGNIFICANT}.",
+        "- The correction counts all rows of all sizes here, at equal tokens, FLOPs and so on each by itself, and the "
+        "answers to questions by themselves. Rows and questions that join later raise the number, and can take the "
+        "bold from a difference that has it.",
+        "- What four of five such studies would see is the true difference that their intervals would show; after "
+        "the correction it takes a larger one.",
         f"- Equal FLOPs and seconds: {equal}",
+        "- Tuned to: (edge) marks the smallest or largest value that was tried, where the budget ended; a better one "
+        "may lie beyond it.",
         "- Step time: in interleaved rounds, process time of one thread on a CPU, the device's time on a GPU; median "
         "and quartiles of the ratio to the first baseline. The intervals at equal seconds hold for its median. "
         "A compiled step goes through `torch.compile`; the runs took the other.",
@@ -248,9 +256,15 @@ def _cells(found: Results, row: Row) -> list[str]:
         f"{row.flops / base.flops:.3f}" if row.flops and base and base.flops else "–",
         f"{cost['peak_bytes'] / MEBIBYTE:.0f}" if cost and cost.get("peak_bytes") else "–",
         f"{row.parameters:,}" if row.parameters else "–",
-        ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in row.point.items()),
+        ", ".join(tuned(row)),
         str(row.tuning_runs),
     ]
+
+
+def tuned(row: Row) -> list[str]:
+    """What tuning chose, key by key."""
+    edges = row.edges
+    return [f"{key.rpartition('.')[2]} {value}" + " (edge)" * (key in edges) for key, value in row.point.items()]
 
 
 def _ratio(cost: Record | None) -> str:

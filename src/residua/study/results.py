@@ -6,10 +6,13 @@ Everything follows from the records, so a page can be made again without the dat
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from residua.checks import fits
+from residua.errors import InputError
 from residua.runs.statistics import Estimate, holm, paired
 from residua.runs.sweep import Record
 from residua.study.plan import Study
@@ -80,6 +83,17 @@ class Row:
         return len(self.losses) == self.seeds
 
     @property
+    def edges(self) -> list[str]:
+        """The tuned keys of which the best value is the smallest or largest that was tried: the budget ended there."""
+        tried = {key: [run["point"].get(key) for run in self.runs if run["kind"] == "tune"] for key in self.point}
+        numbers = {key: some for key, some in tried.items() if all(fits(one, float) for one in some)}
+        return [
+            key
+            for key, some in numbers.items()
+            if some and min(some) < max(some) and self.point[key] in (min(some), max(some))
+        ]
+
+    @property
     def flops(self) -> float | None:
         """Of a token in a training step."""
         return None if self.cost is None else sum(self.cost["flops_per_token"].values())
@@ -129,6 +143,7 @@ class Results:
     answers: Sequence[Answer]
     comparisons: int
     commits: Sequence[str]
+    torches: Sequence[str]
     devices: Sequence[str]
     corpora: Sequence[Mapping[str, Any]]
     unfinished: Sequence[str]
@@ -177,15 +192,17 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
                 for size in (rung.name, rung.tuned or rung.name)
             )
             tuning = _tuning(study, tuned)
-            point = _best(tuning)
-            reported = [r for r in own if r["kind"] == "report" and r["point"] == point and r["seed"] in study.seeds]
+            best = _best(tuning)
+            known = [r for r in own if r["kind"] in ("report", "longer") and r["seed"] in study.seeds]
+            point = next((r["point"] for r in known if r["point"] in best), None)
+            reported = [r for r in known if r["kind"] == "report" and r["point"] == point]
             if not reported:
                 unfinished.append(f"{name} at {rung.name}")
                 continue
             cost, compiled = (measured.get((rung.name, name, entry.connection, one)) for one in (False, True))
             row = _row(study, rung.name, name, reported, tuning, cost, compiled)
             if name in study.baselines:
-                more = [r for r in own if r["kind"] == "longer" and r["point"] == point and r["seed"] in study.seeds]
+                more = [r for r in known if r["kind"] == "longer" and r["point"] == point]
                 longer[rung.name, name] = more
                 row.runs = [*row.runs, *more]
             if not row.whole:
@@ -203,10 +220,16 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
 
 
 def merged(found: Results, others: Sequence[Results]) -> Results:
-    """The rows of several studies of the same kind in one, corrected for the number of all of them."""
+    """The rows of several studies of the same kind in one, corrected for the number of all of them.
+
+    Raises InputError for a row that is there twice.
+    """
     if not others:
         return found
     rows = [*found.rows, *(row for other in others for row in other.rows if row.scheme not in found.study.baselines)]
+    for (rung, scheme), count in Counter((row.rung, row.scheme) for row in rows).items():
+        if count > 1:
+            raise InputError(f"--also: expected one row of {scheme} at {rung}, found {count}; leave one of them out")
     _correct(rows)
     unfinished = [*found.unfinished, *(one for other in others for one in other.unfinished)]
     return _gathered(found.study, rows, unfinished, found.answers)
@@ -220,6 +243,7 @@ def _gathered(study: Study, rows: Sequence[Row], unfinished: Sequence[str], answ
         answers,
         sum(d.measure == "tokens" for row in rows for d in row.differences if d.p is not None),
         sorted({str(one.get("commit")) for one in facts}),
+        sorted({str(one.get("torch")) for one in facts}),
         sorted({str(one.get("device")) for one in facts} | {str(row.cost["device"]) for row in rows if row.cost}),
         list({json.dumps(one.get("data"), sort_keys=True): one.get("data") or {} for one in facts}.values()),
         unfinished,
@@ -261,10 +285,10 @@ def _tuning(study: Study, records: Sequence[Record]) -> list[Record]:
     return [r for r in records if r["kind"] == "tune" and (not length or r["steps"] in length)]
 
 
-def _best(tuning: Sequence[Record]) -> Any:
-    """The point with the lowest loss of the tuning seed; the first among equals, as the search has it."""
-    there = [record for record in tuning if record["val_loss"] is not None]
-    return min(there, key=lambda record: record["val_loss"])["point"] if there else None
+def _best(tuning: Sequence[Record]) -> list[Any]:
+    """The points with the lowest loss of the tuning seed: several where a key had no effect. The search took one."""
+    lowest = min((record["val_loss"] for record in tuning if record["val_loss"] is not None), default=None)
+    return [record["point"] for record in tuning if lowest is not None and record["val_loss"] == lowest]
 
 
 def _row(
