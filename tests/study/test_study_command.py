@@ -1,13 +1,17 @@
 """residua study: it trains, resumes, reports, verifies to the last bit, and takes valid submissions."""
 
+import importlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import residua
 from residua.cli import main
+from residua.connections import registry
 from residua.data import prepare
 from residua.runs import jsonlines
 from residua.runs.reading import write_yaml
@@ -101,6 +105,7 @@ def test_a_study_may_grow_and_loses_no_scheme(finished, data, tmp_path):
         ({"schemes": {"residual": {}, "ddl": {"connection": "ddl:beta_init=0.5"}}}, "another schemes.ddl ("),
         ({"rungs": {"small": {**SMALLEST["rungs"]["small"], "model.num_hidden_layers": 2}}}, "another rungs.small ("),
         ({"tuning": {**SMALLEST["tuning"], "length": 1.0}}, "another tuning.length (0.5), now 1.0"),
+        ({"seeds": [2, 3]}, "seeds: expected those of"),
     ],
 )
 def test_a_folder_takes_no_runs_of_other_settings(finished, data, tmp_path, capsys, change, said):
@@ -127,13 +132,32 @@ def test_a_repeated_run_equals_its_record_to_the_last_bit_and_another_number_is_
     assert "2 of 2 runs are equal to the last bit" in capsys.readouterr().out
     text = (out / "records.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
+    argv = ["study", "verify", str(out), "--data", str(data), "--share", "0.1"]
     try:
-        changed = [{**row, "val_loss": row["val_loss"] + 1e-15} for row in rows]
-        (out / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
-        assert main(["study", "verify", str(out), "--data", str(data), "--share", "0.1"]) == 1
-        assert "0 of 1 runs" in capsys.readouterr().out
+        write(out, [nudged(row) for row in rows])
+        assert main(argv) == 1
+        said = capsys.readouterr().out
+        assert "0 of 1 runs" in said
+        assert "recorded with" not in said
+        write(out, [nudged({**row, "facts": {**row["facts"], "torch": "1.0"}}) for row in rows])
+        assert main(argv) == 1
+        assert f"(recorded with torch 1.0, here {torch.__version__}; last bits differ there)" in capsys.readouterr().out
+        # A run that the study would not make cannot be repeated, however good its record looks.
+        write(out, [{**row, "key": row["key"][:-1] + "x"} if row["kind"] == "report" else row for row in rows])
+        assert main(argv) == 2
+        assert "expected records of the study's own runs, found 4 others: 'small ddl report" in capsys.readouterr().err
     finally:
         (out / "records.jsonl").write_text(text)
+
+
+def write(out, rows):
+    (out / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def nudged(row):
+    """The record with another last bit in its loss, which a person could have typed."""
+    loss = row["val_loss"] + 1e-15
+    return {**row, "val_loss": loss, "curve": [*row["curve"][:-1], [row["steps"], loss]]}
 
 
 @pytest.mark.slow
@@ -160,8 +184,7 @@ def test_an_audit_repeats_a_run_to_the_last_bit_and_measures_its_gates_along_tra
     assert (out / "gates.png").read_bytes().startswith(b"\x89PNG")
     assert main(argv) == 0  # it is there, and not made twice
     assert len(jsonlines.read(out / "audits.jsonl")) == 1
-    rows = [{**r, "val_loss": r["val_loss"] + 1e-15} for r in jsonlines.read(out / "records.jsonl")]
-    (out / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write(out, map(nudged, jsonlines.read(out / "records.jsonl")))
     (out / "audits.jsonl").unlink()
     assert main(argv) == 1
     assert "other losses than its record" in capsys.readouterr().out
@@ -200,6 +223,52 @@ def test_a_submission_is_one_file_that_gives_its_scheme_a_row(finished, tmp_path
     assert mine in with_it
 
 
+def test_a_scheme_that_the_folder_has_is_not_counted_twice(finished, tmp_path, capsys):
+    path = submitted(finished, tmp_path)
+    assert main(["study", "report", str(finished / "out"), "--also", str(path)]) == 2
+    assert "--also: expected one row of ddl at small, found 2; leave one of them out" in capsys.readouterr().err
+    assert main(["study", "report", str(alone(finished, tmp_path)), "--also", str(path), str(path)]) == 2
+    assert "expected one row of ddl at small, found 2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_scheme_of_another_package_is_submitted_with_the_file_that_its_runs_had(
+    finished, data, tmp_path, capsys, monkeypatch
+):
+    for table in ("SCHEMES", "PRESETS", "_PACKAGES"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    (tmp_path / "mine.py").write_text("from residua import Residual\n\n\nclass Mine(Residual):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "mine", None)  # put back to absence afterwards
+    del sys.modules["mine"]
+    residua.register("mine", importlib.import_module("mine").Mine)
+    out = tmp_path / "out"
+    shutil.copytree(finished / "out", out)
+    argv = ["study", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--schemes", "mine"]
+    assert main([*argv, "--no-costs"]) == 0
+    rows = jsonlines.read(out / "records.jsonl")
+    assert {row["source"]["file"] for row in rows if row["scheme"] == "mine"} == {"mine.py"}
+    assert all("source" not in row for row in rows if row["scheme"] != "mine")
+    write(out, [{**row, "facts": {**row["facts"], "commit": "a" * 40}} for row in rows])
+    with (out / "costs.jsonl").open("a") as file:
+        known = jsonlines.read(out / "costs.jsonl")[0]
+        file.write(json.dumps({**known, "scheme": "mine", "connection": "mine"}) + "\n")
+    submit = ["study", "submit", str(out), "--scheme", "mine", "--out", str(tmp_path / "mine.jsonl")]
+    assert main(submit) == 0
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("# another thought\n")
+    assert main(submit) == 2
+    assert "mine.py has changed since 'small mine tune" in capsys.readouterr().err
+
+
+def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_path, capsys):
+    out = tmp_path / "nowhere"
+    argv = ["study", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
+    assert main(argv) == 2
+    assert "expected the folder of a study, found no study.json" in capsys.readouterr().err
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -212,6 +281,12 @@ def test_a_submission_is_one_file_that_gives_its_scheme_a_row(finished, tmp_path
         ),
         (lambda rows: [r for r in rows if "cost" not in r], "expected its time and memory"),
         (lambda rows: _edit(rows, facts={"commit": "b-dirty"}), "expected runs of committed code"),
+        (
+            lambda rows: _of_seed(rows, 2, facts={"device": "another"}),
+            "expected one device for all runs at small, found",
+        ),
+        (lambda rows: _of_seed(rows, 2, facts={"torch": "1.0"}), "expected one torch for all runs at small, found 1.0"),
+        (lambda rows: _of_seed(rows, 2, val_loss=None, curve=[]), "expected a loss of every seed"),
         (lambda rows: [_with_tuning(rows[0], runs=9, baseline_runs=9), *rows[1:]], "expected the study's own tuning"),
         (
             lambda rows: [rows[0], {"run": {"key": "x", "scheme": "ddl"}}, *rows[1:]],
@@ -231,6 +306,13 @@ def test_a_submission_that_makes_no_valid_row_is_refused(finished, tmp_path, cap
 
 def _edit(rows, **changes):
     return [{"run": {**row["run"], **changes}} if "run" in row else row for row in rows]
+
+
+def _of_seed(rows, seed, facts=None, **changes):
+    """The runs of one seed with other values."""
+    own = [row for row in rows if row.get("run", {}).get("seed") == seed]
+    edited = [{"run": {**row["run"], **changes, "facts": {**row["run"]["facts"], **(facts or {})}}} for row in own]
+    return [row for row in rows if row not in own] + edited
 
 
 def _with_tuning(header, **changes):

@@ -12,6 +12,12 @@ def changed(**changes):
     return [{**row, **changes} for row in records()]
 
 
+def edited(**changes):
+    """One reported run of ddl edited by hand."""
+    mine = ("ddl", "report", 3)
+    return [{**r, **changes} if (r["scheme"], r["kind"], r["seed"]) == mine else r for r in records()]
+
+
 def with_facts(**changes):
     return [{**row, "facts": {**row["facts"], **changes}} for row in records()]
 
@@ -19,20 +25,36 @@ def with_facts(**changes):
 @pytest.mark.parametrize(
     ("runs", "said"),
     [
-        (changed(val_loss="low"), "val_loss: expected a number or null, got 'low'"),
-        (changed(val_loss=True), "val_loss: expected a number or null"),
-        (changed(val_loss=1e999), "val_loss: expected a number or null, got 'inf'"),
+        (changed(val_loss="low"), "val_loss: expected a number that is not negative, or null, got 'low'"),
+        (changed(val_loss=True), "val_loss: expected a number that is not negative, or null"),
+        (changed(val_loss=1e999), "val_loss: expected a number that is not negative, or null, got 'inf'"),
         (changed(kind="best"), "kind: expected one of tune, report, longer, got 'best'"),
+        (changed(val_loss=-3.0), "val_loss: expected a number that is not negative, or null, got '-3.0'"),
         (changed(steps=0), "steps: expected at least 1"),
         (changed(point=None), "point: expected a mapping"),
         (changed(seed="1"), "seed: expected a whole number"),
         (changed(curve=[["a", 1.0]]), "curve: expected pairs of a step and a loss"),
+        (changed(curve={}), "curve: expected pairs of a step and a loss"),
+        (changed(curve=[[50, 1.0], [50, 2.0]]), "curve: expected steps that grow"),
+        (changed(curve=[[100, 1.0]]), "val_loss: expected 1.0, where its curve ends, got"),
+        (edited(val_loss=3.5), "where its curve ends, got '3.5'"),
         (changed(scheme=["ddl"]), "scheme: expected text"),
+        (edited(scheme="residual"), "key: expected small residual report seed=3"),
+        (edited(kind="longer"), "key: expected small ddl longer seed=3"),
+        (edited(seed=7), "key: expected small ddl report seed=7"),
+        (changed(tokens="many"), "tokens: expected a whole number"),
+        (changed(seconds=[]), "seconds: expected a number"),
+        (changed(diverged=["x"]), "diverged: expected text"),
+        (with_facts(torch=[2]), "facts.torch: expected text"),
+        (with_facts(data={"fingerprint": "e" * 64}), "facts.data: expected the data ffff"),
         (with_facts(commit={}), "facts.commit: expected text"),
         (with_facts(parameters="many"), "facts.parameters: expected a whole number"),
         (with_facts(data=[1]), "facts.data: expected a mapping"),
         ([*records(), {**records()[-1], "val_loss": 1.0}], "as an earlier record of it has, got '1.0'"),
-        ([*records(), {**records()[-1], "key": "again", "val_loss": 1.0}], "expected one run of its seed and settings"),
+        (
+            [*records(), {**records()[-1], "key": records()[-1]["key"] + " again", "val_loss": 1.0}],
+            "expected one run of its seed and settings",
+        ),
         ([{}], "key: expected text"),
     ],
 )
@@ -49,6 +71,8 @@ def test_a_run_that_no_study_wrote_is_refused(tmp_path, runs, said):
     [
         ({"time_ratio": {"lower": 1, "median": 0, "upper": 1}}, "time_ratio: expected positive"),
         ({"time_ratio": {"median": "1"}}, "time_ratio: expected positive"),
+        ({"time_ratio": {"lower": 2, "median": 1, "upper": 3}}, "upper, in this order"),
+        ({"flops_per_token": {"a": 1e308, "b": 1e308}}, "flops_per_token: expected positive numbers"),
         ({"flops_per_token": {}}, "flops_per_token: expected positive numbers"),
         ({"flops_per_token": {"products": -1.0}}, "flops_per_token: expected positive numbers"),
         ({"peak_bytes": -5}, "peak_bytes: expected a positive number or null"),

@@ -44,7 +44,7 @@ def study(**changes):
 def record(scheme, kind, seed, loss, *, steps=100, lr=0.008, rung="small", curve=()):
     facts = {"commit": "a" * 40, "torch": "2", "device": "planted", "date": "2026", "parameters": 8000, "data": {}}
     return {
-        "key": f"{rung} {scheme} {kind} {seed} {steps} {lr}",
+        "key": f"{rung} {scheme} {kind} seed={seed} steps={steps} {lr}",
         "kind": kind,
         "rung": rung,
         "scheme": scheme,
@@ -92,7 +92,7 @@ def records():
 def copied(name):
     """The records of ddl again, as those of another scheme."""
     own = [r for r in records() if r["scheme"] == "ddl"]
-    return [{**r, "scheme": name, "connection": name, "key": name + r["key"]} for r in own]
+    return [{**r, "scheme": name, "connection": name, "key": r["key"].replace("ddl", name)} for r in own]
 
 
 def costs():

@@ -96,11 +96,10 @@ def _verify(arguments: Arguments) -> int:
     count = wrong = 0
     for one in verify(arguments.folder, data=arguments.data, share=arguments.share, seed=arguments.seed):
         count, wrong = count + 1, wrong + (not one.equal)
-        said = (
-            "equal to the last bit"
-            if one.equal
-            else f"recorded {one.recorded['val_loss']}, now {one.repeated['val_loss']}"
-        )
+        said = "equal to the last bit"
+        if not one.equal:
+            where = f" (recorded with {one.elsewhere}; last bits differ there)" if one.elsewhere else ""
+            said = f"recorded {one.recorded['val_loss']}, now {one.repeated['val_loss']}{where}"
         print(f"{one.key}: {said}", flush=True)
     print(f"{count - wrong} of {count} runs are equal to the last bit")
     return 1 if wrong else 0

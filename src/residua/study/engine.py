@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.checks import require
+from residua.connections import describe, resolve
 from residua.errors import InputError
 from residua.runs import jsonlines
 from residua.runs.durable import write_text
@@ -29,12 +30,15 @@ from residua.runs.sweep import Job, Record, open_runs, run_jobs
 from residua.study.cost import ROUNDS, WARMUP, measure
 from residua.study.folder import SHARED, plain, read_folder
 from residua.study.plan import Plan, Run, Study
-from residua.study.records import checked_costs, checked_runs
-from residua.sweep import shared_data, train_point
-from residua.training import load_config
+from residua.study.records import checked_costs, checked_runs, source
+from residua.sweep import train_point
 
+SAME = ("device", "torch")
+"""Facts of a run with which its last bits can change."""
 TUNED = ("over", "factors", "length", "seed")
-"""What all tuning runs in a folder share. Budgets, seeds, baselines and longer runs may be added to."""
+"""What all tuning runs in a folder share."""
+GROWING = ("seeds", "baselines", "longer")
+"""What may be added to, as may the budgets. Taking some away would choose among results."""
 ORDER = {"tune": 0, "report": 0, "longer": 1}
 
 
@@ -61,13 +65,9 @@ def run_study(
         RunError: a run failed for another reason than its numbers, or a result could not be written.
     """
     out = Path(out)
-    path = study.data(data)
-    if path is None:
-        path = shared_data(load_config(study.config, []), out / "data", progress=progress)
-    plan = Plan(study, path)
-    settings = {"title": study.title, "data": plan.facts["fingerprint"]}
-    with open_runs(out, settings) as made:
-        checked_runs(list(made.finished.values()), str(out / "records.jsonl"))
+    plan = Plan(study, study.data(data))
+    with open_runs(out, {"title": study.title, "data": plan.facts["fingerprint"]}) as made:
+        checked_runs(list(made.finished.values()), str(out / "records.jsonl"), plan.facts["fingerprint"])
         with writable(out):
             write_text(out / "study.json", json.dumps(asdict(joined(study, out)), indent=1) + "\n")
         if costs:
@@ -82,7 +82,8 @@ def joined(study: Study, out: Path) -> Study:
     """The study with the schemes and sizes that its folder has runs of already.
 
     Raises:
-        InputError: the runs of the folder had other settings, so that rows would mix runs that cannot be compared.
+        InputError: the runs of the folder had other settings, so that rows would mix runs that cannot be compared; or
+            the study leaves out seeds, baselines, longer runs or tuning runs that the folder's study has.
     """
     if not (out / "study.json").is_file():
         return study
@@ -98,6 +99,12 @@ def joined(study: Study, out: Path) -> Study:
                 f"{out}: its runs were made with another {name} ({plain(earlier)}), now {plain(now)}; use another "
                 "name or another folder"
             )
+    for name in GROWING:
+        fewer = [one for one in getattr(before, name) if one not in getattr(study, name)]
+        require(not fewer, name, f"those of {out} ({', '.join(map(str, getattr(before, name)))})", getattr(study, name))
+    for name in ("runs", "baseline_runs"):
+        earlier, now = getattr(before.tuning, name), getattr(study.tuning, name)
+        require(now >= earlier, f"tuning.{name}", f"at least the {earlier} of {out}", now)
     return replace(study, schemes={**before.schemes, **study.schemes}, rungs={**before.rungs, **study.rungs})
 
 
@@ -108,13 +115,17 @@ def open_study(out: str | Path, data: str | None = None) -> tuple[Plan, Sequence
         InputError: the folder holds no study, or its data are elsewhere or have changed.
     """
     out = Path(out)
-    study = read_folder(out)
-    path = study.data(data) or str(out / "data")
-    plan = Plan(study, path)
-    known = read_object(out / "settings.json")
-    require(known.get("data") == plan.facts["fingerprint"], "--data", f"the data of {out}", path)
+    plan = _plan(read_folder(out), out, data)
     runs, costs = (out / name for name in ("records.jsonl", "costs.jsonl"))
-    return plan, checked_runs(jsonlines.read(runs), str(runs)), checked_costs(jsonlines.read(costs), str(costs))
+    records = checked_runs(jsonlines.read(runs), str(runs), plan.facts["fingerprint"])
+    return plan, records, checked_costs(jsonlines.read(costs), str(costs))
+
+
+def _plan(study: Study, out: Path, data: str | None) -> Plan:
+    plan = Plan(study, study.data(data))
+    known = read_object(out / "settings.json")
+    require(known.get("data") == plan.facts["fingerprint"], "--data", f"the data of {out}", plan.data)
+    return plan
 
 
 def measure_again(
@@ -123,10 +134,12 @@ def measure_again(
     """Measure the costs of a study's schemes once more, on a quieter machine perhaps; the last ones count.
 
     `compiled` measures the time of a step through `torch.compile`, beside the time of the step that the runs take.
+    Raises InputError where the folder holds no study, or one of other settings or data.
     """
     out = Path(out)
-    plan = Plan(study, study.data(data) or str(out / "data"))
-    measure_costs(plan, out, again=True, compiled=compiled, progress=progress)
+    read_folder(out)
+    joined(study, out)
+    measure_costs(_plan(study, out, data), out, again=True, compiled=compiled, progress=progress)
 
 
 def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
@@ -143,13 +156,10 @@ def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
 def train_run(run: Run, *, place: Path, report: Any) -> Record:
     """One run, in the folder `place`; returns its record."""
     record = train_point(run.config, run.point, run.config.train.seed, place=place, report=report)
-    return {
-        "kind": run.kind,
-        "rung": run.rung,
-        "scheme": run.scheme,
-        "connection": run.config.model.connection,
-        **record,
-    }
+    connection = run.config.model.connection
+    of = {"kind": run.kind, "rung": run.rung, "scheme": run.scheme, "connection": connection}
+    scheme = resolve(connection)
+    return {**of, **record, **({"source": source(scheme)} if "package" in describe(scheme) else {})}
 
 
 def measure_costs(
@@ -165,7 +175,7 @@ def measure_costs(
 
     Schemes of one size are measured in the same rounds, so one that joins brings the first baseline once more.
     """
-    with JsonLines(out / "costs.jsonl") as lines:
+    with writable(out), JsonLines(out / "costs.jsonl") as lines:
         rows = () if again else checked_costs(lines.rows, str(out / "costs.jsonl"))
         known = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
         for rung in plan.study.rungs:
@@ -202,6 +212,13 @@ class Verified(NamedTuple):
         """Whether the losses, all of the curve, agree to the last bit."""
         return all(self.recorded.get(name) == self.repeated.get(name) for name in ("val_loss", "loss", "curve"))
 
+    @property
+    def elsewhere(self) -> str:
+        """Where the record was made, if that was another processor or PyTorch, which explains other bits; or ""."""
+        made, now = ((one.get("facts") or {}) for one in (self.recorded, self.repeated))
+        other = [f"{name} {made.get(name)}, here {now.get(name)}" for name in SAME if made.get(name) != now.get(name)]
+        return "; ".join(other) if now else ""
+
 
 def verify(
     out: str | Path, *, data: str | None = None, share: float = 0.1, seed: int = 0, progress: bool = True
@@ -209,7 +226,8 @@ def verify(
     """Repeat a random share of a study's runs, one at least, and compare them with their records.
 
     Raises:
-        InputError: the folder holds no finished run of its study, or the share is not between 0 and 1.
+        InputError: the folder holds no finished run of its study, or records that the study would not make, which
+            nobody can repeat; or the share is not between 0 and 1.
         RunError: a run failed for another reason than its numbers.
     """
     require(0 < share <= 1, "--share", "a number above 0, 1 at most", share)
@@ -218,6 +236,9 @@ def verify(
     found = [run for run in plan.runs(finished) if run.key in finished]
     if not found:
         raise InputError(f"{out}: expected finished runs of the study, found none")
+    if strange := finished.keys() - {run.key for run in found}:
+        first = min(map(str, strange))[:80]
+        raise InputError(f"{out}: expected records of the study's own runs, found {len(strange)} others: {first!r}")
     chosen = random.Random(seed).sample(found, max(1, round(share * len(found))))
     for number, run in enumerate(chosen, start=1):
         with tempfile.TemporaryDirectory() as home, Progress("", run.config.train.steps, enabled=progress) as bar:

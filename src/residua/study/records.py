@@ -1,18 +1,27 @@
 """What the records of a study must hold: a report refuses the rest, as anybody may have written them."""
 
+import hashlib
+import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from residua.checks import fits, words
+from residua.connections import Scheme
 from residua.errors import InputError
 from residua.runs.sweep import Record
 from residua.study.plan import Kind
 
+LOSS = "a number that is not negative, or null"
 
-def checked_runs(rows: Sequence[Record], where: str) -> Sequence[Record]:
-    """The records of runs. Raises InputError for one that lacks something, and for two of one seed and settings."""
+
+def checked_runs(rows: Sequence[Record], where: str, data: str | None = None) -> Sequence[Record]:
+    """The records of runs, all of them on the data with a fingerprint if it is given.
+
+    Raises InputError for one that lacks something or contradicts itself, and for two of one seed and settings.
+    """
     known: dict[str, str] = {}
     losses: dict[str, float | None] = {}
     for row in rows:
@@ -23,24 +32,40 @@ def checked_runs(rows: Sequence[Record], where: str) -> Sequence[Record]:
         _expect(fits(row.get("seed"), int), place, "seed", "a whole number", row.get("seed"))
         _expect(fits(row.get("steps"), int) and row["steps"] >= 1, place, "steps", "at least 1", row.get("steps"))
         _expect(isinstance(row.get("point"), Mapping), place, "point", "a mapping", row.get("point"))
-        _expect(
-            "val_loss" in row and _loss(row["val_loss"]), place, "val_loss", "a number or null", row.get("val_loss")
-        )
-        curve = row.get("curve") or []
-        good = isinstance(curve, list) and all(_is_point(point) for point in curve)
-        _expect(good, place, "curve", "pairs of a step and a loss", curve)
-        facts = row.get("facts") or {}
-        _expect(isinstance(facts, Mapping), place, "facts", "a mapping", facts)
-        for name, kind in (("commit", str), ("device", str), ("parameters", int), ("data", dict)):
-            _expect(
-                facts.get(name) is None or fits(facts[name], kind), place, f"facts.{name}", words(kind), facts.get(name)
-            )
+        _expect("val_loss" in row and _loss(row["val_loss"]), place, "val_loss", LOSS, row.get("val_loss"))
+        _expect_whole(row, place)
+        begin = f"{row['rung']} {row['scheme']} {row['kind']} seed={row['seed']} steps={row['steps']} "
+        _expect(row["key"].startswith(begin), place, "key", f"{begin}..., as its other values say", row["key"])
         told = losses.setdefault(row["key"], row["val_loss"])
         _expect(told == row["val_loss"], place, "val_loss", f"{told}, as an earlier record of it has", row["val_loss"])
         same = json.dumps([row[name] for name in ("rung", "scheme", "connection", "kind", "seed", "steps", "point")])
         if known.setdefault(same, row["key"]) != row["key"]:
             raise InputError(f"{place}: expected one run of its seed and settings, found another, {known[same][:80]!r}")
+        other = (row.get("facts") or {}).get("data") or {}
+        good = data is None or other.get("fingerprint", data) == data
+        _expect(good, place, "facts.data", f"the data {data}", other.get("fingerprint"))
     return rows
+
+
+def _expect_whole(row: Record, place: str) -> None:
+    """Check what a record says beside its loss: its curve ends in it."""
+    curve = row.get("curve", [])
+    good = isinstance(curve, list) and all(_is_point(point) for point in curve)
+    _expect(good, place, "curve", "pairs of a step and a loss", curve)
+    steps = [step for step, _ in curve]
+    _expect(steps == sorted(set(steps)), place, "curve", "steps that grow", curve)
+    last = [row["steps"], row["val_loss"]]
+    _expect(
+        not curve or curve[-1] == last, place, "val_loss", f"{curve and curve[-1][1]}, where its curve ends", last[1]
+    )
+    for name, kind in (("tokens", int), ("seconds", float), ("diverged", str)):
+        _expect(row.get(name) is None or fits(row[name], kind), place, name, words(kind), row.get(name))
+    facts = row.get("facts") or {}
+    _expect(isinstance(facts, Mapping), place, "facts", "a mapping", facts)
+    kinds = {"commit": str, "device": str, "torch": str, "date": str, "parameters": int, "data": dict}
+    for name, kind in kinds.items():
+        good = facts.get(name) is None or fits(facts[name], kind)
+        _expect(good, place, f"facts.{name}", words(kind), facts.get(name))
 
 
 def checked_costs(rows: Sequence[Record], where: str) -> Sequence[Record]:
@@ -50,9 +75,10 @@ def checked_costs(rows: Sequence[Record], where: str) -> Sequence[Record]:
         for name in ("rung", "scheme", "connection", "device"):
             _expect(fits(row.get(name), str), place, name, "text", row.get(name))
         ratio, flops = row.get("time_ratio"), row.get("flops_per_token")
-        good = isinstance(ratio, Mapping) and all(_positive(ratio.get(name)) for name in ("lower", "median", "upper"))
-        _expect(good, place, "time_ratio", "positive lower, median and upper", ratio)
-        good = isinstance(flops, Mapping) and len(flops) > 0 and all(_positive(value) for value in flops.values())
+        quartiles = [ratio.get(name) for name in ("lower", "median", "upper")] if isinstance(ratio, Mapping) else [None]
+        good = all(map(_positive, quartiles)) and quartiles == sorted(quartiles)
+        _expect(good, place, "time_ratio", "positive lower, median and upper, in this order", ratio)
+        good = isinstance(flops, Mapping) and all(map(_positive, flops.values())) and _positive(sum(flops.values()))
         _expect(good, place, "flops_per_token", "positive numbers", flops)
         compiled = row.get("compiled", False)
         _expect(fits(compiled, bool), place, "compiled", "true or false", compiled)
@@ -76,13 +102,26 @@ def checked_audits(rows: Sequence[Record], where: str) -> Sequence[Record]:
     return rows
 
 
+def source(scheme: Scheme) -> dict[str, str] | None:
+    """The file that holds a scheme's class: its name and sha256; None for one that was typed into a notebook."""
+    try:
+        path = Path(inspect.getsourcefile(type(scheme)) or "")
+    except TypeError:
+        return None
+    return {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else None
+
+
 def _expect(condition: bool, place: str, name: str, expected: str, value: Any) -> None:
     if not condition:
         raise InputError(f"{place}: {name}: expected {expected}, got {str(value)[:80]!r}")
 
 
-def _loss(value: Any) -> bool:
+def _number(value: Any) -> bool:
     return value is None or (fits(value, float) and math.isfinite(value))
+
+
+def _loss(value: Any) -> bool:
+    return _number(value) and (value is None or value >= 0)
 
 
 def _positive(value: Any) -> bool:
@@ -102,4 +141,4 @@ def _is_audited(point: Any) -> bool:
 
 def _is_row(row: Mapping[str, Any]) -> bool:
     numbers = (value for name, value in row.items() if name != "sublayer" and not isinstance(value, list))
-    return fits(row.get("sublayer"), str) and all(map(_loss, numbers))
+    return fits(row.get("sublayer"), str) and all(map(_number, numbers))

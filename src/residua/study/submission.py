@@ -3,11 +3,10 @@
 The first line says what study it is; then one line for every run, of the baselines too, and for every cost.
 """
 
-import hashlib
-import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from residua.runs.durable import write_text
 from residua.runs.folder import read_object, writable
 from residua.study.folder import AUDITS, SHARED, plain, read_folder, restore
 from residua.study.plan import Study
-from residua.study.records import checked_audits, checked_costs, checked_runs
+from residua.study.records import checked_audits, checked_costs, checked_runs, source
 from residua.study.results import Results, Row, merged, results
 
 
@@ -40,13 +39,20 @@ def submit(folder: str | Path, scheme: str, *, out: str | Path | None = None) ->
     found = results(study, records, costs)
     expect_valid(found, scheme, str(folder))
     connection = resolve(study.schemes[scheme].connection)
-    source = Path(inspect.getsourcefile(type(connection)))
+    now = source(connection)
+    if now is None:
+        raise InputError(f"--scheme: expected a scheme that a file holds, got {scheme!r}; put it in a package")
+    for row in records:
+        if row["scheme"] == scheme and row.get("source", now) != now:
+            raise InputError(
+                f"{folder}: {now['file']} has changed since {row['key']!r}; put it back, or train it again"
+            )
     header = {
         "submission": scheme,
         "data": read_object(folder / "settings.json").get("data"),
         "study": asdict(study),
         "options": describe(connection),
-        "source": {"file": source.name, "sha256": hashlib.sha256(source.read_bytes()).hexdigest()},
+        "source": now,
     }
     lines = [header, *({"run": row} for row in records), *({"cost": row} for row in costs)]
     path = Path(out or f"{scheme}.jsonl".replace("/", "_").replace(":", "_"))
@@ -63,13 +69,17 @@ def read_results(folder: str | Path, also: Sequence[str | Path] = ()) -> Results
     """
     folder = Path(folder)
     study = read_folder(folder)
+    fingerprint = read_object(folder / "settings.json").get("data")
     runs, costs, audits = (
         check(jsonlines.read(folder / name), str(folder / name))
-        for name, check in (("records.jsonl", checked_runs), ("costs.jsonl", checked_costs), (AUDITS, checked_audits))
+        for name, check in (
+            ("records.jsonl", partial(checked_runs, data=fingerprint)),
+            ("costs.jsonl", checked_costs),
+            (AUDITS, checked_audits),
+        )
     )
     found = results(study, runs, costs)
-    audits = [row for row in audits if _shown(found, row)]
-    fingerprint = read_object(folder / "settings.json").get("data")
+    audits = [row for row in {row["key"]: row for row in audits}.values() if _shown(found, row)]
     return replace(merged(found, [read_submission(path, study, fingerprint) for path in also]), audits=audits)
 
 
@@ -104,7 +114,7 @@ def read_submission(path: str | Path, study: Study, fingerprint: str | None) -> 
         if plain(theirs.schemes[name]) != plain(study.schemes[name]):
             raise InputError(f"{path}: expected the study's own scheme {name}, got {theirs.schemes[name].connection}")
     runs, costs = ([row[name] for row in rows if isinstance(row.get(name), dict)] for name in ("run", "cost"))
-    found = results(theirs, checked_runs(runs, str(path)), checked_costs(costs, str(path)))
+    found = results(theirs, checked_runs(runs, str(path), fingerprint), checked_costs(costs, str(path)))
     expect_valid(found, header["submission"], str(path))
     return found
 
@@ -113,8 +123,8 @@ def expect_valid(found: Results, scheme: str, where: str) -> None:
     """Check that a scheme's rows are ones that others can believe.
 
     Raises:
-        InputError: seeds, baselines, costs or tuning runs are missing, there are more than the budget, a run diverged,
-            or a run was made with changed code.
+        InputError: seeds, baselines, costs or tuning runs are missing, there are more than the budget, a reported run
+            diverged, or runs were made with changed code or on several machines.
     """
     own = [row for row in found.rows if row.scheme == scheme]
     if not own:
@@ -125,11 +135,19 @@ def expect_valid(found: Results, scheme: str, where: str) -> None:
             raise InputError(f"{where}: expected the baseline {missing[0]} at {row.rung} beside {scheme}, found none")
         for one in (row, *beside):
             _expect_valid_row(found.study, one, f"{where}: {one.scheme} at {one.rung}")
+        for name in ("device", "torch"):
+            seen = sorted(
+                {str(run["facts"].get(name)) for one in (row, *beside) for run in one.runs if run.get("facts")}
+            )
+            if len(seen) > 1:
+                raise InputError(f"{where}: expected one {name} for all runs at {row.rung}, found {', '.join(seen)}")
 
 
 def _expect_valid_row(study: Study, row: Row, where: str) -> None:
     if not row.whole:
         raise InputError(f"{where}: expected the seeds {list(study.seeds)}, found {list(row.losses)}")
+    if row.loss is None:
+        raise InputError(f"{where}: expected a loss of every seed, found a run that diverged")
     budget = study.tuning.baseline_runs if row.scheme in study.baselines else study.tuning.runs
     if not 1 <= row.tuning_runs <= budget:
         raise InputError(f"{where}: expected 1 to {budget} tuning runs, found {row.tuning_runs}")
