@@ -1,5 +1,7 @@
 """The page of a study: one file, inert, sorted by a click, with every run behind a row."""
 
+import dataclasses
+
 from residua.study.page import TEMPLATE, page
 from residua.study.report import payload
 from residua.study.results import results
@@ -50,6 +52,32 @@ def test_hostile_texts_are_inert(open_page, tmp_path):
 def test_a_study_without_finished_rows_says_so(open_page, tmp_path):
     opened = open_page(written(tmp_path, results(study(), [], [])))
     assert "No finished row yet" in opened.locator("#main").inner_text()
+
+
+def test_a_narrow_screen_shows_all_of_the_pictures(open_page, tmp_path):
+    opened = open_page(written(tmp_path), viewport=(360, 700))
+    opened.click("tr[data-scheme=ddl]")
+    assert opened.locator("#main svg").count() == 2
+    for text in opened.locator("#main svg, #main svg text").all():
+        box = text.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 360
+    assert opened.evaluate("document.documentElement.scrollWidth") == 360
+
+
+def test_the_page_has_what_was_tuned_why_there_is_no_answer_and_the_gates(open_page, tmp_path):
+    asked = {"gain": {"ask": "Who?", "compare": [["ddl", "residual"]], "at": ["tokens", "compiled seconds"]}}
+    sublayer = {"sublayer": "1 mlp", "beta": 0.5, "beta_q05": 0.1, "beta_q50": 0.5, "beta_q95": 0.9}
+    audit = {"rung": "small", "scheme": NASTY, "equal": False, "points": [{"step": 50, "sublayers": [sublayer]}]}
+    found = dataclasses.replace(results(study(questions=asked), records(), costs()), audits=[audit])
+    opened = open_page(written(tmp_path, found))
+    opened.click("tr[data-scheme=ddl]")
+    assert "tuned to lr 0.008 (edge), by 2 runs" in opened.locator("#detail").inner_text()
+    assert "no compiled step was timed" in opened.locator("section.question").inner_text()
+    row = opened.locator("#main table").last.locator("tbody tr").inner_text()
+    assert "other bits than its record" in row
+    assert "0.5 [0.10, 0.90]" in row
+    assert opened.locator("img").count() == 0
 
 
 def test_questions_show_their_answers_at_the_chosen_size(open_page, tmp_path):

@@ -14,6 +14,7 @@ from residua.runs.statistics import Estimate
 from residua.runs.sweep import Record
 from residua.study.page import page
 from residua.study.picture import draw, draw_gates
+from residua.study.questions import Question
 from residua.study.ranking import Ranking, rankings
 from residua.study.results import BELOW, COMPILED, SIGNIFICANT, Answer, Difference, Results, Row
 
@@ -133,25 +134,31 @@ def questions(found: Results, *, level: str = "###") -> list[str]:
     return lines[:-1]
 
 
+MEANS = (
+    "Means over the sublayers and over held-out tokens of one run. A gate: mean [5 %, 95 % of the tokens]. Shares "
+    "of the tokens by beta: enlarging below -0.5, identity to 0.5, projection to 1.5, reflection above."
+)
+
+
 def audited(found: Results) -> list[str]:
     """What the audited runs' connections did at the first, the middle and the last evaluation, in Markdown."""
+    header, rows = audit_table(found)
+    lines = [[rung, f"`{scheme.replace('`', '')}`{other}", *cells] for rung, scheme, other, *cells in rows]
+    return [MEANS, "", _line(["size", "scheme", *header]), _line(["---"] * (len(header) + 2)), *map(_line, lines)]
+
+
+def audit_table(found: Results) -> tuple[list[str], list[list[str]]]:
+    """What was measured, and rows of a size, a scheme, a remark and a text for each of it."""
     columns = {
         name: title for name, title in AUDITED.items() if any(_means(a["points"][-1], name) for a in found.audits)
     }
-    header = ["size", "scheme", "step", *columns.values()]
-    lines = [
-        "Means over the sublayers and over held-out tokens of one run. A gate: mean [5 %, 95 % of the tokens]. Shares "
-        "of the tokens by beta: enlarging below -0.5, identity to 0.5, projection to 1.5, reflection above.",
-        "",
-        _line(header),
-        _line(["---"] * len(header)),
-    ]
+    rows = []
     for one in found.audits:
-        points = one["points"]
+        points, other = one["points"], "" if one["equal"] else ", other bits than its record"
         for point in [points[i] for i in sorted({0, len(points) // 2, len(points) - 1})]:
-            name = f"`{one['scheme'].replace('`', '')}`" + ("" if one["equal"] else ", other bits than its record")
-            lines.append(_line([one["rung"], name, str(point["step"]), *(_measured(point, key) for key in columns)]))
-    return lines
+            cells = [str(point["step"]), *(_measured(point, key) for key in columns)]
+            rows.append([one["rung"], one["scheme"], other, *cells])
+    return ["step", *columns.values()], rows
 
 
 AUDITED = {
@@ -333,6 +340,18 @@ def _inert(cell: Any) -> Any:
     return f"'{cell}" if isinstance(cell, str) and cell[:1] in "=+-@\t\r" else cell
 
 
+def _unanswered(found: Results, question: Question) -> dict[str, tuple[set[str], set[str]]]:
+    """At each size the schemes that a question waits for, and why others of its comparisons have no difference."""
+    return {
+        rung: (
+            {name for one in own for name in one.waiting},
+            {one.missing for one in own if one.missing},
+        )
+        for rung in found.study.rungs
+        for own in [[one for one in found.answers if (one.question.name, one.rung) == (question.name, rung)]]
+    }
+
+
 def payload(found: Results) -> dict[str, Any]:
     """What the page shows, as plain values."""
     study = found.study
@@ -344,7 +363,7 @@ def payload(found: Results) -> dict[str, Any]:
                 "rung": row.rung,
                 "scheme": row.scheme,
                 "connection": row.connection,
-                "point": dict(row.point),
+                "tuned": tuned(row),
                 "loss": loss and [loss.mean, loss.half_width],
                 "seeds": len(row.losses),
                 "whole": row.whole,
@@ -403,20 +422,12 @@ def payload(found: Results) -> dict[str, Any]:
                     for answer in found.answers
                     if answer.question.name == question.name and answer.difference and answer.difference.estimate
                 ],
-                "waiting": {
-                    rung: sorted(
-                        {
-                            name
-                            for one in found.answers
-                            if (one.question.name, one.rung) == (question.name, rung)
-                            for name in one.waiting
-                        }
-                    )
-                    for rung in study.rungs
-                },
+                "waiting": {rung: sorted(waiting) for rung, (waiting, _) in _unanswered(found, question).items()},
+                "missing": {rung: sorted(missing) for rung, (_, missing) in _unanswered(found, question).items()},
             }
             for question in study.questions.values()
         ],
+        "gates": {"about": MEANS, "header": audit_table(found)[0], "rows": audit_table(found)[1]},
         "rankings": [{"rung": one.rung, "text": ranking_text(one).replace("`", "")} for one in rankings(found)],
         "ahead": {rung: " ".join(_ahead(found, rung)).replace("`", "") for rung in study.rungs},
         "noise": {rung: " ".join(_noise(found, rung)).replace("`", "") for rung in study.rungs},
