@@ -34,7 +34,7 @@ class Demonstration:
     texts: dict[str, str]
 
 
-def demonstrate(out: str | Path, *, steps: int | None = None, progress: bool = True) -> Demonstration:
+def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
     """Train whatever is not trained yet into `out`, one run after the other, and compare.
 
     Args:
@@ -52,13 +52,12 @@ def demonstrate(out: str | Path, *, steps: int | None = None, progress: bool = T
     configs = {
         name: shortened(load_config(recipe, [f"--model.connection={name}"]), steps) for name, recipe in RECIPES.items()
     }
-    data = open_or_prepare(configs["residual"].data, out / "data", progress=progress)
+    data = open_or_prepare(configs["residual"].data, out / "data", progress=True)
     for number, (name, config) in enumerate(configs.items(), start=1):
-        if progress:
-            say(f"{number} of {len(configs)}: {name}")
+        say(f"{number} of {len(configs)}: {name}")
         config = replace(config, data=replace(config.data, path=str(data.folder)))
         begun = (out / name / "config.yaml").is_file()
-        if run(config, out / name, resume=begun, progress=progress)["interrupted"]:
+        if run(config, out / name, resume=begun)["interrupted"]:
             raise KeyboardInterrupt
 
     runs = [out / name for name in configs]

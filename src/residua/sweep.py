@@ -260,6 +260,8 @@ class Outcome:
 
     def _panel(self, panel: Any, place: int, groups: Mapping[Point, Sequence[Result]]) -> None:
         """Draw one swept key. Groups stand beside each other at each value."""
+        from residua.runs.figures import plain
+
         numeric = place in self.sweep.numeric
         values = {frozen(result.point)[place]: result.point[place] for some in groups.values() for result in some}
         ordered = sorted(values) if numeric else list(values)
@@ -287,8 +289,7 @@ class Outcome:
         panel.set_xticks(list(at.values()), names, rotation=45 if sum(map(len, names)) > 40 else 0)
         panel.set_xlim(min(at.values()) - 0.4, max(at.values()) + 0.4)
         panel.set_xlabel(self.sweep.keys[place])
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        plain(panel)
 
 
 def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:

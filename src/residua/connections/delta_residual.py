@@ -4,6 +4,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from residua.checks import require
 from residua.connections.branches import Gate, Pool, Value
 from residua.ops import K_NORMS, KNorm, delta_write
 
@@ -30,12 +31,9 @@ class DeltaResidual(nn.Module):
         k_eps: float = 1e-5,
     ):
         super().__init__()
-        if pool not in ("mean", "flatten", "conv"):
-            raise ValueError(f"pool: expected 'mean', 'flatten' or 'conv', got {pool!r}")
-        if not 0 <= beta_init <= 2:
-            raise ValueError(f"beta_init: expected a number in [0, 2], got {beta_init!r}")
-        if k_norm not in K_NORMS:
-            raise ValueError(f"k_norm: expected one of {', '.join(K_NORMS)}, got {k_norm!r}")
+        require(pool in ("mean", "flatten", "conv"), "pool", "'mean', 'flatten' or 'conv'", pool)
+        require(0 <= beta_init <= 2, "beta_init", "a number in [0, 2]", beta_init)
+        require(k_norm in K_NORMS, "k_norm", f"one of {', '.join(K_NORMS)}", k_norm)
         self.phi_k = phi_k
         self.phi_v = (
             phi_v

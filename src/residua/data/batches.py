@@ -68,8 +68,7 @@ class Batches:
 
         labels[b, t] is the token that follows inputs[b, t] in the text: already aligned, so do not shift them again.
         """
-        if index < 0:
-            raise ValueError(f"index: expected at least 0, got {index}")
+        require(index >= 0, "index", "at least 0", index)
         first = (index * self.world_size + self.rank) * self.batch_size
         epochs, positions = np.divmod(np.arange(first, first + self.batch_size), self.windows_per_epoch)
         starts = np.empty_like(positions)

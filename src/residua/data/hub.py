@@ -27,8 +27,6 @@ def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
         repository, revision, split = named.repository, None, "train"
         config, size = named.samples[sample]
     else:
-        if sample is not None:
-            raise InputError(f"sample: only for {', '.join(NAMED)}, got it with {source}; leave it out")
         found = re.fullmatch(r"hf:([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?", source)
         if not found:
             raise InputError(f"source: expected hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT], got {source}")

@@ -154,10 +154,9 @@ def _check(
 ) -> None:
     if validation_fraction is not None and validation_tokens is not None:
         raise InputError("expected validation_fraction or validation_tokens, got both; leave one out")
-    if validation_fraction is not None and not 0 < validation_fraction < 1:
-        raise InputError(f"validation_fraction: expected a number between 0 and 1, got {validation_fraction}")
-    if validation_tokens is not None and validation_tokens < 2:
-        raise InputError(f"validation_tokens: expected at least 2, got {validation_tokens}")
+    between = validation_fraction is None or 0 < validation_fraction < 1
+    require(between, "validation_fraction", "a number between 0 and 1", validation_fraction)
+    require(validation_tokens is None or validation_tokens >= 2, "validation_tokens", "at least 2", validation_tokens)
     if validation_tokens is not None and tokenizer == "bpe":
         raise InputError(
             "validation_tokens: a BPE trained here must not see the held-out text, which is counted in its tokens; "
@@ -166,8 +165,8 @@ def _check(
     if tokenizer == "bpe":
         check_vocab_size(vocab_size)
     require(shard_tokens >= 1, "shard_tokens", "at least 1", shard_tokens)
-    if workers is not None and not 0 <= workers <= MOST_WORKERS:
-        raise InputError(f"workers: expected 0 to {MOST_WORKERS} (0: no other process), got {workers}")
+    fits = workers is None or 0 <= workers <= MOST_WORKERS
+    require(fits, "workers", f"0 to {MOST_WORKERS} (0: no other process)", workers)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"{out} exists and is not empty; give another folder or remove it")
 

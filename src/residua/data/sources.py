@@ -21,8 +21,8 @@ def open_corpus(source: str | os.PathLike[str], *, text_column: str = "text", sa
 
     Raises InputError if there is nothing to read. Reading raises it for text that cannot be used, with file and line.
     """
+    if sample is not None and source not in NAMED:
+        raise InputError(f"sample: only for {', '.join(NAMED)}, got it with {source}; leave it out")
     if isinstance(source, str) and (source in NAMED or source.startswith("hf:")):
         return open_hub(source, text_column=text_column, sample=sample)
-    if sample is not None:
-        raise InputError(f"sample: only for {', '.join(NAMED)}, got it with {source}; leave it out")
     return open_stdlib() if source == "stdlib" else open_files(Path(source), text_column)

@@ -100,13 +100,13 @@ class Pair:
     def connection(self) -> Connection:
         return self.stream.connections[self.adapter.index]  # type: ignore[attr-defined]
 
-    def state(self, *, batch: int = 2, seq: int = 6) -> Any:
+    def state(self) -> Any:
         """Return what goes in: an embedding for a stack, a state whose rows all differ for one connection."""
         if self.whole:
-            return normal(batch, seq, self.adapter.dim).to(self.dtype)
+            return normal(2, 6, self.adapter.dim).to(self.dtype)
         spec = self.adapter.scheme.state_spec(self.adapter.index, self.adapter.dim)
         seeds = iter(range(10, 1000))
-        return tree_map(lambda one: normal(batch, seq, *one.shape, seed=next(seeds)).to(self.dtype), spec)
+        return tree_map(lambda one: normal(2, 6, *one.shape, seed=next(seeds)).to(self.dtype), spec)
 
     def sublayers(self) -> Any:
         bare = bare_sublayers(self.adapter.dim, self.adapter.num_sublayers)

@@ -25,12 +25,12 @@ def perturbed(module: nn.Module, *, scale: float = 0.3, seed: int = 1) -> nn.Mod
     return module
 
 
-def bare_sublayers(dim: int, count: int, *, seed: int = 5) -> list[Callable[..., Tensor]]:
+def bare_sublayers(dim: int, count: int) -> list[Callable[..., Tensor]]:
     """Return sublayers without parameters to train, pointwise in the tokens: x -> tanh(x W).
 
     One that is given several inputs adds tanh(x_i W_i), with another W_i for each.
     """
-    return [_Bare(normal(dim, dim, seed=seed + i) / dim**0.5) for i in range(count)]
+    return [_Bare(normal(dim, dim, seed=5 + i) / dim**0.5) for i in range(count)]
 
 
 class _Bare:
