@@ -68,7 +68,7 @@ def test_looking_one_step_ahead_is_seen_though_position_0_is_untouched():
     assert found.position0 == 0
 
 
-def test_a_model_is_measured_in_float64_or_in_its_own_dtype_and_left_as_it_was():
+def test_a_model_is_measured_in_float64_and_left_as_it_was():
     seen = []
 
     class Watched(Network):
@@ -78,8 +78,7 @@ def test_a_model_is_measured_in_float64_or_in_its_own_dtype_and_left_as_it_was()
 
     model = Watched(8, pooled=False).train()
     assert causality(model, 8, 5).causal
-    assert causality(model, 8, 5, dtype=None).causal
-    assert seen == [(torch.float64, False)] * 2 + [(torch.float32, False)] * 2
+    assert seen == [(torch.float64, False)] * 2
     assert model.training
     assert model.dropout.training
     assert model.map.weight.dtype == torch.float32

@@ -51,8 +51,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(damage, tmp_path, fi
 
     with pytest.raises(InputError, match=names):
         open_checkpoint(newest)
-    messages = []
-    assert latest_checkpoint(tmp_path / "run", report=messages.append).step == 9
+    capsys.readouterr()
+    assert latest_checkpoint(tmp_path / "run").step == 9
+    messages = capsys.readouterr().err.splitlines()
     assert len(messages) == 1
     assert str(newest) in messages[0]
 
@@ -69,11 +70,11 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_a_whole_one(tmp_path, fit)
     fit(tmp_path / "run", keep_checkpoints=2)
     flip(tmp_path / "run" / "checkpoints" / "step-12" / "model.safetensors")
     fit(tmp_path / "run", resume=True, keep_checkpoints=1, batches=ToyBatches(signals={9: signal.SIGINT}))
-    assert latest_checkpoint(tmp_path / "run", report=lambda message: None).step == 10
+    assert latest_checkpoint(tmp_path / "run").step == 10
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-10", "step-12"]
 
 
-def test_a_file_that_the_disk_cannot_give_back_is_damage_too(tmp_path, fit, monkeypatch):
+def test_a_file_that_the_disk_cannot_give_back_is_damage_too(tmp_path, fit, monkeypatch, capsys):
     fit(tmp_path / "run")
     original = checkpoint_module.file_sha256
 
@@ -83,13 +84,14 @@ def test_a_file_that_the_disk_cannot_give_back_is_damage_too(tmp_path, fit, monk
         return original(path)
 
     monkeypatch.setattr(checkpoint_module, "file_sha256", fail)
-    messages = []
-    assert latest_checkpoint(tmp_path / "run", report=messages.append).step == 9
+    capsys.readouterr()
+    assert latest_checkpoint(tmp_path / "run").step == 9
+    messages = capsys.readouterr().err.splitlines()
     assert len(messages) == 1
     assert messages[0].endswith("step-12: expected to read model.safetensors, got: Input/output error")
 
 
-def test_the_newest_is_found_while_the_run_drops_what_was_there(tmp_path, fit, monkeypatch):
+def test_the_newest_is_found_while_the_run_drops_what_was_there(tmp_path, fit, monkeypatch, capsys):
     """A training that goes on publishes one and drops those that were listed: no damage, and no run without any."""
     fit(tmp_path / "run")
     checkpoints, original = tmp_path / "run" / "checkpoints", checkpoint_module.file_sha256
@@ -102,9 +104,9 @@ def test_the_newest_is_found_while_the_run_drops_what_was_there(tmp_path, fit, m
         return original(path)
 
     monkeypatch.setattr(checkpoint_module, "file_sha256", go_on)
-    messages = []
-    assert latest_checkpoint(tmp_path / "run", report=messages.append).path == checkpoints / "step-15"
-    assert messages == []
+    capsys.readouterr()
+    assert latest_checkpoint(tmp_path / "run").path == checkpoints / "step-15"
+    assert capsys.readouterr().err == ""
 
 
 def test_what_lies_in_the_folder_before_a_save_is_neither_followed_nor_changed(tmp_path):

@@ -178,17 +178,16 @@ class ModelResult:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the header and the rows of the table, as text."""
         header = ["preset", "ms per step", f"ratio to {self.timing.baseline}", "tokens/s", "parameters"]
-        rows = []
-        for preset in self.timing.seconds:
-            rows.append(
-                [
-                    preset,
-                    f"{1e3 * self.timing.median_seconds(preset):.2f}",
-                    f"{self.timing.ratio(preset):.3f}",
-                    f"{self.tokens_per_second(preset):,.0f}",
-                    f"{self.parameters[preset]:,}",
-                ]
-            )
+        rows = [
+            [
+                preset,
+                f"{1e3 * self.timing.median_seconds(preset):.2f}",
+                f"{self.timing.ratio(preset):.3f}",
+                f"{self.tokens_per_second(preset):,.0f}",
+                f"{self.parameters[preset]:,}",
+            ]
+            for preset in self.timing.seconds
+        ]
         return header, rows
 
 

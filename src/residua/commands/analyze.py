@@ -40,9 +40,7 @@ def run(arguments: Arguments) -> None:
     from residua.analysis import sublayer_statistics, warnings
 
     folder = Path(arguments.run)
-    found = []
-    for trace in _traces(arguments):
-        found.append((trace, trace.keep(folder)))
+    found = [(trace, trace.keep(folder)) for trace in _traces(arguments)]
     if arguments.json:
         print_json(
             [

@@ -22,7 +22,7 @@ from residua.geometry.tasks import Data, unit_vectors
 Model = Callable[[Tensor], Tensor]
 
 # A causal model computes its earlier outputs from the same numbers in the same order, equal to the bit. A few roundings
-# are allowed for kernels that order their sums differently. In units of the dtype's epsilon.
+# are allowed for kernels that order their sums differently. In units of float64's epsilon.
 ROUNDINGS = 64
 # How many standard errors below the floor count as a leak: by chance in about 1 of 700 measurements.
 LEAK_ERRORS = 3.0
@@ -70,30 +70,29 @@ class Position0(NamedTuple):
     leak: bool
 
 
-def causality(model: Model, dim: int, length: int, *, dtype: torch.dtype | None = torch.float64) -> Causality:
+def causality(model: Model, dim: int, length: int) -> Causality:
     """Change the last input of four sequences of random unit vectors, and nothing else; look at the outputs before it.
 
-    A module is measured as a copy in `dtype`, where roundings are far below any leak; None measures the model itself
-    in its own dtype (float32 for a callable without parameters). A single position has nothing before it and is causal.
+    A module is measured as a copy in float64, where roundings are far below any leak. A single position has nothing
+    before it and is causal.
     """
-    if isinstance(model, nn.Module) and dtype is not None:
-        model = copy.deepcopy(model).to(dtype)
-    elif isinstance(model, nn.Module) or dtype is None:
-        dtype = _place(model)[1]
+    if isinstance(model, nn.Module):
+        model = copy.deepcopy(model).double()
     generator = Generator().manual_seed(0)
     inputs = unit_vectors(4, length, dim, generator=generator)
     changed = inputs.clone()
     changed[:, -1] = unit_vectors(4, 1, dim, generator=generator)[:, 0]
     with _measuring(model) as run:
-        before, after = (run(x.to(dtype))[:, :-1].double() for x in (inputs, changed))
+        before, after = (run(x)[:, :-1].double() for x in (inputs, changed))
     if not (before.isfinite().all() and after.isfinite().all()):
         raise ValueError("the model's outputs are not finite: causality cannot be measured")
-    difference = (after - before).abs()
     if length == 1:
         return Causality(0.0, 0.0, 0.0, True)
+    difference = (after - before).abs()
     change, largest = difference.max().item(), before.abs().max().item()
     relative = change / largest if largest else (math.inf if change else 0.0)
-    return Causality(change, relative, difference[:, 0].max().item(), relative <= ROUNDINGS * torch.finfo(dtype).eps)
+    bound = ROUNDINGS * torch.finfo(torch.float64).eps
+    return Causality(change, relative, difference[:, 0].max().item(), relative <= bound)
 
 
 def full_and_online(
@@ -202,20 +201,13 @@ def _positions(length: int, stride: int) -> tuple[list[int], Tensor]:
     return positions, torch.tensor([end - at for at, end in zip(positions, ends)], dtype=torch.float64) / length
 
 
-def _place(model: Model) -> tuple[torch.device, torch.dtype]:
-    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    return (torch.device("cpu"), torch.float32) if parameter is None else (parameter.device, parameter.dtype)
-
-
 @contextmanager
 def _measuring(model: Model) -> Iterator[Model]:
     """Run the model where its parameters are; check the shape of its outputs and move them to the CPU."""
-    has_parameters = isinstance(model, nn.Module) and next(model.parameters(), None) is not None
-    device, dtype = _place(model)
+    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
 
     def run(inputs: Tensor) -> Tensor:
-        x = inputs.to(device=device, dtype=dtype) if has_parameters else inputs
-        outputs = model(x)
+        outputs = model(inputs if parameter is None else inputs.to(parameter.device, parameter.dtype))
         if outputs.shape != inputs.shape:
             expected, got = tuple(inputs.shape), tuple(outputs.shape)
             raise ValueError(f"a model must return predictions of its inputs' shape {expected}, got {got}")

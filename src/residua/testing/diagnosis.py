@@ -168,7 +168,7 @@ def _of_connection(pair: Pair, state: Any, got: Any, right: Any, found: Calls, e
     if not all(agree(a, b, dtype=pair.dtype) for a, b in zip(tensors(after), tensors(fixed))):
         if _is_mixing(shortcut, state):
             wrong += _mixer(pair, shortcut, state, still, truth)
-            wrong += _write(pair, shortcut, state, y, after - still)
+            wrong += _write(pair, shortcut, y, after - still)
         elif isinstance(shortcut, RankOne) and isinstance(state, Tensor):
             wrong.append(_rank_one(pair, connection, state, carry, y, after, fixed))
         else:
@@ -229,7 +229,7 @@ def _reference_with(pair: Pair, **options: Any) -> Mixing:
     return connection.shortcut(state, connection.read(state)[1], state[..., 0, :])  # type: ignore[operator,union-attr]
 
 
-def _write(pair: Pair, m: Mixing, state: Tensor, y: Tensor, written: Tensor) -> list[str]:
+def _write(pair: Pair, m: Mixing, y: Tensor, written: Tensor) -> list[str]:
     """Say what a module writes in place of h_post y."""
     assert m.h_post is not None
     expected = m.h_post.unsqueeze(-1) * y.unsqueeze(-2)

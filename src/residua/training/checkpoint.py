@@ -13,7 +13,7 @@ ignored.
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -195,11 +195,10 @@ def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, str]]]:
     return Checkpoint(path, step, seconds, settings, loss, tuple(sorted(files))), files
 
 
-def latest_checkpoint(folder: str | Path, report: Callable[[str], None] = say) -> Checkpoint | None:
+def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
     """Return the newest complete checkpoint of a run folder, or None. The run may still be training.
 
-    Args:
-        report: takes one line for each damaged checkpoint that is skipped.
+    Says which damaged checkpoints it skips.
     """
     seen: set[Path] = set()
     while path := next((path for path in _step_folders(Path(folder) / "checkpoints") if path not in seen), None):
@@ -208,7 +207,7 @@ def latest_checkpoint(folder: str | Path, report: Callable[[str], None] = say) -
             return open_checkpoint(path)
         except InputError as error:
             if path.exists():
-                report(f"skipping a damaged checkpoint: {error}")
+                say(f"skipping a damaged checkpoint: {error}")
     return None
 
 
