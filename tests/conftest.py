@@ -52,6 +52,8 @@ def pytest_configure(config):
     # Triton decides when it is imported whether kernels are interpreted, and many packages import it where it is.
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        # Inductor lets g++ compile what it writes without optimisations, in processes that tests start too.
+        os.environ |= {"AOT_INDUCTOR_DEBUG_COMPILE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         # A seed is queued for every kind of device that may come, and the stack as text beside it, which takes longer.
         for device in (torch.cuda, torch.mtia, torch.xpu):
             device.traceback = SimpleNamespace(format_stack=list)
