@@ -10,6 +10,7 @@ from residua.data import prepare
 from residua.errors import InputError
 from residua.estimate.counts import parameters
 from residua.models import ResiduaConfig
+from residua.study.engine import jobs
 from residua.study.plan import Plan, load_study, read_study
 from support.planted_study import DOCUMENT, study
 
@@ -182,3 +183,18 @@ def test_resbench_can_be_read_and_a_registered_scheme_joins_it():
     assert list(chosen.rungs) == ["0.3M", "0.3M-deep"]
     with pytest.raises(InputError, match=r"did you mean 0\.3M"):
         found.only(rungs=["0.3"])
+
+
+def test_further_seeds_of_a_question_come_last_and_only_with_all_that_it_compares(data):
+    asked = {"gain": {"ask": "Is it?", "compare": [["ddl", "hc"]], "seeds": [7, 8]}}
+    whole = study(schemes={"residual": {}, "ddl": {}, "hc": {}}, questions=asked)
+    plan = Plan(whole, data)
+    runs = walked(plan, by_rate(0.008))
+    assert [(run.kind, run.scheme, run.config.train.seed) for run in runs[-4:]] == [
+        ("report", scheme, seed) for scheme in ("ddl", "hc") for seed in (7, 8)
+    ]
+    assert len(runs) <= plan.most
+    assert Plan(whole.only(["ddl"]), data).most == Plan(study(), data).most
+    finished = {run.key: {"val_loss": 4.0} for run in runs}
+    order = {(job.order[1], run.kind) for job, run in zip(jobs(plan, finished), plan.runs(finished), strict=True)}
+    assert order == {(0, "tune"), (0, "report"), (1, "longer"), (2, "report")}

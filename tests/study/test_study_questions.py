@@ -84,6 +84,22 @@ def test_without_all_seeds_or_longer_runs_there_is_no_answer_and_the_reason_is_s
     assert text.count("| small | `ddl` − `residual` | tokens |") == 1
 
 
+def test_a_question_with_further_seeds_is_answered_by_all_of_them_and_rows_are_not():
+    further = study(questions={"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]], "seeds": [4, 5]}})
+    more = [record(name, "report", seed, loss) for name, loss in (("residual", 4.0), ("ddl", 3.0)) for seed in (4, 5)]
+    for there, count, mean in ((more[:3], 3, -0.2), (more, 5, -0.52)):
+        found = results(further, records() + there, costs())
+        (answer,) = found.answers
+        assert (answer.difference.estimate.count, answer.difference.estimate.mean) == (count, pytest.approx(mean))
+        assert f"| tokens | {count} | " in markdown(found)
+        row = found.row("small", "ddl")
+        assert row.loss == results(study(), records(), costs()).row("small", "ddl").loss
+        assert row.difference("residual", "tokens").estimate.count == 3
+    diverged = [{**one, "val_loss": None} if one is more[3] else one for one in more]
+    (answer,) = results(further, records() + diverged, costs()).answers
+    assert (answer.difference, bool(answer.missing)) == (None, True)
+
+
 def test_a_question_at_equal_compiled_seconds_waits_until_these_are_measured():
     wanted = asked(at=["compiled seconds"])
     (answer,) = results(wanted, records(), costs()).answers
@@ -100,6 +116,7 @@ def test_the_page_says_what_the_report_says():
     assert shown["ask"] == "Is ddl ahead?"
     assert [one["measure"] for one in shown["answers"]] == ["tokens", "seconds"]
     for one in shown["answers"]:
+        assert one["seeds"] == 3
         assert f"| {one['mean']:+.4f} ± {one['half']:.4f} | {one['verdict']} |" in markdown(found)
 
 
@@ -120,6 +137,9 @@ def test_who_is_ahead_of_every_baseline_is_said():
         ({"at": ["flops"]}, "questions.gain.at: expected some of tokens, FLOPs, seconds"),
         ({"compare": [["residual", "ddl"]]}, "questions.gain.at: expected tokens, as ddl is no baseline"),
         ({"ask": 5}, "questions.gain.ask: expected a sentence"),
+        ({"seeds": [4, 4]}, "questions.gain.seeds: expected a list of different integers"),
+        ({"seeds": [4]}, "questions.gain.at: expected tokens, as longer runs of the baselines have no further seeds"),
+        ({"seeds": [3], "at": ["tokens"]}, "questions.gain.seeds: expected others than seeds and tuning.seed"),
         ({"answer": 5}, "questions.gain: unknown key answer"),
     ],
 )

@@ -147,7 +147,8 @@ def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
     rungs, schemes = list(plan.study.rungs), list(plan.study.schemes)
     found = []
     for run in plan.runs(finished):
-        order = rungs.index(run.rung), ORDER[run.kind], schemes.index(run.scheme)
+        further = run.kind == "report" and run.config.train.seed not in plan.study.seeds
+        order = rungs.index(run.rung), 2 if further else ORDER[run.kind], schemes.index(run.scheme)
         cost = float(plan.steps[run.rung])  # of a step: it grows with the model as the number of steps does
         found.append(Job(run.key, train_run, (run,), run.config.train.steps, cost, order))
     return found

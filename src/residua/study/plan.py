@@ -168,6 +168,10 @@ class Study:
         require(different, "baselines", "at least one, each once", list(self.baselines))
         require(len(set(self.seeds)) == len(self.seeds) >= 2, "seeds", "at least 2 different ones", list(self.seeds))
         require(self.tuning.seed not in self.seeds, "seeds", "others than tuning.seed", self.tuning.seed)
+        for question in self.questions.values():
+            free = not {*self.seeds, self.tuning.seed} & set(question.seeds)
+            place = f"questions.{question.name}.seeds"
+            require(free, place, "others than seeds and tuning.seed", list(question.seeds))
         for place, rung in (("longer", None), *((f"rungs.{name}.longer", name) for name in self.rungs)):
             listed = self.longer if rung is None else self.longer_at(rung)
             require(_above(1, listed), place, "a list of numbers above 1", listed)
@@ -192,6 +196,11 @@ class Study:
         """How many times as many tokens the further runs of the baselines have at a rung."""
         own = self.rungs[rung].longer
         return self.longer if own is None else own
+
+    def further_seeds(self, scheme: str) -> list[int]:
+        """Further seeds of a scheme: of the questions that compare it with others, if the study has all of these."""
+        asked = [q for q in self.questions.values() if scheme in q.schemes and set(q.schemes) <= self.schemes.keys()]
+        return sorted({seed for question in asked for seed in question.seeds})
 
     def data(self, path: str | None) -> str:
         """The prepared data of all runs: `path`, or else those of the configuration. Raises InputError for none."""
@@ -280,6 +289,9 @@ class Plan:
                 if chosen[name] is not None:
                     for factor in self.study.longer_at(rung.name):
                         yield from self.reported(rung.name, name, chosen[name], factor)
+            for name, point in chosen.items():
+                if point is not None:
+                    yield from self.reported(rung.name, name, point, seeds=self.study.further_seeds(name))
 
     @cached_property
     def most(self) -> int:
@@ -289,7 +301,8 @@ class Plan:
         schemes, baselines = len(study.schemes), len(study.baselines)
         found = tuned * (schemes * tuning.runs + baselines * (tuning.baseline_runs - tuning.runs))
         longer = sum(len(study.longer_at(name)) for name in study.rungs)
-        return found + len(study.seeds) * (len(study.rungs) * schemes + baselines * longer)
+        further = len(study.rungs) * sum(len(study.further_seeds(name)) for name in study.schemes)
+        return found + len(study.seeds) * (len(study.rungs) * schemes + baselines * longer) + further
 
     def tuning(self, rung: str, scheme: str, finished: Mapping[Any, Record]) -> list[Run]:
         """The tuning runs of a scheme at a rung that is tuned by itself, as far as the finished ones tell."""
@@ -299,11 +312,18 @@ class Plan:
         """The best point of a scheme; None while its tuning is not finished, and where all of it diverged."""
         return self._search(self.study.rungs[rung].tuned or rung, scheme, finished)[1]
 
-    def reported(self, rung: str, scheme: str, point: Mapping[str, Any], longer: float | None = None) -> Iterator[Run]:
-        """The runs of all seeds at a point, with `longer` times as many steps if given."""
+    def reported(
+        self,
+        rung: str,
+        scheme: str,
+        point: Mapping[str, Any],
+        longer: float | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> Iterator[Run]:
+        """The runs of all seeds at a point, or of other `seeds`, with `longer` times as many steps if given."""
         steps = round((longer or 1.0) * self.steps[rung])
         entry = self.study.schemes[scheme]
-        for seed in self.study.seeds:
+        for seed in self.study.seeds if seeds is None else seeds:
             config = self._config(self.study.rungs[rung], entry, point, seed, steps)
             yield Run("longer" if longer else "report", rung, scheme, point, config)
 

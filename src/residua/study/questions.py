@@ -19,12 +19,14 @@ class Question:
     compare   pairs of schemes: the loss of the first minus that of the second
     at        equal "tokens", "FLOPs", "seconds" or "compiled seconds", of a step through `torch.compile`; for all but
               tokens the second of each pair must be a baseline
+    seeds     further ones, beside those of the study, of the schemes that it compares; only at equal tokens
     """
 
     name: str
     ask: str
     compare: Sequence[Sequence[str]]
     at: Sequence[str] = ("tokens",)
+    seeds: Sequence[int] = ()
 
     @property
     def schemes(self) -> tuple[str, ...]:
@@ -49,7 +51,7 @@ def read_questions(document: Any, baselines: Sequence[str]) -> dict[str, Questio
     found = {}
     for name, values in _entries(document, "questions"):
         where = f"questions.{name}"
-        values = {"at": ["tokens"], **_keys(values, Question, where)}
+        values = {"at": ["tokens"], "seeds": [], **_keys(values, Question, where)}
         require(fits(values.get("ask"), str), f"{where}.ask", "a sentence", values.get("ask"))
         pairs = values.get("compare")
         good = isinstance(pairs, list | tuple) and len(pairs) > 0 and all(_is_pair(pair) for pair in pairs)
@@ -60,7 +62,14 @@ def read_questions(document: Any, baselines: Sequence[str]) -> dict[str, Questio
         second = next((pair[1] for pair in pairs if pair[1] not in baselines), None)
         more = second is None or list(at) == ["tokens"]
         require(more, f"{where}.at", f"tokens, as {second} is no baseline and is trained for one length", at)
-        found[name] = Question(name, values["ask"], tuple(map(tuple, pairs)), tuple(at))
+        seeds = values["seeds"]
+        good = (
+            isinstance(seeds, list | tuple) and all(fits(seed, int) for seed in seeds) and len(set(seeds)) == len(seeds)
+        )
+        require(good, f"{where}.seeds", "a list of different integers", seeds)
+        alone = not seeds or list(at) == ["tokens"]
+        require(alone, f"{where}.at", "tokens, as longer runs of the baselines have no further seeds", at)
+        found[name] = Question(name, values["ask"], tuple(map(tuple, pairs)), tuple(at), tuple(seeds))
     return found
 
 

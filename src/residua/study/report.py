@@ -123,7 +123,7 @@ def questions(found: Results, *, level: str = "###") -> list[str]:
         own = [answer for answer in found.answers if answer.question.name == question.name]
         there = [answer for answer in own if answer.difference is not None]
         if there:
-            header = ["size", "comparison", "at equal", "difference", "answer"]
+            header = ["size", "comparison", "at equal", "seeds", "difference", "answer"]
             lines += [_line(header), _line(["---"] * len(header)), *(_line(_answer(answer)) for answer in there), ""]
         waiting = dict.fromkeys(name for answer in own for name in answer.waiting)
         missing = dict.fromkeys(answer.missing for answer in own if answer.missing)
@@ -203,7 +203,7 @@ def _answer(answer: Answer) -> list[str]:
     estimate = estimate_text(answer.difference.estimate, "+.4f")
     pair = f"`{answer.scheme.replace('`', '')}` − `{answer.to.replace('`', '')}`"
     shown = f"**{estimate}**" if answer.difference.clear else estimate
-    return [answer.rung, pair, answer.measure, shown, answer.verdict]
+    return [answer.rung, pair, answer.measure, str(answer.difference.estimate.count), shown, answer.verdict]
 
 
 def ranking_text(one: Ranking) -> str:
@@ -414,6 +414,7 @@ def payload(found: Results) -> dict[str, Any]:
                         "scheme": answer.scheme,
                         "to": answer.to,
                         "measure": answer.measure,
+                        "seeds": answer.difference.estimate.count,
                         "mean": answer.difference.estimate.mean,
                         "half": answer.difference.estimate.half_width,
                         "clear": answer.difference.clear,

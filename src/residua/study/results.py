@@ -53,13 +53,17 @@ class Difference(NamedTuple):
 
 @dataclass
 class Row:
-    """One scheme at one size. `runs` are all records behind it, `cost` and `compiled` what a step of it costs."""
+    """One scheme at one size. `runs` are all records behind it, `cost` and `compiled` what a step of it costs.
+
+    `losses` are those of the study's seeds, `further` those of seeds that only a question has.
+    """
 
     rung: str
     scheme: str
     connection: str
     point: Mapping[str, Any]
     losses: Mapping[int, float | None]
+    further: Mapping[int, float | None]
     runs: Sequence[Record]
     cost: Record | None
     compiled: Record | None
@@ -193,7 +197,8 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
             )
             tuning = _tuning(study, tuned)
             best = _best(tuning)
-            known = [r for r in own if r["kind"] in ("report", "longer") and r["seed"] in study.seeds]
+            trained = [r for r in own if r["kind"] in ("report", "longer")]
+            known = [r for r in trained if r["seed"] in study.seeds]
             point = next((r["point"] for r in known if r["point"] in best), None)
             reported = [r for r in known if r["kind"] == "report" and r["point"] == point]
             if not reported:
@@ -201,6 +206,8 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
                 continue
             cost, compiled = (measured.get((rung.name, name, entry.connection, one)) for one in (False, True))
             row = _row(study, rung.name, name, reported, tuning, cost, compiled)
+            rest = [r for r in trained if r["kind"] == "report" and r["point"] == point and r not in known]
+            row.further = {r["seed"]: r["val_loss"] for r in rest if r["seed"] in study.further_seeds(name)}
             if name in study.baselines:
                 more = [r for r in known if r["kind"] == "longer" and r["point"] == point]
                 longer[rung.name, name] = more
@@ -263,6 +270,8 @@ def _answers(
             waiting = [name for name, one in ((scheme, row), (to, base)) if one is None or not one.whole]
             if row is not None and base is not None and not waiting:
                 known = {d.measure: d for d in _differences(row, base, longer.get((rung, to), []))}
+                if question.seeds and all(set(question.seeds) <= one.further.keys() for one in (row, base)):
+                    known = {"tokens": _at_all_seeds(row, base, question.seeds)}
             for measure in question.at:
                 difference, missing = known.get(measure), None
                 if not waiting and difference is None:
@@ -277,6 +286,15 @@ def _answers(
         answer = answers[place]
         answers[place] = answer._replace(difference=answer.difference._replace(holm=value))
     return answers
+
+
+def _at_all_seeds(row: Row, base: Row, further: Sequence[int]) -> Difference:
+    """The difference at equal tokens over the study's seeds and further ones."""
+    seeds = [*row.losses, *further]
+    ours, theirs = ({seed: {**one.losses, **one.further}[seed] for seed in seeds} for one in (row, base))
+    finite = None not in (*ours.values(), *theirs.values())
+    estimate = paired(ours, theirs) if finite else None
+    return Difference(base.scheme, "tokens", 1.0, estimate, estimate and estimate.p_value)
 
 
 def _tuning(study: Study, records: Sequence[Record]) -> list[Record]:
@@ -309,6 +327,7 @@ def _row(
         first["connection"],
         first["point"],
         {seed: record["val_loss"] for seed, record in by_seed.items()},
+        {},
         [*tuning, *by_seed.values()],
         cost,
         compiled,
