@@ -1,7 +1,9 @@
 """What a study trains: within its budget, with seeds apart, and only what its file asks for."""
 
 import math
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +114,20 @@ def test_without_prepared_data_the_option_is_named():
 def test_data_that_would_be_seen_twice_are_refused(data):
     with pytest.raises(InputError, match=r"rungs.small: needs .* tokens so that none is seen twice"):
         Plan(study(tokens_per_parameter=20), data)
+
+
+@pytest.mark.slow
+def test_the_study_that_the_page_shows_can_be_planned(data, tmp_path):
+    text = (Path(__file__).parents[2] / "docs/resbench.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    path = tmp_path / "study.yaml"
+    path.write_text(block.replace("tokens_per_parameter: 20 ", "tokens_per_parameter: 0.002 "))
+    found = load_study(str(path))
+    runs = walked(Plan(found, data), by_rate(0.016))
+    assert {(run.rung, run.kind) for run in runs} == {
+        ("deep", "tune"), ("deep", "report"), ("deep", "longer"), ("wide", "report"), ("wide", "longer")
+    }  # fmt: skip
+    assert {run.scheme for run in runs} == set(found.schemes)
 
 
 def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):

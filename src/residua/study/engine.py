@@ -210,8 +210,9 @@ class Verified(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Whether the losses, all of the curve, agree to the last bit."""
-        return all(self.recorded.get(name) == self.repeated.get(name) for name in ("val_loss", "loss", "curve"))
+        """Whether the losses, all of the curve, agree to the last bit, and the settings that the report shows."""
+        names = ("val_loss", "loss", "curve", "connection", "point")
+        return all(self.recorded.get(name) == self.repeated.get(name) for name in names)
 
     @property
     def elsewhere(self) -> str:
