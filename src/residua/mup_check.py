@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from residua.checks import require
 from residua.errors import extra
 from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.runs.jsonlines import finite
 from residua.training import TrainConfig, adamw
 
 VOCABULARY, SEQUENCES, LENGTH, LAYERS, HEAD_DIM = 256, 8, 64, 2, 32
@@ -82,9 +83,7 @@ def check(
 
 def to_json(coordinates: Sequence[Coordinate]) -> list[dict[str, Any]]:
     """Return plain values; numbers that are not finite become None."""
-    return [
-        {**asdict(c), "slope": c.slope if math.isfinite(c.slope) else None, "verdict": c.verdict} for c in coordinates
-    ]
+    return [finite({**asdict(c), "slope": c.slope, "verdict": c.verdict}) for c in coordinates]
 
 
 def draw(coordinates: Sequence[Coordinate], path: str | Path) -> None:

@@ -1,6 +1,5 @@
 """Summarise a trace: warnings, and tables of its sublayers."""
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from residua.analysis.trace import Trace
+from residua.runs.jsonlines import finite
 
 STUCK = 1e-3
 """Mean distance of a gate from its initial value below which it has not moved."""
@@ -73,7 +73,7 @@ def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
     for name in ("h_pre", "h_post"):
         if name in values:
             for row, means in zip(rows, values[name].mean(1).tolist()):
-                row[name] = [x if math.isfinite(x) else None for x in means]
+                row[name] = finite(means)
     return rows
 
 
@@ -181,7 +181,7 @@ _COLUMNS = [
 
 def _fill(rows: list[dict[str, Any]], name: str, column: Tensor) -> None:
     for row, value in zip(rows, column.tolist()):
-        row[name] = value if math.isfinite(value) else None
+        row[name] = finite(value)
 
 
 def _most_read(rows: list[dict[str, Any]], trace: Trace) -> None:

@@ -1,6 +1,5 @@
 """The command `residua evaluate`."""
 
-import math
 from pathlib import Path
 
 from residua.commands.base import Arguments, Parser, add_checkpoint, add_json, opens_model, print_json, whole
@@ -48,13 +47,14 @@ def run(arguments: Arguments) -> None:
         _score(arguments)
         return
     from residua.experiment import evaluate, is_model_folder, open_run
+    from residua.runs.jsonlines import finite
 
     if is_model_folder(arguments.run):
         raise InputError(f"{arguments.run}: this model has no validation text of its own; give --tasks paper")
     opened = open_run(arguments.run, arguments.checkpoint)
     result = {"step": opened.step, **evaluate(opened)}
     if arguments.json:
-        print_json({key: value if math.isfinite(value) else None for key, value in result.items()})
+        print_json(finite(result))
         return
     cells = {key: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for key, value in result.items()}
     print_table(["what", arguments.run], [[name, cells[key]] for key, name in NAMES.items()])

@@ -91,8 +91,8 @@ class AttentionResiduals(SourcesScheme):
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         norm = norms(dim, norm_eps, norm)
         connections = [DepthConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
-        collapse = DepthCollapse(dim, attends=num_sublayers > 0, eps=norm_eps, scale=self.scale, heads=self.heads)
-        return Stream(OpenSources(), connections, collapse)
+        last = DepthRead(dim, eps=norm_eps, scale=self.scale, heads=self.heads) if num_sublayers else None
+        return Stream(OpenSources(), connections, DepthCollapse(last))
 
 
 class DepthRead(nn.Module):
@@ -129,9 +129,9 @@ class DepthRead(nn.Module):
 class DepthCollapse(nn.Module):
     """The readout: the same attention over all sources, (batch, seq, dim)."""
 
-    def __init__(self, dim: int, *, attends: bool, eps: float, scale: Literal["mean", "sum"], heads: int):
+    def __init__(self, attend: DepthRead | None):
         super().__init__()
-        self.attend = DepthRead(dim, eps=eps, scale=scale, heads=heads) if attends else None
+        self.attend = attend
 
     def forward(self, sources: tuple[Tensor, ...], memory: Memory | None = None) -> Tensor:
         return sources[0] if self.attend is None else self.attend(sources)[0]

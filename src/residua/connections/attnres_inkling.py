@@ -63,7 +63,8 @@ class InklingAttentionResiduals(SourcesScheme):
         """Build as `Scheme.build`. Where queries, keys and values have a norm each, one that is given is copied."""
         norm = norms(dim, norm_eps, norm)
         connections = [InklingConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
-        return Stream(OpenSources(), connections, InklingCollapse(dim, attends=num_sublayers > 0, eps=norm_eps))
+        last = InklingRead(dim, eps=norm_eps) if num_sublayers else None
+        return Stream(OpenSources(), connections, InklingCollapse(last))
 
 
 class InklingRead(nn.Module):
@@ -89,9 +90,9 @@ class InklingRead(nn.Module):
 class InklingCollapse(nn.Module):
     """The readout: the same attention over all sources, (batch, seq, dim)."""
 
-    def __init__(self, dim: int, *, attends: bool, eps: float):
+    def __init__(self, attend: InklingRead | None):
         super().__init__()
-        self.attend = InklingRead(dim, eps=eps) if attends else None
+        self.attend = attend
 
     def forward(self, sources: tuple[Tensor, ...], memory: Memory | None = None) -> Tensor:
         return sources[0] if self.attend is None else self.attend(sources)[0][0].to(sources[0].dtype)

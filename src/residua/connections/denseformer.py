@@ -74,7 +74,9 @@ class DenseFormer(Scheme):
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         norm = norms(dim, norm_eps, norm)
         connections = [DenseConnection(self, i, norm(i)) for i in range(num_sublayers)]
-        return Stream(OpenSources(), connections, DenseCollapse(self, -(-num_sublayers // 2)))
+        blocks = -(-num_sublayers // 2)
+        taken = self.taken(blocks)
+        return Stream(OpenSources(), connections, BlockCollapse(DepthAverage(taken) if taken else None, blocks))
 
 
 def block_outputs(boundary: int, dim: int) -> tuple[TensorSpec, ...]:
@@ -148,17 +150,16 @@ class DenseConnection(BlockConnection):
         return None if weights is None else DepthWeights(weights.unsqueeze(0), self.sources)
 
 
-class DenseCollapse(nn.Module):
+class BlockCollapse(nn.Module):
     """The readout: the average after the last block. A tuple of tensors (batch, seq, dim) -> (batch, seq, dim).
 
-    A state of another depth is read as its last output, because the weights belong to the outputs of all blocks.
+    average: its first result is x; None for the last output alone. A state of another depth is read as its last output
+    too, because the weights belong to the outputs of all blocks.
     """
 
-    def __init__(self, scheme: DenseFormer, blocks: int):
+    def __init__(self, average: nn.Module | None, blocks: int):
         super().__init__()
-        self.sources = blocks + 1
-        taken = scheme.taken(blocks)
-        self.average = DepthAverage(taken) if taken else None
+        self.sources, self.average = blocks + 1, average
 
     def forward(self, outputs: tuple[Tensor, ...], memory: Memory | None = None) -> Tensor:
         return outputs[-1] if self.average is None or len(outputs) != self.sources else self.average(outputs)[0]

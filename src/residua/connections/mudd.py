@@ -7,14 +7,14 @@ queries, keys and values from three of the averages, and adds to the fourth.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, DepthWeights, Norm, Scheme, State, Stream, TensorSpec, Traffic
-from residua.connections.denseformer import BlockConnection, block_outputs, block_traffic, outputs_of
+from residua.connections.denseformer import BlockCollapse, BlockConnection, block_outputs, block_traffic, outputs_of
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
@@ -77,16 +77,16 @@ class MultiwayDynamicDense(Scheme):
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         norm = norms(dim, norm_eps, norm)
         connections = [MultiwayConnection(self, dim, i, norm, norm_eps=norm_eps) for i in range(num_sublayers)]
-        return Stream(
-            OpenSources(), connections, MultiwayCollapse(self, dim, -(-num_sublayers // 2), norm_eps=norm_eps)
-        )
+        blocks = -(-num_sublayers // 2)
+        last = self.averages(dim, 1, blocks + 1, eps=norm_eps, expand=self.expand_last) if blocks else None
+        return Stream(OpenSources(), connections, BlockCollapse(last, blocks))
 
 
 class MultiwayAverage(nn.Module):
     """The averages over n outputs, `ways` of them, by weights from the last output.
 
-    A tuple of n tensors (batch, seq, dim) -> the outputs to go on with (normalised if asked), `ways` tensors
-    (batch, seq, dim), and the weights (batch, seq, ways, n) in at least float32. The last way is the residual's.
+    A tuple of n tensors (batch, seq, dim) -> `ways` tensors (batch, seq, dim), of which the last is the residual's; the
+    outputs to go on with (normalised if asked); and the weights (batch, seq, ways, n) in at least float32.
     """
 
     def __init__(self, dim: int, ways: int, sources: int, hidden: int, *, eps: float, normalised: bool):
@@ -109,14 +109,14 @@ class MultiwayAverage(nn.Module):
         hidden = derive(_activated, self.up(x), torch.rsqrt(mean_square(x) + self.eps))
         return self.down(hidden).unflatten(-1, self.static.shape) + at_least_float32(self.static)
 
-    def forward(self, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], list[Tensor], Tensor]:
+    def forward(self, outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
         *earlier, x = outputs
         weights = self.weights(x)
         if self.before is None or self.after is None:
-            return outputs, [depth_mix(outputs, one) for one in weights.unbind(-2)], weights
+            return *(depth_mix(outputs, one) for one in weights.unbind(-2)), outputs, weights
         sources = (*earlier, self.before(x))
         *reads, residual = (depth_mix(sources, one) for one in weights.unbind(-2))
-        return sources, [derive(torch.add, x, read) for read in [*reads, self.after(residual)]], weights
+        return *(derive(torch.add, x, read) for read in [*reads, self.after(residual)]), sources, weights
 
 
 def _activated(x: Tensor, scale: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class MultiwayConnection(BlockConnection):
             sources = state if self.embedding_norm is None else (self.embedding_norm(state[0]),)
             residual = (*sources, state[-1]) if self.begins else state
             return self.norm(state[-1]), Carry(residual, MultiwayCoefficients(None))
-        sources, reads, weights = self.average(state)
+        *reads, sources, weights = self.average(state)
         carry = Carry((*sources, reads[-1]), MultiwayCoefficients(weights))
         if self.inputs == 1:
             return self.norm(reads[-1]), carry
@@ -154,20 +154,3 @@ class MultiwayConnection(BlockConnection):
         weights = carry.coefficients.weights
         reads = tuple(self.ways) if len(self.ways) > 1 else ()
         return None if weights is None else DepthWeights(weights, self.sources, reads)
-
-
-class MultiwayCollapse(nn.Module):
-    """The readout: the average after the last block. A tuple of tensors (batch, seq, dim) -> (batch, seq, dim).
-
-    A state of another depth is read as its last output, because the weights belong to the outputs of all blocks.
-    """
-
-    def __init__(self, scheme: MultiwayDynamicDense, dim: int, blocks: int, *, norm_eps: float):
-        super().__init__()
-        self.sources = blocks + 1
-        self.average = None
-        if blocks:
-            self.average = scheme.averages(dim, 1, blocks + 1, eps=norm_eps, expand=scheme.expand_last)
-
-    def forward(self, outputs: tuple[Tensor, ...], memory: Memory | None = None) -> Tensor:
-        return outputs[-1] if self.average is None or len(outputs) != self.sources else self.average(outputs)[1][0]
