@@ -239,7 +239,8 @@ def _measure(operation: str, sizes: Sizes, settings: OpSettings, clock: Clock) -
     for name, (_, candidate) in candidates.items():
         for leaf in candidate.leaves():
             leaf.requires_grad_()
-        grads = _output_gradients(candidate, Draw(sizes, device, settings.seed + 1))
+        draw = Draw(sizes, device, settings.seed + 1)
+        grads = [draw.coefficients(*result.shape).to(result.dtype) for result in candidate()]
         error = check(candidate, case, grads)
         if not error <= TOLERANCES[sizes.dtype]:  # also if it is not a number
             raise RunError(
@@ -289,10 +290,6 @@ def _implementations(
 
 def _forward_backward(case: Case, grads: Sequence[Tensor]) -> None:
     torch.autograd.grad(case(), case.leaves(), grads, allow_unused=True)
-
-
-def _output_gradients(case: Case, draw: Draw) -> list[Tensor]:
-    return [draw.coefficients(*result.shape).to(result.dtype) for result in case()]
 
 
 def check(case: Case, reference: Case, grads: Sequence[Tensor]) -> float:

@@ -1,13 +1,13 @@
 """The command `residua bench` and what it can measure."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from itertools import count
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from residua.commands.base import Arguments, Parser, SubCommand, add_json, print_json, whole
 from residua.tables import print_table
@@ -20,8 +20,6 @@ residua bench memory --presets ddl-cc ddl-cc:recompute=none
 residua bench generate --presets ddl ddl-cc
 residua bench ops --device cuda
 residua bench peers --packages hyper-connections"""
-Advance = Callable[[], None]
-Keep = Callable[[Mapping[str, Any]], None]
 MOST_THREADS = 4096
 
 NUMBERS: Mapping[str, str] = {
@@ -182,34 +180,25 @@ def _chosen(arguments: Arguments, settings: type) -> Any:
 
 
 def _benchmark(module: str, kind: str, arguments: Arguments) -> int:
-    """Run the benchmark of a module with settings of this kind."""
-    found = import_module(f"residua.benchmarks.{module}")
-    settings = _chosen(arguments, getattr(found, kind))
-    return _measure(arguments, settings.steps, partial(found.benchmark, settings))
-
-
-class Benchmark(Protocol):
-    def __call__(self, *, advance: Advance, keep: Keep) -> Any: ...
-
-
-def _measure(arguments: Arguments, steps: int, benchmark: Benchmark) -> int:
-    """Run the benchmark with a bar of so many steps; append its records to --out as they come, print its results, and
-    its notes on stderr.
+    """Run the benchmark of a module, with settings of this kind, behind a bar; append its records to --out as they
+    come, print its results, and its notes on stderr.
     """
     from residua.runs.folder import writable
     from residua.runs.jsonlines import JsonLines
     from residua.runs.progress import Progress
 
+    found = import_module(f"residua.benchmarks.{module}")
+    settings = _chosen(arguments, getattr(found, kind))
     with ExitStack() as stack:
         lines = None
         if arguments.out is not None:
             with writable(arguments.out, "a file to append to"):  # before hours are spent on the records
                 lines = stack.enter_context(JsonLines(arguments.out))
-        bar = stack.enter_context(Progress("checking, then measuring", steps, lines=False, threaded=False))
+        bar = stack.enter_context(Progress("checking, then measuring", settings.steps, lines=False, threaded=False))
         done = count()
 
         def advance() -> None:
-            bar.update(number := next(done), f"{number}/{steps}")
+            bar.update(number := next(done), f"{number}/{settings.steps}")
 
         def keep(record: Mapping[str, Any]) -> None:
             if lines is not None:
@@ -217,7 +206,7 @@ def _measure(arguments: Arguments, steps: int, benchmark: Benchmark) -> int:
                 lines.sync()
 
         advance()
-        result = benchmark(advance=advance, keep=keep)
+        result = found.benchmark(settings, advance=advance, keep=keep)
     if arguments.json:
         print_json(result.records())
     else:

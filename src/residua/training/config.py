@@ -314,6 +314,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print_config", action="store_true", help="print the resolved configuration and stop")
     group = parser.add_argument_group("configuration")
     for key, item in KEYS.items():
+        default = "" if item.default is MISSING else f" (default: {_written(item.default)})"
         group.add_argument(
             f"--{key}",
             dest="overrides",
@@ -321,7 +322,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
             default=[],
             type=f"--{key}={{}}".format,
             metavar="|".join(_choices(item.type)) or key.rpartition(".")[2].upper(),
-            help=f"{item.metadata['help']}{_default(item)}".replace("%", "%%"),
+            help=f"{item.metadata['help']}{default}".replace("%", "%%"),
         )
 
 
@@ -333,10 +334,6 @@ def _choices(kind: Any) -> list[str]:
         return list(get_args(kind))
     listed = [choice for option in get_args(kind) for choice in _choices(option)]
     return [*listed, "null"] if listed and NoneType in get_args(kind) else listed
-
-
-def _default(item: Field) -> str:
-    return "" if item.default is MISSING else f" (default: {_written(item.default)})"
 
 
 def _written(value: Any) -> str:
