@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from residua.data.tokenizer import save_tokenizer
 from residua.errors import InputError, RunError, extra, first_line
@@ -17,6 +17,7 @@ from residua.models.opening import context_of, quiet
 from residua.runs.durable import sync, unfinished
 from residua.runs.jsonlines import read_metrics
 from residua.runs.reading import read_json, write_yaml
+from residua.tables import cell
 from residua.terminal import printable
 
 with extra("lab"):
@@ -141,8 +142,8 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
         ("context", f"{context or 'any number of'} tokens, vocabulary {config.vocab_size}"),
         ("trained", f"{opened.step:,} of {opened.config.train.steps:,} steps"),
         *_measured(run, opened.step),
-        *((f"data: {key}", _shown(value)) for key, value in data.items()),
-        *((key, _shown(facts[key])) for key in ("date", "device", "commit", "torch", "transformers") if facts.get(key)),
+        *((f"data: {key}", cell(value)) for key, value in data.items()),
+        *((key, cell(facts[key])) for key in ("date", "device", "commit", "torch", "transformers") if facts.get(key)),
     ]
     code, settings = json.dumps(name), write_yaml(settings).rstrip()
     # Longer than any fence in the settings.
@@ -209,10 +210,6 @@ def _measured(run: Path, step: int) -> Iterator[tuple[str, str]]:
     for key, (what, form) in names.items():
         if known.get(key) is not None:
             yield what, form.format(known[key])
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _file(module: str) -> str:

@@ -10,6 +10,11 @@ def markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def cell(value: object) -> str:
+    """Return a value as a table shows it: whole numbers with separators."""
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print aligned columns, numbers right-aligned. Nothing is cut or wrapped, so a pipe gets all of it."""
     columns = [[name, "-" * len(name), *map(one_line, cells)] for name, cells in zip(map(one_line, header), zip(*rows))]

@@ -2,8 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, redirect_stdout
 from typing import Any
 
 # Control characters but \n and \t, marks that reverse the direction of text, line separators and half surrogate pairs.
@@ -23,20 +22,22 @@ def one_line(text: object) -> str:
     return printable(text).replace("\n", " ").replace("\t", " ")
 
 
-@contextmanager
-def printable_output() -> Iterator[None]:
-    """Let standard output show only what is `printable`."""
-    with redirect_stdout(_Printable(sys.stdout)):
-        yield
+def printable_output() -> AbstractContextManager:
+    """Let standard output show only what is `printable`, in the context that this returns."""
+    return redirect_stdout(_Printable(sys.stdout))
 
 
-class _Printable:
+class Wrapped:
+    """A stream that is another one but for the methods of a subclass."""
+
     def __init__(self, stream: Any):
         self._stream = stream
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Printable(Wrapped):
     def write(self, text: str) -> int:
         self._stream.write(printable(text))
         return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

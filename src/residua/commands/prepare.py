@@ -1,9 +1,7 @@
 """The command `residua prepare`."""
 
-from typing import Any
-
 from residua.commands.base import Arguments, Parser, add_json, finite, print_json, whole
-from residua.tables import print_table
+from residua.tables import cell, print_table
 
 HELP = "turn text into tokens on disk"
 EXAMPLES = """\
@@ -84,9 +82,5 @@ def run(arguments: Arguments) -> None:
     if arguments.json:
         print_json({"folder": str(data.folder), **data.facts})
         return
-    print_table(["what", "value"], [["folder", str(data.folder)], *([k, _cell(v)] for k, v in data.facts.items())])
+    print_table(["what", "value"], [["folder", str(data.folder)], *([k, cell(v)] for k, v in data.facts.items())])
     print(f"train on it with: residua train --config tiny --data.path {arguments.out} --run DIR")
-
-
-def _cell(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)

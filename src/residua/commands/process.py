@@ -6,11 +6,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from types import FrameType
 from typing import Any
 
 from residua.errors import InputError, RunError
+from residua.terminal import Wrapped
 
 EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory", "size calculation overflow")
 """What torch says of sizes that no machine holds."""
@@ -74,19 +75,14 @@ def _discard(stream: Any) -> None:
     os.close(nowhere)
 
 
-@contextmanager
-def lasting_messages() -> Iterator[None]:
-    """Let standard error go nowhere once it cannot be written, as after a lost terminal or the end of `2>&1 | head`:
-    nobody reads the messages, and the work goes on.
+def lasting_messages() -> AbstractContextManager:
+    """Let standard error, in the context that this returns, go nowhere once it cannot be written, as after a lost
+    terminal or the end of `2>&1 | head`: nobody reads the messages, and the work goes on.
     """
-    with redirect_stderr(_Messages(sys.stderr)):  # type: ignore[type-var]
-        yield
+    return redirect_stderr(_Messages(sys.stderr))  # type: ignore[type-var]
 
 
-class _Messages:
-    def __init__(self, stream: Any):
-        self._stream = stream
-
+class _Messages(Wrapped):
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
@@ -99,9 +95,6 @@ class _Messages:
             self._stream.flush()
         except OSError:
             _discard(self._stream)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 @contextmanager
