@@ -57,3 +57,17 @@ def test_holm_steps_down_and_never_orders_differently():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.5, 0.9]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+def test_an_error_that_all_values_share_does_not_average_out():
+    alone = Estimate.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    both = alone.shared(0.5)
+    assert (both.mean, both.count) == (3, 5)
+    assert both.half_width == pytest.approx(2.776 * math.sqrt(0.5 + 0.25))  # standard errors, squared
+    assert alone.shared(0.0) == pytest.approx(alone)
+    assert Estimate(1.0, None, 1).shared(0.5).half_width is None
+    assert Estimate.of([1.0, 1.0]).shared(0.5).p_value is None  # equal values say nothing of their noise
+
+
+def test_a_p_value_is_never_below_zero():
+    assert min(Estimate(1.7**power, 1.0, count).p_value for power in range(60) for count in (2, 3, 5, 10, 45)) >= 0

@@ -76,6 +76,8 @@ def test_a_run_that_no_study_wrote_is_refused(tmp_path, runs, said):
         ({"flops_per_token": {}}, "flops_per_token: expected positive numbers"),
         ({"flops_per_token": {"products": -1.0}}, "flops_per_token: expected positive numbers"),
         ({"peak_bytes": -5}, "peak_bytes: expected a positive number or null"),
+        ({"seconds": []}, "seconds: expected positive numbers, one of each round"),
+        ({"seconds": [0.0]}, "seconds: expected positive numbers"),
         ({"device": None}, "device: expected text"),
         ({"compiled": "yes"}, "compiled: expected true or false"),
     ],

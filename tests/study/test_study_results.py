@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from residua.runs.statistics import Estimate
 from residua.study.report import markdown, payload, table
 from residua.study.results import results
 from support.planted_study import copied, cost, costs, record, records, study
@@ -28,6 +29,23 @@ def test_equal_seconds_is_the_baseline_after_as_many_more_steps_as_a_step_costs(
     assert row.difference("residual", "seconds").estimate.mean == pytest.approx(-0.2 + 0.3)
     # Half the way from 100 to 150 steps, in their logarithm.
     assert row.difference("residual", "FLOPs").estimate.mean == pytest.approx(-0.2 + 0.15)
+
+
+def test_an_interval_at_equal_seconds_has_the_error_of_the_timing():
+    """Quartiles 0.01 from the median of 45 rounds, on both sides: standard errors of 0.00277 / 1.5 and 0.00277."""
+    row = row_of(results(study(), records(), costs()))
+    seeds = Estimate.of([0.0, 0.1, 0.2])  # of the baseline after 1.5 times as many steps
+    one = math.sqrt(math.pi / 2 / 45) * 0.01 / 0.67449
+    slope = 0.3 / math.log(1.5)
+    expected = seeds.shared(slope * math.hypot(one, one / 1.5))
+    found = row.difference("residual", "seconds").estimate
+    assert found.deviation == pytest.approx(expected.deviation, rel=1e-4)
+    assert found.half_width > 1.0001 * seeds.half_width
+    noisy = [{**c, "time_ratio": {**c["time_ratio"], "upper": 3 * c["time_ratio"]["median"]}} for c in costs()]
+    wide = row_of(results(study(), records(), noisy))
+    assert wide.difference("residual", "seconds").estimate.half_width > 1.5 * found.half_width
+    for measure in ("tokens", "FLOPs"):
+        assert wide.difference("residual", measure) == row.difference("residual", measure)
 
 
 def test_beyond_the_longest_run_of_the_baseline_nothing_is_said():

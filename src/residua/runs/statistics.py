@@ -23,6 +23,15 @@ class Estimate(NamedTuple):
         variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
         return cls(mean, math.sqrt(variance), len(values))
 
+    def shared(self, error: float) -> "Estimate":
+        """Return the estimate where all values share a further standard error, which does not average out.
+
+        The degrees of freedom stay those of the values. That is cautious where the error is better known; more of them
+        (Satterthwaite's) would give false findings at small p-values, where a correction for many comparisons looks.
+        """
+        deviation = self.deviation and math.hypot(self.deviation, math.sqrt(self.count) * error)
+        return self._replace(deviation=deviation)
+
     @property
     def half_width(self) -> float | None:
         """Half the width of the 95 % confidence interval of the mean (Student's t); None for a single value."""
@@ -38,7 +47,8 @@ class Estimate(NamedTuple):
         """
         if not self.deviation or self.count < 2 or not math.isfinite(self.mean):
             return None
-        return 1 - _within(abs(self.mean) * math.sqrt(self.count) / self.deviation, self.count - 1)
+        inside = _within(abs(self.mean) * math.sqrt(self.count) / self.deviation, self.count - 1)
+        return max(0.0, 1 - inside)  # rounding can leave it below
 
     @property
     def detectable(self) -> float | None:

@@ -243,7 +243,8 @@ def _reading(found: Results) -> list[str]:
         "- Tuned to: (edge) marks the smallest or largest value that was tried, where the budget ended; a better one "
         "may lie beyond it.",
         "- Step time: in interleaved rounds, process time of one thread on a CPU, the device's time on a GPU; median "
-        "and quartiles of the ratio to the first baseline. The intervals at equal seconds hold for its median. "
+        "and quartiles of the ratio to the first baseline. The intervals at equal seconds contain the error of the "
+        "median too, as the quartiles tell it; a quieter machine (--measure) makes it smaller. "
         "A compiled step goes through `torch.compile`; the runs took the other.",
         "- FLOPs: matrix products, and one for each element of every other operation.",
         "- Peak: what a process with the model grows by in two steps.",

@@ -6,6 +6,7 @@ Everything follows from the records, so a page can be made again without the dat
 import itertools
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from residua.study.questions import MEASURES, Question
 BELOW = 0.9
 """A scheme whose step costs less than a baseline's is compared with fewer tokens of it, down to this share, along the
 line between its runs; beyond the longest runs of a baseline there is no comparison."""
+NORMAL = statistics.NormalDist()
 COMPILED = "compiled seconds"
 SIGNIFICANT = 0.05
 """Corrected p below which a difference is clear of zero."""
@@ -30,7 +32,9 @@ class Difference(NamedTuple):
     """Loss minus a baseline's at an equal amount of something, paired by seed.
 
     cost       of a step, relative to the baseline's: where on the baseline's curve it is compared
-    estimate   over the seeds; None where the baseline was not trained for as long
+    estimate   over the seeds; None where the baseline was not trained for as long. At equal seconds its deviation has
+               the error of the timing too, which the seeds share: of the median ratio, times the slope of the
+               baseline's loss over the logarithm of the steps
     p, holm    of a difference of zero; corrected for the number of comparisons of its kind in the study
     """
 
@@ -344,34 +348,47 @@ def _differences(row: Row, base: Row, longer: Sequence[Record]) -> list[Differen
     for record in [*(r for r in base.runs if r["kind"] == "report"), *longer]:
         if record["val_loss"] is not None:
             losses.setdefault(record["seed"], {})[record["steps"]] = record["val_loss"]
-    costs = {"tokens": 1.0}
+    costs, errors = {"tokens": 1.0}, {}
     if row.cost is not None and base.cost is not None:
         costs["FLOPs"] = row.flops / base.flops
     for measure, ours, theirs in (("seconds", row.cost, base.cost), (COMPILED, row.compiled, base.compiled)):
         if ours is not None and theirs is not None:
             # Rounds shared with the first baseline: the ratio of ratios leaves out what slowed both.
             costs[measure] = ours["time_ratio"]["median"] / theirs["time_ratio"]["median"]
+            errors[measure] = math.hypot(_error(ours), _error(theirs))
     found = []
     for measure, cost in costs.items():
-        theirs = {seed: _at(known, row.steps * cost) for seed, known in losses.items()}
-        there = {seed: loss for seed, loss in theirs.items() if loss is not None}
+        at = {seed: _at(known, row.steps * cost) for seed, known in losses.items()}
+        theirs = {seed: loss for seed, (loss, _) in at.items() if loss is not None}
         ours = {seed: loss for seed, loss in row.losses.items() if loss is not None}
-        estimate = paired(ours, there) if len(ours) == len(row.losses) else None
+        estimate = paired(ours, theirs) if len(ours) == len(row.losses) else None
+        if measure in errors and estimate is not None:
+            slope = statistics.fmean(at[seed][1] for seed in ours.keys() & theirs.keys())
+            estimate = estimate.shared(slope * errors[measure])
         found.append(Difference(base.scheme, measure, cost, estimate, estimate and estimate.p_value))
     return found
 
 
-def _at(losses: Mapping[int, float], steps: float) -> float | None:
-    """The loss of runs of `steps` steps, linear in their logarithm between finished runs; None beyond the longest."""
+def _error(cost: Record) -> float:
+    """The standard error of the logarithm of a median time ratio, from its quartiles, as if rounds were normal."""
+    ratio, rounds = cost["time_ratio"], len(cost["seconds"])
+    deviation = (ratio["upper"] - ratio["lower"]) / (2 * NORMAL.inv_cdf(0.75))
+    return math.sqrt(math.pi / 2 / rounds) * deviation / ratio["median"]
+
+
+def _at(losses: Mapping[int, float], steps: float) -> tuple[float | None, float]:
+    """The loss of runs of `steps` steps, linear in their logarithm between finished runs, None beyond the longest; and
+    what it changes by when the logarithm grows by one."""
     known = sorted(losses)
-    if steps in losses:
-        return losses[int(steps)]
-    if len(known) < 2 or not BELOW * known[0] <= steps <= known[-1]:
-        return None
-    upper = next(i for i in range(1, len(known)) if known[i] >= steps)
+    if len(known) < 2:
+        return losses.get(steps), 0.0
+    upper = next((i for i in range(1, len(known)) if known[i] >= steps), len(known) - 1)
     low, high = known[upper - 1], known[upper]
-    share = math.log(steps / low) / math.log(high / low)
-    return losses[low] + share * (losses[high] - losses[low])
+    slope = (losses[high] - losses[low]) / math.log(high / low)
+    if steps in losses:
+        return losses[int(steps)], slope
+    there = BELOW * known[0] <= steps <= known[-1]
+    return losses[low] + slope * math.log(steps / low) if there else None, slope
 
 
 def _curve(row: Row, base: Row) -> list[tuple[int, float, float | None]]:
