@@ -176,25 +176,26 @@ def measure_costs(
 
     Schemes of one size are measured in the same rounds, so one that joins brings the first baseline once more.
     """
-    with writable(out), JsonLines(out / "costs.jsonl") as lines:
-        rows = () if again else checked_costs(lines.rows, str(out / "costs.jsonl"))
-        known = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
-        for rung in plan.study.rungs:
-            entries = plan.study.schemes.items()
-            missing = [name for name, entry in entries if (rung, name, entry.connection) not in known]
-            if not missing:
-                continue
-            names = list(dict.fromkeys([plan.study.baselines[0], *missing]))
-            configs = {name: plan.config(rung, name) for name in names}
-            with Progress(f"time and memory, {rung}", len(names) * (rounds + WARMUP), enabled=progress) as bar:
-                done = iter(range(1, 10**9))
-                records = measure(
-                    {name: (config, plan.model(config)) for name, config in configs.items()},
-                    names[0],
-                    rounds=rounds,
-                    compiled=compiled,
-                    advance=lambda bar=bar, done=done: bar.update(next(done), ""),
-                )
+    path = out / "costs.jsonl"
+    rows = () if again else checked_costs(jsonlines.read(path), str(path))
+    known = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
+    for rung in plan.study.rungs:
+        entries = plan.study.schemes.items()
+        missing = [name for name, entry in entries if (rung, name, entry.connection) not in known]
+        if not missing:
+            continue
+        names = list(dict.fromkeys([plan.study.baselines[0], *missing]))
+        configs = {name: plan.config(rung, name) for name in names}
+        with Progress(f"time and memory, {rung}", len(names) * (rounds + WARMUP), enabled=progress) as bar:
+            done = iter(range(1, 10**9))
+            records = measure(
+                {name: (config, plan.model(config)) for name, config in configs.items()},
+                names[0],
+                rounds=rounds,
+                compiled=compiled,
+                advance=lambda bar=bar, done=done: bar.update(next(done), ""),
+            )
+        with writable(path, "a file to append to"), JsonLines(path) as lines:
             for record in records:
                 connection = plan.study.schemes[record["scheme"]].connection
                 lines.write({"rung": rung, "connection": connection, **record})

@@ -110,7 +110,7 @@ def _noise(found: Results, rung: str) -> list[str]:
 def _ahead(found: Results, rung: str) -> list[str]:
     """Who is ahead of every baseline at a size."""
     told = {measure: found.ahead(rung, measure) for measure in found.measures}
-    names = _names(found.study.baselines)
+    names = " and ".join(_names([name]) for name in found.study.baselines)
     parts = [f"equal {measure}: {_names(ahead) or 'none'}" for measure, ahead in told.items() if ahead is not None]
     return [f"Ahead of {names}, clear of zero at {'; at '.join(parts)}."] if parts else []
 
