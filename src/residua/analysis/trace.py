@@ -17,7 +17,7 @@ from residua.analysis.measure import measured, norm, stream_similarity
 from residua.analysis.spectrum import alignment, effective_rank, matrix_products, rank_one_products
 from residua.analysis.subject import Subject
 from residua.analysis.watch import ConnectionRecord
-from residua.connections import Mixing, RankOne, describe, presets
+from residua.connections import PRESETS, Mixing, RankOne, describe
 from residua.errors import InputError
 from residua.provenance import circumstances
 from residua.runs.progress import say
@@ -152,7 +152,7 @@ def trace(
     found = {
         "version": archive.VERSION,
         **{name: here[name] for name in ("residua", "commit", "date")},
-        "preset": next((name for name, preset in presets().items() if preset == scheme), None),
+        "preset": next((name for name, preset in PRESETS.items() if preset == scheme), None),
         "scheme": describe(scheme),
         "shortcut": recorder.shortcut,
         "causal": scheme.causal,

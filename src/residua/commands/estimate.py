@@ -1,5 +1,6 @@
 """The command `residua estimate`."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from residua.commands.base import Arguments, Parser, add_json, print_json, whole
@@ -44,7 +45,7 @@ def run(arguments: Arguments) -> None:
     vocab_size = expected_vocabulary(config)
     found = estimate(config, vocab_size=vocab_size, gpu=arguments.gpu, gpus=arguments.gpus)
     if arguments.json:
-        print_json(found.to_json())
+        print_json(asdict(found))
     else:
         _print(found)
 

@@ -6,7 +6,6 @@ Parameters and memory (`counts`, `memory`) are exact. Speed (`speed`) is a model
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from residua.checks import require
 from residua.connections import Scheme
@@ -43,10 +42,6 @@ class Estimate:
     tokens_per_second: Mapping[str, float]
     days: Mapping[str, float]
     assumptions: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int = 1) -> Estimate:

@@ -164,7 +164,8 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
             f"{folder}: these connections are another model's: {what} differ from {type(model).__name__}'s"
         )
     streams = new_streams(model, conversion) if plain else streams_of(model, conversion)
-    prefix = _prefix(model, conversion)
+    stack = model.base_model.get_submodule(conversion.stack)
+    prefix = next(name for name, module in model.named_modules() if module is stack)
     own = {
         f"{prefix}.{i}.{STREAM}.{name}": tensor
         for i, stream in enumerate(streams)
@@ -188,12 +189,6 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
         attach_streams(model, conversion, streams)
         mark(model, conversion)
     return model
-
-
-def _prefix(model: Any, conversion: Conversion) -> str:
-    """Return the name of the list of layers in the whole model."""
-    stack = model.base_model.get_submodule(conversion.stack)
-    return next(name for name, module in model.named_modules() if module is stack)
 
 
 def _own(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -31,11 +31,6 @@ class StreamLayer(LinearAttentionLayer):
     """The layer of a cache that remembers the earlier tokens of a stream; the cache reorders and resets it."""
 
 
-def stream_parts(stack: nn.ModuleList) -> list[nn.Module]:
-    """Return expand, every connection and collapse of a converted stack, in this order."""
-    return [part for stream in layer_streams(stack) for part in stream.parts]
-
-
 def attach(model: nn.Module, trunk: nn.Module) -> None:
     """Let a trunk hand out memories, and every module around it read out the hidden states that it returns."""
     trunk.register_forward_pre_hook(hand_memories, with_kwargs=True)
@@ -59,11 +54,6 @@ def _around(model: nn.Module, trunk: nn.Module) -> list[nn.Module]:
     return [model.get_submodule(name) for name in dict.fromkeys(names)]
 
 
-def converted_layers(trunk: nn.Module) -> nn.ModuleList:
-    """Return the list of the converted layers of a trunk."""
-    return next(x for x in trunk.children() if isinstance(x, nn.ModuleList) and isinstance(x[0], ConvertedLayer))
-
-
 def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before the forward pass of a trunk: give its layers their memories, if the scheme reads earlier tokens.
 
@@ -71,10 +61,10 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         ValueError: padding between tokens, documents that cannot be told apart, a cache that cannot remember, hidden
             states, which would need a memory each, or reentrant checkpointing.
     """
-    stack = converted_layers(trunk)
+    stack = next(x for x in trunk.children() if isinstance(x, nn.ModuleList) and isinstance(x[0], ConvertedLayer))
     for module in (trunk, stack[0]):
         expect_gradients(module)
-    parts = stream_parts(stack)
+    parts = [part for stream in layer_streams(stack) for part in stream.parts]
     looking = [part for part in parts if window_of(part)]
     if not looking and all(getattr(part, "causal", True) for part in parts):
         return None

@@ -60,7 +60,8 @@ def situations(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, S
         if "use_cache" in inputs:
             found["token by token, with a cache"] = partial(_in_pieces, model, inputs)
     else:
-        other = {name: -2 * x if _is_float(x) else x for name, x in inputs.items()}
+        floating = {name for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        other = {name: -2 * x if name in floating else x for name, x in inputs.items()}
         found["on another input, with hidden states"] = partial(outputs, model, {**other, "output_hidden_states": True})
     found["in training"] = partial(_in_training, model, inputs)
     return found
@@ -146,10 +147,6 @@ def _floats(found: Any) -> Iterator[Tensor]:
     elif isinstance(found, (list, tuple, Mapping)):
         for item in found.values() if isinstance(found, Mapping) else found:
             yield from _floats(item)
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _layouts(model: PreTrainedModel) -> Iterator[dict[str, Any]]:

@@ -157,7 +157,7 @@ def _of_connection(pair: Pair, state: Any, got: Any, right: Any, found: Calls, e
         wrong.append(_read(pair, state, found[0], expected[0]))
     # With sublayers that write the same whatever they read, what remains is the write.
     after, still, truth, fixed = (
-        call(pair.ours, state, _constant(value))
+        call(pair.ours, state, lambda *_, value=value: value)
         for value, call in (
             (y, pair.candidate),
             (torch.zeros_like(y), pair.candidate),
@@ -176,10 +176,6 @@ def _of_connection(pair: Pair, state: Any, got: Any, right: Any, found: Calls, e
     if not wrong:  # only together
         wrong.append(f"the state differs: {_gap(pair, tensors(got)[-1], tensors(right)[-1])}")
     return [*wrong, *_dtype_hint(pair, tensors(got)[-1], tensors(right)[-1])]
-
-
-def _constant(y: Tensor) -> Callable[..., Tensor]:
-    return lambda *_: y
 
 
 def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -> list[str]:

@@ -307,15 +307,11 @@ def _shard(model: nn.Module, layers: list[nn.Module], config: "TrainConfig", dev
     # FSDP warns that a layer may return a view; no code changes it in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     for layer in layers:
-        for part in _stream_parts(layer):
-            fully_shard(part, mesh=mesh, mp_policy=root_policy, reshard_after_forward=False)
+        for part in [part for stream in layer_streams(layer) for part in stream.parts]:
+            if any(True for _ in part.parameters()):
+                fully_shard(part, mesh=mesh, mp_policy=root_policy, reshard_after_forward=False)
         fully_shard(layer, mesh=mesh, mp_policy=layer_policy)
     fully_shard(model, mesh=mesh, mp_policy=root_policy, reshard_after_forward=False)
-
-
-def _stream_parts(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules of the residual stream that a layer owns, as those of converted models do."""
-    return [part for stream in layer_streams(layer) for part in stream.parts if any(True for _ in part.parameters())]
 
 
 def recompute_layers(model: nn.Module) -> None:
