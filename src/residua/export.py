@@ -135,7 +135,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     settings["data"].pop("path")  # a path on the machine that trained it, as those of a base are
     if "base" in settings["model"]:
         settings["model"]["base"] = settings["data"]["tokenizer"] = Path(settings["model"]["base"]).name
-    parameters = sum(parameter.numel() for parameter in opened.model.parameters())
+    parameters = opened.model.num_parameters()
     rows = [
         ("connection", _connection(opened)),
         ("size", f"{parameters:,} parameters, {config.num_hidden_layers} layers, width {config.hidden_size}"),

@@ -67,10 +67,6 @@ class Decoding:
         self.cache = StaticCache(config=self.model.config, max_cache_len=settings.positions)
         self.next = self.tokens[:, :1]
 
-    @property
-    def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
     @torch.inference_mode()
     def prepare(self) -> None:
         """Read the prompt."""
@@ -191,7 +187,7 @@ def benchmark(
         for batch in settings.batch_sizes:
             decodings = {preset: Decoding(preset, batch, settings) for preset in settings.presets}
             errors[batch] = {preset: decoding.check() for preset, decoding in decodings.items()}
-            parameters = {preset: decoding.parameters for preset, decoding in decodings.items()}
+            parameters = {preset: decoding.model.num_parameters() for preset, decoding in decodings.items()}
             timing[batch] = compare(
                 decodings, BASELINE, rounds=settings.rounds, warmup=settings.warmup, clock=clock, advance=advance
             )

@@ -94,10 +94,6 @@ class TrainingStep:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.last_loss = torch.zeros((), device=self.device)
 
-    @property
-    def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
     def __call__(self) -> None:
         self.last_loss = self._backward()
         self.optimizer.step()
@@ -209,7 +205,7 @@ def benchmark(
         steps = {preset: TrainingStep(preset, settings) for preset in settings.presets}
         errors = {preset: step.check() for preset, step in steps.items()}
         conditions = circumstances(torch.device(settings.device))
-        parameters = {preset: step.parameters for preset, step in steps.items()}
+        parameters = {preset: step.model.num_parameters() for preset, step in steps.items()}
         seconds: dict[str, list[float]] = {}
         rounds = {"rounds": settings.rounds, "warmup": settings.warmup}
         try:

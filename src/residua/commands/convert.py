@@ -40,9 +40,9 @@ def run(arguments: Arguments) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out: expected a new or empty folder, found files in {out}; choose another folder")
     model, tokenizer = open_model(arguments.model, device="cpu")
-    before = sum(parameter.numel() for parameter in model.parameters())
+    before = model.num_parameters()
     convert(model, arguments.connection, start=arguments.start)
-    added = sum(parameter.numel() for parameter in model.parameters()) - before
+    added = model.num_parameters() - before
     with unfinished(out) as temporary, quiet():
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

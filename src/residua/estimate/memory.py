@@ -112,7 +112,7 @@ def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard, sha
         recompute=train.activation_checkpointing,
     )
     whole = on_meta(model)
-    count = sum(parameter.numel() for parameter in whole.parameters())
+    count = whole.num_parameters()
     gradients, copies = 4.0 * count / shards, float(found.casts)
     if shards > 1:
         # The root is whole in float32; of the layers, one in use and one on its way. Until the last micro-batch of a
