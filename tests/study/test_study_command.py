@@ -223,6 +223,28 @@ def test_a_submission_is_one_file_that_gives_its_scheme_a_row(finished, tmp_path
     assert mine in with_it
 
 
+def test_a_baseline_is_no_submission(finished, tmp_path, capsys):
+    argv = ["study", "submit", str(finished / "out"), "--scheme", "residual", "--out", str(tmp_path / "x.jsonl")]
+    assert main(argv) == 2
+    assert "expected a scheme beside the baselines, got residual" in capsys.readouterr().err
+
+
+def test_a_submission_brings_no_row_but_its_own(finished, tmp_path, capsys):
+    """A second scheme in the file was checked by nobody."""
+    path, folder = submitted(finished, tmp_path), alone(finished, tmp_path)
+    header, *rows = jsonlines.read(path)
+    schemes = header["study"]["schemes"]
+    schemes["smuggled"] = {**schemes["ddl"], "name": "smuggled"}
+    for row in [row["run"] for row in rows if row.get("run", {}).get("scheme") == "ddl"]:
+        rows.append({"run": {**row, "scheme": "smuggled", "key": row["key"].replace("ddl", "smuggled")}})
+    path.write_text("".join(json.dumps(row) + "\n" for row in [header, *rows]))
+    capsys.readouterr()
+    assert main(["study", "report", str(folder), "--also", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "| `ddl` |" in said
+    assert "smuggled" not in said
+
+
 def test_a_scheme_that_the_folder_has_is_not_counted_twice(finished, tmp_path, capsys):
     path = submitted(finished, tmp_path)
     assert main(["study", "report", str(finished / "out"), "--also", str(path)]) == 2

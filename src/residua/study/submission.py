@@ -116,16 +116,19 @@ def read_submission(path: str | Path, study: Study, fingerprint: str | None) -> 
     runs, costs = ([row[name] for row in rows if isinstance(row.get(name), dict)] for name in ("run", "cost"))
     found = results(theirs, checked_runs(runs, str(path), fingerprint), checked_costs(costs, str(path)))
     expect_valid(found, header["submission"], str(path))
-    return found
+    own = [row for row in found.rows if row.scheme == header["submission"]]  # others in the file were not checked
+    return replace(found, rows=own, unfinished=())
 
 
 def expect_valid(found: Results, scheme: str, where: str) -> None:
     """Check that a scheme's rows are ones that others can believe.
 
     Raises:
-        InputError: seeds, baselines, costs or tuning runs are missing, there are more than the budget, a reported run
-            diverged, or runs were made with changed code or on several machines.
+        InputError: the scheme is a baseline; seeds, baselines, costs or tuning runs are missing, there are more than
+            the budget, a reported run diverged, or runs were made with changed code or on several machines.
     """
+    if scheme in found.study.baselines:
+        raise InputError(f"{where}: expected a scheme beside the baselines, got {scheme}, which is one of them")
     own = [row for row in found.rows if row.scheme == scheme]
     if not own:
         raise InputError(f"{where}: expected finished runs of {scheme}, found none")
