@@ -186,8 +186,11 @@ def test_csv_and_page_say_the_same_and_a_spreadsheet_computes_nothing():
 def test_a_name_from_a_submission_is_no_markup():
     name = "`<img src=x> | a\nb`"
     renamed = [{**r, "scheme": name, "connection": name} if r["scheme"] == "ddl" else r for r in records()]
-    text = markdown(results(study(schemes={"residual": {}, name: {}}), renamed, costs()))
+    renamed = [{**r, "rung": name} for r in renamed]
+    rungs = {name: study().rungs["small"].keys}
+    text = markdown(results(study(schemes={"residual": {}, name: {}}, rungs=rungs, title=name), renamed, costs()))
     assert "<img" not in text
+    assert [line for line in text.splitlines() if line.startswith("b`")] == []
     assert "| `&lt;img src=x> \\| a b` |" in text
 
 

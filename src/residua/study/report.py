@@ -42,12 +42,12 @@ def write_report(found: Results, out: str | Path) -> list[Path]:
 def markdown(found: Results) -> str:
     """The report in Markdown."""
     study = found.study
-    lines = [f"# {study.title}", "", *_setting(found), ""]
+    lines = [f"# {_text(study.title)}", "", *_setting(found), ""]
     for rung in study.rungs:
         rows = [row for row in found.rows if row.rung == rung]
         if not rows:
             continue
-        lines += [f"## {rung}", "", *_noise(found, rung), ""]
+        lines += [f"## {_text(rung)}", "", *_noise(found, rung), ""]
         header = ["scheme", "validation loss"]
         header += [f"vs {name}, equal {measure}" for name in study.baselines for measure in found.measures]
         compiled = ["compiled step"] if COMPILED in found.measures else []
@@ -97,10 +97,8 @@ def _noise(found: Results, rung: str) -> list[str]:
     rows = [row for row in found.rows if row.rung == rung]
     seen = [d.estimate.detectable for row in rows for d in row.differences if d.measure == "tokens" and d.estimate]
     seen = [value for value in seen if value is not None]
-    name = found.study.baselines[0]
-    text = (
-        f"Noise floor: a run of `{name}` varies by {noise.deviation:.4f} (standard deviation of {noise.count} seeds)."
-    )
+    name = _names(found.study.baselines[:1])
+    text = f"Noise floor: a run of {name} varies by {noise.deviation:.4f} (standard deviation of {noise.count} seeds)."
     if seen:
         middle = statistics.median(seen)
         text += f" Four of five such studies would see a paired difference of {middle:.4f} (median of the rows)."
@@ -306,12 +304,12 @@ def _rank(row: Row) -> float:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in map(_text, cells))} |"
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in map(_text, cells))} |"
 
 
 def _text(value: Any) -> str:
-    """A text from a record, of which Markdown makes no markup."""
-    return str(value).replace("&", "&amp;").replace("<", "&lt;")
+    """A text from a record in one line, of which Markdown makes no markup."""
+    return " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _list(values: Sequence[Any]) -> str:
