@@ -47,29 +47,25 @@ def activation_memory(
     `recompute` keeps the inputs of layers alone. `fake=False` runs on real tensors of the CPU and returns the same.
     """
     with FakeTensorMode() if fake else nullcontext():
-        return _run(config, batch_size, sequence_length, autocast, recompute)
-
-
-def _run(config: ResiduaConfig, batch_size: int, sequence_length: int, autocast: bool, recompute: bool) -> Activations:
-    model = ResiduaForCausalLM(config).train()
-    if recompute:
-        recompute_layers(model)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # as in every micro-batch but the first
-    ids = torch.zeros(batch_size, sequence_length, dtype=torch.long)
-    live = _Live([ids, *model.parameters(), *(parameter.grad for parameter in model.parameters())])
-    after_trunk: list[int] = []
-    model.model.register_forward_hook(lambda *_: after_trunk.append(live.total))
-    with live:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=ids, labels=ids, shift_labels=ids).loss
-        after_forward = live.total
-        loss.backward()
-    head = 2 * model.lm_head.weight.numel() if autocast else 0
-    lasting = [module for name, module in model.named_modules() if not (recompute and ".layers." in name)]
-    casts = 2 * sum(module.weight.numel() for module in lasting if isinstance(module, nn.Linear)) if autocast else 0
-    logits = after_forward - after_trunk[0] - head
-    return Activations(after_forward - logits - casts, casts, logits, live.peak - after_forward)
+        model = ResiduaForCausalLM(config).train()
+        if recompute:
+            recompute_layers(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # as in every micro-batch but the first
+        ids = torch.zeros(batch_size, sequence_length, dtype=torch.long)
+        live = _Live([ids, *model.parameters(), *(parameter.grad for parameter in model.parameters())])
+        after_trunk: list[int] = []
+        model.model.register_forward_hook(lambda *_: after_trunk.append(live.total))
+        with live:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = model(input_ids=ids, labels=ids, shift_labels=ids).loss
+            after_forward = live.total
+            loss.backward()
+        head = 2 * model.lm_head.weight.numel() if autocast else 0
+        lasting = [module for name, module in model.named_modules() if not (recompute and ".layers." in name)]
+        casts = 2 * sum(module.weight.numel() for module in lasting if isinstance(module, nn.Linear)) if autocast else 0
+        logits = after_forward - after_trunk[0] - head
+        return Activations(after_forward - logits - casts, casts, logits, live.peak - after_forward)
 
 
 class _Live(TorchDispatchMode):

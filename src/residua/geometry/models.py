@@ -244,12 +244,11 @@ def row(name: str) -> Row:
     """
     try:
         base, options = named(name)
-        known_preset = base not in MODELS and (base in PRESETS or base in presets())
     except ValueError as error:
         raise InputError(f"model {error}") from error
     if base in MODELS:
         found = MODELS[base]
-    elif known_preset:
+    elif base in PRESETS or base in presets():
         found = Row({"preset": base})
     else:
         known = list(dict.fromkeys([*MODELS, *PRESETS]))
