@@ -95,6 +95,8 @@ def test_a_question_with_further_seeds_is_answered_by_all_of_them_and_rows_are_n
         row = found.row("small", "ddl")
         assert row.loss == results(study(), records(), costs()).row("small", "ddl").loss
         assert row.difference("residual", "tokens").estimate.count == 3
+        (shown,) = (one for one in payload(found)["rows"] if one["scheme"] == "ddl")  # every run behind an answer
+        assert [run["seed"] for run in shown["runs"] if run["kind"] == "further"] == [r["seed"] for r in there[2:]]
     diverged = [{**one, "val_loss": None} if one is more[3] else one for one in more]
     (answer,) = results(further, records() + diverged, costs()).answers
     assert (answer.difference, bool(answer.missing)) == (None, True)

@@ -393,7 +393,7 @@ def payload(found: Results) -> dict[str, Any]:
                         "diverged": run.get("diverged"),
                         **{name: (run.get("facts") or {}).get(name) for name in ("commit", "torch", "device", "date")},
                     }
-                    for run in row.runs
+                    for run in [*row.runs, *({**run, "kind": "further"} for run in row.further)]
                 ],
             }
         )

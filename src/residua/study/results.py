@@ -59,7 +59,7 @@ class Difference(NamedTuple):
 class Row:
     """One scheme at one size. `runs` are all records behind it, `cost` and `compiled` what a step of it costs.
 
-    `losses` are those of the study's seeds, `further` those of seeds that only a question has.
+    `losses` are those of the study's seeds, `further` the records of seeds that only a question has.
     """
 
     rung: str
@@ -67,7 +67,7 @@ class Row:
     connection: str
     point: Mapping[str, Any]
     losses: Mapping[int, float | None]
-    further: Mapping[int, float | None]
+    further: Sequence[Record]
     runs: Sequence[Record]
     cost: Record | None
     compiled: Record | None
@@ -84,6 +84,11 @@ class Row:
         """The last validation loss over the seeds; None where a run diverged or none is there."""
         values = list(self.losses.values())
         return None if not values or None in values else Estimate.of(values)
+
+    @property
+    def all_losses(self) -> Mapping[int, float | None]:
+        """Those of the study's seeds and of further ones."""
+        return {**self.losses, **{record["seed"]: record["val_loss"] for record in self.further}}
 
     @property
     def whole(self) -> bool:
@@ -211,7 +216,7 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
             cost, compiled = (measured.get((rung.name, name, entry.connection, one)) for one in (False, True))
             row = _row(study, rung.name, name, reported, tuning, cost, compiled)
             rest = [r for r in trained if r["kind"] == "report" and r["point"] == point and r not in known]
-            row.further = {r["seed"]: r["val_loss"] for r in rest if r["seed"] in study.further_seeds(name)}
+            row.further = [r for r in rest if r["seed"] in study.further_seeds(name)]
             if name in study.baselines:
                 more = [r for r in known if r["kind"] == "longer" and r["point"] == point]
                 longer[rung.name, name] = more
@@ -247,7 +252,7 @@ def merged(found: Results, others: Sequence[Results]) -> Results:
 
 
 def _gathered(study: Study, rows: Sequence[Row], unfinished: Sequence[str], answers: Sequence[Answer]) -> Results:
-    facts = [record["facts"] for row in rows for record in row.runs if record.get("facts")]
+    facts = [record["facts"] for row in rows for record in [*row.runs, *row.further] if record.get("facts")]
     return Results(
         study,
         rows,
@@ -274,7 +279,7 @@ def _answers(
             waiting = [name for name, one in ((scheme, row), (to, base)) if one is None or not one.whole]
             if row is not None and base is not None and not waiting:
                 known = {d.measure: d for d in _differences(row, base, longer.get((rung, to), []))}
-                if question.seeds and all(set(question.seeds) <= one.further.keys() for one in (row, base)):
+                if question.seeds and all(set(question.seeds) <= one.all_losses.keys() for one in (row, base)):
                     known = {"tokens": _at_all_seeds(row, base, question.seeds)}
             for measure in question.at:
                 difference, missing = known.get(measure), None
@@ -295,7 +300,7 @@ def _answers(
 def _at_all_seeds(row: Row, base: Row, further: Sequence[int]) -> Difference:
     """The difference at equal tokens over the study's seeds and further ones."""
     seeds = [*row.losses, *further]
-    ours, theirs = ({seed: {**one.losses, **one.further}[seed] for seed in seeds} for one in (row, base))
+    ours, theirs = ({seed: one.all_losses[seed] for seed in seeds} for one in (row, base))
     finite = None not in (*ours.values(), *theirs.values())
     estimate = paired(ours, theirs) if finite else None
     return Difference(base.scheme, "tokens", 1.0, estimate, estimate and estimate.p_value)
@@ -331,7 +336,7 @@ def _row(
         first["connection"],
         first["point"],
         {seed: record["val_loss"] for seed, record in by_seed.items()},
-        {},
+        [],
         [*tuning, *by_seed.values()],
         cost,
         compiled,
