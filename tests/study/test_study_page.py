@@ -39,6 +39,12 @@ def test_the_table_sorts_and_a_row_shows_its_runs(open_page, tmp_path):
     assert opened.locator("#detail tbody tr").count() == 0
 
 
+def test_a_difference_over_some_of_the_seeds_says_so(open_page, tmp_path):
+    fewer = [r for r in records() if (r["scheme"], r["kind"], r["seed"]) != ("residual", "report", 3)]
+    rows = open_page(written(tmp_path, results(study(), fewer, costs()))).locator("#main > .scroll tbody")
+    assert "-0.1500 ± 0.6353 (2 seeds)" in rows.inner_text()
+
+
 def test_hostile_texts_are_inert(open_page, tmp_path):
     hostile = [{**r, "scheme": NASTY, "connection": NASTY} if r["scheme"] == "ddl" else r for r in records()]
     found = results(study(schemes={"residual": {}, NASTY: {}}), hostile, costs())

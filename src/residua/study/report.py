@@ -362,6 +362,7 @@ def payload(found: Results) -> dict[str, Any]:
                 "rung": row.rung,
                 "scheme": row.scheme,
                 "connection": row.connection,
+                "point": dict(row.point),
                 "tuned": tuned(row),
                 "loss": loss and [loss.mean, loss.half_width],
                 "seeds": len(row.losses),
@@ -381,6 +382,7 @@ def payload(found: Results) -> dict[str, Any]:
                         "cost": d.cost,
                         "mean": d.estimate and d.estimate.mean,
                         "half": d.estimate and d.estimate.half_width,
+                        "seeds": d.estimate and d.estimate.count,
                         "p": d.p,
                         "holm": d.holm,
                     }
@@ -399,6 +401,7 @@ def payload(found: Results) -> dict[str, Any]:
         )
     return {
         "title": study.title,
+        "seeds": len(study.seeds),
         "rungs": [rung for rung in study.rungs if any(row["rung"] == rung for row in rows)],
         "baselines": list(study.baselines),
         "measures": found.measures,
