@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from residua.benchmarks.settings import threads
 from residua.checks import require
 from residua.connections import describe, resolve
 from residua.errors import InputError
@@ -252,14 +253,8 @@ def verify(
 
 def repeat(run: Run, place: Path, report: Any) -> Record:
     """Train a run once more, with one thread as all runs."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         return train_run(run, place=place, report=report)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _finish(job: Job, record: Record) -> Record:

@@ -339,100 +339,91 @@ def _inert(cell: Any) -> Any:
     return f"'{cell}" if isinstance(cell, str) and cell[:1] in "=+-@\t\r" else cell
 
 
-def _unanswered(found: Results, question: Question) -> dict[str, tuple[set[str], set[str]]]:
-    """At each size the schemes that a question waits for, and why others of its comparisons have no difference."""
-    return {
-        rung: (
-            {name for one in own for name in one.waiting},
-            {one.missing for one in own if one.missing},
-        )
-        for rung in found.study.rungs
-        for own in [[one for one in found.answers if (one.question.name, one.rung) == (question.name, rung)]]
-    }
-
-
 def payload(found: Results) -> dict[str, Any]:
     """What the page shows, as plain values."""
     study = found.study
-    rows = []
-    for row in found.rows:
-        cost, loss, base = row.cost, row.loss, found.row(row.rung, study.baselines[0])
-        rows.append(
-            {
-                "rung": row.rung,
-                "scheme": row.scheme,
-                "connection": row.connection,
-                "point": dict(row.point),
-                "tuned": tuned(row),
-                "loss": loss and [loss.mean, loss.half_width],
-                "seeds": len(row.losses),
-                "whole": row.whole,
-                "parameters": row.parameters,
-                "tokens": row.tokens,
-                "steps": row.steps,
-                "tuning_runs": row.tuning_runs,
-                "time": cost and cost["time_ratio"],
-                "compiled": row.compiled and row.compiled["time_ratio"],
-                "flops": row.flops / base.flops if row.flops and base and base.flops else None,
-                "peak": cost and cost.get("peak_bytes"),
-                "differences": [
-                    {
-                        "baseline": d.baseline,
-                        "measure": d.measure,
-                        "cost": d.cost,
-                        "mean": d.estimate and d.estimate.mean,
-                        "half": d.estimate and d.estimate.half_width,
-                        "seeds": d.estimate and d.estimate.count,
-                        "p": d.p,
-                        "holm": d.holm,
-                    }
-                    for d in row.differences
-                ],
-                "curves": row.curves,
-                "runs": [
-                    {
-                        **{name: run.get(name) for name in ("kind", "seed", "steps", "point", "val_loss", "seconds")},
-                        "diverged": run.get("diverged"),
-                        **{name: (run.get("facts") or {}).get(name) for name in ("commit", "torch", "device", "date")},
-                    }
-                    for run in [*row.runs, *({**run, "kind": "further"} for run in row.further)]
-                ],
-            }
-        )
+    header, gates = audit_table(found)
     return {
         "title": study.title,
         "seeds": len(study.seeds),
-        "rungs": [rung for rung in study.rungs if any(row["rung"] == rung for row in rows)],
+        "rungs": [rung for rung in study.rungs if any(row.rung == rung for row in found.rows)],
         "baselines": list(study.baselines),
         "measures": found.measures,
         "setting": [line.removeprefix("- ") for line in _setting(found)],
         "reading": [line.removeprefix("- ").replace("**", "") for line in _reading(found)],
-        "questions": [
-            {
-                "ask": question.ask.replace("`", ""),
-                "answers": [
-                    {
-                        "rung": answer.rung,
-                        "scheme": answer.scheme,
-                        "to": answer.to,
-                        "measure": answer.measure,
-                        "seeds": answer.difference.estimate.count,
-                        "mean": answer.difference.estimate.mean,
-                        "half": answer.difference.estimate.half_width,
-                        "clear": answer.difference.clear,
-                        "verdict": answer.verdict,
-                    }
-                    for answer in found.answers
-                    if answer.question.name == question.name and answer.difference and answer.difference.estimate
-                ],
-                "waiting": {rung: sorted(waiting) for rung, (waiting, _) in _unanswered(found, question).items()},
-                "missing": {rung: sorted(missing) for rung, (_, missing) in _unanswered(found, question).items()},
-            }
-            for question in study.questions.values()
-        ],
-        "gates": {"about": MEANS, "header": audit_table(found)[0], "rows": audit_table(found)[1]},
+        "questions": [_plain_question(found, question) for question in study.questions.values()],
+        "gates": {"about": MEANS, "header": header, "rows": gates},
         "rankings": [{"rung": one.rung, "text": ranking_text(one).replace("`", "")} for one in rankings(found)],
         "ahead": {rung: " ".join(_ahead(found, rung)).replace("`", "") for rung in study.rungs},
         "noise": {rung: " ".join(_noise(found, rung)).replace("`", "") for rung in study.rungs},
-        "rows": rows,
+        "rows": [_plain_row(found, row) for row in found.rows],
+    }
+
+
+def _plain_row(found: Results, row: Row) -> dict[str, Any]:
+    cost, loss, base = row.cost, row.loss, found.row(row.rung, found.study.baselines[0])
+    return {
+        "rung": row.rung,
+        "scheme": row.scheme,
+        "connection": row.connection,
+        "point": dict(row.point),
+        "tuned": tuned(row),
+        "loss": loss and [loss.mean, loss.half_width],
+        "seeds": len(row.losses),
+        "whole": row.whole,
+        "parameters": row.parameters,
+        "tokens": row.tokens,
+        "steps": row.steps,
+        "tuning_runs": row.tuning_runs,
+        "time": cost and cost["time_ratio"],
+        "compiled": row.compiled and row.compiled["time_ratio"],
+        "flops": row.flops / base.flops if row.flops and base and base.flops else None,
+        "peak": cost and cost.get("peak_bytes"),
+        "differences": [
+            {
+                "baseline": d.baseline,
+                "measure": d.measure,
+                "cost": d.cost,
+                "mean": d.estimate and d.estimate.mean,
+                "half": d.estimate and d.estimate.half_width,
+                "seeds": d.estimate and d.estimate.count,
+                "p": d.p,
+                "holm": d.holm,
+            }
+            for d in row.differences
+        ],
+        "curves": row.curves,
+        "runs": [
+            {
+                **{name: run.get(name) for name in ("kind", "seed", "steps", "point", "val_loss", "seconds")},
+                "diverged": run.get("diverged"),
+                **{name: (run.get("facts") or {}).get(name) for name in ("commit", "torch", "device", "date")},
+            }
+            for run in [*row.runs, *({**run, "kind": "further"} for run in row.further)]
+        ],
+    }
+
+
+def _plain_question(found: Results, question: Question) -> dict[str, Any]:
+    own = [answer for answer in found.answers if answer.question.name == question.name]
+    at = {rung: [answer for answer in own if answer.rung == rung] for rung in found.study.rungs}
+    return {
+        "ask": question.ask.replace("`", ""),
+        "answers": [
+            {
+                "rung": answer.rung,
+                "scheme": answer.scheme,
+                "to": answer.to,
+                "measure": answer.measure,
+                "seeds": answer.difference.estimate.count,
+                "mean": answer.difference.estimate.mean,
+                "half": answer.difference.estimate.half_width,
+                "clear": answer.difference.clear,
+                "verdict": answer.verdict,
+            }
+            for answer in own
+            if answer.difference and answer.difference.estimate
+        ],
+        "waiting": {rung: sorted({name for one in there for name in one.waiting}) for rung, there in at.items()},
+        "missing": {rung: sorted({one.missing for one in there if one.missing}) for rung, there in at.items()},
     }
