@@ -231,7 +231,8 @@ def _reading(found: Results) -> list[str]:
     return [
         "- A difference is the scheme's last validation loss minus the baseline's with the same seed, in nats per "
         "token, mean ± half of the 95 % interval (Student's t over the seeds). Below zero is better. "
-        f"**Bold**: Holm's corrected p is below {SIGNIFICANT}.",
+        f"**Bold**: Holm's corrected p is below {SIGNIFICANT}. An interval covers other seeds, not another text "
+        "or size; tuning looked at the same held-out text.",
         "- The correction counts all rows of all sizes here, at equal tokens, FLOPs and so on each by itself, and the "
         "answers to questions by themselves. Rows and questions that join later raise the number, and can take the "
         "bold from a difference that has it.",
