@@ -183,6 +183,7 @@ def test_an_audit_repeats_a_run_to_the_last_bit_and_measures_its_gates_along_tra
     assert "## Gates along training" in said
     assert (out / "gates.png").read_bytes().startswith(b"\x89PNG")
     assert main(argv) == 0  # it is there, and not made twice
+    assert "all of these runs are audited" in capsys.readouterr().out
     assert len(jsonlines.read(out / "audits.jsonl")) == 1
     write(out, map(nudged, jsonlines.read(out / "records.jsonl")))
     (out / "audits.jsonl").unlink()

@@ -108,11 +108,13 @@ def _verify(arguments: Arguments) -> int:
 def _audit(arguments: Arguments) -> int:
     from residua.study.audit import audit
 
-    wrong = 0
+    count = wrong = 0
     for row in audit(arguments.folder, data=arguments.data, schemes=arguments.schemes, rungs=arguments.rungs):
-        wrong += not row["equal"]
+        count, wrong = count + 1, wrong + (not row["equal"])
         said = "equal to the last bit" if row["equal"] else "other losses than its record"
         print(f"{row['key']}: {said}, measured at {len(row['points'])} steps", flush=True)
+    if not count:
+        print(f"all of these runs are audited; residua study report {arguments.folder} shows them")
     return 1 if wrong else 0
 
 
