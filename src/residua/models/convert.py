@@ -282,6 +282,7 @@ def small_inputs(model: Any) -> dict[str, Any]:
                 raise InputError(
                     f"{name}: expected every layer to run, got {option} in {type(where).__name__}; set it to 0 first"
                 )
+    stack_of(model)  # says more than why a model does not run
     return probe(model)
 
 
