@@ -124,9 +124,8 @@ def test_the_study_that_the_page_shows_can_be_planned(data, tmp_path):
     path.write_text(block.replace("tokens_per_parameter: 20 ", "tokens_per_parameter: 0.002 "))
     found = load_study(str(path))
     runs = walked(Plan(found, data), by_rate(0.016))
-    assert {(run.rung, run.kind) for run in runs} == {
-        ("deep", "tune"), ("deep", "report"), ("deep", "longer"), ("wide", "report"), ("wide", "longer")
-    }  # fmt: skip
+    assert {run.kind for run in runs if run.rung == "deep"} == {"tune", "final", "report", "longer"}
+    assert {run.kind for run in runs if run.rung == "wide"} == {"report", "longer"}
     assert {run.scheme for run in runs} == set(found.schemes)
 
 
@@ -145,6 +144,14 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
     ("change", "said"),
     [
         ({"seed": [1]}, "unknown key seed; did you mean seeds?"),
+        (
+            {"tuning": {**DOCUMENT["tuning"], "finalists": 2}},
+            "tuning.finalists: expected 1, as tuning runs are as long",
+        ),
+        (
+            {"tuning": {**DOCUMENT["tuning"], "finalists": 0, "length": 0.5}},
+            "tuning.finalists: expected 1 to tuning.runs",
+        ),
         ({"seeds": [0, 1]}, "seeds: expected others than tuning.seed"),
         ({"seeds": [1, 1]}, "seeds: expected at least 2 different ones"),
         ({"baselines": ["mhc"]}, "baselines: expected some of the schemes"),
@@ -214,3 +221,22 @@ def test_further_seeds_of_a_question_come_last_and_only_with_all_that_it_compare
     finished = {run.key: {"val_loss": 4.0} for run in runs}
     order = {(job.order[1], run.kind) for job, run in zip(jobs(plan, finished), plan.runs(finished), strict=True)}
     assert order == {(0, "tune"), (0, "report"), (1, "longer"), (2, "report")}
+
+
+def test_finalists_are_trained_in_full_and_the_best_of_them_is_reported(data):
+    """A search that favours 0.032 in short runs, where 0.016 is better in full."""
+    tuning = {**DOCUMENT["tuning"], "runs": 6, "baseline_runs": 6, "length": 0.5, "finalists": 2}
+    plan = Plan(study(tuning=tuning), data)
+    short, full = by_rate(0.032), by_rate(0.016)
+    runs = walked(plan, lambda run: (short if run.kind == "tune" else full)(run))
+    finals = of(runs, "residual", "final")
+    assert finals[0].config.train.lr == 0.032
+    assert len(finals) == 2
+    assert {run.config.train.seed for run in finals} == {0}
+    assert {run.config.train.steps for run in finals} == {
+        run.config.train.steps for run in of(runs, "residual", "report")
+    }
+    assert {run.config.train.lr for run in of(runs, "residual", "report")} == {0.016}
+    assert len(runs) <= plan.most
+    diverged = walked(Plan(study(tuning=tuning), data), lambda run: None if run.kind == "final" else short(run))
+    assert not of(diverged, "residual", "report")

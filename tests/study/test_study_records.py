@@ -28,7 +28,7 @@ def with_facts(**changes):
         (changed(val_loss="low"), "val_loss: expected a number that is not negative, or null, got 'low'"),
         (changed(val_loss=True), "val_loss: expected a number that is not negative, or null"),
         (changed(val_loss=1e999), "val_loss: expected a number that is not negative, or null, got 'inf'"),
-        (changed(kind="best"), "kind: expected one of tune, report, longer, got 'best'"),
+        (changed(kind="best"), "kind: expected one of tune, final, report, longer, got 'best'"),
         (changed(val_loss=-3.0), "val_loss: expected a number that is not negative, or null, got '-3.0'"),
         (changed(steps=0), "steps: expected at least 1"),
         (changed(point=None), "point: expected a mapping"),

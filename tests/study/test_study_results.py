@@ -10,7 +10,7 @@ import pytest
 from residua.runs.statistics import Estimate
 from residua.study.report import markdown, payload, table
 from residua.study.results import results
-from support.planted_study import copied, cost, costs, record, records, study
+from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
 
 
 def row_of(found, scheme="ddl"):
@@ -211,3 +211,16 @@ def test_the_noise_is_the_deviation_of_the_first_baseline():
     found = results(study(), records(), costs())
     assert found.noise("small").deviation == pytest.approx(0.01)
     assert "varies by 0.0100" in markdown(found)
+
+
+def test_the_best_finalist_is_reported_and_without_all_of_them_there_is_no_row():
+    """A search that favours 0.008 in short runs, where 0.004 is better in full."""
+    two = study(tuning={**DOCUMENT["tuning"], "length": 0.5, "finalists": 2})
+    short = [record("ddl", "tune", 0, loss, steps=50, lr=lr) for lr, loss in ((4e-3, 5), (8e-3, 4))]
+    finals = [record("ddl", "final", 0, loss, lr=lr) for lr, loss in ((4e-3, 3.8), (8e-3, 4.0))]
+    reported = [record("ddl", "report", seed, loss, lr=lr) for seed in (1, 2, 3) for lr, loss in ((4e-3, 3), (8e-3, 4))]
+    row = results(two, [*short, *finals, *reported], []).row("small", "ddl")
+    assert (row.point, row.loss.mean, row.tuning_runs) == ({"train.lr": 4e-3}, 3, 2)
+    assert [run["kind"] for run in row.runs] == ["tune"] * 2 + ["final"] * 2 + ["report"] * 3
+    assert results(two, [*short, finals[1], *reported], []).row("small", "ddl") is None
+    assert "The best 2 were trained in full to choose between them." in markdown(results(two, [*short, *finals], []))

@@ -40,7 +40,7 @@ TUNED = ("over", "factors", "length", "seed")
 """What all tuning runs in a folder share."""
 GROWING = ("seeds", "baselines", "longer")
 """What may be added to, as may the budgets. Taking some away would choose among results."""
-ORDER = {"tune": 0, "report": 0, "longer": 1}
+ORDER = {"tune": 0, "final": 0, "report": 0, "longer": 1}
 
 
 def run_study(
@@ -103,7 +103,7 @@ def joined(study: Study, out: Path) -> Study:
     for name in GROWING:
         fewer = [one for one in getattr(before, name) if one not in getattr(study, name)]
         require(not fewer, name, f"those of {out} ({', '.join(map(str, getattr(before, name)))})", getattr(study, name))
-    for name in ("runs", "baseline_runs"):
+    for name in ("runs", "baseline_runs", "finalists"):
         earlier, now = getattr(before.tuning, name), getattr(study.tuning, name)
         require(now >= earlier, f"tuning.{name}", f"at least the {earlier} of {out}", now)
     return replace(study, schemes={**before.schemes, **study.schemes}, rungs={**before.rungs, **study.rungs})

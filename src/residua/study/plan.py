@@ -27,7 +27,7 @@ from residua.sweep import Point, Sweep, frozen
 from residua.training import RunConfig, load_config
 from residua.training.config import KEYS
 
-Kind = Literal["tune", "report", "longer"]
+Kind = Literal["tune", "final", "report", "longer"]
 BY_THE_STUDY = ("train.seed", "train.steps", "train.warmup_steps", "train.evaluate_every", "model.connection")
 """Keys that a study sets itself."""
 
@@ -69,6 +69,8 @@ class Tuning:
     baseline_runs    of each baseline at most
     factors          from a point to its neighbours, by key; 2 for keys that are not here
     length           of a tuning run, as a fraction of a reported one
+    finalists        how many of the best points are then trained in full, as short runs favour high learning rates; the
+                     best of them is reported. 1: the best point of the search is
     seed             of all tuning runs, which no reported run has
     """
 
@@ -77,6 +79,7 @@ class Tuning:
     baseline_runs: int
     factors: Mapping[str, float] = field(default_factory=dict)
     length: float = 1.0
+    finalists: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -90,6 +93,14 @@ class Tuning:
         require(self.runs >= grid, "tuning.runs", f"at least the {grid} points of the grid", self.runs)
         require(self.baseline_runs >= self.runs, "tuning.baseline_runs", "at least tuning.runs", self.baseline_runs)
         require(0 < self.length <= 1, "tuning.length", "a number above 0, 1 at most", self.length)
+        most = 1 if self.length == 1 else self.runs
+        why = "1, as tuning runs are as long as reported ones" if self.length == 1 else "1 to tuning.runs"
+        require(1 <= self.finalists <= most, "tuning.finalists", why, self.finalists)
+
+    def best(self, losses: Sequence[float | None]) -> list[int]:
+        """The places of the points that a search leaves to be trained in full, the best first; None is a divergence."""
+        order = sorted((loss, place) for place, loss in enumerate(losses) if loss is not None and loss < math.inf)
+        return [place for _, place in order[: self.finalists]]
 
 
 class Run(NamedTuple):
@@ -300,6 +311,7 @@ class Plan:
         tuned = sum(rung.tuned is None for rung in study.rungs.values())
         schemes, baselines = len(study.schemes), len(study.baselines)
         found = tuned * (schemes * tuning.runs + baselines * (tuning.baseline_runs - tuning.runs))
+        found += tuned * schemes * (tuning.finalists if tuning.finalists > 1 else 0)
         longer = sum(len(study.longer_at(name)) for name in study.rungs)
         further = len(study.rungs) * sum(len(study.further_seeds(name)) for name in study.schemes)
         return found + len(study.seeds) * (len(study.rungs) * schemes + baselines * longer) + further
@@ -347,8 +359,17 @@ class Plan:
                 break
             losses |= new
         best = sweep.chosen(losses)
-        found = runs, None if best is None else dict(zip(sweep.keys, best))
-        if len(losses) == len(runs):
+        if len(losses) < len(runs) or best is None or self.study.tuning.finalists == 1:
+            found = runs, None if best is None else dict(zip(sweep.keys, best))
+            done = len(losses) == len(runs)
+        else:
+            places = self.study.tuning.best([losses[frozen(point), 0] for point in points])
+            finals = [self._tuning_run(rung, scheme, runs[place].point, whole=True) for place in places]
+            told = [finished.get(run.key) for run in finals]
+            done = None not in told
+            ended = [(one["val_loss"], place) for place, one in enumerate(told) if one and one["val_loss"] is not None]
+            found = [*runs, *finals], dict(finals[min(ended)[1]].point) if done and ended else None
+        if done:
             self._done[rung, scheme] = found
         return found
 
@@ -377,12 +398,12 @@ class Plan:
             vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=1, connection=connection
         )
 
-    def _tuning_run(self, rung: str, scheme: str, point: Mapping[str, Any]) -> Run:
+    def _tuning_run(self, rung: str, scheme: str, point: Mapping[str, Any], *, whole: bool = False) -> Run:
         tuning = self.study.tuning
-        steps = max(1, round(tuning.length * self.steps[rung]))
+        steps = self.steps[rung] if whole else max(1, round(tuning.length * self.steps[rung]))
         # Evaluated once: nobody looks at the curve of a tuning run.
         config = self._config(self.study.rungs[rung], self.study.schemes[scheme], point, tuning.seed, steps, 1)
-        return Run("tune", rung, scheme, point, config)
+        return Run("final" if whole else "tune", rung, scheme, point, config)
 
     def _shared(self, rung: Rung, entry: Entry) -> tuple[str, ...]:
         keys = {**self.study.set, **rung.keys, **entry.keys, "model.connection": entry.connection}

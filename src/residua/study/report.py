@@ -75,7 +75,10 @@ def _setting(found: Results) -> list[str]:
         f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most once. Seeds {_list(study.seeds)}, "
         f"paired; seed {tuning.seed} tuned and is in no row.",
         f"- Tuning: {grid}, then neighbours of the best, runs of {tuning.length:g} of the full length, at most "
-        f"{tuning.runs} for a scheme and {tuning.baseline_runs} for a baseline ({_list(study.baselines)}).",
+        f"{tuning.runs} for a scheme and {tuning.baseline_runs} for a baseline ({_list(study.baselines)})."
+        + (
+            f" The best {tuning.finalists} were trained in full to choose between them." if tuning.finalists > 1 else ""
+        ),
         f"- Device: {_list(found.devices)}, one thread a run. Code: {_list([_short(one) for one in found.commits])}; "
         f"PyTorch {_list(found.torches)}.",
         f"- Corpus: {_text(corpus)}.",

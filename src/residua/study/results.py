@@ -205,7 +205,8 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
                 for size in (rung.name, rung.tuned or rung.name)
             )
             tuning = _tuning(study, tuned)
-            best = _best(tuning)
+            finals = [record for record in tuned if record["kind"] == "final"]
+            best = _best(study, tuning, finals)
             trained = [r for r in own if r["kind"] in ("report", "longer")]
             known = [r for r in trained if r["seed"] in study.seeds]
             point = next((r["point"] for r in known if r["point"] in best), None)
@@ -214,7 +215,7 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
                 unfinished.append(f"{name} at {rung.name}")
                 continue
             cost, compiled = (measured.get((rung.name, name, entry.connection, one)) for one in (False, True))
-            row = _row(study, rung.name, name, reported, tuning, cost, compiled)
+            row = _row(study, rung.name, name, reported, [*tuning, *finals], cost, compiled)
             rest = [r for r in trained if r["kind"] == "report" and r["point"] == point and r not in known]
             row.further = [r for r in rest if r["seed"] in study.further_seeds(name)]
             if name in study.baselines:
@@ -312,8 +313,18 @@ def _tuning(study: Study, records: Sequence[Record]) -> list[Record]:
     return [r for r in records if r["kind"] == "tune" and (not length or r["steps"] in length)]
 
 
-def _best(tuning: Sequence[Record]) -> list[Any]:
-    """The points with the lowest loss of the tuning seed: several where a key had no effect. The search took one."""
+def _best(study: Study, tuning: Sequence[Record], finals: Sequence[Record]) -> list[Any]:
+    """The points with the lowest loss of the tuning seed: several where a key had no effect. The search took one.
+
+    None while finalists are missing.
+    """
+    if study.tuning.finalists > 1:
+        losses = sorted(record["val_loss"] for record in tuning if record["val_loss"] is not None)
+        first = losses[: study.tuning.finalists]
+        sent = [record["point"] for record in tuning if record["val_loss"] in first]
+        tuning = [record for record in finals if record["point"] in sent]
+        if len(tuning) < len(first):
+            return []
     lowest = min((record["val_loss"] for record in tuning if record["val_loss"] is not None), default=None)
     return [record["point"] for record in tuning if lowest is not None and record["val_loss"] == lowest]
 
@@ -344,7 +355,7 @@ def _row(
         next((record.get("tokens") for record in by_seed.values()), None),
         facts.get("parameters"),
         len(study.seeds),
-        len(tuning),
+        sum(record["kind"] == "tune" for record in tuning),
     )
 
 
