@@ -370,6 +370,23 @@ def resbench_table() -> str:
     return markdown([*header, "step time", "parameters"], rows)
 
 
+def resbench_rates() -> str:
+    """`ddl` and the same form without its erase term at two learning rates, trained in full."""
+    from residua.runs.statistics import Estimate, paired
+    from residua.study.report import estimate_text
+
+    losses: dict[str, dict[float, dict[int, float]]] = {}
+    for name in ("ddl", "ddl-write-only"):
+        for run in records(f"resbench/rates/{name}.jsonl"):
+            losses.setdefault(name, {}).setdefault(run["point"]["train.lr"], {})[run["seed"]] = run["val_loss"]
+    rows = []
+    for rate in sorted(losses["ddl"]):
+        ours, theirs = (losses[name][rate] for name in losses)
+        cells = [estimate_text(Estimate.of(one.values()), ".4f") for one in (ours, theirs)]
+        rows.append([f"{rate:g}", *cells, estimate_text(paired(ours, theirs), "+.4f")])
+    return markdown(["learning rate", *(f"`{name}`" for name in losses), "difference"], rows)
+
+
 def resbench_gates() -> str:
     """What the gates of the audited runs did along training."""
     from residua.study.report import audited
@@ -555,6 +572,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "standings": resbench_standings,
         "resbench": resbench_table,
         "questions": resbench_questions,
+        "rates": resbench_rates,
         "gates": resbench_gates,
         "search": search_table,
     },

@@ -1,6 +1,7 @@
 """The README and docs/ keep their promises: Python runs, commands work, links lead somewhere, tables are true."""
 
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -17,6 +18,7 @@ from torch import nn
 import residua
 import residua.demo
 from residua.cli import main
+from residua.runs.statistics import paired
 from residua.study.plan import load_study
 from residua.study.results import results
 from residua.training import load_config
@@ -279,23 +281,49 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     """The sentences of README.md, docs/results.md and docs/resbench.md; a record that says otherwise ends them."""
     found = results(load_study("resbench"), runs("resbench/records.jsonl"), runs("resbench/costs.jsonl"))
     assert {row.rung for row in found.rows} == {"0.1M"}
-    row = {name: found.row("0.1M", name) for name in ("lambdas-gated", "ddl-write-only", "gated-delta-positive")}
+    row = {name: found.row("0.1M", name) for name in ("lambdas-gated", "ddl-tc")}
+
+    def difference(ours, theirs):
+        estimate = paired(ours, theirs)
+        return estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
 
     def interval(name, baseline, measure):
         estimate = row[name].difference(baseline, measure).estimate
         return estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
 
-    pair = [found.row("0.1M", name) for name in ("ddl", "ddl-write-only")]
-    tuning = [min(run["val_loss"] for run in one.runs if run["kind"] == "tune") for one in pair]
-    assert 0 < tuning[0] - tuning[1] < pair[0].loss.mean - pair[1].loss.mean
-    assert pair[0].point["train.lr"] == 2 * pair[1].point["train.lr"]
-    erasing = {answer.scheme: answer for answer in found.answers if answer.question.name == "erasing"}
-    assert erasing["ddl"].verdict == "behind"
-    assert not any(answer.verdict.startswith("ahead") for answer in erasing.values())
-    assert interval("ddl-write-only", "residual", "tokens")[1] < 0 < interval("ddl-write-only", "lambdas", "tokens")[1]
-    for measure in ("tokens", "FLOPs"):
-        assert row["lambdas-gated"].difference("residual", measure).ahead
-        assert interval("lambdas-gated", "lambdas", measure)[1] < 0
+    rates = {
+        name: {
+            rate: {
+                one["seed"]: one["val_loss"] for one in runs(f"resbench/rates/{name}.jsonl") if one["point"] == point
+            }
+            for rate, point in ((rate, {"train.lr": rate}) for rate in (0.032, 0.064))
+        }
+        for name in ("ddl", "ddl-write-only")
+    }
+    for rate in (0.032, 0.064):
+        assert difference(rates["ddl"][rate], rates["ddl-write-only"][rate])[0] > 0
+    assert difference(rates["ddl"][0.064], rates["ddl"][0.032])[0] > 0
+    low, high = difference(rates["ddl-write-only"][0.064], rates["ddl-write-only"][0.032])
+    assert low < 0 < high
+    low, high = difference(rates["ddl"][0.032], found.row("0.1M", "residual").losses)
+    assert low < 0 < high
+    tuned = {
+        name: found.row("0.1M", name).point["train.lr"] for name in ("residual", "ddl", "ddl-ec", "ddl-write-only")
+    }
+    assert tuned == {"residual": 0.032, "ddl": 0.064, "ddl-ec": 0.064, "ddl-write-only": 0.032}
+    answers = {(answer.scheme, answer.to, answer.measure): answer for answer in found.answers}
+    assert answers["ddl", "ddl-write-only", "tokens"].verdict.startswith("behind")
+    assert answers["ddl-ec", "residual+conv", "tokens"].verdict.startswith("no difference seen")
+    for name in ("residual+conv", "residual+mlp"):
+        assert answers["ddl-tc", name, "tokens"].verdict.startswith("ahead")
+    for name, measure in itertools.product(("lambdas-gated", "ddl-tc"), ("tokens", "FLOPs")):
+        assert row[name].difference("residual", measure).ahead
+        assert interval(name, "lambdas", measure)[1] < 0
+    assert min(found.rows, key=lambda one: one.loss.mean).scheme == "ddl-tc"
+    for baseline in ("residual", "lambdas"):
+        low, high = interval("ddl-tc", baseline, "seconds")
+        assert low < 0 < high
+    assert 1.3 < row["ddl-tc"].cost["time_ratio"]["median"] < 1.45
     for one in found.rows:
         for measure in ("seconds", "compiled seconds"):
             against = one.difference("lambdas", measure)
