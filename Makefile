@@ -1,8 +1,9 @@
 # `make demo`, `make check` and `make test` are for a newcomer. Each makes the virtual environment that it needs.
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 READY := $(VENV)/.ready
-PYTEST := $(VENV)/bin/python -m pytest --dist worksteal
+PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Workers, and the processes that tests start, read what one of them has compiled.
 unexport PYTHONDONTWRITEBYTECODE
@@ -15,11 +16,10 @@ demo: $(READY)
 # The fast lane: everything but Triton's interpreter, compilers, other processes, the browser, tests that take long, and
 # of tests for all schemes those for variants and, on whole models, for most presets. Property tests draw fewer examples.
 check: $(READY)
-	$(PYTEST) -n $(or $(WORKERS),2) --hypothesis-profile quick -m "not (interpreter or compiler or processes or browser or variant or slow)"
+	$(PYTEST) --hypothesis-profile quick -m "not (interpreter or compiler or processes or browser or variant or slow)"
 
-# Everything. A third worker has the two cores while others wait: for processes, compilers and the browser.
 test: $(READY)
-	$(PYTEST) -n $(or $(WORKERS),3)
+	$(PYTEST)
 
 # All that a CPU cannot show, within 25 minutes, and a summary. It runs with the torch that the machine has: the
 # virtual environment if there is one, else PYTHON. DRY=1 tries every step on a CPU; a second call goes on.
