@@ -167,8 +167,10 @@ def collect(folders: list[Path]) -> None:
 
 
 def collect_learned(files: list[Path]) -> None:
-    """Write what `residua analyze --json` said of trained models as ours, one line each."""
+    """Write what `residua analyze --json` said of trained models as ours, one line each, without where they lay."""
     found = [one for file in files for one in json.loads(file.read_text(encoding="utf-8"))]
+    for one in found:
+        del one["trace"]
     write_text(FOLDER / "learned.jsonl", "".join(json.dumps(one) + "\n" for one in found))
 
 
