@@ -94,7 +94,14 @@ def quartiles(record: dict[str, Any]) -> str:
     ratio = record["ratio"]
     if record["preset"] == record.get("baseline"):
         return "1"
-    return f"{ratio['median']:.3f} [{ratio['lower']:.3f}, {ratio['upper']:.3f}]"
+    return spread(ratio, ".3f")
+
+
+def spread(ratio: dict[str, Any], form: str) -> str:
+    """The median of a ratio between its quartiles."""
+    from residua.benchmarks.timing import Quartiles
+
+    return f"{Quartiles(**ratio):{form}}"
 
 
 def speed_table() -> str:
@@ -349,7 +356,7 @@ def finished(rung: str) -> "list[Row]":
 
 def step_time(ratio: Any) -> str:
     """The quartiles of a step's time to the baseline's, or a dash."""
-    return f"{ratio['median']:.2f} [{ratio['lower']:.2f}, {ratio['upper']:.2f}]" if ratio else "–"
+    return spread(ratio, ".2f") if ratio else "–"
 
 
 def resbench_table() -> str:

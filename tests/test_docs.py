@@ -283,23 +283,19 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     assert {row.rung for row in found.rows} == {"0.1M"}
     row = {name: found.row("0.1M", name) for name in ("lambdas-gated", "ddl-tc")}
 
-    def difference(ours, theirs):
-        estimate = paired(ours, theirs)
+    def ends(estimate):
         return estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
+
+    def difference(ours, theirs):
+        return ends(paired(ours, theirs))
 
     def interval(name, baseline, measure):
-        estimate = row[name].difference(baseline, measure).estimate
-        return estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
+        return ends(row[name].difference(baseline, measure).estimate)
 
-    rates = {
-        name: {
-            rate: {
-                one["seed"]: one["val_loss"] for one in runs(f"resbench/rates/{name}.jsonl") if one["point"] == point
-            }
-            for rate, point in ((rate, {"train.lr": rate}) for rate in (0.032, 0.064))
-        }
-        for name in ("ddl", "ddl-write-only")
-    }
+    rates = {"ddl": {}, "ddl-write-only": {}}
+    for name, losses in rates.items():
+        for one in runs(f"resbench/rates/{name}.jsonl"):
+            losses.setdefault(one["point"]["train.lr"], {})[one["seed"]] = one["val_loss"]
     for rate in (0.032, 0.064):
         assert difference(rates["ddl"][rate], rates["ddl-write-only"][rate])[0] > 0
     assert difference(rates["ddl"][0.064], rates["ddl"][0.032])[0] > 0
@@ -327,7 +323,7 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     for one in found.rows:
         for measure in ("seconds", "compiled seconds"):
             against = one.difference("lambdas", measure)
-            assert against is None or against.estimate.mean + against.estimate.half_width > 0, (one.scheme, measure)
+            assert against is None or ends(against.estimate)[1] > 0, (one.scheme, measure)
     assert all(
         1.15 < cost["time_ratio"]["median"] < 1.25
         for cost in (row["lambdas-gated"].cost, row["lambdas-gated"].compiled)

@@ -107,9 +107,9 @@ def test_a_budget_ends_the_walk_and_a_key_may_have_wider_steps():
     points = [point for (point, _) in chain(*walked(sweep, loss))]
     assert points == [(1e-3, 1.0), (5e-4, 1.0), (2e-3, 1.0), (1e-3, 0.25)]
     losses = {(point, 0): loss(point, 0) for point in points}
-    assert sweep.chosen(losses) == (1e-3, 1.0)
-    assert sweep.chosen(dict(list(losses.items())[:3])) is None
-    assert sweep.chosen(dict.fromkeys(losses, math.inf)) is None
+    assert sweep.best(losses)[0] == (1e-3, 1.0)
+    assert sweep.best(dict(list(losses.items())[:3])) == []
+    assert sweep.best(dict.fromkeys(losses, math.inf)) == []
 
 
 def test_whole_numbers_stay_whole_and_at_least_one():

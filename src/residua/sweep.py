@@ -121,11 +121,10 @@ class Sweep:
             if ranked is not None:
                 yield from ((point, seed) for seed in range(1, self.seeds) for point in ranked[: self.finalists])
 
-    def chosen(self, losses: Mapping[tuple[Point, int], float]) -> Point | None:
-        """The best point of the first seed; None while a run is missing, and where all diverged."""
+    def best(self, losses: Mapping[tuple[Point, int], float]) -> list[Point]:
+        """The points that did not diverge, the best of the first seed first; none of them while a run is missing."""
         points = [point for point, seed in self.wanted(losses) if seed == 0]
-        ranked = self._ranked(points, losses)
-        return ranked[0] if ranked and math.isfinite(losses[frozen(ranked[0]), 0]) else None
+        return [point for point in self._ranked(points, losses) or () if math.isfinite(losses[frozen(point), 0])]
 
     def _ranked(self, points: Sequence[Point], losses: Mapping[tuple[Point, int], float]) -> list[Point] | None:
         """The points, the best of the first seed first; None where one is missing."""

@@ -97,11 +97,6 @@ class Tuning:
         why = "1, as tuning runs are as long as reported ones" if self.length == 1 else "1 to tuning.runs"
         require(1 <= self.finalists <= most, "tuning.finalists", why, self.finalists)
 
-    def best(self, losses: Sequence[float | None]) -> list[int]:
-        """The places of the points that a search leaves to be trained in full, the best first; None is a divergence."""
-        order = sorted((loss, place) for place, loss in enumerate(losses) if loss is not None and loss < math.inf)
-        return [place for _, place in order[: self.finalists]]
-
 
 class Run(NamedTuple):
     """One run of a study: what it is for, and everything that decides its numbers."""
@@ -358,17 +353,15 @@ class Plan:
             if not new:
                 break
             losses |= new
-        best = sweep.chosen(losses)
-        if len(losses) < len(runs) or best is None or self.study.tuning.finalists == 1:
-            found = runs, None if best is None else dict(zip(sweep.keys, best))
-            done = len(losses) == len(runs)
-        else:
-            places = self.study.tuning.best([losses[frozen(point), 0] for point in points])
-            finals = [self._tuning_run(rung, scheme, runs[place].point, whole=True) for place in places]
+        done, finalists = len(losses) == len(runs), self.study.tuning.finalists
+        best = [dict(zip(sweep.keys, point)) for point in sweep.best(losses)[:finalists]]
+        if finalists > 1:
+            finals = [self._tuning_run(rung, scheme, point, whole=True) for point in best]
             told = [finished.get(run.key) for run in finals]
-            done = None not in told
+            done = done and None not in told
             ended = [(one["val_loss"], place) for place, one in enumerate(told) if one and one["val_loss"] is not None]
-            found = [*runs, *finals], dict(finals[min(ended)[1]].point) if done and ended else None
+            runs, best = [*runs, *finals], [best[place] for _, place in sorted(ended)] if done else []
+        found = runs, best[0] if best else None
         if done:
             self._done[rung, scheme] = found
         return found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from residua.benchmarks.timing import Quartiles
 from residua.runs.durable import write_text
 from residua.runs.figures import save
 from residua.runs.folder import writable
@@ -17,6 +18,7 @@ from residua.study.picture import draw, draw_gates
 from residua.study.questions import Question
 from residua.study.ranking import Ranking, rankings
 from residua.study.results import BELOW, COMPILED, SIGNIFICANT, Answer, Difference, Results, Row
+from residua.tables import markdown_row
 
 PICTURE, GATES = "differences.png", "gates.png"
 FILES = ("report.md", "results.csv", "index.html")
@@ -279,7 +281,7 @@ def tuned(row: Row) -> list[str]:
 
 def _ratio(cost: Record | None) -> str:
     ratio = cost and cost["time_ratio"]
-    return f"{ratio['median']:.3f} [{ratio['lower']:.3f}, {ratio['upper']:.3f}]" if ratio else "–"
+    return f"{Quartiles(*map(ratio.get, Quartiles._fields)):.3f}" if ratio else "–"
 
 
 def difference_text(row: Row, baseline: str, measure: str) -> str:
@@ -308,7 +310,7 @@ def _rank(row: Row) -> float:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in map(_text, cells))} |"
+    return markdown_row(list(map(_text, cells)))
 
 
 def _text(value: Any) -> str:

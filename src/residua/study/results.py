@@ -67,7 +67,6 @@ class Row:
     connection: str
     point: Mapping[str, Any]
     losses: Mapping[int, float | None]
-    further: Sequence[Record]
     runs: Sequence[Record]
     cost: Record | None
     compiled: Record | None
@@ -76,6 +75,7 @@ class Row:
     parameters: int | None
     seeds: int
     tuning_runs: int
+    further: Sequence[Record] = ()
     differences: list[Difference] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float, float | None]]] = field(default_factory=dict)
 
@@ -207,8 +207,7 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
             tuning = _tuning(study, tuned)
             finals = [record for record in tuned if record["kind"] == "final"]
             best = _best(study, tuning, finals)
-            trained = [r for r in own if r["kind"] in ("report", "longer")]
-            known = [r for r in trained if r["seed"] in study.seeds]
+            known = [r for r in own if r["kind"] in ("report", "longer") and r["seed"] in study.seeds]
             point = next((r["point"] for r in known if r["point"] in best), None)
             reported = [r for r in known if r["kind"] == "report" and r["point"] == point]
             if not reported:
@@ -216,8 +215,8 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
                 continue
             cost, compiled = (measured.get((rung.name, name, entry.connection, one)) for one in (False, True))
             row = _row(study, rung.name, name, reported, [*tuning, *finals], cost, compiled)
-            rest = [r for r in trained if r["kind"] == "report" and r["point"] == point and r not in known]
-            row.further = [r for r in rest if r["seed"] in study.further_seeds(name)]
+            seeds = study.further_seeds(name)
+            row.further = [r for r in own if r["kind"] == "report" and r["point"] == point and r["seed"] in seeds]
             if name in study.baselines:
                 more = [r for r in known if r["kind"] == "longer" and r["point"] == point]
                 longer[rung.name, name] = more
@@ -279,9 +278,10 @@ def _answers(
             known: dict[str, Difference] = {}
             waiting = [name for name, one in ((scheme, row), (to, base)) if one is None or not one.whole]
             if row is not None and base is not None and not waiting:
-                known = {d.measure: d for d in _differences(row, base, longer.get((rung, to), []))}
                 if question.seeds and all(set(question.seeds) <= one.all_losses.keys() for one in (row, base)):
                     known = {"tokens": _at_all_seeds(row, base, question.seeds)}
+                else:
+                    known = {d.measure: d for d in _differences(row, base, longer.get((rung, to), []))}
             for measure in question.at:
                 difference, missing = known.get(measure), None
                 if not waiting and difference is None:
@@ -300,8 +300,8 @@ def _answers(
 
 def _at_all_seeds(row: Row, base: Row, further: Sequence[int]) -> Difference:
     """The difference at equal tokens over the study's seeds and further ones."""
-    seeds = [*row.losses, *further]
-    ours, theirs = ({seed: one.all_losses[seed] for seed in seeds} for one in (row, base))
+    seeds = {*row.losses, *further}
+    ours, theirs = ({seed: loss for seed, loss in one.all_losses.items() if seed in seeds} for one in (row, base))
     finite = None not in (*ours.values(), *theirs.values())
     estimate = paired(ours, theirs) if finite else None
     return Difference(base.scheme, "tokens", 1.0, estimate, estimate and estimate.p_value)
@@ -314,19 +314,19 @@ def _tuning(study: Study, records: Sequence[Record]) -> list[Record]:
 
 
 def _best(study: Study, tuning: Sequence[Record], finals: Sequence[Record]) -> list[Any]:
-    """The points with the lowest loss of the tuning seed: several where a key had no effect. The search took one.
+    """The points that tuning may have chosen: several where a key had no effect, none while finalists are missing."""
+    count = study.tuning.finalists
+    best = _lowest(tuning, count)
+    if count == 1:
+        return best
+    finals = [record for record in finals if record["point"] in best]
+    return _lowest(finals, 1) if len(finals) >= min(count, len(best)) else []
 
-    None while finalists are missing.
-    """
-    if study.tuning.finalists > 1:
-        losses = sorted(record["val_loss"] for record in tuning if record["val_loss"] is not None)
-        first = losses[: study.tuning.finalists]
-        sent = [record["point"] for record in tuning if record["val_loss"] in first]
-        tuning = [record for record in finals if record["point"] in sent]
-        if len(tuning) < len(first):
-            return []
-    lowest = min((record["val_loss"] for record in tuning if record["val_loss"] is not None), default=None)
-    return [record["point"] for record in tuning if lowest is not None and record["val_loss"] == lowest]
+
+def _lowest(records: Sequence[Record], count: int) -> list[Any]:
+    """The points with the `count` lowest losses, and those that tie with them."""
+    losses = sorted(record["val_loss"] for record in records if record["val_loss"] is not None)[:count]
+    return [record["point"] for record in records if record["val_loss"] in losses]
 
 
 def _row(
@@ -347,7 +347,6 @@ def _row(
         first["connection"],
         first["point"],
         {seed: record["val_loss"] for seed, record in by_seed.items()},
-        [],
         [*tuning, *by_seed.values()],
         cost,
         compiled,
