@@ -307,6 +307,7 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
         name: found.row("0.1M", name).point["train.lr"] for name in ("residual", "ddl", "ddl-ec", "ddl-write-only")
     }
     assert tuned == {"residual": 0.032, "ddl": 0.064, "ddl-ec": 0.064, "ddl-write-only": 0.032}
+    assert {one.scheme for one in found.rows if one.point["train.lr"] == 0.064} == {"ddl", "ddl-ec", "residual+mlp"}
     answers = {(answer.scheme, answer.to, answer.measure): answer for answer in found.answers}
     assert answers["ddl", "ddl-write-only", "tokens"].verdict.startswith("behind")
     assert answers["ddl-ec", "residual+conv", "tokens"].verdict.startswith("no difference seen")
