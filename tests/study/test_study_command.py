@@ -284,6 +284,17 @@ def test_a_scheme_of_another_package_is_submitted_with_the_file_that_its_runs_ha
     assert "mine.py has changed since 'small mine tune" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_steps_are_timed_again_in_as_many_rounds_as_asked_for(finished, data, tmp_path):
+    out = alone(finished, tmp_path)
+    known = (out / "costs.jsonl").read_bytes()
+    argv = ["study", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
+    assert main([*argv, "--rounds", "3"]) == 0
+    assert (out / "costs.jsonl").read_bytes().startswith(known)
+    new = jsonlines.read(out / "costs.jsonl")[len(known.splitlines()) :]
+    assert [(row["scheme"], len(row["seconds"])) for row in new] == [("residual", 3), ("ddl", 3)]
+
+
 def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_path, capsys):
     out = tmp_path / "nowhere"
     argv = ["study", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]

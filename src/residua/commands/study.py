@@ -43,6 +43,7 @@ def add_arguments(parser: Parser) -> None:
         choices=("step", "compiled"),
         help="measure time and memory again, and train nothing; compiled: the time of a step through torch.compile",
     )
+    parser.add_argument("--rounds", type=whole(1), metavar="N", help="of time measurements (default: 45)")
     parser.add_argument("--also", nargs="+", default=[], metavar="FILE", help="report: records that were submitted")
     parser.add_argument("--share", type=finite, default=0.1, help="verify: of the runs to repeat (default: 0.1)")
     parser.add_argument("--seed", type=whole(0), default=0, help="verify: of the choice of runs (default: 0)")
@@ -60,15 +61,15 @@ def run(arguments: Arguments) -> int | None:
         raise InputError(f"unexpected argument {arguments.folder!r}; a study takes one file")
     if arguments.out is None:
         raise InputError("expected --out DIR, the folder of the study")
-    from residua.study.engine import measure_again, run_study
+    from residua.study.engine import ROUNDS, measure_again, run_study
     from residua.study.plan import load_study
 
     study = load_study(arguments.what).only(arguments.schemes, arguments.rungs, arguments.questions)
+    options = {"data": arguments.data, "rounds": arguments.rounds or ROUNDS}
     if arguments.measure:
-        measure_again(study, arguments.out, data=arguments.data, compiled=arguments.measure == "compiled")
+        measure_again(study, arguments.out, compiled=arguments.measure == "compiled", **options)
     else:
-        options = {"data": arguments.data, "processes": arguments.processes, "costs": not arguments.no_costs}
-        run_study(study, arguments.out, **options)
+        run_study(study, arguments.out, processes=arguments.processes, costs=not arguments.no_costs, **options)
     return _show(Path(arguments.out), Path(arguments.out), [], arguments.json)
 
 

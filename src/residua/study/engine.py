@@ -50,6 +50,7 @@ def run_study(
     data: str | None = None,
     processes: int = 1,
     costs: bool = True,
+    rounds: int = ROUNDS,
     progress: bool = True,
 ) -> Plan:
     """Train the runs of a study that the folder `out` does not hold yet. After a kill, call this again to continue.
@@ -60,6 +61,7 @@ def run_study(
         data: a folder of prepared data, in place of what the study's configuration names.
         processes: runs at the same time, each with one thread; no number depends on it.
         costs: measure time and memory of the schemes that have no record of them.
+        rounds: in which the schemes take turns while their steps are timed.
 
     Raises:
         InputError: the study, the data or the folder cannot be used.
@@ -72,7 +74,7 @@ def run_study(
         with writable(out):
             write_text(out / "study.json", json.dumps(asdict(joined(study, out)), indent=1) + "\n")
         if costs:
-            measure_costs(plan, out, progress=progress)
+            measure_costs(plan, out, rounds=rounds, progress=progress)
         if progress:
             say(f"study: {plan.most} runs at most, {len(made.finished)} finished in {out}")
         run_jobs(lambda finished: jobs(plan, finished), made, processes=processes, finish=_finish, progress=progress)
@@ -130,9 +132,15 @@ def _plan(study: Study, out: Path, data: str | None) -> Plan:
 
 
 def measure_again(
-    study: Study, out: str | Path, *, data: str | None = None, compiled: bool = False, progress: bool = True
+    study: Study,
+    out: str | Path,
+    *,
+    data: str | None = None,
+    rounds: int = ROUNDS,
+    compiled: bool = False,
+    progress: bool = True,
 ) -> None:
-    """Measure the costs of a study's schemes once more, on a quieter machine perhaps; the last ones count.
+    """Measure the costs of a study's schemes once more, on a quieter machine or in more rounds; the last ones count.
 
     `compiled` measures the time of a step through `torch.compile`, beside the time of the step that the runs take.
     Raises InputError where the folder holds no study, or one of other settings or data.
@@ -140,7 +148,8 @@ def measure_again(
     out = Path(out)
     read_folder(out)
     joined(study, out)
-    measure_costs(_plan(study, out, data), out, again=True, compiled=compiled, progress=progress)
+    plan = _plan(study, out, data)
+    measure_costs(plan, out, rounds=rounds, again=True, compiled=compiled, progress=progress)
 
 
 def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
