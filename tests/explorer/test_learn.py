@@ -15,6 +15,7 @@ from residua import ops
 from residua.analysis.measure import stream_similarity
 from residua.explorer.page import write_page
 from support.browser import go_to
+from support.waiting import until
 
 SIMULATIONS = (
     *("write", "depth", "reads", "sinkhorn", "streams", "drift", "skew", "rotation", "spectrum", "blending"),
@@ -610,7 +611,7 @@ def test_the_state_is_in_the_address_and_survives_a_reload(open_page, path):
     page.locator("[data-preset='singular, γ = ½']").click()
     drag(page, "k-handle", -60, 60)
     page.locator(".themes [data-theme=dark]").click()
-    page.wait_for_timeout(300)
+    until(page, "location.hash.includes('theme=dark')")  # written up to 150 ms later, with all that came before
     before = page.evaluate(NOW)
     state = dict(parse_qsl(before["hash"]))
     assert state["topic"] == "blending"
@@ -622,8 +623,7 @@ def test_the_state_is_in_the_address_and_survives_a_reload(open_page, path):
     assert page.evaluate(NOW) == before
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     page.locator("[data-topic=skew]").click()
-    page.wait_for_timeout(300)
-    assert dict(parse_qsl(page.evaluate("location.hash.slice(1)"))) == {"topic": "skew", "theme": "dark"}
+    until(page, "location.hash.slice(1).split('&').sort().join() === 'theme=dark,topic=skew'")
 
 
 def test_addresses_that_make_no_sense_are_the_start(open_page, path):
