@@ -119,7 +119,7 @@ def test_data_that_would_be_seen_twice_are_refused(data):
 @pytest.mark.slow
 def test_the_study_that_the_page_shows_can_be_planned(data, tmp_path):
     text = (Path(__file__).parents[2] / "docs/resbench.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    block, _ = re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     path = tmp_path / "study.yaml"
     path.write_text(block.replace("tokens_per_parameter: 20 ", "tokens_per_parameter: 0.002 "))
     found = load_study(str(path))

@@ -82,6 +82,12 @@ def test_a_run_needs_its_base_only_to_begin(config, base, tmp_path, rows):
     assert not torch.equal(opened.model.lm_head.weight, start.lm_head.weight)
 
 
+def test_a_frozen_base_needs_a_connection_that_learns(config, tmp_path):
+    plain = replace(config, model=replace(config.model, connection="residual", freeze_base=True))
+    with pytest.raises(InputError, match=r"model\.freeze_base: expected false, as the connection has no parameters"):
+        run(plain, tmp_path / "run", progress=False)
+
+
 def test_the_first_step_has_the_loss_of_the_base(config, base, prepared, tmp_path, rows):
     model = build_model(resolved(config), prepared)
     ids = torch.arange(12)[None]

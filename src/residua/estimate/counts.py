@@ -1,18 +1,25 @@
 """Parameters, arithmetic and memory traffic of one token, counted on models without storage."""
 
+from typing import Any
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.errors import extra
+from residua.models import ResiduaConfig
+from residua.models.opening import new_model
+
+with extra("lab"):
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def on_meta(config: ResiduaConfig) -> ResiduaForCausalLM:
-    """Build the model with shapes and no numbers."""
+def on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Build the model with shapes and no numbers. options: of `from_config`."""
     with torch.device("meta"):
-        return ResiduaForCausalLM(config)
+        return new_model(config, **options)
 
 
-def parameters(config: ResiduaConfig) -> dict[str, int]:
+def parameters(config: PreTrainedConfig) -> dict[str, int]:
     """Count the parameters of the embedding, of the sublayers, and of the scheme with its norms; and their total."""
     parts = {"embedding": 0, "sublayers": 0, "connections": 0}
     for name, parameter in on_meta(config).named_parameters():
@@ -30,24 +37,35 @@ def flops_per_token(config: ResiduaConfig, *, sequence_length: int) -> dict[str,
 
     PyTorch's counter runs over one sequence on the meta device. Elementwise arithmetic is left out.
     """
-    plain, own = (_products(config, name, sequence_length) for name in ("residual", config.connection))
-    width = config.num_attention_heads * config.head_dim
-    return {
-        "matrices": plain,
-        "attention": 7.0 * sequence_length * width * config.num_hidden_layers,
-        "connections": own - plain,
-    }
+    plain = _products(ResiduaConfig(**{**config.to_dict(), "connection": "residual"}), sequence_length)
+    attention = SEEN * _attention(config, sequence_length)
+    total = products_per_token(config, sequence_length=sequence_length)
+    return {"matrices": plain, "attention": attention, "connections": total - attention - plain}
 
 
-def _products(config: ResiduaConfig, connection: object, length: int) -> float:
+def products_per_token(config: PreTrainedConfig, *, sequence_length: int) -> float:
+    """Count the matrix products of `flops_per_token` for any language model of ours, converted ones too."""
+    return _products(config, sequence_length) + SEEN * _attention(config, sequence_length)
+
+
+# Products of attention, forward and backward: 2 + 5 without what the causal mask hides, 4 + 8 in eager attention.
+SEEN, EAGER = 7.0, 12.0
+
+
+def _attention(config: PreTrainedConfig, length: int) -> float:
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", 0)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    return float(length * heads * head_dim * text.num_hidden_layers)
+
+
+def _products(config: PreTrainedConfig, length: int) -> float:
     """FLOPs per token of all matrix products but the two of attention."""
-    # Eager attention multiplies what the causal mask hides too, on every device: 4 T d forward, 8 T d backward.
-    model = on_meta(ResiduaConfig(**{**config.to_dict(), "connection": connection, "attn_implementation": "eager"}))
+    model = on_meta(config, attn_implementation="eager").train()
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
-        model.train()(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
-    seen = 12 * length * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    return counter.get_total_flops() / length - seen
+        model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+    return counter.get_total_flops() / length - EAGER * _attention(config, length)
 
 
 def bytes_per_token(config: ResiduaConfig, *, state_bytes: int, fused: bool = True) -> dict[str, float]:

@@ -23,9 +23,8 @@ from residua.models.convert_configuration import (
     conversion_of,
 )
 from residua.models.convert_flow import layer_streams
-from residua.models.convert_loading import ConvertedForCausalLM
 from residua.models.convert_probe import probe
-from residua.models.opening import quiet, read_model
+from residua.models.opening import new_model, read_model
 from residua.runs.durable import file_sha256
 from residua.runs.reading import read_json
 
@@ -103,8 +102,7 @@ def rebuild_base(folder: Path) -> PreTrainedModel:
     if not isinstance(settings, dict) or settings.get("model_type") != MODEL_TYPE:
         raise InputError(f"{file}: expected the configuration of a converted model, got {shown(settings)}")
     try:
-        with quiet():
-            return ConvertedForCausalLM._from_config(ConvertedConfig.from_dict(settings), dtype=torch.float32)
+        return new_model(ConvertedConfig.from_dict(settings))
     except Exception as error:  # transformers raises many kinds
         raise InputError(f"{file}: expected the configuration of a model, got: {first_line(error)}") from error
 

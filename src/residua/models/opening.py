@@ -12,7 +12,13 @@ from residua.models.configuration import refuse_unsafe
 from residua.runs.reading import file_name, read_json_files
 
 with extra("lab"):
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
     from transformers.utils import logging
 
 
@@ -52,6 +58,12 @@ def read_model(
     if differences:
         raise InputError(f"{folder}: expected the weights of the model in config.json, found {'; '.join(differences)}")
     return model, tokenizer
+
+
+def new_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Return a language model, ours or converted, with new weights in float32. options: of `from_config`."""
+    with quiet():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
 
 
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")

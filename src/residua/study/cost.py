@@ -13,10 +13,15 @@ from torch.utils._pytree import tree_leaves
 from residua.benchmarks.memory import kept_bytes, peak_of
 from residua.benchmarks.settings import many_graphs, threads
 from residua.benchmarks.timing import compare, cuda_clock, process_clock
-from residua.estimate.counts import flops_per_token, on_meta
-from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.errors import extra
+from residua.estimate.counts import on_meta, products_per_token
+from residua.models.base_model import freeze_base
+from residua.models.opening import new_model
 from residua.provenance import circumstances
-from residua.training import RunConfig, adamw, pick_device
+from residua.training import BaseModelConfig, RunConfig, adamw, pick_device
+
+with extra("lab"):
+    from transformers import PreTrainedConfig
 
 ROUNDS, WARMUP = 45, 2
 
@@ -27,13 +32,15 @@ class Step:
     On the run's device, in its precision, compiled where the run is.
     """
 
-    def __init__(self, config: RunConfig, model: ResiduaConfig):
+    def __init__(self, config: RunConfig, model: PreTrainedConfig):
         train = config.train
         device = pick_device(train.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            tokens = torch.randint(model.vocab_size, (train.batch_size, train.sequence_length + 1))
-            self.model = ResiduaForCausalLM(model).train().to(device)
+            tokens = torch.randint(model.get_text_config().vocab_size, (train.batch_size, train.sequence_length + 1))
+            self.model = new_model(model).train().to(device)
+        if isinstance(config.model, BaseModelConfig) and config.model.freeze_base:
+            freeze_base(self.model)
         tokens = tokens.to(device)
         self.inputs, self.labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         self.forward = torch.compile(self.model) if train.compile else self.model
@@ -55,7 +62,7 @@ class Step:
 
 
 def measure(
-    configs: Mapping[str, tuple[RunConfig, ResiduaConfig]],
+    configs: Mapping[str, tuple[RunConfig, PreTrainedConfig]],
     baseline: str,
     *,
     rounds: int = ROUNDS,
@@ -91,7 +98,7 @@ def measure(
     records = []
     for name, (config, model) in configs.items():
         length = config.train.sequence_length
-        products = sum(flops_per_token(model, sequence_length=length).values())
+        products = products_per_token(model, sequence_length=length)
         records.append(
             {
                 "scheme": name,
@@ -104,20 +111,20 @@ def measure(
                 "flops_per_token": {"products": products, "elementwise": elementwise(model, length)},
                 "kept_bytes": kept[name],
                 "peak_bytes": peaks[name],
-                "model": asdict(config.from_scratch),
+                "model": {key: value for key, value in asdict(config.model).items() if key != "base"},  # a path
                 **conditions,
             }
         )
     return records
 
 
-def elementwise(model: ResiduaConfig, length: int) -> float:
+def elementwise(model: PreTrainedConfig, length: int) -> float:
     """Count the arithmetic of one token in a training step that is no matrix product, in FLOPs.
 
     Every operation that is neither a product nor a view counts one for each element of its largest tensor. A rank-one
     write is of this kind, so leaving it out would flatter it.
     """
-    built = on_meta(ResiduaConfig(**{**model.to_dict(), "attn_implementation": "eager"})).train()
+    built = on_meta(model, attn_implementation="eager").train()
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     with _Elements() as counted:
         built(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()

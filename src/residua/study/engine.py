@@ -72,7 +72,7 @@ def run_study(
     with open_runs(out, {"title": study.title, "data": plan.facts["fingerprint"]}) as made:
         checked_runs(list(made.finished.values()), str(out / "records.jsonl"), plan.facts["fingerprint"])
         with writable(out):
-            write_text(out / "study.json", json.dumps(asdict(joined(study, out)), indent=1) + "\n")
+            write_text(out / "study.json", json.dumps(asdict(joined(plan.study, out)), indent=1) + "\n")
         if costs:
             measure_costs(plan, out, rounds=rounds, progress=progress)
         if progress:
@@ -147,8 +147,8 @@ def measure_again(
     """
     out = Path(out)
     read_folder(out)
-    joined(study, out)
     plan = _plan(study, out, data)
+    joined(plan.study, out)
     measure_costs(plan, out, rounds=rounds, again=True, compiled=compiled, progress=progress)
 
 

@@ -6,6 +6,7 @@ A run is identified by its resolved configuration. What a study still needs is a
 import hashlib
 import json
 import math
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -15,17 +16,21 @@ from typing import Any, Literal, NamedTuple
 
 from residua.checks import did_you_mean, fits, require, words
 from residua.data import PreparedData
-from residua.errors import InputError
+from residua.errors import InputError, extra
 from residua.estimate.counts import parameters
-from residua.experiment import expected_vocabulary
+from residua.experiment import build_model, expected_vocabulary
 from residua.models import ResiduaConfig
+from residua.models.base_model import base_sha256
 from residua.runs.folder import FREE_KEYS, flatten
 from residua.runs.reading import parse_yaml, read_text
 from residua.runs.sweep import Record
 from residua.study.questions import Published, Question, read_published, read_questions
 from residua.sweep import Point, Sweep, frozen
-from residua.training import RunConfig, load_config
+from residua.training import BaseModelConfig, RunConfig, load_config
 from residua.training.config import KEYS
+
+with extra("lab"):
+    from transformers import AutoConfig, PreTrainedConfig
 
 Kind = Literal["tune", "final", "report", "longer"]
 BY_THE_STUDY = ("train.seed", "train.steps", "train.warmup_steps", "train.evaluate_every", "model.connection")
@@ -251,10 +256,12 @@ class Plan:
     """
 
     def __init__(self, study: Study, data: str | Path):
-        self.study, self.data = study, str(data)
+        self.study, self.data = _pinned(study), str(data)
+        study = self.study
         self.prepared = PreparedData.open(data)
         self._intermediate: dict[tuple[str, str], int] = {}
         self._known: dict[tuple, RunConfig] = {}
+        self._bases: dict[str, PreTrainedConfig] = {}
         self._sweeps: dict[tuple[str, str], Sweep] = {}
         self._done: dict[tuple[str, str], tuple[list[Run], dict[str, Any] | None]] = {}
         self.steps: dict[str, int] = {}
@@ -273,7 +280,12 @@ class Plan:
                 )
         for rung in study.rungs.values():  # every configuration is checked before hours are spent on the first
             for entry in study.schemes.values():
-                self._config(rung, entry, {}, 0, 1)
+                config = self._config(rung, entry, {}, 0, 1)
+                if isinstance(config.model, BaseModelConfig):
+                    try:
+                        self.model(config)
+                    except InputError as error:
+                        raise InputError(f"schemes.{entry.name}: {error}") from error
         self.tuning(next(rung.name for rung in study.rungs.values() if rung.tuned is None), study.baselines[0], {})
 
     @property
@@ -371,10 +383,13 @@ class Plan:
         if (rung, scheme) not in self._sweeps:
             study, tuning = self.study, self.study.tuning
             own = self._own(study.schemes[scheme].connection)
+            over = {key: tuple(v) for key, v in tuning.over.items() if key != "train.connection_lr_factor" or own}
+            expected = f"a key for {scheme} too, which has no parameters of its own, such as train.lr"
+            require(bool(over), "tuning.over", expected, dict(tuning.over))
             self._sweeps[rung, scheme] = Sweep(
                 study.config,
                 self._shared(study.rungs[rung], study.schemes[scheme]),
-                {key: tuple(v) for key, v in tuning.over.items() if key != "train.connection_lr_factor" or own},
+                over,
                 neighbours=True,
                 budget=tuning.baseline_runs if scheme in study.baselines else tuning.runs,
                 factors=tuning.factors,
@@ -427,8 +442,10 @@ class Plan:
             self._known[known] = config
         return self._known[known]
 
-    def model(self, config: RunConfig) -> ResiduaConfig:
-        """The model of a run."""
+    def model(self, config: RunConfig) -> PreTrainedConfig:
+        """The configuration of the model of a run. Raises InputError for a base that cannot be used."""
+        if isinstance(config.model, BaseModelConfig):
+            return self._converted(config)
         given = asdict(config.from_scratch)
         given["vocab_size"] = given["vocab_size"] or expected_vocabulary(config)
         return ResiduaConfig(**given)
@@ -437,14 +454,25 @@ class Plan:
         """A configuration of a scheme at a rung, of one step: for what does not depend on learning rates."""
         return self._config(self.study.rungs[rung], self.study.schemes[scheme], {}, 0, 1)
 
+    def _converted(self, config: RunConfig) -> PreTrainedConfig:
+        known = json.dumps(asdict(config.model), sort_keys=True)
+        if known not in self._bases:
+            with tempfile.TemporaryDirectory() as folder:  # the format that says how a model was converted
+                build_model(config, self.prepared).config.save_pretrained(folder)
+                self._bases[known] = AutoConfig.from_pretrained(folder)
+            self._bases[known].get_text_config().use_cache = False  # as in training
+        return self._bases[known]
+
     def _count(self, config: RunConfig) -> int:
         return parameters(self.model(config))["total"]
 
     def _matched(self, rung: Rung, entry: Entry) -> int:
         """The MLP width with which a scheme comes nearest to the parameters of the one that it is matched to."""
         if (rung.name, entry.name) not in self._intermediate:
-            other = self.study.schemes.get(entry.parameters_of)
-            target = self._count(self._config(rung, other, {}, 0, 1))
+            other = self._config(rung, self.study.schemes[entry.parameters_of], {}, 0, 1)
+            place = f"schemes.{entry.name}.parameters_of"
+            require(not isinstance(other.model, BaseModelConfig), place, "none beside model.base", entry.parameters_of)
+            target = self._count(other)
             plain = self.model(self._config(rung, replace(entry, parameters_of=None), {}, 0, 1))
             width = plain.intermediate_size
             wider = ResiduaConfig(**{**plain.to_dict(), "intermediate_size": width + 1})
@@ -500,6 +528,24 @@ def read_study(document: Any, source: str) -> Study:
     questions = read_questions(values.get("questions") or {}, values.get("baselines", ("residual",)))
     known = {"questions": questions, "published": read_published(values.get("published") or {})}
     return Study(**{**values, **known, "rungs": rungs, "schemes": schemes, "tuning": Tuning(**tuning)})
+
+
+def _pinned(study: Study) -> Study:
+    """The study with the digest of every base beside its path, so that no row mixes two models."""
+    given = load_config(study.config, _overrides(study.set)).model
+    known: dict[str, Any] = {"model.base": given.base} if isinstance(given, BaseModelConfig) else {}
+
+    def pin(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+        if keys.get("model.base") is None or keys.get("model.base_sha256") is not None:
+            return keys
+        return {**keys, "model.base_sha256": base_sha256(Path(keys["model.base"]))}
+
+    return replace(
+        study,
+        set=pin({**known, **study.set}),
+        rungs={name: replace(rung, keys=pin(rung.keys)) for name, rung in study.rungs.items()},
+        schemes={name: replace(entry, keys=pin(entry.keys)) for name, entry in study.schemes.items()},
+    )
 
 
 def _fields(document: Any, kind: type, where: str) -> dict[str, Any]:
