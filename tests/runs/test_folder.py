@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from residua.errors import InputError
-from residua.runs.folder import FREE_KEYS, LOGGING_KEYS, hold, read_object, read_settings, refuse_changes
+from residua.runs.folder import FREE_KEYS, LOGGING_KEYS, hold, new_folder, read_object, read_settings, refuse_changes
 from residua.training.config import KEYS
 
 HOLDING = """
@@ -105,3 +105,16 @@ def test_a_file_that_is_no_json_object(content, tmp_path):
     (tmp_path / "facts.json").write_bytes(content)
     with pytest.raises(InputError, match=r"facts\.json: expected (a JSON object|JSON), got"):
         read_object(tmp_path / "facts.json")
+
+
+def test_a_new_folder_is_not_there_or_empty_and_not_where_one_stands(tmp_path, monkeypatch):
+    assert new_folder(tmp_path / "new") == tmp_path / "new"
+    (tmp_path / "empty").mkdir()
+    assert new_folder(tmp_path / "empty", "--out") == tmp_path / "empty"
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(InputError, match="--out: expected another folder than the working directory"):
+        new_folder(".", "--out")
+    (tmp_path / "file").touch()
+    for used in (tmp_path, tmp_path / "file"):
+        with pytest.raises(InputError, match="expected a new or empty folder, got"):
+            new_folder(used)

@@ -105,7 +105,7 @@ def whole(low: int = -(2**63), high: int = 2**63 - 1) -> Callable[[str], int]:
     return read
 
 
-def finite(text: str) -> float:
+def number(text: str) -> float:
     """Read the value of an option that takes a finite number."""
     try:
         value = float(text)

@@ -27,18 +27,14 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> None:
-    from pathlib import Path
-
-    from residua.errors import InputError
     from residua.experiment import open_model
     from residua.export import add_code
     from residua.models.convert import convert
     from residua.models.opening import quiet
     from residua.runs.durable import unfinished
+    from residua.runs.folder import new_folder
 
-    out = Path(arguments.out).resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"--out: expected a new or empty folder, found files in {out}; choose another folder")
+    out = new_folder(arguments.out, "--out")
     model, tokenizer = open_model(arguments.model, device="cpu")
     before = model.num_parameters()
     convert(model, arguments.connection, start=arguments.start)

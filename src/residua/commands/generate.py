@@ -1,7 +1,7 @@
 """The command `residua generate`."""
 
 from residua.checks import require
-from residua.commands.base import Arguments, Parser, add_checkpoint, finite, opens_model, whole
+from residua.commands.base import Arguments, Parser, add_checkpoint, number, opens_model, whole
 from residua.errors import InputError
 
 HELP = "let the model of a run, or any of transformers, write text"
@@ -19,7 +19,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--max-new-tokens", type=whole(), metavar="N", help="(default: 200, or what fits the context)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="lower is more predictable (0.8)")
     parser.add_argument(
-        "--top-p", type=finite, default=0.95, metavar="P", help="sample from this probability mass (0.95)"
+        "--top-p", type=number, default=0.95, metavar="P", help="sample from this probability mass (0.95)"
     )
     parser.add_argument(
         "--top-k", type=whole(), default=0, metavar="K", help="sample from the K most probable (0: all)"

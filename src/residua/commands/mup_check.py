@@ -1,6 +1,6 @@
 """The command `residua mup-check`."""
 
-from residua.commands.base import Arguments, Parser, add_json, finite, print_json, whole
+from residua.commands.base import Arguments, Parser, add_json, number, print_json, whole
 from residua.errors import InputError
 from residua.tables import print_table
 
@@ -16,7 +16,7 @@ def add_arguments(parser: Parser) -> None:
         "--widths", type=whole(), nargs="+", default=[64, 128, 256, 512], metavar="N", help="multiples of 32"
     )
     parser.add_argument("--steps", type=whole(), default=4, metavar="N", help="steps of Adam (4)")
-    parser.add_argument("--lr", type=finite, default=0.01, metavar="X", help="at the smallest width (0.01)")
+    parser.add_argument("--lr", type=number, default=0.01, metavar="X", help="at the smallest width (0.01)")
     parser.add_argument("--seeds", type=whole(), default=2, metavar="N", help="runs to average over (2)")
     parser.add_argument("--out", metavar="FILE.png", help="draw a picture")
     add_json(parser)

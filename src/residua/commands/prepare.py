@@ -1,6 +1,6 @@
 """The command `residua prepare`."""
 
-from residua.commands.base import Arguments, Parser, add_json, finite, print_json, whole
+from residua.commands.base import Arguments, Parser, add_json, number, print_json, whole
 from residua.tables import cell, print_table
 
 HELP = "turn text into tokens on disk"
@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
         "--text-column", default="text", metavar="NAME", help="of parquet, JSON lines and data sets (default: text)"
     )
     parser.add_argument(
-        "--validation-fraction", type=finite, metavar="X", help="share of the text held out (default: 0.05)"
+        "--validation-fraction", type=number, metavar="X", help="share of the text held out (default: 0.05)"
     )
     parser.add_argument(
         "--validation-tokens",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from residua.commands.base import Arguments, Parser, add_json, finite, print_json, whole
+from residua.commands.base import Arguments, Parser, add_json, number, print_json, whole
 from residua.errors import InputError
 
 HELP = "compare schemes with tuning budgets, paired seeds and costs; verify a comparison, submit a scheme to it"
@@ -45,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--rounds", type=whole(1), metavar="N", help="of time measurements (default: 45)")
     parser.add_argument("--also", nargs="+", default=[], metavar="FILE", help="report: records that were submitted")
-    parser.add_argument("--share", type=finite, default=0.1, help="verify: of the runs to repeat (default: 0.1)")
+    parser.add_argument("--share", type=number, default=0.1, help="verify: of the runs to repeat (default: 0.1)")
     parser.add_argument("--seed", type=whole(0), default=0, help="verify: of the choice of runs (default: 0)")
     parser.add_argument("--scheme", metavar="NAME", help="submit: the scheme")
     add_json(parser)

@@ -36,6 +36,7 @@ from residua.data.tokenizer import (
 )
 from residua.errors import InputError, extra
 from residua.provenance import available_cores
+from residua.runs.folder import new_folder
 from residua.runs.progress import say
 
 with extra("lab"):
@@ -167,8 +168,7 @@ def _check(
     require(shard_tokens >= 1, "shard_tokens", "at least 1", shard_tokens)
     fits = workers is None or 0 <= workers <= MOST_WORKERS
     require(fits, "workers", f"0 to {MOST_WORKERS} (0: no other process)", workers)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise InputError(f"{out} exists and is not empty; give another folder or remove it")
+    new_folder(out)
 
 
 def _is_large(corpus: Corpus) -> bool:

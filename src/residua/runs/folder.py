@@ -84,6 +84,22 @@ class RunFolder:
         return f"residua train --run {shlex.quote(str(self.path))} --resume"
 
 
+def new_folder(path: str | Path, name: str = "") -> Path:
+    """Return the absolute path of a folder to make, which takes its name when it is finished.
+
+    name: of the option that it was given with, for the error.
+
+    Raises:
+        InputError: there is something, an empty folder apart, or it is the working directory, which cannot be replaced.
+    """
+    said, found = f"{name}: " if name else "", Path(path)
+    if found.exists() and (not found.is_dir() or any(found.iterdir())):
+        raise InputError(f"{said}expected a new or empty folder, got {found}; choose another folder")
+    if found.resolve() == Path.cwd():
+        raise InputError(f"{said}expected another folder than the working directory; choose one")
+    return found.resolve()
+
+
 @contextmanager
 def hold(
     path: Path, *, own: Collection[str] = (), hint: str = "choose another folder", patience: float = 0.0
