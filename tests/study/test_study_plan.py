@@ -149,10 +149,19 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
             "tuning.finalists: expected 1, as tuning runs are as long",
         ),
         (
+            {"tuning": {**DOCUMENT["tuning"], "final_seeds": [9, 2]}},
+            r"seeds: expected others than those that tune (0, 2, 9), got [1, 2, 3]",
+        ),
+        ({"tuning": {**DOCUMENT["tuning"], "final_seeds": [9, 9]}}, "tuning.final_seeds: expected each seed once"),
+        (
+            {"tuning": {**DOCUMENT["tuning"], "final_seeds": ["x"]}},
+            "tuning.final_seeds: expected a list, of a whole number each",
+        ),
+        (
             {"tuning": {**DOCUMENT["tuning"], "finalists": 0, "length": 0.5}},
             "tuning.finalists: expected 1 to tuning.runs",
         ),
-        ({"seeds": [0, 1]}, "seeds: expected others than tuning.seed"),
+        ({"seeds": [0, 1]}, "seeds: expected others than those that tune"),
         ({"seeds": [1, 1]}, "seeds: expected at least 2 different ones"),
         ({"baselines": ["mhc"]}, "baselines: expected some of the schemes"),
         ({"longer": [0.5]}, "longer: expected a list of numbers above 1"),
@@ -238,5 +247,10 @@ def test_finalists_are_trained_in_full_and_the_best_of_them_is_reported(data):
     }
     assert {run.config.train.lr for run in of(runs, "residual", "report")} == {0.016}
     assert len(runs) <= plan.most
+    judged = Plan(study(tuning={**tuning, "final_seeds": [0, 11]}), data)
+    tied = walked(judged, lambda run: full(run) if run.config.train.seed == 11 else short(run) / 10)
+    assert [run.config.train.seed for run in of(tied, "residual", "final")] == [0, 11, 0, 11]
+    assert {run.config.train.lr for run in of(tied, "residual", "report")} == {0.016}
+    assert len(tied) <= judged.most
     diverged = walked(Plan(study(tuning=tuning), data), lambda run: None if run.kind == "final" else short(run))
     assert not of(diverged, "residual", "report")

@@ -141,7 +141,7 @@ def test_who_is_ahead_of_every_baseline_is_said():
         ({"ask": 5}, "questions.gain.ask: expected a sentence"),
         ({"seeds": [4, 4]}, "questions.gain.seeds: expected a list of different integers"),
         ({"seeds": [4]}, "questions.gain.at: expected tokens, as longer runs of the baselines have no further seeds"),
-        ({"seeds": [3], "at": ["tokens"]}, "questions.gain.seeds: expected others than seeds and tuning.seed"),
+        ({"seeds": [3], "at": ["tokens"]}, "questions.gain.seeds: expected others than seeds and those that tune"),
         ({"answer": 5}, "questions.gain: unknown key answer"),
     ],
 )

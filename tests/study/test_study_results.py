@@ -223,4 +223,23 @@ def test_the_best_finalist_is_reported_and_without_all_of_them_there_is_no_row()
     assert (row.point, row.loss.mean, row.tuning_runs) == ({"train.lr": 4e-3}, 3, 2)
     assert [run["kind"] for run in row.runs] == ["tune"] * 2 + ["final"] * 2 + ["report"] * 3
     assert results(two, [*short, finals[1], *reported], []).row("small", "ddl") is None
-    assert "The best 2 were trained in full to choose between them." in markdown(results(two, [*short, *finals], []))
+    said = "The best 2 were trained in full with seed 0 to choose between them."
+    assert said in markdown(results(two, [*short, *finals], []))
+
+
+def test_finalists_are_compared_by_their_mean_over_the_seeds_that_judge():
+    """The first of these seeds favours 0.008, all three of them 0.004."""
+    judged = study(tuning={**DOCUMENT["tuning"], "length": 0.5, "finalists": 2, "final_seeds": [0, 11, 12]})
+    short = [record("ddl", "tune", 0, loss, steps=50, lr=lr) for lr, loss in ((4e-3, 5), (8e-3, 4))]
+    finals = [
+        record("ddl", "final", seed, loss, lr=lr)
+        for lr, losses in ((4e-3, (4.0, 3.6, 3.7)), (8e-3, (3.9, 3.9, 3.9)))
+        for seed, loss in zip((0, 11, 12), losses)
+    ]
+    reported = [record("ddl", "report", seed, loss, lr=lr) for seed in (1, 2, 3) for lr, loss in ((4e-3, 3), (8e-3, 4))]
+    found = results(judged, [*short, *finals, *reported], [])
+    assert found.row("small", "ddl").point == {"train.lr": 4e-3}
+    assert "with the seeds 0, 11, 12 to choose between them" in markdown(found)
+    assert results(judged, [*short, *finals[:-1], *reported], []).row("small", "ddl") is None
+    diverged = [record("ddl", "final", 0, None, lr=4e-3), *finals[1:]]
+    assert results(judged, [*short, *diverged, *reported], []).row("small", "ddl").point == {"train.lr": 8e-3}

@@ -102,9 +102,10 @@ def joined(study: Study, out: Path) -> Study:
                 f"{out}: its runs were made with another {name} ({plain(earlier)}), now {plain(now)}; use another "
                 "name or another folder"
             )
-    for name in GROWING:
-        fewer = [one for one in getattr(before, name) if one not in getattr(study, name)]
-        require(not fewer, name, f"those of {out} ({', '.join(map(str, getattr(before, name)))})", getattr(study, name))
+    growing = {name: (getattr(before, name), getattr(study, name)) for name in GROWING}
+    for name, (earlier, now) in (growing | {"tuning.final_seeds": (before.tuning.judges, study.tuning.judges)}).items():
+        fewer = [one for one in earlier if one not in now]
+        require(not fewer, name, f"those of {out} ({', '.join(map(str, earlier))})", now)
     for name in ("runs", "baseline_runs", "finalists"):
         earlier, now = getattr(before.tuning, name), getattr(study.tuning, name)
         require(now >= earlier, f"tuning.{name}", f"at least the {earlier} of {out}", now)

@@ -76,7 +76,9 @@ class Tuning:
     length           of a tuning run, as a fraction of a reported one
     finalists        how many of the best points are then trained in full, as short runs favour high learning rates; the
                      best of them is reported. 1: the best point of the search is
-    seed             of all tuning runs, which no reported run has
+    seed             of the search, which no reported run has
+    final_seeds      of the finalists, which no reported run has either: one seed cannot tell points that are close.
+                     Their means are compared. Empty: `seed` alone
     """
 
     over: Mapping[str, Sequence[Any]]
@@ -86,6 +88,12 @@ class Tuning:
     length: float = 1.0
     finalists: int = 1
     seed: int = 0
+    final_seeds: Sequence[int] = ()
+
+    @property
+    def judges(self) -> tuple[int, ...]:
+        """The seeds of the finalists."""
+        return tuple(self.final_seeds) or (self.seed,)
 
     def __post_init__(self) -> None:
         _check(self, "tuning")
@@ -101,6 +109,8 @@ class Tuning:
         most = 1 if self.length == 1 else self.runs
         why = "1, as tuning runs are as long as reported ones" if self.length == 1 else "1 to tuning.runs"
         require(1 <= self.finalists <= most, "tuning.finalists", why, self.finalists)
+        distinct = len(set(self.final_seeds)) == len(self.final_seeds)
+        require(distinct, "tuning.final_seeds", "each seed once", list(self.final_seeds))
 
 
 class Run(NamedTuple):
@@ -178,11 +188,12 @@ class Study:
         different = len(set(self.baselines)) == len(self.baselines) >= 1
         require(different, "baselines", "at least one, each once", list(self.baselines))
         require(len(set(self.seeds)) == len(self.seeds) >= 2, "seeds", "at least 2 different ones", list(self.seeds))
-        require(self.tuning.seed not in self.seeds, "seeds", "others than tuning.seed", self.tuning.seed)
+        chose = {self.tuning.seed, *self.tuning.judges}
+        require(not chose & {*self.seeds}, "seeds", f"others than those that tune ({_listed(chose)})", list(self.seeds))
         for question in self.questions.values():
-            free = not {*self.seeds, self.tuning.seed} & set(question.seeds)
+            free = not {*self.seeds, *chose} & {*question.seeds}
             place = f"questions.{question.name}.seeds"
-            require(free, place, "others than seeds and tuning.seed", list(question.seeds))
+            require(free, place, f"others than seeds and those that tune ({_listed(chose)})", list(question.seeds))
         for place, rung in (("longer", None), *((f"rungs.{name}.longer", name) for name in self.rungs)):
             listed = self.longer if rung is None else self.longer_at(rung)
             require(_above(1, listed), place, "a list of numbers above 1", listed)
@@ -318,7 +329,7 @@ class Plan:
         tuned = sum(rung.tuned is None for rung in study.rungs.values())
         schemes, baselines = len(study.schemes), len(study.baselines)
         found = tuned * (schemes * tuning.runs + baselines * (tuning.baseline_runs - tuning.runs))
-        found += tuned * schemes * (tuning.finalists if tuning.finalists > 1 else 0)
+        found += tuned * schemes * (tuning.finalists * len(tuning.judges) if tuning.finalists > 1 else 0)
         longer = sum(len(study.longer_at(name)) for name in study.rungs)
         further = len(study.rungs) * sum(len(study.further_seeds(name)) for name in study.schemes)
         return found + len(study.seeds) * (len(study.rungs) * schemes + baselines * longer) + further
@@ -368,15 +379,20 @@ class Plan:
         done, finalists = len(losses) == len(runs), self.study.tuning.finalists
         best = [dict(zip(sweep.keys, point)) for point in sweep.best(losses)[:finalists]]
         if finalists > 1:
-            finals = [self._tuning_run(rung, scheme, point, whole=True) for point in best]
-            told = [finished.get(run.key) for run in finals]
-            done = done and None not in told
-            ended = [(one["val_loss"], place) for place, one in enumerate(told) if one and one["val_loss"] is not None]
-            runs, best = [*runs, *finals], [best[place] for _, place in sorted(ended)] if done else []
-        found = runs, best[0] if best else None
+            means = []
+            for place, point in enumerate(best):
+                finals = [self._tuning_run(rung, scheme, point, seed) for seed in self.study.tuning.judges]
+                runs = [*runs, *finals]
+                told = [finished.get(run.key) for run in finals]
+                done = done and None not in told
+                found = [record["val_loss"] for record in told if record]
+                if None not in found:
+                    means.append((math.fsum(found) / len(finals), place))
+            best = [best[place] for _, place in sorted(means)] if done else []
+        searched = runs, best[0] if best else None
         if done:
-            self._done[rung, scheme] = found
-        return found
+            self._done[rung, scheme] = searched
+        return searched
 
     def _sweep(self, rung: str, scheme: str) -> Sweep:
         """The search for the best point of a scheme."""
@@ -406,12 +422,14 @@ class Plan:
             vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=1, connection=connection
         )
 
-    def _tuning_run(self, rung: str, scheme: str, point: Mapping[str, Any], *, whole: bool = False) -> Run:
+    def _tuning_run(self, rung: str, scheme: str, point: Mapping[str, Any], judge: int | None = None) -> Run:
+        """A run of the search, or the run of a finalist with the seed `judge`."""
         tuning = self.study.tuning
-        steps = self.steps[rung] if whole else max(1, round(tuning.length * self.steps[rung]))
+        short = max(1, round(tuning.length * self.steps[rung]))
+        seed, steps = (tuning.seed, short) if judge is None else (judge, self.steps[rung])
         # Evaluated once: nobody looks at the curve of a tuning run.
-        config = self._config(self.study.rungs[rung], self.study.schemes[scheme], point, tuning.seed, steps, 1)
-        return Run("final" if whole else "tune", rung, scheme, point, config)
+        config = self._config(self.study.rungs[rung], self.study.schemes[scheme], point, seed, steps, 1)
+        return Run("tune" if judge is None else "final", rung, scheme, point, config)
 
     def _shared(self, rung: Rung, entry: Entry) -> tuple[str, ...]:
         keys = {**self.study.set, **rung.keys, **entry.keys, "model.connection": entry.connection}
@@ -573,10 +591,14 @@ def _check(settings: Any, where: str) -> None:
         value, name = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
         if item.type in (int, float, str):
             require(fits(value, item.type), name, words(item.type), value)
-        elif item.name in ("seeds", "baselines"):
-            kind = {"seeds": int, "baselines": str}[item.name]
+        elif item.name in ("seeds", "final_seeds", "baselines"):
+            kind = str if item.name == "baselines" else int
             listed = isinstance(value, list | tuple) and all(fits(one, kind) for one in value)
             require(listed, name, f"a list, of {words(kind)} each", value)
+
+
+def _listed(seeds: set[int]) -> str:
+    return ", ".join(map(str, sorted(seeds)))
 
 
 def _overrides(keys: Mapping[str, Any]) -> list[str]:

@@ -73,14 +73,14 @@ def _setting(found: Results) -> list[str]:
         f"{one.get('source')}, sha256 {str(one.get('sha256'))[:16]}, fingerprint {str(one.get('fingerprint'))[:16]}"
         for one in found.corpora
     )
+    judges = f"the seeds {_list(tuning.judges)}" if len(tuning.judges) > 1 else f"seed {tuning.judges[0]}"
+    finals = f" The best {tuning.finalists} were trained in full with {judges} to choose between them."
     lines = [
         f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most once. Seeds {_list(study.seeds)}, "
-        f"paired; seed {tuning.seed} tuned and is in no row.",
-        f"- Tuning: {grid}, then neighbours of the best, runs of {tuning.length:g} of the full length, at most "
-        f"{tuning.runs} for a scheme and {tuning.baseline_runs} for a baseline ({_list(study.baselines)})."
-        + (
-            f" The best {tuning.finalists} were trained in full to choose between them." if tuning.finalists > 1 else ""
-        ),
+        "paired; none of them tuned.",
+        f"- Tuning: {grid}, then neighbours of the best, runs of {tuning.length:g} of the full length with seed "
+        f"{tuning.seed}, at most {tuning.runs} for a scheme and {tuning.baseline_runs} for a baseline "
+        f"({_list(study.baselines)}).{finals if tuning.finalists > 1 else ''}",
         f"- Device: {_list(found.devices)}, one thread a run. Code: {_list([_short(one) for one in found.commits])}; "
         f"PyTorch {_list(found.torches)}.",
         f"- Corpus: {_text(corpus)}.",

@@ -315,18 +315,23 @@ def _tuning(study: Study, records: Sequence[Record]) -> list[Record]:
 
 def _best(study: Study, tuning: Sequence[Record], finals: Sequence[Record]) -> list[Any]:
     """The points that tuning may have chosen: several where a key had no effect, none while finalists are missing."""
-    count = study.tuning.finalists
-    best = _lowest(tuning, count)
+    count, judges = study.tuning.finalists, study.tuning.judges
+    best = _lowest([(record["point"], record["val_loss"]) for record in tuning], count)
     if count == 1:
         return best
-    finals = [record for record in finals if record["point"] in best]
-    return _lowest(finals, 1) if len(finals) >= min(count, len(best)) else []
+    means = []
+    for point in best:
+        losses = {record["seed"]: record["val_loss"] for record in finals if record["point"] == point}
+        if losses.keys() >= {*judges}:
+            told = [losses[seed] for seed in judges]
+            means.append((point, None if None in told else math.fsum(told) / len(told)))
+    return _lowest(means, 1) if len(means) >= min(count, len(best)) else []
 
 
-def _lowest(records: Sequence[Record], count: int) -> list[Any]:
+def _lowest(losses: Sequence[tuple[Any, float | None]], count: int) -> list[Any]:
     """The points with the `count` lowest losses, and those that tie with them."""
-    losses = sorted(record["val_loss"] for record in records if record["val_loss"] is not None)[:count]
-    return [record["point"] for record in records if record["val_loss"] in losses]
+    lowest = sorted(loss for _, loss in losses if loss is not None)[:count]
+    return [point for point, loss in losses if loss in lowest]
 
 
 def _row(

@@ -157,8 +157,9 @@ def _expect_valid_row(study: Study, row: Row, where: str) -> None:
     if row.cost is None:
         raise InputError(f"{where}: expected its time and memory, found none; run the study without --no-costs")
     for run in row.runs:
-        if run["kind"] in ("tune", "final") and run["seed"] != study.tuning.seed:
-            raise InputError(f"{where}: expected tuning with seed {study.tuning.seed}, found {run['seed']}")
+        own = {"tune": (study.tuning.seed,), "final": study.tuning.judges}.get(run["kind"])
+        if own and run["seed"] not in own:
+            raise InputError(f"{where}: expected tuning with the seeds {list(own)}, found {run['seed']}")
         commit = (run.get("facts") or {}).get("commit")
         if run["val_loss"] is not None and str(commit).endswith("-dirty"):
             raise InputError(f"{where}: expected runs of committed code, found {commit}; commit, and run them again")
