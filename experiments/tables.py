@@ -394,6 +394,32 @@ def resbench_rates() -> str:
     return markdown(["learning rate", *(f"`{name}`" for name in losses), "difference"], rows)
 
 
+def resbench_points() -> str:
+    """The schemes of which several points were trained with all seeds, and what tuning saw of these points."""
+    from residua.runs.statistics import Estimate
+    from residua.study.report import estimate_text
+
+    rows = []
+    for row in (row for rung in resbench().study.rungs for row in finished(rung)):
+        own = [r for r in records("resbench/records.jsonl") if (r["rung"], r["scheme"]) == (row.rung, row.scheme)]
+        found = {}
+        for point in [json.loads(text) for text in dict.fromkeys(json.dumps(r["point"]) for r in own)]:
+            losses = {kind: [r["val_loss"] for r in own if (r["kind"], r["point"]) == (kind, point)]
+                      for kind in ("tune", "final", "report")}  # fmt: skip
+            if len(losses["report"]) == row.seeds:
+                found[json.dumps(point)] = losses
+        points = [json.loads(text) for text in found]
+        for point, losses in zip(points, found.values()) if len(points) > 1 else ():
+            where = [f"{key.rpartition('.')[2]} {value:g}" for key, value in point.items()
+                     if any(other[key] != value for other in points)]  # fmt: skip
+            tuned = [f"{losses[kind][0]:.4f}" if losses[kind] else "–" for kind in ("tune", "final")]
+            mean = estimate_text(Estimate.of(losses["report"]), ".4f")
+            reported = f"**{mean}**" if point == row.point else mean
+            rows.append([row.rung, f"`{row.scheme}`", ", ".join(where), *tuned, reported])
+    header = ["size", "scheme", "point", "half the length, seed 0", "in full, seed 0", "in full, five seeds"]
+    return markdown(header, rows)
+
+
 def resbench_gates() -> str:
     """What the gates of the audited runs did along training."""
     from residua.study.report import audited
@@ -580,6 +606,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "resbench": resbench_table,
         "questions": resbench_questions,
         "rates": resbench_rates,
+        "points": resbench_points,
         "gates": resbench_gates,
         "search": search_table,
     },

@@ -227,9 +227,9 @@ def _built_on_base(
         return rebuild_base(kept)
     if config.base_sha256 is None or config.connection is None:
         raise InputError("model.base_sha256: expected the digest of the base, got null; residua train notes it")
+    model = open_base(Path(config.base), config.base_sha256, config.connection, config.start)
     if isinstance(data, PreparedData):
         _expect_tokenizer_of_base(config.base, data)
-    model = open_base(Path(config.base), config.base_sha256, config.connection, config.start)
     longest = context_of(model) or length
     require(length <= longest, "train.sequence_length", f"at most the positions of the base ({longest})", length)
     rows = model.get_input_embeddings().weight.shape[0]

@@ -142,6 +142,7 @@ def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):
             {"tuning": {"over": {"train.connection_lr_factor": [10]}, "runs": 1, "baseline_runs": 1}},
             "tuning.over: expected a key for residual too, which has no parameters of its own",
         ),
+        ({"rungs": {"small": {"model.base": 5}}}, "model.base: expected a folder with a model of transformers, got 5"),
         ({"set": {"model.base": "nowhere"}}, "model.base: expected a folder with a model of transformers, got nowhere"),
     ],
 )

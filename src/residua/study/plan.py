@@ -554,9 +554,11 @@ def _pinned(study: Study) -> Study:
     known: dict[str, Any] = {"model.base": given.base} if isinstance(given, BaseModelConfig) else {}
 
     def pin(keys: Mapping[str, Any]) -> Mapping[str, Any]:
-        if keys.get("model.base") is None or keys.get("model.base_sha256") is not None:
+        base = keys.get("model.base")
+        if base is None or keys.get("model.base_sha256") is not None:
             return keys
-        return {**keys, "model.base_sha256": base_sha256(Path(keys["model.base"]))}
+        require(isinstance(base, str), "model.base", "a folder with a model of transformers", base)
+        return {**keys, "model.base_sha256": base_sha256(Path(base))}
 
     return replace(
         study,
