@@ -13,7 +13,6 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -334,7 +333,7 @@ def resbench() -> "Results":
     from residua.study.results import results
 
     found = results(load_study("resbench"), records("resbench/records.jsonl"), records("resbench/costs.jsonl"))
-    return replace(found, audits=records("resbench/audits.jsonl"))
+    return found.with_audits(records("resbench/audits.jsonl"))
 
 
 def resbench_questions() -> str:

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from residua.checks import fits
@@ -161,6 +161,11 @@ class Results:
     corpora: Sequence[Mapping[str, Any]]
     unfinished: Sequence[str]
     audits: Sequence[Record] = ()
+
+    def with_audits(self, audits: Sequence[Record]) -> "Results":
+        """The same with the audits of the runs behind its rows, the last one of each run."""
+        behind = {run["key"] for row in self.rows for run in row.runs if "key" in run}
+        return replace(self, audits=[a for a in {a["key"]: a for a in audits}.values() if a["key"] in behind])
 
     def row(self, rung: str, scheme: str) -> Row | None:
         return next((row for row in self.rows if (row.rung, row.scheme) == (rung, scheme)), None)

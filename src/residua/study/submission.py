@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from residua.connections import describe, resolve
 from residua.errors import InputError
@@ -78,15 +77,8 @@ def read_results(folder: str | Path, also: Sequence[str | Path] = ()) -> Results
             (AUDITS, checked_audits),
         )
     )
-    found = results(study, runs, costs)
-    audits = [row for row in {row["key"]: row for row in audits}.values() if _shown(found, row)]
-    return replace(merged(found, [read_submission(path, study, fingerprint) for path in also]), audits=audits)
-
-
-def _shown(found: Results, audit: dict[str, Any]) -> bool:
-    """Whether an audit is of a run behind a row."""
-    row = found.row(audit["rung"], audit["scheme"])
-    return row is not None and audit["key"] in {run["key"] for run in row.runs}
+    found = merged(results(study, runs, costs), [read_submission(path, study, fingerprint) for path in also])
+    return found.with_audits(audits)
 
 
 def read_submission(path: str | Path, study: Study, fingerprint: str | None) -> Results:
