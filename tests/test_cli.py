@@ -202,7 +202,7 @@ def test_a_finished_run_is_left_alone_and_a_used_folder_refused(capsys, prepared
 
 
 def test_prepare_refuses_a_folder_that_is_not_empty(capsys, prepared):
-    assert "not empty" in error(capsys, ["prepare", "--source", prepared.parent, "--out", prepared])
+    assert "a new or empty folder" in error(capsys, ["prepare", "--source", prepared.parent, "--out", prepared])
 
 
 def test_a_failure_at_run_time_is_status_1(capsys, prepared, tmp_path):

@@ -61,9 +61,12 @@ def read_model(
 
 
 def new_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Return a language model, ours or converted, with new weights in float32. options: of `from_config`."""
+    """Return a language model, ours or converted, with new weights in float32. Code that `config` names is not run.
+
+    options: of `from_config`.
+    """
     with quiet():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
 
 
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
