@@ -401,18 +401,19 @@ def resbench_points() -> str:
     rows = []
     for row in (row for rung in resbench().study.rungs for row in finished(rung)):
         own = [r for r in records("resbench/records.jsonl") if (r["rung"], r["scheme"]) == (row.rung, row.scheme)]
-        found = {}
-        for point in [json.loads(text) for text in dict.fromkeys(json.dumps(r["point"]) for r in own)]:
-            losses = {kind: [r["val_loss"] for r in own if (r["kind"], r["point"]) == (kind, point)]
-                      for kind in ("tune", "final", "report")}  # fmt: skip
-            if len(losses["report"]) == row.seeds:
-                found[json.dumps(point)] = losses
-        points = [json.loads(text) for text in found]
-        for point, losses in zip(points, found.values()) if len(points) > 1 else ():
+        whole = []
+        for point in {json.dumps(r["point"]): r["point"] for r in own}.values():
+            there = [r for r in own if r["point"] == point]
+            reported = [r["val_loss"] for r in there if r["kind"] == "report" and r["seed"] in row.losses]
+            if len(reported) == row.seeds:
+                whole.append((point, there, reported))
+        for point, there, losses in whole if len(whole) > 1 else ():
             where = [f"{key.rpartition('.')[2]} {value:g}" for key, value in point.items()
-                     if any(other[key] != value for other in points)]  # fmt: skip
-            tuned = [f"{losses[kind][0]:.4f}" if losses[kind] else "–" for kind in ("tune", "final")]
-            mean = estimate_text(Estimate.of(losses["report"]), ".4f")
+                     if any(other[key] != value for other, _, _ in whole)]  # fmt: skip
+            tuned = [
+                next((f"{r['val_loss']:.4f}" for r in there if r["kind"] == kind), "–") for kind in ("tune", "final")
+            ]
+            mean = estimate_text(Estimate.of(losses), ".4f")
             reported = f"**{mean}**" if point == row.point else mean
             rows.append([row.rung, f"`{row.scheme}`", ", ".join(where), *tuned, reported])
     header = ["size", "scheme", "point", "half the length, seed 0", "in full, seed 0", "in full, five seeds"]

@@ -237,8 +237,6 @@ def _built_on_base(
         raise InputError(f"model.base: expected at least {data.vocab_size} rows in its embedding, found {rows}")
     if config.freeze_base:
         freeze_base(model)
-        learns = any(parameter.requires_grad for parameter in model.parameters())
-        require(learns, "model.freeze_base", "false, as the connection has no parameters to train", True)
     return model
 
 

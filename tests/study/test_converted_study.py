@@ -1,43 +1,28 @@
 """A study of a transformers model that is converted: it tunes, trains, times, reports and verifies like any other."""
 
 import json
-import re
-from pathlib import Path
 
 import pytest
-import torch
 
 from residua.cli import main
-from residua.data import prepare
-from residua.data.tokenizer import byte_tokenizer
 from residua.errors import InputError
 from residua.estimate.counts import parameters, products_per_token
 from residua.runs import jsonlines
 from residua.runs.reading import write_yaml
 from residua.study.cost import measure
 from residua.study.plan import Plan, load_study
-from support.converted_models import llama
+from support.converted_models import data_of_base, save_base
+from support.planted_study import studies_of_the_page
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    save(folder, seed=0)
-    return folder
-
-
-def save(folder, seed):
-    torch.manual_seed(seed)
-    llama(torch.float32, vocab_size=257, max_position_embeddings=64, num_hidden_layers=2).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    return save_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
 def data(base, tmp_path_factory):
-    text = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        (text / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
-    return prepare(text, tmp_path_factory.mktemp("prepared") / "data", tokenizer=str(base), progress=False).folder
+    return data_of_base(base, tmp_path_factory.mktemp("data")).folder
 
 
 def written(folder, base, **changes):
@@ -68,8 +53,8 @@ def written(folder, base, **changes):
 
 
 @pytest.mark.slow
-def test_a_converted_model_is_studied_like_one_from_scratch(base, data, tmp_path, capsys):
-    out = tmp_path / "out"
+def test_a_converted_model_is_studied_like_one_from_scratch(data, tmp_path, capsys):
+    out, base = tmp_path / "out", save_base(tmp_path / "base")
     argv = ["study", str(written(tmp_path, base)), "--out", str(out), "--data", str(data), "--no-costs"]
     assert main(argv) == 0
     said = capsys.readouterr().out
@@ -83,10 +68,8 @@ def test_a_converted_model_is_studied_like_one_from_scratch(base, data, tmp_path
     assert "1 of 1 runs are equal to the last bit" in capsys.readouterr().out
     assert main(["study", "audit", str(out), "--data", str(data), "--schemes", "hc"]) == 0
     # Another model in the same place is another study.
-    other = tmp_path / "other"
-    save(other, seed=1)
-    path = written(tmp_path, other)
-    assert main(["study", str(path), "--out", str(out), "--data", str(data), "--no-costs"]) == 2
+    save_base(base, num_hidden_layers=1)
+    assert main(argv) == 2
     assert "another set (" in capsys.readouterr().err
 
 
@@ -120,8 +103,7 @@ def test_products_of_a_converted_model_are_those_of_its_layers(base, data, tmp_p
 
 
 def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):
-    text = (Path(__file__).parents[2] / "docs/resbench.md").read_text(encoding="utf-8")
-    block = re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[1]
+    _, block = studies_of_the_page()
     for there, here in (("models/smollm2", str(base)), ("sequence_length: 256", "sequence_length: 16")):
         assert there in block
         block = block.replace(there, here)

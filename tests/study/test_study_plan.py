@@ -1,9 +1,7 @@
 """What a study trains: within its budget, with seeds apart, and only what its file asks for."""
 
 import math
-import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,7 @@ from residua.estimate.counts import parameters
 from residua.models import ResiduaConfig
 from residua.study.engine import jobs
 from residua.study.plan import Plan, load_study, read_study
-from support.planted_study import DOCUMENT, study
+from support.planted_study import DOCUMENT, studies_of_the_page, study
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +116,7 @@ def test_data_that_would_be_seen_twice_are_refused(data):
 
 @pytest.mark.slow
 def test_the_study_that_the_page_shows_can_be_planned(data, tmp_path):
-    text = (Path(__file__).parents[2] / "docs/resbench.md").read_text(encoding="utf-8")
-    block, _ = re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    block, _ = studies_of_the_page()
     path = tmp_path / "study.yaml"
     path.write_text(block.replace("tokens_per_parameter: 20 ", "tokens_per_parameter: 0.002 "))
     found = load_study(str(path))

@@ -4,6 +4,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, WhisperConfig, WhisperForConditionalGeneration
 
 import residua
+from residua.data import prepare
+from residua.data.tokenizer import byte_tokenizer
 from support.families import randomised
 
 WINDOWED, PLAIN = "ddl-tc", "hc"
@@ -19,6 +21,23 @@ IDS = torch.randint(2, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0)
 
 def llama(dtype=torch.float64, **options):
     return model_of(LlamaConfig, dtype, num_key_value_heads=2, intermediate_size=24, **options)
+
+
+def save_base(folder, **options):
+    """Save a small Llama and its tokenizer of bytes in a folder; return the folder."""
+    sizes = {"vocab_size": 257, "max_position_embeddings": 64, "num_hidden_layers": 2}
+    llama(torch.float32, **(sizes | options)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def data_of_base(base, place):
+    """Forty short texts as tokens of a base, prepared in a folder."""
+    (place / "text").mkdir()
+    for number in range(40):
+        text = f"Text number {number} tells of {number * number} things.\n" * 3
+        (place / "text" / f"{number:02d}.txt").write_text(text)
+    return prepare(place / "text", place / "data", tokenizer=str(base), progress=False)
 
 
 def model_of(config_class, dtype=torch.float64, **options):

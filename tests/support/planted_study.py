@@ -1,7 +1,9 @@
 """Records of a study made by hand: a test knows which differences it must find because it planted them."""
 
 import json
+import re
 from dataclasses import asdict
+from pathlib import Path
 
 from residua.study.plan import read_study
 
@@ -109,3 +111,9 @@ def folder(place, runs=None, known=None, audits=None):
     for name, rows in {**kinds, "audits": audits or []}.items():
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
+
+
+def studies_of_the_page():
+    """The files that docs/resbench.md shows, as texts: one from scratch, one of a pretrained model."""
+    page = (Path(__file__).parents[2] / "docs/resbench.md").read_text(encoding="utf-8")
+    return re.findall(r"^```yaml\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)

@@ -22,7 +22,7 @@ from residua.runs.folder import flatten
 from residua.training import BaseModelConfig, DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
 from residua.training.distributed import ALONE, parallelize
 from residua.training.optimizer import connection_parameters, parameter_groups
-from support.converted_models import llama
+from support.converted_models import data_of_base, save_base
 from support.ranks import assert_same_run, run_ranks
 
 STEPS = 4
@@ -30,18 +30,12 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    llama(torch.float32, vocab_size=257, max_position_embeddings=64, num_hidden_layers=2).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
 def prepared(base, tmp_path_factory):
-    text = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        (text / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
-    return prepare(text, tmp_path_factory.mktemp("prepared") / "data", tokenizer=str(base), progress=False)
+    return data_of_base(base, tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture

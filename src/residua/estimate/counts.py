@@ -1,5 +1,6 @@
 """Parameters, arithmetic and memory traffic of one token, counted on models without storage."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ def on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """Build the model with shapes and no numbers. options: of `from_config`."""
     with torch.device("meta"):
         return new_model(config, **options)
+
+
+def step_on_meta(config: PreTrainedConfig, length: int, counting: AbstractContextManager[Any]) -> None:
+    """Go forward and backward over one sequence, with eager attention, in a mode that counts what is computed."""
+    model = on_meta(config, attn_implementation="eager").train()
+    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+    with counting:
+        model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
 
 
 def parameters(config: PreTrainedConfig) -> dict[str, int]:
@@ -61,10 +70,8 @@ def _attention(config: PreTrainedConfig, length: int) -> float:
 
 def _products(config: PreTrainedConfig, length: int) -> float:
     """FLOPs per token of all matrix products but the two of attention."""
-    model = on_meta(config, attn_implementation="eager").train()
-    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+    counter = FlopCounterMode(display=False)
+    step_on_meta(config, length, counter)
     return counter.get_total_flops() / length - EAGER * _attention(config, length)
 
 

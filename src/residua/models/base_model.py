@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from residua.checks import shown
+from residua.checks import require, shown
 from residua.connections import Scheme, describe, resolve
 from residua.errors import InputError, extra, first_line
 from residua.evaluating import evaluating
@@ -108,10 +108,16 @@ def rebuild_base(folder: Path) -> PreTrainedModel:
 
 
 def freeze_base(model: PreTrainedModel) -> None:
-    """Let only the connections of a converted model train, and checkpoints hold no frozen weight."""
+    """Let only the connections of a converted model train, and checkpoints hold no frozen weight.
+
+    Raises:
+        InputError: the connections have no parameters.
+    """
     model.requires_grad_(False)
     for stream in layer_streams(model):
         stream.requires_grad_(True)
+    learns = any(parameter.requires_grad for parameter in model.parameters())
+    require(learns, "model.freeze_base", "false, as the connection has no parameters to train", True)
     weights = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, nn.Parameter)}
     vars(model)["kept_elsewhere"] = frozenset(name for name, x in weights.items() if not x.requires_grad)
 

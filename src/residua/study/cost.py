@@ -14,7 +14,7 @@ from residua.benchmarks.memory import kept_bytes, peak_of
 from residua.benchmarks.settings import many_graphs, threads
 from residua.benchmarks.timing import compare, cuda_clock, process_clock
 from residua.errors import extra
-from residua.estimate.counts import on_meta, products_per_token
+from residua.estimate.counts import products_per_token, step_on_meta
 from residua.models.base_model import freeze_base
 from residua.models.opening import new_model
 from residua.provenance import circumstances
@@ -124,10 +124,8 @@ def elementwise(model: PreTrainedConfig, length: int) -> float:
     Every operation that is neither a product nor a view counts one for each element of its largest tensor. A rank-one
     write is of this kind, so leaving it out would flatter it.
     """
-    built = on_meta(model, attn_implementation="eager").train()
-    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-    with _Elements() as counted:
-        built(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+    counted = _Elements()
+    step_on_meta(model, length, counted)
     return counted.total / length
 
 

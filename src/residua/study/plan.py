@@ -6,7 +6,6 @@ A run is identified by its resolved configuration. What a study still needs is a
 import hashlib
 import json
 import math
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -19,7 +18,7 @@ from residua.data import PreparedData
 from residua.errors import InputError, extra
 from residua.estimate.counts import parameters
 from residua.experiment import build_model, expected_vocabulary
-from residua.models import ResiduaConfig
+from residua.models import ConvertedConfig, ResiduaConfig
 from residua.models.base_model import base_sha256
 from residua.runs.folder import FREE_KEYS, flatten
 from residua.runs.reading import parse_yaml, read_text
@@ -30,7 +29,7 @@ from residua.training import BaseModelConfig, RunConfig, load_config
 from residua.training.config import KEYS
 
 with extra("lab"):
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
 Kind = Literal["tune", "final", "report", "longer"]
 BY_THE_STUDY = ("train.seed", "train.steps", "train.warmup_steps", "train.evaluate_every", "model.connection")
@@ -189,11 +188,12 @@ class Study:
         require(different, "baselines", "at least one, each once", list(self.baselines))
         require(len(set(self.seeds)) == len(self.seeds) >= 2, "seeds", "at least 2 different ones", list(self.seeds))
         chose = {self.tuning.seed, *self.tuning.judges}
-        require(not chose & {*self.seeds}, "seeds", f"others than those that tune ({_listed(chose)})", list(self.seeds))
+        tuners = f"those that tune ({', '.join(map(str, sorted(chose)))})"
+        require(not chose & {*self.seeds}, "seeds", f"others than {tuners}", list(self.seeds))
         for question in self.questions.values():
             free = not {*self.seeds, *chose} & {*question.seeds}
             place = f"questions.{question.name}.seeds"
-            require(free, place, f"others than seeds and those that tune ({_listed(chose)})", list(question.seeds))
+            require(free, place, f"others than seeds and {tuners}", list(question.seeds))
         for place, rung in (("longer", None), *((f"rungs.{name}.longer", name) for name in self.rungs)):
             listed = self.longer if rung is None else self.longer_at(rung)
             require(_above(1, listed), place, "a list of numbers above 1", listed)
@@ -267,8 +267,8 @@ class Plan:
     """
 
     def __init__(self, study: Study, data: str | Path):
-        self.study, self.data = _pinned(study), str(data)
-        study = self.study
+        study = self.study = _pinned(study)
+        self.data = str(data)
         self.prepared = PreparedData.open(data)
         self._intermediate: dict[tuple[str, str], int] = {}
         self._known: dict[tuple, RunConfig] = {}
@@ -383,11 +383,11 @@ class Plan:
             for place, point in enumerate(best):
                 finals = [self._tuning_run(rung, scheme, point, seed) for seed in self.study.tuning.judges]
                 runs = [*runs, *finals]
-                told = [finished.get(run.key) for run in finals]
-                done = done and None not in told
-                found = [record["val_loss"] for record in told if record]
-                if None not in found:
-                    means.append((math.fsum(found) / len(finals), place))
+                told = [record["val_loss"] for run in finals if (record := finished.get(run.key))]
+                if len(told) < len(finals):
+                    done = False
+                elif (mean := judged(told)) is not None:
+                    means.append((mean, place))
             best = [best[place] for _, place in sorted(means)] if done else []
         searched = runs, best[0] if best else None
         if done:
@@ -475,9 +475,8 @@ class Plan:
     def _converted(self, config: RunConfig) -> PreTrainedConfig:
         known = json.dumps(asdict(config.model), sort_keys=True)
         if known not in self._bases:
-            with tempfile.TemporaryDirectory() as folder:  # the format that says how a model was converted
-                build_model(config, self.prepared).config.save_pretrained(folder)
-                self._bases[known] = AutoConfig.from_pretrained(folder)
+            saved = build_model(config, self.prepared).config.to_json_string()  # says how it was converted
+            self._bases[known] = ConvertedConfig.from_dict(json.loads(saved))
             self._bases[known].get_text_config().use_cache = False  # as in training
         return self._bases[known]
 
@@ -497,6 +496,12 @@ class Plan:
             counts = [parameters(model)["total"] for model in (plain, wider)]
             self._intermediate[rung.name, entry.name] = width + round((target - counts[0]) / (counts[1] - counts[0]))
         return self._intermediate[rung.name, entry.name]
+
+
+def judged(losses: Sequence[float | None]) -> float | None:
+    """The mean over the seeds that judge a finalist; None where one of them diverged."""
+    finite = [loss for loss in losses if loss is not None]
+    return math.fsum(finite) / len(finite) if len(finite) == len(losses) else None
 
 
 def load_study(source: str) -> Study:
@@ -597,10 +602,6 @@ def _check(settings: Any, where: str) -> None:
             kind = str if item.name == "baselines" else int
             listed = isinstance(value, list | tuple) and all(fits(one, kind) for one in value)
             require(listed, name, f"a list, of {words(kind)} each", value)
-
-
-def _listed(seeds: set[int]) -> str:
-    return ", ".join(map(str, sorted(seeds)))
 
 
 def _overrides(keys: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from residua.checks import fits
 from residua.errors import InputError
 from residua.runs.statistics import Estimate, holm, paired
 from residua.runs.sweep import Record
-from residua.study.plan import Study
+from residua.study.plan import Study, judged
 from residua.study.questions import MEASURES, Question
 
 BELOW = 0.9
@@ -328,8 +328,7 @@ def _best(study: Study, tuning: Sequence[Record], finals: Sequence[Record]) -> l
     for point in best:
         losses = {record["seed"]: record["val_loss"] for record in finals if record["point"] == point}
         if losses.keys() >= {*judges}:
-            told = [losses[seed] for seed in judges]
-            means.append((point, None if None in told else math.fsum(told) / len(told)))
+            means.append((point, judged([losses[seed] for seed in judges])))
     return _lowest(means, 1) if len(means) >= min(count, len(best)) else []
 
 
