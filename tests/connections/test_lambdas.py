@@ -92,6 +92,16 @@ def test_values_and_gradients_are_those_of_the_public_form(name):
     assert_computes(built(scheme, 8), form)
 
 
+def test_behind_the_embedding_convolution_it_is_the_same_stream_from_another_start():
+    plain, behind = (built(resolve(f"lambdas:gate=token{more}"), 4) for more in ("", ",expand=conv"))
+    plain.load_state_dict({name: x for name, x in behind.state_dict().items() if name != "expand.taps"})
+    x, functions = normal(2, 5, DIM), bare_sublayers(DIM, 4)
+    convolved = behind.expand(x)
+    assert all(part is convolved[0] for part in convolved), "copies of one tensor take no memory"
+    assert not torch.equal(convolved[0], x)
+    assert torch.equal(behind(x, functions), plain(convolved[0], functions))
+
+
 def starts(scheme: Lambdas, sublayers: int, name: str) -> list[float]:
     found = [
         connection.scales[name] for connection in scheme.build(DIM, sublayers).connections if name in connection.scales

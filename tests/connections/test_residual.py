@@ -86,6 +86,7 @@ def test_generation_with_a_cache_and_left_padding_equals_the_full_pass():
     [
         ({"expand": "sum"}, ["expand", "'repeat', 'conv'", "'sum'"]),
         ({"expand": "conv", "expand_kernel": 0}, ["expand_kernel", "at least 1", "0"]),
+        ({"expand_kernel": 3}, ["expand_kernel", "4 unless expand is 'conv'", "3"]),
         ({"expand_kernel": True}, ["expand_kernel", "int", "True"]),
     ],
 )

@@ -40,6 +40,7 @@ VARIANTS: dict[str, Scheme] = {
     "lambdas-written": Lambdas(r=1.0488, r_last=0.9, r_every="sublayer", z=0.0, p=1.0, when="write"),
     "lambdas-all": Lambdas(z=0.1, z_last=0.3, r_every="sublayer", z_every="sublayer", p=0.9, backout=0.1),
     "lambdas-gated": Lambdas(r=1.1, r_every="sublayer", z=0.1, p=0.9, backout=0.1, gate="token"),
+    "lambdas-gated-ec3": Lambdas(z=0.1, backout=0.1, gate="token", expand="conv", expand_kernel=3),
     "lambdas-channels": Lambdas(p=1.0, per_channel=True, backout=0.0),
     "rezero": Lambdas(r=None, z=None, p=0.0),
     "layer-scale": Lambdas(r=None, z=None, p=0.0001, per_channel=True),

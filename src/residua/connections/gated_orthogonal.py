@@ -14,13 +14,13 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Mixing, Norm, Scheme, State, Stream
+from residua.connections.base import Carry, Connection, Mixing, Norm, State, Stream
 from residua.connections.ends import Same
 from residua.connections.gates import FixedGate, StaticGate, TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import check_types, expect_used, require
-from residua.connections.residual import ConvEmbedding
+from residua.connections.options import expect_used, require
+from residua.connections.single_stream import SingleStreamScheme
 from residua.ops import orthogonal_update, residual_scale
 
 
@@ -31,7 +31,7 @@ class GateCoefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GatedOrthogonal(Scheme):
+class GatedOrthogonal(SingleStreamScheme):
     """The gated orthogonal update, a form of our own. It starts as exactly the plain residual, unless the gate is 1.
 
     With `gate="one"` it is the orthogonal update of arXiv 2505.11881, which the preset `orthogonal` names.
@@ -43,8 +43,6 @@ class GatedOrthogonal(Scheme):
     sublayers       which sublayers have a gate: "all", or only the first ("attention") or the second ("mlp") of each
                     pair; the others have the plain residual
     eps             added to |x|^2; 1e-6 as in the code of arXiv 2505.11881
-    expand          "repeat": the state is the embedding; "conv": a causal convolution of it, as in `DeepDelta`
-    expand_kernel   taps of that convolution
     """
 
     equation: ClassVar[str] = "x + h - e (<h, x> / |x|^2) x, h = F(c), e = tanh(w . c + b), c = norm(x)"
@@ -55,22 +53,13 @@ class GatedOrthogonal(Scheme):
     heads: int = 1
     sublayers: Literal["all", "attention", "mlp"] = "all"
     eps: float = 1e-6
-    expand: Literal["repeat", "conv"] = "repeat"
-    expand_kernel: int = 4
 
     def __post_init__(self):
-        check_types(self)
+        super().__post_init__()
         require(self, "scale", 0 < self.scale < math.inf, "a positive number")
         require(self, "heads", self.heads >= 1, "at least 1")
         require(self, "eps", 0 < self.eps < math.inf, "a positive number")
-        require(self, "expand_kernel", self.expand_kernel >= 1, "at least 1")
-        expect_used(
-            self,
-            {
-                "scale": (self.gate != "one", "gate is 'token' or 'static'"),
-                "expand_kernel": (self.expand == "conv", "expand is 'conv'"),
-            },
-        )
+        expect_used(self, {"scale": (self.gate != "one", "gate is 'token' or 'static'")})
 
     def preserving(self) -> "GatedOrthogonal":
         if self.gate == "one":
@@ -85,8 +74,7 @@ class GatedOrthogonal(Scheme):
         norm = norms(dim, norm_eps, norm)
         gated = {"all": (0, 1), "attention": (0,), "mlp": (1,)}[self.sublayers]
         connections = [OrthogonalConnection(self, dim, norm(i), gated=i % 2 in gated) for i in range(num_sublayers)]
-        expand = ConvEmbedding(dim, self.expand_kernel) if self.expand == "conv" else Same()
-        return Stream(expand, connections, Same())
+        return Stream(self.expander(dim), connections, Same())
 
 
 class OrthogonalConnection(Connection):

@@ -2,10 +2,10 @@
 
     x <- r x + z x0,   x <- x + p F(norm(x)),   at the end x <- x - b x_mid
 
-x0 is the embedding, x_mid the state in the middle of the stack (backout). With its options it is the residual of
-nanochat and of modded-nanogpt, ReZero (arXiv 2003.04887), LayerScale (2103.17239) and DeepNorm (2203.00555): the
-cheap baseline that every other scheme has to beat. With `gate`, what a sublayer writes passes the gated orthogonal
-update (gated_orthogonal.py).
+x0 is the embedding, or what `expand` makes of it, x_mid the state in the middle of the stack (backout). With its
+options it is the residual of nanochat and of modded-nanogpt, ReZero (arXiv 2003.04887), LayerScale (2103.17239) and
+DeepNorm (2203.00555): the cheap baseline that every other scheme has to beat. With `gate`, what a sublayer writes
+passes the gated orthogonal update (gated_orthogonal.py).
 """
 
 import math
@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Mixing, Norm, Scheme, State, Stream, TensorSpec, Traffic
-from residua.connections.ends import Copies
+from residua.connections.base import Carry, Connection, Mixing, Norm, State, Stream, TensorSpec, Traffic
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import check_types, expect_used, require
+from residua.connections.options import expect_used, require
+from residua.connections.single_stream import SingleStreamScheme
 from residua.ops import at_least_float32, orthogonal_update, residual_scale, scaled_sum
 
 
@@ -37,7 +37,7 @@ class ScaleCoefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lambdas(Scheme):
+class Lambdas(SingleStreamScheme):
     """The scaled plain residual, starting as exactly the plain residual. The preset has the scales of nanochat.
 
     nanochat: r from 1.15 to 1.05 and z from 0.20 to 0.05 for each block, backout 0.2: the preset `lambdas`.
@@ -78,7 +78,7 @@ class Lambdas(Scheme):
     gate: Literal["none", "token"] = "none"
 
     def __post_init__(self):
-        check_types(self)
+        super().__post_init__()
         for name in ("r", "r_last", "z", "z_last", "p", "backout"):
             value = getattr(self, name)
             require(self, name, value is None or math.isfinite(value), "a finite number or None")
@@ -125,7 +125,7 @@ class Lambdas(Scheme):
             ScaledConnection(self, dim, i, norm(i), num_sublayers=num_sublayers, middle=i < middle)
             for i in range(num_sublayers)
         ]
-        return Stream(Copies(self.kept), connections, Backout(self))
+        return Stream(self.expander(dim, self.kept), connections, Backout(self))
 
     def starts(self, dim: int, index: int, num_sublayers: int) -> dict[str, float | None]:
         """Return the initial r, z and p of sublayer `index`; None for a scale that it has not."""
