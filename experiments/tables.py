@@ -398,7 +398,7 @@ def resbench_points() -> str:
     from residua.runs.statistics import Estimate
     from residua.study.report import estimate_text
 
-    rows = []
+    rows, tuning = [], resbench().study.tuning
     for row in (row for rung in resbench().study.rungs for row in finished(rung)):
         own = [r for r in records("resbench/records.jsonl") if (r["rung"], r["scheme"]) == (row.rung, row.scheme)]
         whole = []
@@ -410,13 +410,22 @@ def resbench_points() -> str:
         for point, there, losses in whole if len(whole) > 1 else ():
             where = [f"{key.rpartition('.')[2]} {value:g}" for key, value in point.items()
                      if any(other[key] != value for other, _, _ in whole)]  # fmt: skip
-            tuned = [
-                next((f"{r['val_loss']:.4f}" for r in there if r["kind"] == kind), "–") for kind in ("tune", "final")
-            ]
+            short = next(r["val_loss"] for r in there if r["kind"] == "tune")
+            final = {r["seed"]: r["val_loss"] for r in there if r["kind"] == "final"}
+            chose = [short, final[tuning.seed], statistics.fmean(final[seed] for seed in tuning.judges)]
             mean = estimate_text(Estimate.of(losses), ".4f")
             reported = f"**{mean}**" if point == row.point else mean
-            rows.append([row.rung, f"`{row.scheme}`", ", ".join(where), *tuned, reported])
-    header = ["size", "scheme", "point", "half the length, seed 0", "in full, seed 0", "in full, five seeds"]
+            rows.append([row.rung, f"`{row.scheme}`", ", ".join(where), *(f"{x:.4f}" for x in chose), reported])
+    judges = f"in full, seeds {', '.join(map(str, tuning.judges))}"
+    header = [
+        "size",
+        "scheme",
+        "point",
+        "half the length, seed 0",
+        "in full, seed 0",
+        judges,
+        "in full, five other seeds",
+    ]
     return markdown(header, rows)
 
 

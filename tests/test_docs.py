@@ -302,17 +302,27 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     low, high = difference(rates["ddl-write-only"][0.064], rates["ddl-write-only"][0.032])
     assert low < 0 < high
 
-    for name in ("ddl-ec", "ddl-tc", "lambdas-gated"):
-        assert row[name].difference("residual", "tokens").ahead, name
-        assert interval(name, "lambdas", "tokens")[1] < 0, name
-    assert row["lambdas-gated"].difference("residual", "FLOPs").ahead
-    assert interval("lambdas-gated", "lambdas", "FLOPs")[1] < 0
-    for name, baseline in itertools.product(("ddl-ec", "ddl-tc"), ("residual", "lambdas")):
-        assert interval(name, baseline, "seconds")[1] > 0
-        assert 1.3 < row[name].cost["time_ratio"]["median"] < 1.5
-    for baseline in ("residual", "lambdas"):
+    measures, baselines = ("tokens", "FLOPs", "seconds", "compiled seconds"), ("residual", "lambdas")
+    for name, baseline, measure in itertools.product(
+        ("residual+tc", "lambdas+conv", "lambdas-gated+conv"), baselines, measures
+    ):
+        assert interval(name, baseline, measure)[1] < 0, (name, baseline, measure)
+    assert all(row["residual+tc"].difference("residual", measure).ahead for measure in measures)
+    assert row["residual+tc"].loss.mean == min(one.loss.mean for one in found.rows if one.whole)
+    leads = {one.scheme: one.difference("lambdas", "seconds") for one in found.rows if one.whole}
+    assert min(leads, key=lambda name: leads[name].estimate.mean if leads[name] else 0.0) == "residual+tc"
+    for baseline in baselines:
+        assert interval("ddl-tc", baseline, "tokens")[1] < 0
+        assert interval("ddl-tc", baseline, "compiled seconds")[1] < 0
         low, high = interval("gated-orthogonal", baseline, "tokens")
         assert low < 0 < high
+    assert interval("ddl-ec", "residual", "compiled seconds")[1] < 0
+    ratio = {name: one.cost["time_ratio"]["median"] for name, one in row.items() if one.cost}
+    for name in ("ddl-ec", "ddl-tc"):
+        assert all(interval(name, baseline, "seconds")[1] > 0 for baseline in baselines)
+        assert 1.35 < ratio[name] < 1.45
+    assert 1.25 < ratio["ddl-tc"] / ratio["residual+tc"] < 1.33
+    assert ratio["lambdas+conv"] < ratio["lambdas-gated+conv"]
     answers = {(answer.scheme, answer.to, answer.measure): answer for answer in found.answers}
     for pair, verdict, seeds in (
         (("ddl", "ddl-write-only"), "behind", 10),
@@ -320,34 +330,44 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
         (("gated-delta", "residual"), "no difference seen", 10),
         (("gated-delta-positive", "residual"), "no difference seen", 10),
         (("ddl-tc", "ddl-tc-write-only"), "no difference seen", 5),
+        (("ddl-tc", "residual+tc"), "no difference seen", 5),
+        (("lambdas-gated+conv", "lambdas+conv"), "no difference seen", 5),
     ):
         answer = answers[(*pair, "tokens")]
         assert (answer.verdict.startswith(verdict), answer.difference.estimate.count) == (True, seeds), pair
-    for name, (baseline, measure) in itertools.product(
-        row, (("residual", "seconds"), ("lambdas", "seconds"), ("lambdas", "compiled seconds"))
-    ):
-        against = row[name].difference(baseline, measure)
-        if against is not None and (name, measure) != ("residual+conv", "seconds"):
-            assert ends(against.estimate)[1] > 0, (name, baseline, measure)
-    for name in ("ddl-ec", "ddl-tc", "lambdas-gated"):
-        assert interval(name, "residual", "compiled seconds")[1] < 0
-    for baseline in ("residual", "lambdas"):
-        assert interval("residual+conv", baseline, "seconds")[1] < 0
-    for name in ("ddl-ec", "ddl-tc"):
-        assert 1.1 < row[name].compiled["time_ratio"]["median"] < 1.15
-    assert row["ddl-tc-write-only"].loss.mean < row["ddl-tc"].loss.mean
 
-    chosen, other = {}, {}  # of the schemes whose two best points were trained with all seeds
+    losses = {}  # by scheme, point and kind: of the schemes whose two best points were trained with all seeds
     for one in runs("resbench/records.jsonl"):
-        if one["kind"] == "report" and one["seed"] in row[one["scheme"]].losses:
-            means = chosen if one["point"] == row[one["scheme"]].point else other
-            means.setdefault(one["scheme"], []).append(one["val_loss"])
-    moved = {name: statistics.fmean(losses) - statistics.fmean(chosen[name]) for name, losses in other.items()}
-    assert all(len(losses) == 5 for losses in other.values())
-    assert (sum(change > 0 for change in moved.values()), len(moved)) == (5, 8)
-    assert 0.030 <= max(map(abs, moved.values())) < 0.031
+        if row[one["scheme"]].whole and (one["kind"] != "report" or one["seed"] in row[one["scheme"]].losses):
+            points = losses.setdefault(one["scheme"], {})
+            points.setdefault(json.dumps(one["point"]), {}).setdefault(one["kind"], {})[one["seed"]] = one["val_loss"]
+    both = {
+        name: [kinds for kinds in points.values() if len(kinds.get("report", ())) == 5]
+        for name, points in losses.items()
+    }
+    both = {name: points for name, points in both.items() if len(points) > 1}
+    choices = {
+        "short": lambda kinds: kinds["tune"][0],
+        "one": lambda kinds: kinds["final"][0],
+        "three": lambda kinds: statistics.fmean(kinds["final"].values()),
+    }
+    lost = {how: [] for how in choices}
+    for (how, choice), points in itertools.product(choices.items(), both.values()):
+        means = [statistics.fmean(kinds["report"].values()) for kinds in points]
+        chosen = min(range(len(points)), key=lambda i: choice(points[i]))
+        lost[how].append(means[chosen] - min(means))
+    assert {how: sum(loss > 0 for loss in found) for how, found in lost.items()} == {"short": 6, "one": 4, "three": 3}
+    assert len(both) == 10
+    assert 0.029 < max(lost["one"]) < 0.0305
+    assert 0.014 < max(lost["three"]) < 0.0155
     audits = {one["scheme"]: one["points"][-1] for one in found.with_audits(runs("resbench/audits.jsonl")).audits}
-    assert all(one["gate_q50"] < -0.95 for one in audits["lambdas-gated"]["sublayers"][4:])
+    gates = {name: audits[name]["sublayers"] for name in ("gated-orthogonal", "lambdas-gated")}
+    assert sum(one["gate_q50"] < -0.98 for one in gates["gated-orthogonal"]) == 5
+    assert sum(one["gate_q50"] < 0 for one in gates["lambdas-gated"]) == 4
+    mlp, *others = sorted(audits["ddl-tc"]["sublayers"], key=lambda one: -one["reflection"])
+    assert mlp["sublayer"] == "1 mlp"
+    assert 0.15 < mlp["reflection"] < 0.2
+    assert all(one["reflection"] < 0.01 for one in others)
     assert all(0.3 < one["beta_q50"] < 1.3 for one in audits["ddl"]["sublayers"])
     assert statistics.fmean(one["reflection"] for one in audits["ddl"]["sublayers"]) < 0.05
     point = {one["key"]: one["point"]["train.lr"] for one in runs("resbench/records.jsonl")}
