@@ -398,9 +398,9 @@ def resbench_points() -> str:
     from residua.runs.statistics import Estimate
     from residua.study.report import estimate_text
 
-    rows, tuning = [], resbench().study.tuning
+    rows, tuning, known = [], resbench().study.tuning, records("resbench/records.jsonl")
     for row in (row for rung in resbench().study.rungs for row in finished(rung)):
-        own = [r for r in records("resbench/records.jsonl") if (r["rung"], r["scheme"]) == (row.rung, row.scheme)]
+        own = [r for r in known if (r["rung"], r["scheme"]) == (row.rung, row.scheme)]
         whole = []
         for point in {json.dumps(r["point"]): r["point"] for r in own}.values():
             there = [r for r in own if r["point"] == point]
@@ -417,15 +417,8 @@ def resbench_points() -> str:
             reported = f"**{mean}**" if point == row.point else mean
             rows.append([row.rung, f"`{row.scheme}`", ", ".join(where), *(f"{x:.4f}" for x in chose), reported])
     judges = f"in full, seeds {', '.join(map(str, tuning.judges))}"
-    header = [
-        "size",
-        "scheme",
-        "point",
-        "half the length, seed 0",
-        "in full, seed 0",
-        judges,
-        "in full, five other seeds",
-    ]
+    header = ["size", "scheme", "point", "half the length, seed 0", "in full, seed 0", judges,
+              "in full, five other seeds"]  # fmt: skip
     return markdown(header, rows)
 
 

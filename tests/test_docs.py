@@ -22,6 +22,7 @@ from residua.runs.statistics import paired
 from residua.study.plan import load_study
 from residua.study.results import results
 from residua.training import load_config
+from support.pages import blocks
 from support.variants import ALL
 
 ROOT = Path(__file__).parents[1]
@@ -46,10 +47,6 @@ def hooks(scheme_pages):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(DOCS)
         return importlib.import_module("hooks")
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[list[str]]:

@@ -1,11 +1,11 @@
 """Records of a study made by hand: a test knows which differences it must find because it planted them."""
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 
 from residua.study.plan import read_study
+from support.pages import blocks
 
 DOCUMENT = {
     "title": "Planted",
@@ -116,4 +116,4 @@ def folder(place, runs=None, known=None, audits=None):
 def studies_of_the_page():
     """The files that docs/resbench.md shows, as texts: one from scratch, one of a pretrained model."""
     page = (Path(__file__).parents[2] / "docs/resbench.md").read_text(encoding="utf-8")
-    return re.findall(r"^```yaml\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    return blocks(page, "yaml")
