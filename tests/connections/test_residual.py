@@ -1,10 +1,11 @@
-"""The plain residual behind the embedding convolution, the control of Deep Delta Learning's."""
+"""The plain residual with the convolutions of Deep Delta Learning, the controls of what these do there."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from residua import DeepDelta, Residual
+from residua import DeepDelta, GatedDelta, Residual
+from residua.connections import resolve
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
@@ -61,12 +62,47 @@ def test_the_convolution_is_that_of_deep_delta_with_one_channel():
     assert torch.equal(ours(x), theirs(x).squeeze(-2))
 
 
+@pytest.mark.parametrize("options", [{}, {"compress_kernel": 2, "compress_sharing": "separate"}])
+def test_reading_through_the_token_compression_is_deep_delta_that_writes_h(options):
+    """One channel of `gated-delta` that erases nothing is the same scheme, to the last bit, and has the same names."""
+    ours = Residual(compress="token", **options).build(DIM, 4)
+    theirs = GatedDelta(erase="none", compress="token", **options).build(DIM, 4)
+    assert {name: p.shape for name, p in ours.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
+    perturbed(ours)
+    theirs.load_state_dict(ours.state_dict())
+    x, sublayers = normal(2, 6, DIM), bare_sublayers(DIM, 4)
+    assert torch.equal(ours.double()(x, sublayers), theirs.double()(x, sublayers))
+
+
+@pytest.mark.parametrize("preset", ["residual", "lambdas", "gated-orthogonal", "orthogonal"])
+def test_a_scheme_that_reads_through_a_convolution_starts_as_without(preset):
+    x = normal(2, 6, DIM)
+    plain, through = (resolve(preset + options) for options in ("", ":compress=token"))
+    assert torch.equal(outputs(plain, x, start=True), outputs(through, x, start=True))
+    assert count(through) - count(plain) == 3 * (4 * DIM + 1)  # two blocks and the readout
+
+
+def test_what_is_written_goes_to_the_stream_itself():
+    stream = perturbed(Residual(compress="token").build(DIM, 2)).double()
+    x, sublayers = normal(2, 5, DIM), bare_sublayers(DIM, 2)
+    filters = [part.compress.weights()[:, 0] for part in (stream.connections[0], stream.collapse)]  # (taps, dim)
+
+    def read(state: Tensor, taps: Tensor) -> Tensor:
+        return sum(nn.functional.pad(state, (0, 0, s, 0))[:, :5] * taps[s] for s in range(4))
+
+    state = x
+    for connection, sublayer in zip(stream.connections, sublayers):
+        state = state + sublayer(connection.norm(read(state, filters[0])))
+    assert_close(stream(x, sublayers), read(state, filters[1]))
+
+
+@pytest.mark.parametrize("scheme", [Residual(expand="conv"), Residual(compress="token")])
 @torch.no_grad()
-def test_generation_with_a_cache_and_left_padding_equals_the_full_pass():
+def test_generation_with_a_cache_and_left_padding_equals_the_full_pass(scheme):
     torch.manual_seed(0)
     config = ResiduaConfig(
         vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32,
-        connection=Residual(expand="conv"), embedding_init_std=2.0, tie_word_embeddings=False, pad_token_id=PAD,
+        connection=scheme, embedding_init_std=2.0, tie_word_embeddings=False, pad_token_id=PAD,
     )  # fmt: skip
     model = perturbed(ResiduaForCausalLM(config)).double().eval()
     prompts = [torch.arange(2, 2 + length) for length in (6, 3, 1)]
@@ -88,6 +124,10 @@ def test_generation_with_a_cache_and_left_padding_equals_the_full_pass():
         ({"expand": "conv", "expand_kernel": 0}, ["expand_kernel", "at least 1", "0"]),
         ({"expand_kernel": 3}, ["expand_kernel", "4 unless expand is 'conv'", "3"]),
         ({"expand_kernel": True}, ["expand_kernel", "int", "True"]),
+        ({"compress": "channel"}, ["compress", "'token'", "'channel'"]),
+        ({"compress": "token", "compress_kernel": 0}, ["compress_kernel", "at least 1", "0"]),
+        ({"compress_kernel": 3}, ["compress_kernel", "4 unless compress is 'token'", "3"]),
+        ({"compress_sharing": "separate"}, ["compress_sharing", "'block' unless compress is 'token'", "separate"]),
     ],
 )
 def test_a_wrong_option_is_one_clear_line(options, words):
@@ -98,6 +138,7 @@ def test_a_wrong_option_is_one_clear_line(options, words):
 
 def test_a_convolution_wants_a_sequence():
     """A batch (batch, dim) would be taken for a text."""
-    stream = Residual(expand="conv").build(DIM, 2).double()
-    with pytest.raises(ValueError, match=r"expected \(batch, seq, dim\)"):
-        stream.expand(normal(3, DIM))
+    stream = Residual(compress="token", expand="conv").build(DIM, 2).double()
+    for part in (stream.expand, stream.connections[0].read, stream.connections[1].read, stream.collapse):
+        with pytest.raises(ValueError, match=r"expected \(batch, seq, dim\).*got \(3, 8\)"):
+            part(normal(3, DIM))

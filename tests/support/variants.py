@@ -35,12 +35,21 @@ VARIANTS: dict[str, Scheme] = {
     # The plain residual behind DDL's embedding convolution, a control.
     "residual-ec4": Residual(expand="conv"),
     "residual-ec1": Residual(expand="conv", expand_kernel=1),
+    # The same that reads through DDL's token compression.
+    "residual-tc4": Residual(compress="token"),
+    "residual-tc3-ec2": Residual(
+        compress="token", compress_kernel=3, compress_sharing="separate", expand="conv", expand_kernel=2
+    ),
     # The plain residual with scales: each public form, and scales everywhere.
     "lambdas-start": Lambdas(),
     "lambdas-written": Lambdas(r=1.0488, r_last=0.9, r_every="sublayer", z=0.0, p=1.0, when="write"),
     "lambdas-all": Lambdas(z=0.1, z_last=0.3, r_every="sublayer", z_every="sublayer", p=0.9, backout=0.1),
     "lambdas-gated": Lambdas(r=1.1, r_every="sublayer", z=0.1, p=0.9, backout=0.1, gate="token"),
     "lambdas-gated-ec3": Lambdas(z=0.1, backout=0.1, gate="token", expand="conv", expand_kernel=3),
+    "lambdas-tc4": Lambdas(r=1.1, z=0.1, p=0.9, backout=0.1, compress="token"),
+    "lambdas-gated-tc2": Lambdas(
+        z=None, gate="token", compress="token", compress_kernel=2, compress_sharing="separate"
+    ),
     "lambdas-channels": Lambdas(p=1.0, per_channel=True, backout=0.0),
     "rezero": Lambdas(r=None, z=None, p=0.0),
     "layer-scale": Lambdas(r=None, z=None, p=0.0001, per_channel=True),
@@ -51,6 +60,8 @@ VARIANTS: dict[str, Scheme] = {
     # A gate on the share of the update along the state.
     "gated-orthogonal-static-heads2": GatedOrthogonal(gate="static", scale=2.0, heads=2, sublayers="attention"),
     "gated-orthogonal-mlp-ec3": GatedOrthogonal(heads=4, sublayers="mlp", eps=1e-3, expand="conv", expand_kernel=3),
+    "gated-orthogonal-tc4": GatedOrthogonal(compress="token"),
+    "gated-orthogonal-tc2": GatedOrthogonal(compress="token", compress_kernel=2, compress_sharing="separate"),
     # A delta write along the update, with a gate for what is erased and one for what is written.
     "gated-delta-positive-heads2": GatedDelta(erase="positive", scale=1.0, heads=2, k_eps=0.1),
     "gated-delta-write-heads4": GatedDelta(heads=4, write_gate=True),

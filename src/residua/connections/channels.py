@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from residua.connections.base import Connection, State, Stream, TensorSpec, Traffic, called
+from residua.connections.base import Connection, State, Stream, TensorSpec, Traffic
+from residua.connections.compressing import CompressingConnection, read_over_tokens
 from residua.connections.ends import (
     ChannelCompress,
     Collapse,
@@ -17,7 +18,6 @@ from residua.connections.ends import (
     Same,
     TokenCompress,
 )
-from residua.connections.memory import Memory, window_of
 from residua.connections.options import require
 from residua.connections.recomputing import RecomputingScheme
 
@@ -84,16 +84,14 @@ class ChannelScheme(RecomputingScheme):
         return TensorSpec((self.value_channels, dim) if self.has_stream_axis else (dim,))
 
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Estimate as the base class does. Fused, a convolution over tokens adds P / 8 + 2 and P / 8 + 4 (neighbours
-        read tokens twice, x_in), and keeping every m-th state only adds m - 1 backward.
+        """Estimate as the base class does. Fused, a convolution over tokens is added, and keeping every m-th state only
+        adds m - 1 backward.
         """
-        forward, backward = super().traffic(boundary, state_bytes=state_bytes, fused=fused)
+        moved = super().traffic(boundary, state_bytes=state_bytes, fused=fused)
         if fused and self.compress == "token":
-            share = self.value_channels * state_bytes / 8
-            forward, backward = forward + share + 2, backward + share + 4
-        if fused and self.value_channels > 1:
-            backward += self.keeps_every - 1
-        return Traffic(forward, backward)
+            moved = read_over_tokens(moved, self.value_channels * state_bytes)
+        replayed = self.keeps_every - 1 if fused and self.value_channels > 1 else 0
+        return Traffic(moved.forward, moved.backward + replayed)
 
     @property
     def has_stream_axis(self) -> bool:
@@ -110,10 +108,10 @@ class ChannelScheme(RecomputingScheme):
         form, causal = self.compress_form, self.compress_causal
         return ChannelCompress(dim, self.value_channels, kernel, form=form, causal=causal, init=start)
 
-    def owner(self, index: int) -> int:
-        """Return which sublayer owns the compressor that sublayer `index` reads through."""
-        shared = self.compress is not None and self.compress_sharing == "block"
-        return index - index % 2 if shared else index
+    @property
+    def sharing(self) -> Literal["block", "separate"]:
+        """Which sublayers share a compressor, where there is one."""
+        return "separate" if self.compress is None else self.compress_sharing
 
     def around(self, dim: int, connections: Sequence[Connection], readout: Compressor) -> Stream:
         """Return the stream of these connections with its ends; `readout` is the compressor after the last sublayer."""
@@ -126,33 +124,15 @@ class ChannelScheme(RecomputingScheme):
         return Stream(expand, connections, Collapse(readout))
 
 
-class ChannelConnection(Connection):
-    """A connection that reads the channels through a compressor, its own or the one of a connection before it."""
+class ChannelConnection(CompressingConnection):
+    """A connection that reads the channels through a compressor."""
 
-    separates_documents = True
+    compressor: Compressor
 
     def __init__(self, scheme: ChannelScheme, compress: "Compressor | ChannelConnection"):
-        super().__init__()
+        super().__init__(compress)
         self.has_stream_axis = scheme.has_stream_axis
-        # A list does not register the owner as a submodule, so a shared compressor's parameters have one name.
-        self._borrowed: list[ChannelConnection] = []
-        if isinstance(compress, ChannelConnection):
-            self._borrowed.append(compress)
-        else:
-            self.compress = compress
-        self.window = window_of(self.compressor)
-
-    @property
-    def compressor(self) -> Compressor:
-        """The map from the state to x_in, (batch, seq, streams, dim) -> (batch, seq, dim); may be borrowed."""
-        return self._borrowed[0].compressor if self._borrowed else self.compress
 
     def streams(self, state: State) -> Tensor:
         """Return the state as (batch, seq, streams, dim)."""
         return state if self.has_stream_axis else state.unsqueeze(-2)
-
-    def compressed(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
-        """Return x_in: (batch, seq, dim) of streams: (batch, seq, streams, dim)."""
-        if self._borrowed:  # hooks on the owner may gather or load what belongs to it
-            return called(self._borrowed[0], self.compressor, streams, memory)
-        return self.compress(streams, memory)

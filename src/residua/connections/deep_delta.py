@@ -23,6 +23,7 @@ from residua.connections.base import (
 )
 from residua.connections.branches import Direction, Gate, Pool, Value
 from residua.connections.channels import ChannelConnection, ChannelScheme, Compressor
+from residua.connections.compressing import connected
 from residua.connections.ends import ChannelCompress, OnlyStream, TokenCompress
 from residua.connections.memory import Memory, current, remembered
 from residua.connections.norm import RMSNorm, norms
@@ -147,12 +148,13 @@ class DeepDelta(ChannelScheme):
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         norm = norms(dim, norm_eps, norm)
-        connections: list[DeltaConnection] = []
-        for i in range(num_sublayers):
-            owner = self.owner(i)
-            compress = connections[owner] if owner < i else self.build_compress(dim, self.init)
-            connections.append(DeltaConnection(self, dim, norm(i), compress, norm_eps=norm_eps))
-        return self.around(dim, connections, self.build_compress(dim, self.init))
+        connections, readout = connected(
+            num_sublayers,
+            self.sharing,
+            lambda _: self.build_compress(dim, self.init),
+            lambda i, compress: DeltaConnection(self, dim, norm(i), compress, norm_eps=norm_eps),
+        )
+        return self.around(dim, connections, readout)
 
 
 class DeltaConnection(ChannelConnection):

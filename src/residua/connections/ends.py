@@ -214,17 +214,17 @@ def _shares(weights: Tensor) -> Tensor:
 
 
 class Collapse(nn.Module):
-    """The readout: a separate compressor after the last sublayer. (batch, seq, streams, dim) -> (batch, seq, dim)."""
+    """The readout: a separate compressor after the last sublayer. The state -> (batch, seq, dim)."""
 
     separates_documents = True
 
-    def __init__(self, compress: TokenCompress | ChannelCompress | OnlyStream):
+    def __init__(self, compress: nn.Module):
         super().__init__()
         self.compress = compress
         self.window = window_of(compress)
 
-    def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
-        return self.compress(streams, memory)
+    def forward(self, state: Tensor, memory: Memory | None = None) -> Tensor:
+        return self.compress(state, memory)
 
 
 class OpenSources(nn.Module):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Norm, RankOne, State, Stream
 from residua.connections.branches import Gate, Value
 from residua.connections.channels import ChannelConnection, ChannelScheme, Compressor
+from residua.connections.compressing import connected
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
@@ -128,13 +129,13 @@ class GatedDelta(ChannelScheme):
         each = dim // self.heads
         require(self, "rank", self.rank <= each, f"at most the {each} features of a head")
         norm = norms(dim, norm_eps, norm)
-        connections: list[GatedDeltaConnection] = []
-        owners = sorted({self.owner(i) for i in range(num_sublayers)})
-        for i in range(num_sublayers):
-            owner = self.owner(i)
-            compress = connections[owner] if owner < i else self.compressor(dim, owners.index(i))
-            connections.append(GatedDeltaConnection(self, dim, norm(i), compress))
-        return self.around(dim, connections, self.compressor(dim, len(owners)))
+        connections, readout = connected(
+            num_sublayers,
+            self.sharing,
+            lambda j: self.compressor(dim, j),
+            lambda i, compress: GatedDeltaConnection(self, dim, norm(i), compress),
+        )
+        return self.around(dim, connections, readout)
 
     def compressor(self, dim: int, index: int) -> Compressor:
         """Build the compressor with this index, which starts as one channel, or as the average for `write="value"`."""

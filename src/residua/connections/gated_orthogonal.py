@@ -14,8 +14,8 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Mixing, Norm, State, Stream
-from residua.connections.ends import Same
+from residua.connections.base import Carry, Mixing, Norm, State, Stream
+from residua.connections.compressing import CompressingConnection
 from residua.connections.gates import FixedGate, StaticGate, TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
@@ -73,15 +73,26 @@ class GatedOrthogonal(SingleStreamScheme):
         require(self, "heads", dim % self.heads == 0, f"a divisor of the width dim = {dim}")
         norm = norms(dim, norm_eps, norm)
         gated = {"all": (0, 1), "attention": (0,), "mlp": (1,)}[self.sublayers]
-        connections = [OrthogonalConnection(self, dim, norm(i), gated=i % 2 in gated) for i in range(num_sublayers)]
-        return Stream(self.expander(dim), connections, Same())
+        return self.stream(
+            dim,
+            num_sublayers,
+            lambda i, compress: OrthogonalConnection(self, dim, norm(i), compress, gated=i % 2 in gated),
+        )
 
 
-class OrthogonalConnection(Connection):
+class OrthogonalConnection(CompressingConnection):
     """One gated orthogonal update around one sublayer, state: (batch, seq, dim). Without `gated`, e = 0."""
 
-    def __init__(self, scheme: GatedOrthogonal, dim: int, norm: nn.Module, *, gated: bool):
-        super().__init__()
+    def __init__(
+        self,
+        scheme: GatedOrthogonal,
+        dim: int,
+        norm: nn.Module,
+        compress: "nn.Module | OrthogonalConnection",
+        *,
+        gated: bool,
+    ):
+        super().__init__(compress)
         self.eps = scheme.eps
         self.norm = norm
         self.gate: nn.Module
@@ -93,7 +104,7 @@ class OrthogonalConnection(Connection):
             self.gate = StaticGate(scheme.heads, scale=scheme.scale)
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        context = self.norm(state)
+        context = self.norm(self.compressed(state, memory))
         return context, Carry(state, GateCoefficients(self.gate(context)))
 
     def write(self, y: Tensor, carry: Carry) -> State:

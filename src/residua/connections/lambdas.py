@@ -15,9 +15,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Mixing, Norm, State, Stream, TensorSpec, Traffic
+from residua.connections.base import Carry, Mixing, Norm, State, Stream, TensorSpec, Traffic
+from residua.connections.compressing import CompressingConnection
 from residua.connections.gates import TokenGate
-from residua.connections.memory import Memory
+from residua.connections.memory import Memory, window_of
 from residua.connections.norm import norms
 from residua.connections.options import expect_used, require
 from residua.connections.single_stream import SingleStreamScheme
@@ -109,7 +110,7 @@ class Lambdas(SingleStreamScheme):
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
         """Return 2 P + 4 forward and 3 P + 6 backward with P bytes of x, and P more each where x0 is read."""
         more = state_bytes * (self.z is not None)
-        return Traffic(2 * state_bytes + 4 + more, 3 * state_bytes + 6 + more)
+        return self.convolved(Traffic(2 * state_bytes + 4 + more, 3 * state_bytes + 6 + more), state_bytes)
 
     def preserving(self) -> "Lambdas":
         if self.norm == "post":
@@ -121,11 +122,14 @@ class Lambdas(SingleStreamScheme):
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         norm = norms(dim, norm_eps, norm)
         middle = min(2 * (num_sublayers // 4) + 2, num_sublayers - 1)
-        connections = [
-            ScaledConnection(self, dim, i, norm(i), num_sublayers=num_sublayers, middle=i < middle)
-            for i in range(num_sublayers)
-        ]
-        return Stream(self.expander(dim, self.kept), connections, Backout(self))
+        connections, readout = self.connected(
+            dim,
+            num_sublayers,
+            lambda i, compress: ScaledConnection(
+                self, dim, i, norm(i), compress, num_sublayers=num_sublayers, middle=i < middle
+            ),
+        )
+        return Stream(self.expander(dim, self.kept), connections, Backout(self, readout))
 
     def starts(self, dim: int, index: int, num_sublayers: int) -> dict[str, float | None]:
         """Return the initial r, z and p of sublayer `index`; None for a scale that it has not."""
@@ -159,25 +163,39 @@ class Scale(nn.Module):
 
 
 class Backout(nn.Module):
-    """The readout: x - b x_mid, or x without backout. (batch, seq, dim)."""
+    """The readout: x - b x_mid, or x without backout, through `compress`. (batch, seq, dim)."""
 
-    def __init__(self, scheme: Lambdas):
+    separates_documents = True
+
+    def __init__(self, scheme: Lambdas, compress: nn.Module):
         super().__init__()
         self.single = scheme.kept == 1
+        self.compress = compress
+        self.window = window_of(compress)
         self.backout = None if scheme.backout is None else Scale(scheme.backout, None)
 
     def forward(self, state: State, memory: Memory | None = None) -> Tensor:
         x = state if self.single else state[0]
-        if self.backout is None:
-            return x
-        return scaled_sum((x, state[-1]), (None, -self.backout()))
+        if self.backout is not None:
+            x = scaled_sum((x, state[-1]), (None, -self.backout()))
+        return self.compress(x, memory)
 
 
-class ScaledConnection(Connection):
+class ScaledConnection(CompressingConnection):
     """One scaled residual connection; x is the state or its first tensor. `middle`: x_mid is still to come."""
 
-    def __init__(self, scheme: Lambdas, dim: int, index: int, norm: nn.Module, *, num_sublayers: int, middle: bool):
-        super().__init__()
+    def __init__(
+        self,
+        scheme: Lambdas,
+        dim: int,
+        index: int,
+        norm: nn.Module,
+        compress: "nn.Module | ScaledConnection",
+        *,
+        num_sublayers: int,
+        middle: bool,
+    ):
+        super().__init__(compress)
         self.scheme = scheme
         self.norm = norm
         self.copies = middle and scheme.backout is not None
@@ -197,7 +215,9 @@ class ScaledConnection(Connection):
         x, *others = (state,) if self.scheme.kept == 1 else state
         if self.scheme.when == "read":
             x = self._scaled(x, others, r, z)
-        context = x if self.alpha else self.norm(x)
+        context = self.compressed(x, memory)
+        if not self.alpha:
+            context = self.norm(context)
         gate = None if self.gate is None else self.gate(context)
         return context, Carry((x, *others), ScaleCoefficients(r, z, p, gate))
 
@@ -234,7 +254,9 @@ class ScaledConnection(Connection):
         h_res = torch.eye(n, dtype=at_least_float32(y).dtype, device=y.device)
         x_alone, x0_alone = h_res[0], h_res[-1]
         row = r * x_alone if n == 1 else r * x_alone + z * x0_alone
-        h_pre = row if scheme.when == "read" else x_alone
+        h_pre: Tensor | None = row if scheme.when == "read" else x_alone
+        if scheme.compress is not None:  # what is read is no weighted sum of the rows of one token
+            h_pre = None
         omitted = ("h_res",) if scales[:2] == [None, None] and gate is None else ()
         h_res = torch.stack([row, *h_res[1:]])
         if gate is None:

@@ -5,8 +5,8 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Norm, State, Stream, Traffic
-from residua.connections.ends import Same
+from residua.connections.base import Carry, Norm, State, Stream, Traffic
+from residua.connections.compressing import CompressingConnection
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.single_stream import SingleStreamScheme
@@ -16,15 +16,15 @@ class ResidualCoefficients(NamedTuple):
     """The plain residual has no coefficients."""
 
 
-class ResidualConnection(Connection):
-    """state + sublayer(norm(state)), state: (batch, seq, dim)."""
+class ResidualConnection(CompressingConnection):
+    """state + sublayer(norm(state)), state: (batch, seq, dim), which the sublayer may read through a convolution."""
 
-    def __init__(self, norm: nn.Module):
-        super().__init__()
+    def __init__(self, norm: nn.Module, compress: "nn.Module | ResidualConnection"):
+        super().__init__(compress)
         self.norm = norm
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        return self.norm(state), Carry(state, ResidualCoefficients())
+        return self.norm(self.compressed(state, memory)), Carry(state, ResidualCoefficients())
 
     def write(self, y: Tensor, carry: Carry) -> State:
         return (carry.residual + y).to(carry.residual.dtype)
@@ -40,12 +40,11 @@ class Residual(SingleStreamScheme):
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
         """Return 2 P + 4 in both directions: the gradient does not need the state."""
         passes = 2 * self.state_size(boundary, 1) * state_bytes + 4
-        return Traffic(passes, passes)
+        return self.convolved(Traffic(passes, passes), state_bytes)
 
     def preserving(self) -> "Residual":
         return self
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         norm = norms(dim, norm_eps, norm)
-        connections = [ResidualConnection(norm(i)) for i in range(num_sublayers)]
-        return Stream(self.expander(dim), connections, Same())
+        return self.stream(dim, num_sublayers, lambda i, compress: ResidualConnection(norm(i), compress))

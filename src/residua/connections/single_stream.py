@@ -1,38 +1,70 @@
-"""Schemes whose state is a single stream, which starts as the embedding, or as a causal convolution of it."""
+"""Schemes whose state is a single stream, with the convolutions of Deep Delta Learning if wanted."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
 
-from residua.connections.base import Scheme, State
-from residua.connections.ends import ConvExpand, Copies
-from residua.connections.memory import Memory
+from residua.connections.base import Scheme, State, Stream, Traffic
+from residua.connections.compressing import C, CompressingConnection, connected, read_over_tokens
+from residua.connections.ends import Collapse, ConvExpand, Copies, Same, TokenCompress
+from residua.connections.memory import Memory, expect_tokens
 from residua.connections.options import check_types, expect_used, require
 
 
 @dataclass(frozen=True, kw_only=True)
 class SingleStreamScheme(Scheme):
-    """A scheme of one stream, (batch, seq, dim), with the embedding convolution of Deep Delta Learning if wanted.
+    """A scheme of one stream, (batch, seq, dim), with the convolutions over tokens of Deep Delta Learning if wanted.
 
-    The options are named as in `DeepDelta` and mean the same. They show how much of its gain needs no delta write.
+    The options are named as in `DeepDelta` and mean the same. They show how much of its gain needs no delta write. Both
+    convolutions start as the identity, so that the scheme starts as it does without them.
 
-    expand           "repeat": the stream starts as the embedding; "conv": as a causal convolution of it, which starts
-                     as the identity
-    expand_kernel    taps of that convolution
+    compress          None: a sublayer reads the stream; "token": it reads a causal convolution of it over the tokens,
+                      as does the readout, and writes to the stream itself. The Canon layers of arXiv 2512.17351 before
+                      attention and MLP are such convolutions behind the norm, one for each sublayer
+    compress_kernel   taps of that convolution
+    compress_sharing  one such convolution for the two sublayers of a "block", or "separate" ones
+    expand            "repeat": the stream starts as the embedding; "conv": as a causal convolution of it
+    expand_kernel     taps of that convolution
     """
 
+    compress: Literal["token"] | None = None
+    compress_kernel: int = 4
+    compress_sharing: Literal["block", "separate"] = "block"
     expand: Literal["repeat", "conv"] = "repeat"
     expand_kernel: int = 4
 
     def __post_init__(self):
         check_types(self)
-        require(self, "expand_kernel", self.expand_kernel >= 1, "at least 1")
-        expect_used(self, {"expand_kernel": (self.expand == "conv", "expand is 'conv'")})
+        for name in ("compress_kernel", "expand_kernel"):
+            require(self, name, getattr(self, name) >= 1, "at least 1")
+        reads, expands = (self.compress == "token", "compress is 'token'"), (self.expand == "conv", "expand is 'conv'")
+        expect_used(self, {"compress_kernel": reads, "compress_sharing": reads, "expand_kernel": expands})
 
     def expander(self, dim: int, copies: int = 1) -> nn.Module:
         """Build the first part of a stream, (batch, seq, dim) -> the same, or a tuple of `copies` times the same."""
         return ConvEmbedding(dim, self.expand_kernel, copies) if self.expand == "conv" else Copies(copies)
+
+    def connected(self, dim: int, num_sublayers: int, connection: Callable[..., C]) -> tuple[list[C], nn.Module]:
+        """Return `connection(i, compress)` for each sublayer, and what the readout reads through."""
+        if self.compress is None:
+            return connected(num_sublayers, "separate", lambda _: Same(), connection)
+        kernel, sharing = self.compress_kernel, self.compress_sharing
+        return connected(num_sublayers, sharing, lambda _: TokenRead(dim, kernel), connection)
+
+    def stream(self, dim: int, num_sublayers: int, connection: Callable[..., CompressingConnection]) -> Stream:
+        """Return the stream of `connection(i, compress)` for each sublayer."""
+        connections, readout = self.connected(dim, num_sublayers, connection)
+        return Stream(self.expander(dim), connections, Collapse(readout))
+
+    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
+        """Estimate as the base class does, with `compress`."""
+        return self.convolved(super().traffic(boundary, state_bytes=state_bytes, fused=fused), state_bytes)
+
+    def convolved(self, moved: Traffic, state_bytes: int) -> Traffic:
+        """Return `moved`, the traffic of sublayers that read the stream itself, with what `compress` adds."""
+        return moved if self.compress is None else read_over_tokens(moved, state_bytes)
 
 
 class ConvEmbedding(ConvExpand):
@@ -44,3 +76,14 @@ class ConvEmbedding(ConvExpand):
 
     def forward(self, x: Tensor, memory: Memory | None = None) -> State:
         return self.copies(super().forward(x, memory).squeeze(-2))
+
+
+class TokenRead(TokenCompress):
+    """The token compression of a state without a stream axis. (batch, seq, dim) -> (batch, seq, dim)."""
+
+    def __init__(self, dim: int, kernel: int):
+        super().__init__(dim, 1, kernel)
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+        expect_tokens(x, self.window, axes="(batch, seq, dim)")
+        return super().forward(x.unsqueeze(-2), memory)
