@@ -1,6 +1,6 @@
 """Take the two pictures of the explorer in the README, docs/explorer-delta-write.png and docs/explorer-inspect.png.
 
-    python experiments/explorer_screenshots.py --run runs/demo/ddl-cc-ec
+    python experiments/explorer_screenshots.py --run runs/demo/ddl-tc
 
 Needs the packages of `residua[lab]`, playwright and a Chromium (apt-get install chromium). The run is any trained one;
 that of the demo is made by `residua demo`.
@@ -28,7 +28,7 @@ PICTURES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--run", default="runs/demo/ddl-cc-ec", help="a trained run (default: %(default)s)")
+    parser.add_argument("--run", default="runs/demo/ddl-tc", help="a trained run (default: %(default)s)")
     parser.add_argument("--out", default="docs", help="folder for the pictures (default: %(default)s)")
     arguments = parser.parse_args()
     chromium = next(filter(None, map(shutil.which, BROWSERS)), None)

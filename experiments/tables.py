@@ -41,7 +41,7 @@ CONTROLS = {"ddl-cc": "ddl-cc-ec"}
 def tuned() -> dict[str, tuple[tuple[float, ...], list[float]]]:
     """Return the best point of every scheme over three seeds: (lr, embedding, hidden) and the losses by seed."""
     points: dict[str, dict[tuple[float, ...], dict[int, float]]] = {}
-    for row in records("tune-demo.jsonl"):
+    for row in records("tune-tiny.jsonl"):
         point = row["lr"], row["embedding_init_std"], row["hidden_init_std_factor"]
         points.setdefault(row["scheme"], {}).setdefault(point, {})[row["seed"]] = row["val_loss"]
     best = {}
@@ -55,7 +55,7 @@ def tuned() -> dict[str, tuple[tuple[float, ...], list[float]]]:
 def sweep_table() -> str:
     best = tuned()
     counts: dict[str, int] = {}
-    for row in records("tune-demo.jsonl"):
+    for row in records("tune-tiny.jsonl"):
         counts[row["scheme"]] = counts.get(row["scheme"], 0) + 1
     baseline = best["residual"][1]
     rows = []

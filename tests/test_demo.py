@@ -1,3 +1,4 @@
+import functools
 import json
 from dataclasses import asdict
 
@@ -12,8 +13,10 @@ from residua.training import load_config
 # What may be tuned for a scheme; in all else the comparison holds the runs equal.
 TUNED = {"model.connection", "model.embedding_init_std", "model.hidden_init_std_factor", "train.lr"}
 
+CONNECTIONS = {name: load_config(recipe).model.connection for name, recipe in RECIPES.items()}
+
 SMALL = """
-model: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 1, max_position_embeddings: 128, connection: ddl}
+model: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 1, max_position_embeddings: 128, connection: "CONNECTION"}
 data: {source: SOURCE, tokenizer: byte}
 train: {steps: 20, warmup_steps: 10, batch_size: 2, sequence_length: 16, evaluate_every: 10, checkpoint_every: 10,
         device: cpu, tensorboard: false, lr: LR}
@@ -30,7 +33,9 @@ def small(tmp_path, monkeypatch):
     recipes = {}
     for number, name in enumerate(RECIPES, start=1):
         recipes[name] = str(tmp_path / f"{name}.yaml")
-        (tmp_path / f"{name}.yaml").write_text(SMALL.replace("SOURCE", str(texts)).replace("LR", f"{number}.0e-3"))
+        small = {"SOURCE": str(texts), "LR": f"{number}.0e-3", "CONNECTION": CONNECTIONS[name]}
+        text = functools.reduce(lambda text, item: text.replace(*item), small.items(), SMALL)
+        (tmp_path / f"{name}.yaml").write_text(text)
     monkeypatch.setattr(residua.demo, "RECIPES", recipes)
 
 
@@ -49,9 +54,9 @@ def test_three_runs_on_the_same_tokens_a_table_pictures_and_texts(small, tmp_pat
     out = tmp_path / "out"
     assert main(["demo", "--out", str(out), "--steps", "4"]) == 0
     printed = capsys.readouterr()
-    assert "2 of 3: ddl" in printed.err
-    for name in RECIPES:
-        assert f"\n{name} " in printed.out
+    assert "2 of 3: ddl-tc" in printed.err
+    for name, connection in CONNECTIONS.items():
+        assert f"\n{connection} " in printed.out
         assert f"{name} writes:\n  {PROMPT}" in printed.out
     assert all(
         (out / picture).is_file() and str(out / picture) in printed.out for picture in ("loss.png", "difference.png")
@@ -66,7 +71,7 @@ def test_three_runs_on_the_same_tokens_a_table_pictures_and_texts(small, tmp_pat
     facts = [json.loads((out / name / "facts.json").read_text())["data"]["fingerprint"] for name in RECIPES]
     assert len(set(facts)) == 1
     configs = [settings(load_config(str(out / name / "config.yaml"))) for name in RECIPES]
-    assert [config["model.connection"] for config in configs] == list(RECIPES)
+    assert [config["model.connection"] for config in configs] == list(CONNECTIONS.values())
     assert [config["train.lr"] for config in configs] == [1e-3, 2e-3, 3e-3]
     assert {
         (config["train.steps"], config["train.warmup_steps"], config["train.evaluate_every"]) for config in configs
@@ -98,12 +103,12 @@ def test_interrupted_it_says_how_to_go_on_and_does(small, tmp_path, capsys, monk
     def interrupted(config, folder, **options):
         result = run(config, folder, **options)
         trained.append(folder.name)
-        return result | {"interrupted": folder.name == "ddl"}
+        return result | {"interrupted": folder.name == "ddl-tc"}
 
     monkeypatch.setattr(residua.demo, "run", interrupted)
     assert main(argv) == 130
     assert f"residua demo --out {out} --steps 4" in capsys.readouterr().err
-    assert trained == ["residual", "ddl"]
+    assert trained == ["residual", "ddl-tc"]
     assert not (out / "explorer.html").exists()
     monkeypatch.setattr(residua.demo, "run", run)
     assert main(argv) == 0

@@ -385,7 +385,7 @@ def test_the_limits_of_the_reproduction_agree_with_its_records():
     assert set(map(tuple, tried.values())) == {(0.12,)}
 
     losses = {}
-    for run in runs("tune-demo.jsonl"):
+    for run in runs("tune-tiny.jsonl"):
         place = run["scheme"], run["embedding_init_std"], run["hidden_init_std_factor"]
         losses.setdefault(place, {}).setdefault(run["lr"], []).append(run["val_loss"])
     best = {

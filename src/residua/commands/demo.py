@@ -6,7 +6,7 @@ import textwrap
 from residua.commands.base import INTERRUPTED, Arguments, Parser, fail, whole
 from residua.commands.compare import print_comparison
 
-HELP = "train the plain residual, ddl and ddl-cc-ec side by side and compare them"
+HELP = "train the plain residual, ddl-tc and its control side by side and compare them"
 EXAMPLES = "residua demo\nresidua demo --steps 50 --out runs/quick"
 
 

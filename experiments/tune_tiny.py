@@ -1,4 +1,4 @@
-"""Tune each scheme of the demo: learning rate, embedding and hidden initialisation, the plain residual hardest.
+"""Tune the recipes tiny, tiny-ddl and tiny-ddl-cc-ec: learning rate, embedding and hidden initialisation, the plain residual hardest.
 
 For every scheme a grid is run with one seed, then the neighbours of the best point (each axis halved or doubled) until
 it has none that is better, then the best points with two more seeds. One JSON line for each run goes into the
@@ -6,8 +6,8 @@ record, which is also what makes it resumable: runs that stand in it are not rep
 
 A control asks what of a scheme's result is due to one of its parts: another scheme at the best point of the first.
 
-    python experiments/tune_demo.py [--record experiments/tune-demo.jsonl] [--workers 2] [--steps 400]
-    python experiments/tune_demo.py --control ddl-cc ddl-cc-ec
+    python experiments/tune_tiny.py [--record experiments/tune-tiny.jsonl] [--workers 2] [--steps 400]
+    python experiments/tune_tiny.py --control ddl-cc ddl-cc-ec
 """
 
 import argparse
@@ -124,7 +124,7 @@ class Sweep:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path, default=Path(__file__).with_name("tune-demo.jsonl"))
+    parser.add_argument("--record", type=Path, default=Path(__file__).with_name("tune-tiny.jsonl"))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--control", nargs=2, metavar=("SCHEME", "OTHER"), help="SCHEME at the best point of OTHER")
