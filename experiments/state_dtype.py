@@ -1,4 +1,4 @@
-"""What a bfloat16 residual state does to the loss of tiny, tiny-ddl and tiny-ddl-cc-ec, all else in float32, three seeds.
+"""What a bfloat16 residual state does to the loss of tiny and tiny-ddl*, all else in float32, three seeds.
 
 One JSON line for each run goes into the record; runs that stand in it are not repeated.
 

@@ -1,4 +1,4 @@
-"""Tune the recipes tiny, tiny-ddl and tiny-ddl-cc-ec: learning rate, embedding and hidden initialisation, the plain residual hardest.
+"""Tune the recipes tiny and tiny-ddl*: learning rate, embedding and hidden initialisation, the residual hardest.
 
 For every scheme a grid is run with one seed, then the neighbours of the best point (each axis halved or doubled) until
 it has none that is better, then the best points with two more seeds. One JSON line for each run goes into the

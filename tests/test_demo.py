@@ -16,7 +16,8 @@ TUNED = {"model.connection", "model.embedding_init_std", "model.hidden_init_std_
 CONNECTIONS = {name: load_config(recipe).model.connection for name, recipe in RECIPES.items()}
 
 SMALL = """
-model: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 1, max_position_embeddings: 128, connection: "CONNECTION"}
+model: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 1, max_position_embeddings: 128,
+        connection: "CONNECTION"}
 data: {source: SOURCE, tokenizer: byte}
 train: {steps: 20, warmup_steps: 10, batch_size: 2, sequence_length: 16, evaluate_every: 10, checkpoint_every: 10,
         device: cpu, tensorboard: false, lr: LR}

@@ -8,7 +8,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from torch import nn
 import residua
 import residua.demo
 from residua.cli import main
+from residua.runs.folder import flatten
 from residua.runs.statistics import paired
 from residua.study.plan import load_study
 from residua.study.results import results
@@ -374,6 +375,23 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     gates = fast["points"][-1]["sublayers"]
     assert gates[1]["beta_q05"] > 1.5
     assert gates[6]["beta_q95"] < 0.1
+
+
+def test_the_demo_has_the_settings_that_resbench_found_and_its_page_says_what_came_out():
+    found = results(load_study("resbench"), runs("resbench/records.jsonl"), ())
+    rows = {row.scheme: row for row in found.rows if row.rung == "0.1M"}
+    steps = {one["steps"] for one in runs("resbench/records.jsonl") if (one["rung"], one["kind"]) == ("0.1M", "report")}
+    for name, scheme in (("residual", "residual"), ("ddl-tc", "ddl-tc"), ("residual-tc", "residual+tc")):
+        config = load_config(residua.demo.RECIPES[name])
+        keys = flatten(asdict(config))
+        assert {key: keys[key] for key in rows[scheme].point} == rows[scheme].point, name
+        assert {config.train.steps} == steps
+
+    demo = json.loads((ROOT / "experiments" / "demo.json").read_text())
+    losses = {group["name"]: group["val_loss"]["mean"] for group in demo["groups"]}
+    assert losses["ddl-tc"] < losses["residual:compress=token"] < losses["residual"]
+    (tokens,) = {group["tokens"] for group in demo["groups"]}
+    assert round(tokens / demo["facts"]["data"]["train_tokens"], 1) == 3.6
 
 
 def test_the_limits_of_the_reproduction_agree_with_its_records():

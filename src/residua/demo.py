@@ -1,4 +1,4 @@
-"""The demonstration: what ResBench found, in minutes: three schemes on the same tokens, each with its tuned settings."""
+"""The demonstration of what ResBench found: three schemes on the same tokens, each with its tuned settings."""
 
 import importlib
 from collections.abc import Iterator

@@ -66,10 +66,18 @@ def test_who_is_missing_in_a_panel_is_said_below_it(make_run):
     assert steps.get_xlabel() == "Training step"
     assert seconds.get_xlabel().splitlines() == [
         "Wall-clock time of the training steps (seconds)",
+        "A slower run is seen earlier in its learning-rate schedule",
         "No common seconds with residual: ddl",
     ]
     assert not seconds.texts
     assert len(seconds.get_xticks()) > 0
+
+
+@pytest.mark.parametrize(("pace", "said"), [(0.5, False), (0.52, False), (0.6, True), (0.3, False)])
+def test_at_equal_seconds_a_slower_run_is_said_to_be_earlier_in_its_schedule(make_run, pace, said):
+    steps, seconds = _differences(compare([make_run("a"), make_run("b", connection="ddl", seconds_per_step=pace)])).axes
+    assert ("earlier in its learning-rate schedule" in seconds.get_xlabel()) is said
+    assert steps.get_xlabel() == "Training step"
 
 
 def test_the_baseline_is_within_the_frame_however_far_the_others_are(make_run):

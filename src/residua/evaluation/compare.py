@@ -103,6 +103,16 @@ class Comparison:
         others = [group.name for group in self.groups if group is not plain]
         return ({plain.name: 0} if plain else {}) | {name: number for number, name in enumerate(others, start=1)}
 
+    @property
+    def speeds_differ(self) -> bool:
+        """Whether a group takes over 5 % more seconds than the baseline, so that at equal seconds its runs are seen at
+        an earlier point of their learning rate's schedule.
+        """
+        if self.baseline is None or self.baseline.seconds is None:
+            return False
+        most = max(group.seconds.mean for group in self.groups if group.seconds is not None)
+        return most > 1.05 * self.baseline.seconds.mean
+
     def differences(self, group: Group, axis: Axis = "tokens") -> list[Difference]:
         """Return the validation loss of `group` minus the baseline's along `axis`.
 

@@ -24,6 +24,7 @@ UNSETTLED_DIFFERENCE = 0.3
 PANEL_HEIGHT, LEGEND_ROW_HEIGHT = 4.0, 0.21  # inches
 LEGEND_CHARACTERS, LABEL_CHARACTERS = 110, 60  # that fit above the panels and below one panel
 PANELS: dict[Axis, str] = {"step": "Training step", "seconds": "Wall-clock time of the training steps (seconds)"}
+EARLIER = "A slower run is seen earlier in its learning-rate schedule"
 UNITS: dict[Axis, str] = {"step": "steps", "seconds": "seconds"}
 FEW_POINTS = 24
 
@@ -57,6 +58,8 @@ def _losses(comparison: Comparison) -> Figure:
 
 def _differences(comparison: Comparison) -> Figure:
     figure, panels = _panels()
+    if comparison.speeds_differ:
+        panels["seconds"].set_xlabel(f"{PANELS['seconds']}\n{EARLIER}")
     shown = {axis: [] for axis in panels}
     banded = False
     for axis, panel in panels.items():
@@ -96,7 +99,7 @@ def _note_missing(panel: Axes, axis: Axis, baseline: Group, names: Sequence[str]
         panel.text(0.5, 0.5, text, transform=panel.transAxes, ha="center", va="center", color="#555555")
     else:
         whose = fill(f"{text}: {', '.join(names)}", LABEL_CHARACTERS)
-        panel.set_xlabel(f"{PANELS[axis]}\n{whose}")
+        panel.set_xlabel(f"{panel.get_xlabel()}\n{whose}")
 
 
 def _panels() -> tuple[Figure, dict[Axis, Axes]]:
