@@ -8,6 +8,7 @@ import math
 import pytest
 
 from residua.runs.statistics import Estimate
+from residua.study.picture import draw
 from residua.study.report import markdown, payload, table
 from residua.study.results import results
 from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
@@ -243,3 +244,19 @@ def test_finalists_are_compared_by_their_mean_over_the_seeds_that_judge():
     assert results(judged, [*short, *finals[:-1], *reported], []).row("small", "ddl") is None
     diverged = [record("ddl", "final", 0, None, lr=4e-3), *finals[1:]]
     assert results(judged, [*short, *diverged, *reported], []).row("small", "ddl").point == {"train.lr": 8e-3}
+
+
+def test_the_picture_has_the_rows_of_each_size_under_its_name():
+    small = DOCUMENT["rungs"]["small"]
+    two = study(rungs={"small": small, "large": {**small, "tuned": "small", "model.hidden_size": 32}})
+    again = [{**one, "rung": "large", "key": one["key"].replace("small", "large")} for one in records()]
+    for found, expected in (
+        (results(two, [*records(), *again], costs()), ["small", "ddl", "residual", "large", "ddl", "residual"]),
+        (results(two, records(), costs()), ["ddl", "residual"]),
+    ):
+        (panel,) = draw(found).axes
+        assert [label.get_text() for label in reversed(panel.get_yticklabels())] == expected
+        marks = [tuple(line.get_ydata()) for line in panel.lines if line.get_marker() == "o"]
+        assert len(marks) == 1
+        assert len(marks[0]) == expected.count("ddl")
+        assert all(expected[::-1][round(place)] == "ddl" for place in marks[0])

@@ -2,7 +2,7 @@
 
 from residua.errors import extra
 from residua.runs.figures import COLOURS
-from residua.study.results import Results
+from residua.study.results import Results, Row
 
 with extra("lab"):
     from matplotlib.figure import Figure
@@ -19,17 +19,19 @@ STYLES = {
 def draw(found: Results) -> Figure | None:
     """Draw the differences to each baseline, a panel for each, lowest loss on top; None if there are none.
 
-    Rows of several sizes stand one below the other, with the size in their name.
+    Rows of several sizes stand one below the other, under the names of the sizes.
     """
-    rows = []
+    lines: list[Row | str] = []  # from the lowest up: rows, and the size above its rows
     for rung in reversed(found.study.rungs):
         own = [row for row in found.rows if row.rung == rung and row.loss is not None]
-        rows += sorted(own, key=lambda row: -row.loss.mean)
-    baselines = [name for name in found.study.baselines if any(row.difference(name, "tokens") for row in rows)]
+        lines += [*sorted(own, key=lambda row: -row.loss.mean), *([rung] if own else [])]
+    rows = {place: line for place, line in enumerate(lines) if not isinstance(line, str)}
+    baselines = [name for name in found.study.baselines if any(row.difference(name, "tokens") for row in rows.values())]
     if not baselines:
         return None
-    several = len({row.rung for row in rows}) > 1
-    figure = Figure(figsize=(2.2 + 4.2 * len(baselines), 0.42 * len(rows) + 1.4), dpi=130, layout="constrained")
+    if len(lines) == len(rows) + 1:
+        lines.pop()
+    figure = Figure(figsize=(2.2 + 4.2 * len(baselines), 0.42 * len(lines) + 1.0), dpi=130, layout="constrained")
     panels = figure.subplots(1, len(baselines), sharey=True, squeeze=False)[0]
     for panel, baseline in zip(panels, baselines):
         panel.axvline(0, color="#222222", linewidth=1.2)
@@ -37,7 +39,7 @@ def draw(found: Results) -> Figure | None:
             (colour, mark), aside = STYLES[measure], 0.2 * ((len(found.measures) - 1) / 2 - number)
             there = [
                 (place + aside, difference.estimate.mean, difference.estimate.half_width)
-                for place, row in enumerate(rows)
+                for place, row in rows.items()
                 if (difference := row.difference(baseline, measure)) is not None
                 and difference.estimate is not None
                 and difference.estimate.half_width is not None
@@ -48,8 +50,12 @@ def draw(found: Results) -> Figure | None:
                     x, y, xerr=half, fmt=mark, color=colour, markersize=4.5, linewidth=1.3, capsize=2.5,
                     label=f"equal {measure}",
                 )  # fmt: skip
-        names = [f"{row.scheme}, {row.rung}" if several else row.scheme for row in rows]
-        panel.set_yticks(range(len(rows)), names, family="monospace", fontsize=8.5)
+        panel.set_yticks(range(len(lines)), [line if isinstance(line, str) else line.scheme for line in lines])
+        for place, label in enumerate(panel.get_yticklabels()):
+            label.set(family="monospace", fontsize=8.5, weight="normal" if place in rows else "bold")
+        for place in set(range(len(lines))) - set(rows):
+            panel.axhline(place + 0.5, color="#999999", linewidth=0.6)
+        panel.set_ylim(-0.7, len(lines) - 0.5)
         panel.set_xlabel(f"Loss minus that of {baseline} (nats per token)")
         panel.grid(axis="x", color="#dddddd", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
