@@ -10,9 +10,9 @@ from residua.errors import InputError
 from residua.runs.statistics import spearman
 from residua.study.plan import load_study
 from residua.study.ranking import rankings
-from residua.study.report import markdown, payload
+from residua.study.report import markdown, payload, questions
 from residua.study.results import results
-from support.planted_study import copied, cost, costs, record, records, study
+from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
 
 ASKED = {"gain": {"ask": "Is `ddl` ahead?", "compare": [["ddl", "residual"]], "at": ["tokens", "seconds"]}}
 
@@ -82,6 +82,19 @@ def test_without_all_seeds_or_longer_runs_there_is_no_answer_and_the_reason_is_s
     text = markdown(results(asked(), records(), known))
     assert "No comparison: residual has no runs 1.70 times as long as ddl" in text
     assert text.count("| small | `ddl` − `residual` | tokens |") == 1
+
+
+def test_at_several_sizes_what_is_missing_is_said_by_size_and_a_size_without_a_finished_row_says_nothing():
+    small = DOCUMENT["rungs"]["small"]
+    sizes = {"small": small, **{name: {**small, "tuned": "small"} for name in ("wide", "deep")}}
+    pair = {"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]]}}
+    plain = [one for one in records() if one["scheme"] == "residual" and one["kind"] == "report"]
+    elsewhere = [{**one, "rung": rung, "key": f"{rung} {one['seed']}"} for rung in sizes for one in plain]
+    there = [one for one in elsewhere if one["rung"] == "wide" or (one["rung"] == "deep" and one["seed"] == 1)]
+    text = "\n".join(questions(results(study(rungs=sizes, questions=pair), [*records(), *there], costs())))
+    assert "| small | `ddl` − `residual` | tokens | 3 |" in text
+    assert "Not yet at wide: waiting for `ddl`." in text
+    assert "deep" not in text
 
 
 def test_a_question_with_further_seeds_is_answered_by_all_of_them_and_rows_are_not():

@@ -30,7 +30,7 @@ class Ranking(NamedTuple):
 
 
 def rankings(found: Results, *, samples: int = SAMPLES) -> list[Ranking]:
-    """Compare every size with every published ranking.
+    """Compare every size that has a finished row with every published ranking.
 
     A resample draws the schemes with replacement, and the seeds, the same for all schemes, as their losses are paired.
     It says how far another choice of schemes or seeds could lead, and nothing of the published runs' own noise.
@@ -39,7 +39,7 @@ def rankings(found: Results, *, samples: int = SAMPLES) -> list[Ranking]:
         _ranking(found, published, rung, samples)
         for published in found.study.published.values()
         for rung in found.study.rungs
-        if any(row.rung == rung for row in found.rows)
+        if any(row.rung == rung and row.whole for row in found.rows)
     ]
 
 

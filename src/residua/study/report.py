@@ -120,7 +120,7 @@ def _ahead(found: Results, rung: str) -> list[str]:
 
 def questions(found: Results, *, level: str = "###") -> list[str]:
     """Each question with a table of its answers, in Markdown."""
-    lines = []
+    lines, several = [], len({answer.rung for answer in found.answers}) > 1
     for question in found.study.questions.values():
         lines += [f"{level} {_text(question.ask)}", ""]
         own = [answer for answer in found.answers if answer.question.name == question.name]
@@ -128,12 +128,15 @@ def questions(found: Results, *, level: str = "###") -> list[str]:
         if there:
             header = ["size", "comparison", "at equal", "seeds", "difference", "answer"]
             lines += [_line(header), _line(["---"] * len(header)), *(_line(_answer(answer)) for answer in there), ""]
-        waiting = dict.fromkeys(name for answer in own for name in answer.waiting)
-        missing = dict.fromkeys(answer.missing for answer in own if answer.missing)
-        if waiting:
-            lines += [f"{'Also waiting' if there else 'Not yet: waiting'} for {_names(list(waiting))}.", ""]
-        for reason in missing:
-            lines += [f"No comparison: {_text(reason)}.", ""]
+        for rung in dict.fromkeys(answer.rung for answer in own):
+            here = [answer for answer in own if answer.rung == rung]
+            where = f" at {_text(rung)}" if several else ""
+            if waiting := list(dict.fromkeys(name for answer in here for name in answer.waiting)):
+                begun = any(answer.difference is not None for answer in here)
+                told = f"Also waiting{where}" if begun else f"Not yet{where}: waiting"
+                lines += [f"{told} for {_names(waiting)}.", ""]
+            for reason in dict.fromkeys(answer.missing for answer in here if answer.missing):
+                lines += [f"No comparison{where}: {_text(reason)}.", ""]
     return lines[:-1]
 
 

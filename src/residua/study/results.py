@@ -274,9 +274,9 @@ def _gathered(study: Study, rows: Sequence[Row], unfinished: Sequence[str], answ
 def _answers(
     study: Study, rows: Mapping[tuple[str, str], Row], longer: Mapping[tuple[str, str], Sequence[Record]]
 ) -> list[Answer]:
-    """The answers to all questions at all sizes, corrected for their number."""
+    """The answers to all questions at all sizes that have a finished row, corrected for their number."""
     answers = []
-    begun = [rung for rung in study.rungs if any(row.rung == rung for row in rows.values())]
+    begun = [rung for rung in study.rungs if any(row.rung == rung and row.whole for row in rows.values())]
     for question, rung in itertools.product(study.questions.values(), begun or list(study.rungs)[:1]):
         for scheme, to in question.compare:
             row, base = rows.get((rung, scheme)), rows.get((rung, to))
