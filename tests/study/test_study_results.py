@@ -251,8 +251,8 @@ def test_the_picture_has_the_rows_of_each_size_under_its_name():
     two = study(rungs={"small": small, "large": {**small, "tuned": "small", "model.hidden_size": 32}})
     again = [{**one, "rung": "large", "key": one["key"].replace("small", "large")} for one in records()]
     for found, expected in (
-        (results(two, [*records(), *again], costs()), ["small", "ddl", "residual", "large", "ddl", "residual"]),
-        (results(two, records(), costs()), ["ddl", "residual"]),
+        (results(two, [*records(), *again], costs()), ["small", "ddl", "large", "ddl"]),
+        (results(two, records(), costs()), ["ddl"]),
     ):
         (panel,) = draw(found).axes
         assert [label.get_text() for label in reversed(panel.get_yticklabels())] == expected

@@ -1,5 +1,7 @@
 """The pictures of a study: every difference with its interval, and the gates along training."""
 
+import itertools
+
 from residua.errors import extra
 from residua.runs.figures import COLOURS
 from residua.study.results import Results, Row
@@ -21,9 +23,10 @@ def draw(found: Results) -> Figure | None:
 
     Rows of several sizes stand one below the other, under the names of the sizes.
     """
+    compared = list(itertools.product(found.study.baselines, found.measures))
     lines: list[Row | str] = []  # from the lowest up: rows, and the size above its rows
     for rung in reversed(found.study.rungs):
-        own = [row for row in found.rows if row.rung == rung and row.loss is not None]
+        own = [row for row in found.rows if row.rung == rung and any(row.difference(*one) for one in compared)]
         lines += [*sorted(own, key=lambda row: -row.loss.mean), *([rung] if own else [])]
     rows = {place: line for place, line in enumerate(lines) if not isinstance(line, str)}
     baselines = [name for name in found.study.baselines if any(row.difference(name, "tokens") for row in rows.values())]
@@ -31,7 +34,7 @@ def draw(found: Results) -> Figure | None:
         return None
     if len(lines) == len(rows) + 1:
         lines.pop()
-    figure = Figure(figsize=(2.2 + 4.2 * len(baselines), 0.42 * len(lines) + 1.0), dpi=130, layout="constrained")
+    figure = Figure(figsize=(2.2 + 4.2 * len(baselines), 0.37 * len(lines) + 1.0), dpi=130, layout="constrained")
     panels = figure.subplots(1, len(baselines), sharey=True, squeeze=False)[0]
     for panel, baseline in zip(panels, baselines):
         panel.axvline(0, color="#222222", linewidth=1.2)
