@@ -325,6 +325,7 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     given = {(answer.rung, answer.scheme, answer.to, answer.measure): answer for answer in found.answers}
     for pair, verdict in (
         (("ddl-tc", "ddl-tc-write-only"), "no difference seen"),
+        (("ddl", "ddl-write-only"), "behind"),
         (("ddl-tc", "residual+tc"), "ahead"),
         (("gated-delta+tc", "residual+tc"), "no difference seen"),
         (("lambdas-gated+conv", "lambdas+conv"), "ahead by its interval"),
