@@ -1,4 +1,3 @@
-import functools
 import json
 from dataclasses import asdict
 
@@ -34,9 +33,8 @@ def small(tmp_path, monkeypatch):
     recipes = {}
     for number, name in enumerate(RECIPES, start=1):
         recipes[name] = str(tmp_path / f"{name}.yaml")
-        small = {"SOURCE": str(texts), "LR": f"{number}.0e-3", "CONNECTION": CONNECTIONS[name]}
-        text = functools.reduce(lambda text, item: text.replace(*item), small.items(), SMALL)
-        (tmp_path / f"{name}.yaml").write_text(text)
+        text = SMALL.replace("SOURCE", str(texts)).replace("LR", f"{number}.0e-3")
+        (tmp_path / f"{name}.yaml").write_text(text.replace("CONNECTION", CONNECTIONS[name]))
     monkeypatch.setattr(residua.demo, "RECIPES", recipes)
 
 

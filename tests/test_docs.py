@@ -306,6 +306,10 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
         ("residual+tc", "lambdas+conv", "lambdas-gated+conv"), baselines, measures, (row, wide)
     ):
         assert interval(name, baseline, measure, rows)[1] < 0, (name, baseline, measure)
+    convolving = {"residual+tc", "residual+conv", "ddl-tc", "ddl-tc-write-only", "lambdas+conv", "lambdas-gated+conv"}
+    for baseline, measure, rows in itertools.product(baselines, measures, (row, wide)):
+        found_there = {name: one.difference(baseline, measure) for name, one in rows.items()}
+        assert min((one.estimate.mean, name) for name, one in found_there.items() if one)[1] in convolving
     low, high = difference(wide["residual+tc"].losses, wide["residual+conv"].losses)
     assert low < 0 < high
     assert difference(row["residual+tc"].losses, row["residual+conv"].losses)[1] < 0

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from residua.runs.statistics import spearman
 from residua.study.questions import Published
-from residua.study.results import Results
+from residua.study.results import Results, begun
 
 SAMPLES = 4000
 LEAST = 4
@@ -38,8 +38,7 @@ def rankings(found: Results, *, samples: int = SAMPLES) -> list[Ranking]:
     return [
         _ranking(found, published, rung, samples)
         for published in found.study.published.values()
-        for rung in found.study.rungs
-        if any(row.rung == rung and row.whole for row in found.rows)
+        for rung in begun(found.study, found.rows)
     ]
 
 

@@ -123,13 +123,12 @@ def questions(found: Results, *, level: str = "###") -> list[str]:
     lines, several = [], len({answer.rung for answer in found.answers}) > 1
     for question in found.study.questions.values():
         lines += [f"{level} {_text(question.ask)}", ""]
-        own = [answer for answer in found.answers if answer.question.name == question.name]
-        there = [answer for answer in own if answer.difference is not None]
+        at = _by_size(found, question)
+        there = [answer for here in at.values() for answer in here if answer.difference is not None]
         if there:
             header = ["size", "comparison", "at equal", "seeds", "difference", "answer"]
             lines += [_line(header), _line(["---"] * len(header)), *(_line(_answer(answer)) for answer in there), ""]
-        for rung in dict.fromkeys(answer.rung for answer in own):
-            here = [answer for answer in own if answer.rung == rung]
+        for rung, here in at.items():
             where = f" at {_text(rung)}" if several else ""
             if waiting := list(dict.fromkeys(name for answer in here for name in answer.waiting)):
                 begun = any(answer.difference is not None for answer in here)
@@ -138,6 +137,12 @@ def questions(found: Results, *, level: str = "###") -> list[str]:
             for reason in dict.fromkeys(answer.missing for answer in here if answer.missing):
                 lines += [f"No comparison{where}: {_text(reason)}.", ""]
     return lines[:-1]
+
+
+def _by_size(found: Results, question: Question) -> dict[str, list[Answer]]:
+    """The answers to a question at every size of the study; none where no row is finished."""
+    own = [answer for answer in found.answers if answer.question.name == question.name]
+    return {rung: [answer for answer in own if answer.rung == rung] for rung in found.study.rungs}
 
 
 MEANS = (
@@ -414,8 +419,7 @@ def _plain_row(found: Results, row: Row) -> dict[str, Any]:
 
 
 def _plain_question(found: Results, question: Question) -> dict[str, Any]:
-    own = [answer for answer in found.answers if answer.question.name == question.name]
-    at = {rung: [answer for answer in own if answer.rung == rung] for rung in found.study.rungs}
+    at = _by_size(found, question)
     return {
         "ask": question.ask.replace("`", ""),
         "answers": [
@@ -430,7 +434,8 @@ def _plain_question(found: Results, question: Question) -> dict[str, Any]:
                 "clear": answer.difference.clear,
                 "verdict": answer.verdict,
             }
-            for answer in own
+            for here in at.values()
+            for answer in here
             if answer.difference and answer.difference.estimate
         ],
         "waiting": {rung: sorted({name for one in there for name in one.waiting}) for rung, there in at.items()},

@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -271,13 +271,19 @@ def _gathered(study: Study, rows: Sequence[Row], unfinished: Sequence[str], answ
     )
 
 
+def begun(study: Study, rows: Iterable[Row]) -> list[str]:
+    """The sizes that have a finished row, in the order of the study."""
+    there = {row.rung for row in rows if row.whole}
+    return [rung for rung in study.rungs if rung in there]
+
+
 def _answers(
     study: Study, rows: Mapping[tuple[str, str], Row], longer: Mapping[tuple[str, str], Sequence[Record]]
 ) -> list[Answer]:
     """The answers to all questions at all sizes that have a finished row, corrected for their number."""
     answers = []
-    begun = [rung for rung in study.rungs if any(row.rung == rung and row.whole for row in rows.values())]
-    for question, rung in itertools.product(study.questions.values(), begun or list(study.rungs)[:1]):
+    sizes = begun(study, rows.values()) or list(study.rungs)[:1]
+    for question, rung in itertools.product(study.questions.values(), sizes):
         for scheme, to in question.compare:
             row, base = rows.get((rung, scheme)), rows.get((rung, to))
             known: dict[str, Difference] = {}
