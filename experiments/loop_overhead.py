@@ -48,7 +48,7 @@ def steps(rounds: int, length: int, warmup: int) -> dict:
     from residua.data import Batches, PreparedData, prepare
     from residua.experiment import build_model
     from residua.training import load_config, train
-    from residua.training.optimizer import adamw
+    from residua.training.optimizer import make_optimizer
 
     torch.set_num_threads(1)
     ours, bare = [], []
@@ -66,7 +66,7 @@ def steps(rounds: int, length: int, warmup: int) -> dict:
 
             batches = Timed(batches.batches)
             model = build_model(config, data).train()
-            optimizer = adamw(model, config.train)
+            optimizer = make_optimizer(model, config.train)
             for step in range(length):
                 inputs, labels = batches.at(step)
                 model(input_ids=inputs, labels=labels, shift_labels=labels).loss.backward()

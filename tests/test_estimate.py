@@ -234,6 +234,15 @@ def test_an_estimate_adds_up():
     assert sharded.memory["replay"]["optimizer"] == found.memory["replay"]["optimizer"] / 4
 
 
+def test_muon_keeps_one_moment_of_the_matrices_of_attention_and_mlp():
+    adamw, muon = (load_config("tiny", [f"--train.optimizer={name}"]) for name in ("adamw", "muon"))
+    adamw, muon = (estimate(config, vocab_size=2048) for config in (adamw, muon))
+    gains = 4 * 2 * 64  # of the norms of queries and keys, in four layers
+    for name, parts in muon.memory.items():
+        assert adamw.memory[name]["optimizer"] - parts["optimizer"] == 4 * (adamw.parameters["sublayers"] - gains)
+    assert muon.assumptions[-1].startswith("train.optimizer=muon")
+
+
 @pytest.mark.slow
 def test_more_gpus_are_faster_but_not_beyond_their_number():
     config = load_config("tiny", ["--train.gradient_accumulation=8", "--model.connection=residual"])

@@ -19,7 +19,7 @@ from residua.checks import require
 from residua.errors import extra
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.runs.jsonlines import finite
-from residua.training import TrainConfig, adamw
+from residua.training import TrainConfig, make_optimizer
 
 VOCABULARY, SEQUENCES, LENGTH, LAYERS, HEAD_DIM = 256, 8, 64, 2, 32
 PARAMETERISATIONS = {"muP": True, "standard": False}
@@ -132,7 +132,7 @@ def _run(
                 embedding_init_std=0.1,
             )
         ).train()
-    optimizer = adamw(model, TrainConfig(lr=lr, weight_decay=0.0, steps=steps))
+    optimizer = make_optimizer(model, TrainConfig(lr=lr, weight_decay=0.0, steps=steps))
     start = _activations(model, ids)
     for _ in range(steps):
         model(input_ids=ids, labels=ids).loss.backward()

@@ -111,6 +111,14 @@ MISTAKES = [
     (["--train.min_lr_ratio=2"], "train.min_lr_ratio: expected a number in [0, 1], got 2.0"),
     (["--train.warmup_steps=500"], "train.warmup_steps: expected 0 to train.steps (400), got 500"),
     (["--train.seed=-1"], "train.seed: expected a whole number of at least 0, got -1"),
+    (
+        ["--train.optimizer=muon", "--train.parallel=fsdp"],
+        "train.parallel: expected auto, ddp or none with train.optimizer=muon, which needs whole matrices, got 'fsdp'",
+    ),
+    (
+        ["--train.optimizer=muon", "--model.mup=true"],
+        "train.optimizer: expected adamw with model.mup, whose rates are for Adam, got 'muon'",
+    ),
     (["--data.vocab_size=0"], "data.vocab_size: expected at least 1, got 0"),
     (["--data.validation_fraction=1"], "data.validation_fraction: expected a number between 0 and 1, got 1.0"),
     (

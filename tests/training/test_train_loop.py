@@ -26,28 +26,34 @@ def weights(folder, step):
     return load_file(folder / "checkpoints" / f"step-{step}" / "model.safetensors")
 
 
-def test_the_losses_are_those_of_a_plain_loop(tmp_path, fit, rows):
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_losses_are_those_of_a_plain_loop(name, tmp_path, fit, rows):
     """Clipping, the schedule, decay on matrices only, accumulation and the order of the batches, written out."""
-    result = fit(tmp_path / "run", gradient_accumulation=2, clip=0.5, log_every=1)
+    result = fit(tmp_path / "run", gradient_accumulation=2, clip=0.5, log_every=1, optimizer=name)
 
     model, batches, steps, warmup, peak = ToyModel(), ToyBatches(), 12, 2, 0.01
     torch.manual_seed(0)
-    matrices, others = [model.embedding.weight, model.hidden.weight], [model.gain, model.hidden.bias]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95)
-    )
+    matrices, others = [model.embedding.weight], [model.gain, model.hidden.bias]
+    optimizers = []
+    if name == "muon":
+        optimizers = [torch.optim.Muon([model.hidden.weight], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
+    else:
+        matrices.append(model.hidden.weight)
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95)))
     for row in rows(tmp_path / "run"):
         step = row["step"]
         share = (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
         lr = peak * (step / warmup if step < warmup else 0.05 + 0.95 * share)
-        for group in optimizer.param_groups:
+        for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
             group["lr"] = lr
         halves = [model(*batches.at(2 * (step - 1) + half), batches.at(2 * (step - 1) + half)[1]) for half in (0, 1)]
         loss = sum(half.loss for half in halves) / 2
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert row["lr"] == pytest.approx(lr, rel=1e-12)
         assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
@@ -135,15 +141,16 @@ def test_a_device_that_is_not_there(monkeypatch, tmp_path, fit):
         fit(tmp_path / "run", device="cuda")
 
 
-def test_resume_restores_the_optimizer_the_clock_and_the_random_state(tmp_path, fit, rows):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resume_restores_the_optimizer_the_clock_and_the_random_state(optimizer, tmp_path, fit, rows):
     """Without dropout's random state or the moments the losses would differ from step 7 on."""
-    fit(tmp_path / "whole")
+    fit(tmp_path / "whole", optimizer=optimizer)
     folder = tmp_path / "run"
-    first = fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
+    first = fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}), optimizer=optimizer)
     assert first["step"] == 6
     torch.manual_seed(99)
     batches = ToyBatches()
-    fit(folder, resume=True, batches=batches, facts={"tokens": 1})
+    fit(folder, resume=True, batches=batches, facts={"tokens": 1}, optimizer=optimizer)
     assert batches.asked == list(range(6, 12))
     assert rows(folder) == rows(tmp_path / "whole")
     seconds = [row["seconds"] for row in read_metrics(folder / "metrics.jsonl")]
@@ -195,10 +202,11 @@ def test_resume_with_other_data_is_refused(tmp_path, fit):
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 @pytest.mark.parametrize(("log_every", "noticed"), [(1, 8), (5, 9)])
-def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(factor, log_every, noticed, tmp_path, fit):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(optimizer, factor, log_every, noticed, tmp_path, fit):
     folder = tmp_path / "run"
     model, batches = ToyModel(poison={8: factor}), ToyBatches()
-    changes = {"log_every": log_every, "evaluate_every": 100, "checkpoint_every": 3}
+    changes = {"log_every": log_every, "evaluate_every": 100, "checkpoint_every": 3, "optimizer": optimizer}
     with pytest.raises(RunError) as error:
         fit(folder, model=model, batches=batches, **changes)
     message = str(error.value)

@@ -132,6 +132,8 @@ def _assumptions(
         lines.append("train.compile: a compiled model keeps every state (none) but fewer activations of the sublayers")
     if train.activation_checkpointing:
         lines.append("train.activation_checkpointing: the speed leaves out the arithmetic of recomputing layers")
+    if train.optimizer == "muon":
+        lines.append("train.optimizer=muon: the speed leaves out the matrix products of its updates")
     if type(model.scheme).traffic is Scheme.traffic:
         lines.append("traffic between sublayers is modelled on Deep Delta Learning with a state of the same size")
     return tuple(lines)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from residua.estimate.counts import on_meta
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from residua.training import TrainConfig
+from residua.training import TrainConfig, hidden_matrices
 from residua.training.distributed import BatchShard, layers_of, recompute_layers
 
 
@@ -109,6 +109,7 @@ def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard, sha
     )
     whole = on_meta(model)
     count = whole.num_parameters()
+    muon = sum(x.numel() for x in hidden_matrices(whole)) if train.optimizer == "muon" else 0  # it keeps one moment
     gradients, copies = 4.0 * count / shards, float(found.casts)
     if shards > 1:
         # The root is whole in float32; of the layers, one in use and one on its way. Until the last micro-batch of a
@@ -122,7 +123,7 @@ def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard, sha
     parts = {
         "weights": 4 * count / shards,
         "gradients": gradients,
-        "optimizer": 8 * count / shards,
+        "optimizer": (8 * count - 4 * muon) / shards,
         "copies": copies,
         "activations": found.kept,
         "logits": found.logits,

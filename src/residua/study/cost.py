@@ -18,7 +18,7 @@ from residua.estimate.counts import products_per_token, step_on_meta
 from residua.models.base_model import freeze_base
 from residua.models.opening import new_model
 from residua.provenance import circumstances
-from residua.training import BaseModelConfig, RunConfig, adamw, pick_device
+from residua.training import BaseModelConfig, RunConfig, make_optimizer, pick_device
 
 with extra("lab"):
     from transformers import PreTrainedConfig
@@ -46,7 +46,7 @@ class Step:
         self.forward = torch.compile(self.model) if train.compile else self.model
         self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=train.precision == "bfloat16")
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = adamw(self.model, train)
+        self.optimizer = make_optimizer(self.model, train)
         self.clip = train.clip
 
     def loss(self) -> Tensor:

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     )
     from residua.training.folder import claim
     from residua.training.loop import pick_device, train
-    from residua.training.optimizer import adamw, learning_rate_factor, parameter_groups, set_learning_rate
+    from residua.training.optimizer import (
+        hidden_matrices,
+        learning_rate_factor,
+        make_optimizer,
+        parameter_groups,
+        set_learning_rate,
+    )
 
 __all__ = [
     "BaseModelConfig",
@@ -30,13 +36,14 @@ __all__ = [
     "RunConfig",
     "RunFolder",
     "TrainConfig",
-    "adamw",
     "add_config_arguments",
     "claim",
+    "hidden_matrices",
     "latest_checkpoint",
     "learning_rate_factor",
     "load_checkpoint",
     "load_config",
+    "make_optimizer",
     "open_checkpoint",
     "parameter_groups",
     "pick_device",

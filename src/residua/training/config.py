@@ -141,7 +141,10 @@ class TrainConfig(_Section):
     )
     min_lr_ratio: float = _setting(0.05, "last learning rate as a fraction of the peak")
     warmup_steps: int = _setting(0, "steps of linear warmup")
-    weight_decay: float = _setting(0.1, "AdamW's, on matrices only")
+    optimizer: Literal["adamw", "muon"] = _setting(
+        "adamw", "muon for the matrices of attention and MLP, at the same learning rate, and adamw for the rest"
+    )
+    weight_decay: float = _setting(0.1, "decoupled weight decay, on matrices only")
     beta1: float = _setting(0.9, "AdamW's first")
     beta2: float = _setting(0.95, "AdamW's second")
     adam_eps: float = _setting(1e-8, "AdamW's epsilon")
@@ -177,6 +180,8 @@ class TrainConfig(_Section):
             self._check(name, 0 <= getattr(self, name) < math.inf, "a number of at least 0")
         for name in ("beta1", "beta2"):
             self._check(name, 0 <= getattr(self, name) < 1, "a number in [0, 1)")
+        sharded = self.optimizer == "muon" and self.parallel == "fsdp"
+        self._check("parallel", not sharded, "auto, ddp or none with train.optimizer=muon, which needs whole matrices")
         self._check("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "a number in [0, 1]")
         self._check("warmup_steps", 0 <= self.warmup_steps <= self.steps, f"0 to train.steps ({self.steps})")
         self._check("seed", self.seed >= 0, "a whole number of at least 0")
@@ -216,6 +221,8 @@ class RunConfig:
         from residua.models import ResiduaConfig  # here, for `--help` does not wait for transformers
 
         longest = model.max_position_embeddings
+        muon = self.train.optimizer == "muon"
+        require(not (model.mup and muon), "train.optimizer", "adamw with model.mup, whose rates are for Adam", "muon")
         given = {name: value for name, value in asdict(model).items() if (name, value) != ("vocab_size", None)}
         try:
             ResiduaConfig(**given)

@@ -22,7 +22,7 @@ from residua.training.distributed import ALONE, BatchShard, Ranks, parallelize
 from residua.training.finite import FiniteCheck
 from residua.training.folder import claim
 from residua.training.log import Display, MetricsLog, Rows, write_facts
-from residua.training.optimizer import adamw, learning_rate_factor, set_learning_rate
+from residua.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from residua.training.saving import Saver
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class _Updates:
     ):
         self.batches, self.config, self.shard, self.ranks, self.device = batches, config, shard, ranks, device
         self.model = parallelize(model.to(device).train(), config, ranks, device)
-        self.optimizer = adamw(model, config)
+        self.optimizer = make_optimizer(model, config)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.finite = FiniteCheck(model, self.optimizer, device, ranks.total if self.model.sharded else None)
         self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")

@@ -3,9 +3,18 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
+import residua
+from residua.errors import InputError
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from residua.training import adamw, learning_rate_factor, parameter_groups, set_learning_rate
+from residua.training import (
+    hidden_matrices,
+    learning_rate_factor,
+    make_optimizer,
+    parameter_groups,
+    set_learning_rate,
+)
 from support.toy_language_model import ToyModel, toy_config
 
 
@@ -66,7 +75,7 @@ def test_the_connections_own_parameters_may_learn_at_a_rate_of_their_own():
 def test_decay_pulls_matrices_alone():
     """With no gradient AdamW's step is the decay."""
     model = Everything()
-    optimizer = adamw(model, toy_config(lr=0.5, weight_decay=0.1))
+    optimizer = make_optimizer(model, toy_config(lr=0.5, weight_decay=0.1))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -94,7 +103,7 @@ def test_the_schedule_at_its_edges(warmup):
 
 
 def test_every_group_keeps_its_own_peak():
-    optimizer = adamw(ToyModel(), toy_config(lr=0.01))
+    optimizer = make_optimizer(ToyModel(), toy_config(lr=0.01))
     optimizer.param_groups[1]["initial_lr"] = 0.03
     set_learning_rate(optimizer, 0.5)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.005, 0.015])
@@ -112,10 +121,65 @@ def test_under_mup_matrices_learn_at_their_own_rate_wrapped_or_not():
     )
     model = ResiduaForCausalLM(config)
     for outer in (model, nn.Sequential(model)):
-        optimizer = adamw(outer, toy_config(lr=0.01, weight_decay=0.1))
+        optimizer = make_optimizer(outer, toy_config(lr=0.01, weight_decay=0.1))
         rates = {id(p): (g["initial_lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
         assert rates[id(model.model.layers[0].mlp.up_proj.weight)] == pytest.approx((0.04, 0.1))
         assert rates[id(model.model.embed_tokens.weight)] == pytest.approx((0.01, 0.1))
         assert rates[id(model.model.norm.weight)] == pytest.approx((0.01, 0.0))
         set_learning_rate(optimizer, 0.5)
         assert sorted({group["lr"] for group in optimizer.param_groups}) == pytest.approx([0.005, 0.02])
+
+
+def names_of(model, parameters):
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)] for parameter in parameters}
+
+
+def test_muon_takes_the_matrices_of_attention_and_mlp_and_adamw_the_rest():
+    """Not the embedding, the head, the gates and maps of a scheme, or anything that is frozen."""
+    model = ResiduaForCausalLM(
+        ResiduaConfig(
+            vocab_size=16,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            connection="ddl-tc",
+            tie_word_embeddings=False,
+        )
+    )
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
+    layer = "model.layers.0."
+    expected = {f"{layer}attention.{name}_proj.weight" for name in ("q", "k", "v", "o")}
+    expected |= {f"{layer}mlp.{name}_proj.weight" for name in ("gate", "up")}
+    for outer in (model, nn.Sequential(model)):
+        assert names_of(model, hidden_matrices(outer)) == expected
+    optimizer = make_optimizer(model, toy_config(optimizer="muon", lr=0.01))
+    groups = [(x, group) for group in optimizer.param_groups for x in group["params"]]
+    assert len(groups) == len([x for x in model.parameters() if x.requires_grad]), "each once"
+    assert names_of(model, [x for x, group in groups if "ns_steps" in group]) == expected
+    assert {group["initial_lr"] for _, group in groups} == {0.01}
+
+
+def test_of_a_converted_model_muon_takes_the_models_own_matrices():
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16))
+    expected = {f"transformer.h.0.{x}.weight" for x in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert names_of(model, hidden_matrices(model)) == expected
+    converted = residua.convert(model, "hc")
+    assert len(hidden_matrices(converted)) == len(expected), "nothing of the scheme"
+
+
+def test_an_update_of_muon_is_as_large_as_one_of_adamw():
+    """Newton-Schulz leaves singular values between 0.5 and 1.5, so the size is met to a factor of about that."""
+    model = ToyModel()
+    optimizer = make_optimizer(model, toy_config(optimizer="muon", lr=0.01, weight_decay=0.0))
+    before = model.hidden.weight.detach().clone()
+    model.hidden.weight.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    rms = (model.hidden.weight - before).square().mean().sqrt() / 0.01
+    assert 0.2 * 0.5 < rms < 0.2 * 1.5
+
+
+def test_a_torch_without_muon_is_one_line(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(InputError, match=r"^train\.optimizer: expected adamw, or torch 2\.9 or newer.*got 'muon'$"):
+        make_optimizer(ToyModel(), toy_config(optimizer="muon"))
