@@ -7,7 +7,6 @@ python experiments/tables.py --demo runs/demo    record a finished demo as demo.
 
 import argparse
 import ast
-import itertools
 import json
 import re
 import statistics
@@ -338,13 +337,10 @@ def resbench() -> "Results":
 
 def resbench_questions() -> str:
     """The questions of ResBench with their answers, and the rank correlations."""
-    from residua.study.ranking import rankings
-    from residua.study.report import questions, ranking_text
+    from residua.study.report import ANSWERS, questions, ranked
 
-    told = [f"- {ranking_text(one)}" for one in rankings(resbench())]
-    return "\n".join(
-        ["", *questions(resbench()), "", "### Does the ranking agree with the published one?", "", *told, ""]
-    )
+    asked = ["", ANSWERS, "", *questions(resbench()), ""]
+    return "\n".join([*asked, "### Does the ranking agree with the published one?", "", *ranked(resbench()), ""])
 
 
 def finished(rung: str) -> "list[Row]":
@@ -430,23 +426,23 @@ def resbench_gates() -> str:
 
 
 def resbench_standings() -> str:
-    """Which schemes are clear of zero, before any correction and after the one for their number."""
+    """The schemes that are ahead of every baseline, before any correction and after the one for their number."""
     from residua.study.results import SIGNIFICANT
 
     found = resbench()
-    names, rows = ("ahead", "behind", "not resolved"), []
-    for rung, measure, baseline in itertools.product(found.study.rungs, found.measures, found.study.baselines):
-        sides: dict[str, list[str]] = {name: [] for name in names}
-        for row in finished(rung):
-            difference = row.difference(baseline, measure)
-            if difference is None or difference.p is None:
-                continue
-            side = "ahead" if difference.estimate.mean < 0 else "behind"
-            scheme = f"**`{row.scheme}`**" if difference.clear else f"`{row.scheme}`"
-            sides[side if difference.p < SIGNIFICANT else "not resolved"].append(scheme)
-        if any(sides.values()):
-            rows.append([rung, measure, f"`{baseline}`", *(", ".join(side) or "–" for side in sides.values())])
-    return markdown(["size", "at equal", "compared with", *names], rows)
+    sizes, rows = [rung for rung in found.study.rungs if finished(rung)], []
+    for measure in found.measures:
+        cells = []
+        for rung in sizes:
+            names = []
+            for row in finished(rung):
+                against = [row.difference(name, measure) for name in found.study.baselines]
+                if all(d and d.p is not None and d.p < SIGNIFICANT and d.estimate.mean < 0 for d in against):
+                    name = f"`{row.scheme}`"
+                    names.append(f"**{name}**" if all(d.clear for d in against) else name)
+            cells.append(", ".join(names) or "–")
+        rows.append([measure, *cells])
+    return markdown(["at equal", *sizes], rows)
 
 
 def search_table() -> str:

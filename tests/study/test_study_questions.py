@@ -73,7 +73,7 @@ def test_without_all_seeds_or_longer_runs_there_is_no_answer_and_the_reason_is_s
     some = [r for r in records() if (r["scheme"], r["seed"]) != ("ddl", 3)]
     for answer in results(asked(), some, costs()).answers:
         assert (answer.verdict, answer.waiting) == ("not yet", ["ddl"])
-    assert "Not yet: waiting for `ddl`." in markdown(results(asked(), some, costs()))
+    assert "\n\nWaiting for `ddl`.\n" in markdown(results(asked(), some, costs()))
     for known in ([], [cost("residual", 1.0, 1000.0), cost("ddl", 1.7, 1000.0)]):
         tokens, seconds = results(asked(), records(), known).answers
         assert tokens.difference is not None
@@ -81,20 +81,34 @@ def test_without_all_seeds_or_longer_runs_there_is_no_answer_and_the_reason_is_s
         assert seconds.missing
     text = markdown(results(asked(), records(), known))
     assert "No comparison: residual has no runs 1.70 times as long as ddl" in text
-    assert text.count("| small | `ddl` − `residual` | tokens |") == 1
+    assert text.count("\n| `ddl` − `residual` | ") == 1
 
 
-def test_at_several_sizes_what_is_missing_is_said_by_size_and_a_size_without_a_finished_row_says_nothing():
+def test_a_column_for_a_size_that_has_an_answer_and_what_it_waits_for():
     small = DOCUMENT["rungs"]["small"]
     sizes = {"small": small, **{name: {**small, "tuned": "small"} for name in ("wide", "deep")}}
     pair = {"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]]}}
+    pair["more"] = {"ask": "And?", "compare": [["ddl", "residual"], ["hc", "residual"]]}
+    pair["none"] = {"ask": "Or?", "compare": [["hc", "residual"]]}
+    schemes = {"residual": {}, "ddl": {}, "hc": {}}
     plain = [one for one in records() if one["scheme"] == "residual" and one["kind"] == "report"]
     elsewhere = [{**one, "rung": rung, "key": f"{rung} {one['seed']}"} for rung in sizes for one in plain]
     there = [one for one in elsewhere if one["rung"] == "wide" or (one["rung"] == "deep" and one["seed"] == 1)]
-    text = "\n".join(questions(results(study(rungs=sizes, questions=pair), [*records(), *there], costs())))
-    assert "| small | `ddl` − `residual` | tokens | 3 |" in text
-    assert "Not yet at wide: waiting for `ddl`." in text
+    asked = study(rungs=sizes, questions=pair, schemes=schemes)
+    text = "\n".join(questions(results(asked, [*records(), *there], costs())))
+    first, second, third = text.split("### ")[1:]
+    assert "| comparison, at equal tokens | small |\n" in first
+    assert "\n| `ddl` − `residual` | -0.2000 ± 0.2484; would see 0.3" in first
+    assert "Waiting" not in first
+    assert "Waiting for `hc` at small." in second
+    assert third.strip() == "Or?\n\nWaiting for `hc`."
+    assert "wide" not in text
     assert "deep" not in text
+    whole = [{**one, "rung": "wide", "key": f"wide {one['scheme']} {one['seed']}"} for one in records()]
+    whole = [one for one in whole if one["kind"] == "report"]
+    text = "\n".join(questions(results(asked, [*records(), *whole], costs())))
+    assert "| comparison, at equal tokens | small | wide |\n" in text
+    assert "\n\nWaiting for `hc`.\n" in text
 
 
 def test_a_question_with_further_seeds_is_answered_by_all_of_them_and_rows_are_not():
@@ -104,7 +118,7 @@ def test_a_question_with_further_seeds_is_answered_by_all_of_them_and_rows_are_n
         found = results(further, records() + there, costs())
         (answer,) = found.answers
         assert (answer.difference.estimate.count, answer.difference.estimate.mean) == (count, pytest.approx(mean))
-        assert f"| tokens | {count} | " in markdown(found)
+        assert (f" ({count} seeds)" in markdown(found)) == (count != 3)
         row = found.row("small", "ddl")
         assert row.loss == results(study(), records(), costs()).row("small", "ddl").loss
         assert row.difference("residual", "tokens").estimate.count == 3
@@ -132,7 +146,8 @@ def test_the_page_says_what_the_report_says():
     assert [one["measure"] for one in shown["answers"]] == ["tokens", "seconds"]
     for one in shown["answers"]:
         assert one["seeds"] == 3
-        assert f"| {one['mean']:+.4f} ± {one['half']:.4f} | {one['verdict']} |" in markdown(found)
+        seen = one["verdict"].rpartition(" ")[2]
+        assert f"| {one['measure']} | {one['mean']:+.4f} ± {one['half']:.4f}; would see {seen} |" in markdown(found)
 
 
 def test_who_is_ahead_of_every_baseline_is_said():

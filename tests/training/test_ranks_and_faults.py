@@ -56,10 +56,11 @@ def test_two_ranks_then_one_then_three(parallel, data, alone, tmp_path, start, r
     assert_same_run(folder, alone(**SIX), rows, exact=False)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_what_one_process_saved_is_for_ranks_too(parallel, data, alone, tmp_path, start, rows):
+@pytest.mark.parametrize(("parallel", "optimizer"), [("ddp", "adamw"), ("fsdp", "adamw"), ("ddp", "muon")])
+def test_what_one_process_saved_is_for_ranks_too(parallel, optimizer, data, alone, tmp_path, start, rows):
     """And the other way round: one process reads what two wrote."""
-    folder, arguments = tmp_path / "run", options(data, parallel=parallel, keep_checkpoints=3)
+    folder = tmp_path / "run"
+    arguments = options(data, parallel=parallel, optimizer=optimizer, keep_checkpoints=3)
     run(config(arguments), folder, progress=False)
     for step in (4, 6):
         (folder / "checkpoints" / f"step-{step}" / "model.safetensors").unlink()
@@ -67,7 +68,7 @@ def test_what_one_process_saved_is_for_ranks_too(parallel, data, alone, tmp_path
     assert job.statuses == [143, 143], job.out
     assert job.windows[0][0]["index"] == 4, "it goes on from step 2"
     run(config(arguments), folder, resume=True, progress=False)
-    assert_same_run(folder, alone(), rows, exact=parallel == "ddp")
+    assert_same_run(folder, alone(optimizer=optimizer), rows, exact=parallel == "ddp")
 
 
 @pytest.mark.parametrize(("victim", "index", "parallel"), [(0, 2, "fsdp"), (1, 7, "ddp")])
@@ -85,7 +86,7 @@ def test_a_rank_that_dies_ends_the_job(victim, index, parallel, data, alone, tmp
     again = run_ranks(start, 2, folder, arguments, resume=True)
     assert again.statuses == [0, 0], again.out
     assert trained_windows([job, again], 2) == windows_alone(data)
-    assert_same_run(folder, alone(), rows, exact=parallel == "ddp")
+    assert_same_run(folder, alone(optimizer=optimizer), rows, exact=parallel == "ddp")
 
 
 @pytest.mark.parametrize(

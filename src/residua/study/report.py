@@ -3,7 +3,7 @@
 import csv
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,11 @@ def markdown(found: Results) -> str:
         lines += [_line(_cells(found, row)) for row in sorted(rows, key=_rank)]
         lines += ["", *_ahead(found, rung), ""]
     if found.answers:
-        lines += ["## Questions", "", *questions(found), ""]
+        lines += ["## Questions", "", ANSWERS, "", *questions(found), ""]
     if found.audits:
         lines += ["## Gates along training", "", *audited(found), ""]
-    if told := [ranking_text(one) for one in rankings(found)]:
-        lines += ["## Rankings published elsewhere", "", *(f"- {text}" for text in told), ""]
+    if told := ranked(found):
+        lines += ["## Rankings published elsewhere", "", *told, ""]
     return "\n".join([*lines, "## How to read this", "", *_reading(found), ""])
 
 
@@ -118,25 +118,63 @@ def _ahead(found: Results, rung: str) -> list[str]:
     return [f"Ahead of {names}, clear of zero at {'; at '.join(parts)}."] if parts else []
 
 
+ANSWERS = (
+    "A cell is the loss of the first scheme minus that of the second at one size, in nats per token, with half of its "
+    "95 % interval; **bold** where it is clear of zero after the correction for the number of answers. Where the "
+    "interval holds zero, no difference is seen; the cell adds the one that four of five such studies would see."
+)
+
+
 def questions(found: Results, *, level: str = "###") -> list[str]:
-    """Each question with a table of its answers, in Markdown."""
-    lines, several = [], len({answer.rung for answer in found.answers}) > 1
+    """Each question with a table of its answers, a row for a comparison and a column for a size, in Markdown.
+
+    What a question waits for is said of the sizes that have an answer, or if none has, of all together.
+    """
+    lines = []
     for question in found.study.questions.values():
         lines += [f"{level} {_text(question.ask)}", ""]
-        at = _by_size(found, question)
-        there = [answer for here in at.values() for answer in here if answer.difference is not None]
-        if there:
-            header = ["size", "comparison", "at equal", "seeds", "difference", "answer"]
-            lines += [_line(header), _line(["---"] * len(header)), *(_line(_answer(answer)) for answer in there), ""]
+        at = {rung: here for rung, here in _by_size(found, question).items() if here}
+        sizes = [rung for rung, here in at.items() if any(answer.difference for answer in here)]
+        if sizes:
+            lines += [*_answers(at, sizes, len(found.study.seeds)), ""]
+        waiting: dict[str, list[str]] = {}
         for rung, here in at.items():
-            where = f" at {_text(rung)}" if several else ""
-            if waiting := list(dict.fromkeys(name for answer in here for name in answer.waiting)):
-                begun = any(answer.difference is not None for answer in here)
-                told = f"Also waiting{where}" if begun else f"Not yet{where}: waiting"
-                lines += [f"{told} for {_names(waiting)}.", ""]
+            names = _names(dict.fromkeys(name for answer in here for name in answer.waiting))
+            if names and (rung in sizes or not sizes):
+                waiting.setdefault(names, []).append(rung)
+        for names, rungs in waiting.items():
+            lines += [f"Waiting for {names}{_where(rungs, at)}.", ""]
+        missing: dict[str, list[str]] = {}
+        for rung, here in at.items():
             for reason in dict.fromkeys(answer.missing for answer in here if answer.missing):
-                lines += [f"No comparison{where}: {_text(reason)}.", ""]
+                missing.setdefault(reason, []).append(rung)
+        for reason, rungs in missing.items():
+            lines += [f"No comparison{_where(rungs, at)}: {_text(reason)}.", ""]
     return lines[:-1]
+
+
+def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: int) -> list[str]:
+    """A table of the answers to a question; without a column for what is equal where that is one thing."""
+    told = {
+        (answer.scheme, answer.to, answer.measure, rung): _answer(answer, seeds)
+        for rung in sizes
+        for answer in at[rung]
+        if answer.difference is not None
+    }
+    measures = list(dict.fromkeys(measure for *_, measure, _ in told))
+    one = f"comparison, at equal {measures[0]}"
+    header = [*(["comparison", "at equal"] if len(measures) > 1 else [one]), *sizes]
+    lines = [_line(header), _line(["---"] * len(header))]
+    for scheme, to, measure in dict.fromkeys(key[:3] for key in told):
+        pair = f"{_names([scheme])} − {_names([to])}"
+        cells = [told.get((scheme, to, measure, rung), "–") for rung in sizes]
+        lines.append(_line([pair, *([measure] if len(measures) > 1 else []), *cells]))
+    return lines
+
+
+def _where(rungs: Sequence[str], at: Mapping[str, Any]) -> str:
+    """Which sizes are spoken of, unless it is all that there are."""
+    return "" if len(rungs) == len(at) else f" at {_list(rungs)}"
 
 
 def _by_size(found: Results, question: Question) -> dict[str, list[Answer]]:
@@ -210,11 +248,22 @@ def _shortened(texts: Sequence[str], most: int = 8) -> str:
     return _text("; ".join(texts[:most])) + (f"; and {more} more" if more > 0 else "")
 
 
-def _answer(answer: Answer) -> list[str]:
-    estimate = estimate_text(answer.difference.estimate, "+.4f")
-    pair = f"`{answer.scheme.replace('`', '')}` − `{answer.to.replace('`', '')}`"
-    shown = f"**{estimate}**" if answer.difference.clear else estimate
-    return [answer.rung, pair, answer.measure, str(answer.difference.estimate.count), shown, answer.verdict]
+def _answer(answer: Answer, seeds: int) -> str:
+    """A difference, with its number of seeds where it is not the study's, and what it would take to see one."""
+    difference = answer.difference
+    estimate = difference.estimate
+    text = estimate_text(estimate, "+.4f")
+    text = f"**{text}**" if difference.clear else text
+    text += f" ({estimate.count} seeds)" if estimate.count != seeds else ""
+    seen = difference.p is not None and difference.p < SIGNIFICANT
+    return text if seen or estimate.detectable is None else f"{text}; would see {estimate.detectable:.4f}"
+
+
+def ranked(found: Results) -> list[str]:
+    """The comparisons with published rankings in Markdown; where there is none yet, what the first one waits for."""
+    every = rankings(found)
+    there = [one for one in every if one.correlation is not None]
+    return [f"- {ranking_text(one)}" for one in there or every[:1]]
 
 
 def ranking_text(one: Ranking) -> str:
@@ -227,7 +276,7 @@ def ranking_text(one: Ranking) -> str:
     return f"{_text(where)}: rank correlation {one.correlation:+.2f}, {interval}, over {told}."
 
 
-def _names(names: Sequence[str]) -> str:
+def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{_text(name).replace('`', '')}`" for name in names)
 
 
