@@ -97,6 +97,20 @@ def test_a_study_may_grow_and_loses_no_scheme(finished, data, tmp_path):
     assert "`ddl`" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
+def test_a_size_that_is_asked_for_alone_has_rows_and_costs_alone(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(cost, "peak_of", lambda *args, **kwargs: 1)
+    small = SMALLEST["rungs"]["small"]
+    file, out = tmp_path / "study.yaml", tmp_path / "out"
+    file.write_text(write_yaml({**SMALLEST, "rungs": {"small": small, "deep": {**small, "tuned": "small"}}}))
+    argv = ["study", str(file), "--out", str(out), "--data", str(data), "--rungs", "deep", "--rounds", "1"]
+    assert main(argv) == 0
+    assert main([*argv, "--measure"]) == 0
+    runs, costs = (jsonlines.read(out / f"{name}.jsonl") for name in ("records", "costs"))
+    assert {(row["rung"], row["kind"]) for row in runs} == {("small", "tune"), ("deep", "report")}
+    assert [row["rung"] for row in costs] == 2 * len(SMALLEST["schemes"]) * ["deep"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

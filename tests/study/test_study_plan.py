@@ -88,6 +88,10 @@ def test_a_size_takes_the_settings_of_the_size_that_it_names(data):
     assert len(deep) == 9
     assert {run.config.train.lr for run in deep} == {0.004}
     assert {run.config.model.num_hidden_layers for run in deep} == {2}
+    plan = Plan(study(rungs=rungs), data, ["deep"])
+    alone = walked(plan, by_rate(0.004))
+    assert [run.key for run in alone] == [run.key for run in runs if run.kind == "tune" or run.rung == "deep"]
+    assert len(alone) <= plan.most < Plan(study(rungs=rungs), data).most
 
 
 def test_matched_parameters_come_as_near_as_the_width_of_an_mlp_allows(data):

@@ -86,7 +86,7 @@ def test_a_rank_that_dies_ends_the_job(victim, index, parallel, data, alone, tmp
     again = run_ranks(start, 2, folder, arguments, resume=True)
     assert again.statuses == [0, 0], again.out
     assert trained_windows([job, again], 2) == windows_alone(data)
-    assert_same_run(folder, alone(optimizer=optimizer), rows, exact=parallel == "ddp")
+    assert_same_run(folder, alone(), rows, exact=parallel == "ddp")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def run(arguments: Arguments) -> int | None:
     from residua.study.plan import load_study
 
     study = load_study(arguments.what).only(arguments.schemes, arguments.rungs, arguments.questions)
-    options = {"data": arguments.data, "rounds": arguments.rounds or ROUNDS}
+    options = {"data": arguments.data, "rungs": arguments.rungs, "rounds": arguments.rounds or ROUNDS}
     if arguments.measure:
         measure_again(study, arguments.out, compiled=arguments.measure == "compiled", **options)
     else:

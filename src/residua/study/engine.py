@@ -48,6 +48,7 @@ def run_study(
     out: str | Path,
     *,
     data: str | None = None,
+    rungs: Sequence[str] | None = None,
     processes: int = 1,
     costs: bool = True,
     rounds: int = ROUNDS,
@@ -59,6 +60,7 @@ def run_study(
 
     Args:
         data: a folder of prepared data, in place of what the study's configuration names.
+        rungs: the sizes of which rows are wanted; others of the study are tuned at most. None for all of them.
         processes: runs at the same time, each with one thread; no number depends on it.
         costs: measure time and memory of the schemes that have no record of them.
         rounds: in which the schemes take turns while their steps are timed.
@@ -68,7 +70,7 @@ def run_study(
         RunError: a run failed for another reason than its numbers, or a result could not be written.
     """
     out = Path(out)
-    plan = Plan(study, study.data(data))
+    plan = Plan(study, study.data(data), rungs)
     with open_runs(out, {"title": study.title, "data": plan.facts["fingerprint"]}) as made:
         checked_runs(list(made.finished.values()), str(out / "records.jsonl"), plan.facts["fingerprint"])
         with writable(out):
@@ -125,8 +127,8 @@ def open_study(out: str | Path, data: str | None = None) -> tuple[Plan, Sequence
     return plan, records, checked_costs(jsonlines.read(costs), str(costs))
 
 
-def _plan(study: Study, out: Path, data: str | None) -> Plan:
-    plan = Plan(study, study.data(data))
+def _plan(study: Study, out: Path, data: str | None, rungs: Sequence[str] | None = None) -> Plan:
+    plan = Plan(study, study.data(data), rungs)
     known = read_object(out / "settings.json")
     require(known.get("data") == plan.facts["fingerprint"], "--data", f"the data of {out}", plan.data)
     return plan
@@ -137,6 +139,7 @@ def measure_again(
     out: str | Path,
     *,
     data: str | None = None,
+    rungs: Sequence[str] | None = None,
     rounds: int = ROUNDS,
     compiled: bool = False,
     progress: bool = True,
@@ -148,7 +151,7 @@ def measure_again(
     """
     out = Path(out)
     read_folder(out)
-    plan = _plan(study, out, data)
+    plan = _plan(study, out, data, rungs)
     joined(plan.study, out)
     measure_costs(plan, out, rounds=rounds, again=True, compiled=compiled, progress=progress)
 
@@ -190,7 +193,7 @@ def measure_costs(
     path = out / "costs.jsonl"
     rows = () if again else checked_costs(jsonlines.read(path), str(path))
     known = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
-    for rung in plan.study.rungs:
+    for rung in plan.rungs:
         entries = plan.study.schemes.items()
         missing = [name for name, entry in entries if (rung, name, entry.connection) not in known]
         if not missing:

@@ -262,12 +262,15 @@ class Study:
 class Plan:
     """The runs of a study on prepared data. `data` is their folder.
 
+    rungs: the sizes at which runs are reported; at others of the study only those that tune. None for all of them.
+
     Raises:
         InputError: a configuration cannot be used, or the data have too few tokens to show each once.
     """
 
-    def __init__(self, study: Study, data: str | Path):
+    def __init__(self, study: Study, data: str | Path, rungs: Sequence[str] | None = None):
         study = self.study = _pinned(study)
+        self.rungs = [name for name in study.rungs if rungs is None or name in rungs]
         self.data = str(data)
         self.prepared = PreparedData.open(data)
         self._intermediate: dict[tuple[str, str], int] = {}
@@ -282,7 +285,7 @@ class Plan:
             train = config.train
             per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
             self.steps[rung.name] = max(1, round(study.tokens_per_parameter * self._count(config) / per_step))
-            longest = max([1.0, *study.longer_at(rung.name)])
+            longest = max([1.0, *(study.longer_at(rung.name) if rung.name in self.rungs else ())])
             needed = round(longest * self.steps[rung.name]) * per_step + 2 * train.sequence_length
             if needed > len(self.prepared.train):
                 raise InputError(
@@ -311,11 +314,12 @@ class Plan:
             for entry in self.study.schemes.values():
                 if rung.tuned is None:
                     yield from self.tuning(rung.name, entry.name, finished)
-                chosen[entry.name] = self.chosen(rung.name, entry.name, finished)
-                if chosen[entry.name] is not None:
+                if rung.name in self.rungs:
+                    chosen[entry.name] = self.chosen(rung.name, entry.name, finished)
+                if chosen.get(entry.name) is not None:
                     yield from self.reported(rung.name, entry.name, chosen[entry.name])
             for name in self.study.baselines:
-                if chosen[name] is not None:
+                if chosen.get(name) is not None:
                     for factor in self.study.longer_at(rung.name):
                         yield from self.reported(rung.name, name, chosen[name], factor)
             for name, point in chosen.items():
@@ -330,9 +334,9 @@ class Plan:
         schemes, baselines = len(study.schemes), len(study.baselines)
         found = tuned * (schemes * tuning.runs + baselines * (tuning.baseline_runs - tuning.runs))
         found += tuned * schemes * (tuning.finalists * len(tuning.judges) if tuning.finalists > 1 else 0)
-        longer = sum(len(study.longer_at(name)) for name in study.rungs)
-        further = len(study.rungs) * sum(len(study.further_seeds(name)) for name in study.schemes)
-        return found + len(study.seeds) * (len(study.rungs) * schemes + baselines * longer) + further
+        longer = sum(len(study.longer_at(name)) for name in self.rungs)
+        further = len(self.rungs) * sum(len(study.further_seeds(name)) for name in study.schemes)
+        return found + len(study.seeds) * (len(self.rungs) * schemes + baselines * longer) + further
 
     def tuning(self, rung: str, scheme: str, finished: Mapping[Any, Record]) -> list[Run]:
         """The tuning runs of a scheme at a rung that is tuned by itself, as far as the finished ones tell."""
