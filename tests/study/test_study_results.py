@@ -8,7 +8,7 @@ import math
 import pytest
 
 from residua.runs.statistics import Estimate
-from residua.study.picture import draw
+from residua.study.picture import draw, draw_sizes
 from residua.study.report import markdown, payload, table
 from residua.study.results import results
 from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
@@ -260,3 +260,18 @@ def test_the_picture_has_the_rows_of_each_size_under_its_name():
         assert len(marks) == 1
         assert len(marks[0]) == expected.count("ddl")
         assert all(expected[::-1][round(place)] == "ddl" for place in marks[0])
+
+
+def test_sizes_stand_side_by_side_where_schemes_have_rows_at_several():
+    small = DOCUMENT["rungs"]["small"]
+    rungs = {"small": small, "large": {**small, "tuned": "small"}, "none": {**small, "tuned": "small"}}
+    two = study(rungs=rungs, schemes={"residual": {}, "ddl": {}, "hc": {}})
+    again = [{**one, "rung": "large", "key": one["key"].replace("small", "large")} for one in records()]
+    assert draw_sizes(results(two, records(), costs())) is None
+    found = results(two, [*records(), *copied("hc"), *again], costs())
+    panels = draw_sizes(found).axes
+    assert [panel.get_title() for panel in panels] == [f"equal {measure}" for measure in found.measures]
+    assert [label.get_text() for label in panels[0].get_yticklabels()] == ["ddl"]
+    assert panels[0].get_legend_handles_labels()[1] == ["small", "large"]
+    (mean,) = {line.get_xdata()[0] for line in panels[0].lines if line.get_marker() in ("o", "s")}
+    assert mean == pytest.approx(found.row("large", "ddl").difference("residual", "tokens").estimate.mean)

@@ -1,12 +1,15 @@
-"""The pictures of a study: every difference with its interval, and the gates along training."""
+"""The pictures of a study: every difference with its interval, those at several sizes side by side, the gates."""
 
 import itertools
+import statistics
+from collections.abc import Sequence
 
 from residua.errors import extra
 from residua.runs.figures import COLOURS
 from residua.study.results import Results, Row
 
 with extra("lab"):
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 STYLES = {
@@ -48,11 +51,7 @@ def draw(found: Results) -> Figure | None:
                 and difference.estimate.half_width is not None
             ]
             if there:
-                y, x, half = zip(*there)
-                panel.errorbar(
-                    x, y, xerr=half, fmt=mark, color=colour, markersize=4.5, linewidth=1.3, capsize=2.5,
-                    label=f"equal {measure}",
-                )  # fmt: skip
+                _marks(panel, there, colour, mark, f"equal {measure}")
         panel.set_yticks(range(len(lines)), [line if isinstance(line, str) else line.scheme for line in lines])
         for place, label in enumerate(panel.get_yticklabels()):
             label.set(family="monospace", fontsize=8.5, weight="normal" if place in rows else "bold")
@@ -66,6 +65,61 @@ def draw(found: Results) -> Figure | None:
         *panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2 * len(baselines), frameon=False
     )
     return figure
+
+
+def draw_sizes(found: Results) -> Figure | None:
+    """Draw the differences at every size side by side: a row of panels for each baseline, a panel for each measure.
+
+    Only of schemes with rows at three sizes, or at two if the study has no more, the lowest mean difference on top.
+    None where there are fewer sizes or no such schemes.
+    """
+    first, rows, means = found.study.baselines[0], {}, {}
+    for row in found.rows:
+        difference = row.difference(first, "tokens")
+        if difference is not None and difference.estimate is not None:
+            rows[row.scheme, row.rung] = row
+            means.setdefault(row.scheme, []).append(difference.estimate.mean)
+    sizes = [rung for rung in found.study.rungs if any(rung == there for _, there in rows)]
+    enough = min(3, max(2, len(sizes)))
+    names = [name for name in means if len(means[name]) >= enough]
+    names.sort(key=lambda name: statistics.fmean(means[name]), reverse=True)
+    baselines = [name for name in found.study.baselines if {*names} - {name}]
+    if not baselines:
+        return None
+    shape = len(baselines), len(found.measures)
+    size = 2.0 + 2.5 * shape[1], shape[0] * (0.34 * len(names) + 0.5) + 0.7
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    panels = figure.subplots(*shape, sharex=True, sharey=True, squeeze=False)
+    for (baseline, measure), panel in zip(itertools.product(baselines, found.measures), panels.flat):
+        panel.axvline(0, color="#222222", linewidth=1.2)
+        for number, rung in enumerate(sizes):
+            aside = 0.22 * ((len(sizes) - 1) / 2 - number)
+            there = [
+                (place + aside, difference.estimate.mean, difference.estimate.half_width)
+                for place, name in enumerate(names)
+                if (row := rows.get((name, rung)))
+                and (difference := row.difference(baseline, measure))
+                and difference.estimate is not None
+                and difference.estimate.half_width is not None
+            ]
+            if there:
+                _marks(panel, there, COLOURS[number % len(COLOURS)], "osD^vP"[number % 6], rung)
+        panel.set_yticks(range(len(names)), names, family="monospace", fontsize=8.5)
+        panel.grid(axis="x", color="#dddddd", linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel, measure in zip(panels[0], found.measures):
+        panel.set_title(f"equal {measure}", fontsize=10)
+    for (panel, *_), baseline in zip(panels, baselines):
+        panel.set_ylabel(f"minus {baseline}")
+    figure.supxlabel("Loss minus that of the baseline (nats per token), 95 % intervals", fontsize=10)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper right", ncols=6, frameon=False)
+    return figure
+
+
+def _marks(panel: Axes, there: Sequence[tuple[float, float, float]], colour: str, mark: str, label: str) -> None:
+    """Draw points with intervals: places on the y axis, means and half widths."""
+    y, x, half = zip(*there)
+    panel.errorbar(x, y, xerr=half, fmt=mark, color=colour, markersize=4.5, linewidth=1.3, capsize=2.5, label=label)
 
 
 def draw_gates(found: Results) -> Figure | None:
