@@ -198,7 +198,13 @@ def test_an_audit_repeats_a_run_to_the_last_bit_and_measures_its_gates_along_tra
     assert (out / "gates.png").read_bytes().startswith(b"\x89PNG")
     assert main(argv) == 0  # it is there, and not made twice
     assert "all of these runs are audited" in capsys.readouterr().out
-    assert len(jsonlines.read(out / "audits.jsonl")) == 1
+    assert main([*argv, "--seeds", "2"]) == 0
+    assert [row["seed"] for row in jsonlines.read(out / "audits.jsonl")] == [1, 2]
+    capsys.readouterr()
+    assert main(["study", "report", str(out)]) == 0
+    assert "| small | `ddl`, seed 2 |" in capsys.readouterr().out
+    assert main([*argv, "--seeds", "9"]) == 2
+    assert "expected finished runs of seed 9 to audit, found none" in capsys.readouterr().err
     write(out, map(nudged, jsonlines.read(out / "records.jsonl")))
     (out / "audits.jsonl").unlink()
     assert main(argv) == 1

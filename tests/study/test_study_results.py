@@ -8,7 +8,7 @@ import math
 import pytest
 
 from residua.runs.statistics import Estimate
-from residua.study.picture import draw, draw_sizes
+from residua.study.picture import draw, draw_gates, draw_sizes
 from residua.study.report import markdown, payload, table
 from residua.study.results import results
 from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
@@ -275,3 +275,16 @@ def test_sizes_stand_side_by_side_where_schemes_have_rows_at_several():
     assert panels[0].get_legend_handles_labels()[1] == ["small", "large"]
     (mean,) = {line.get_xdata()[0] for line in panels[0].lines if line.get_marker() in ("o", "s")}
     assert mean == pytest.approx(found.row("large", "ddl").difference("residual", "tokens").estimate.mean)
+
+
+def test_gates_stand_eight_in_a_row():
+    levels = {f"gate_{level}": 0.5 for level in ("q05", "q50", "q95")}
+    sublayers = [{"sublayer": f"{number}", **levels} for number in range(1, 11)]
+    behind = next(row for row in records() if (row["scheme"], row["kind"], row["seed"]) == ("ddl", "report", 2))
+    one = {**{key: behind[key] for key in ("key", "rung", "scheme", "seed")}, "equal": True}
+    found = results(study(), records(), costs())
+    assert draw_gates(found) is None
+    points = [{"step": step, "sublayers": sublayers} for step in (1, 2)]
+    panels = draw_gates(found.with_audits([{**one, "points": points}])).axes
+    assert [panel.get_title() for panel in panels if panel.get_visible()] == [str(number) for number in range(1, 11)]
+    assert [panel.get_ylabel() for panel in panels if panel.get_ylabel()] == 2 * ["ddl\nsmall, seed 2\ngate"]

@@ -47,6 +47,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--also", nargs="+", default=[], metavar="FILE", help="report: records that were submitted")
     parser.add_argument("--share", type=number, default=0.1, help="verify: of the runs to repeat (default: 0.1)")
     parser.add_argument("--seed", type=whole(0), default=0, help="verify: of the choice of runs (default: 0)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=whole(0), metavar="SEED", help="audit: runs of these (default: the first)"
+    )
     parser.add_argument("--scheme", metavar="NAME", help="submit: the scheme")
     add_json(parser)
 
@@ -110,7 +113,8 @@ def _audit(arguments: Arguments) -> int:
     from residua.study.audit import audit
 
     count = wrong = 0
-    for row in audit(arguments.folder, data=arguments.data, schemes=arguments.schemes, rungs=arguments.rungs):
+    chosen = {name: getattr(arguments, name) for name in ("data", "schemes", "rungs", "seeds")}
+    for row in audit(arguments.folder, **chosen):
         count, wrong = count + 1, wrong + (not row["equal"])
         said = "equal to the last bit" if row["equal"] else "other losses than its record"
         print(f"{row['key']}: {said}, measured at {len(row['points'])} steps", flush=True)

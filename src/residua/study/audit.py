@@ -31,9 +31,12 @@ def audit(
     data: str | None = None,
     schemes: Sequence[str] | None = None,
     rungs: Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
     progress: bool = True,
 ) -> Iterator[Record]:
-    """Repeat the reported run of the first seed of every scheme and size, and record its connections along training.
+    """Repeat reported runs of every scheme and size, and record their connections along training.
+
+    Those of the study's first seed, or of `seeds`.
 
     Appends one row to audits.jsonl for each run that has none, and yields it: `equal`, whether the repeated run has the
     losses of its record to the last bit, and `points`, the `sublayer_statistics` at each evaluation.
@@ -48,16 +51,18 @@ def audit(
     for name, known in ((name, plan.study.schemes) for name in schemes or ()):
         if name not in known:
             raise InputError(f"--schemes: expected some of {', '.join(known)}, got {name!r}")
+    chosen = [plan.study.seeds[0]] if seeds is None else seeds
     found = [
         run
         for run in plan.runs(finished)
-        if (run.kind, run.config.train.seed) == ("report", plan.study.seeds[0])
+        if run.kind == "report"
+        and run.config.train.seed in chosen
         and run.scheme in (schemes or plan.study.schemes)
         and run.rung in (rungs or plan.study.rungs)
         and finished.get(run.key, {}).get("val_loss") is not None
     ]
     if not found:
-        raise InputError(f"{out}: expected finished runs of seed {plan.study.seeds[0]} to audit, found none")
+        raise InputError(f"{out}: expected finished runs of seed {', '.join(map(str, chosen))} to audit, found none")
     with writable(out), JsonLines(out / AUDITS) as lines:
         there = {row.get("key") for row in lines.rows}
         for number, run in enumerate((run for run in found if run.key not in there), start=1):

@@ -19,6 +19,8 @@ STYLES = {
     "compiled seconds": (COLOURS[3], "^"),
 }
 """Colour and mark of each measure."""
+PANELS = 8
+"""Of gates in a row."""
 
 
 def draw(found: Results) -> Figure | None:
@@ -123,27 +125,25 @@ def _marks(panel: Axes, there: Sequence[tuple[float, float, float]], colour: str
 
 
 def draw_gates(found: Results) -> Figure | None:
-    """Draw the gates of the audited runs along training, a row for each and a panel for each sublayer; None if there
-    are none.
+    """Draw the gates of the audited runs along training, a panel for each sublayer, eight in a row; None if there are
+    none.
     """
-    shown = [
-        (one, gate)
+    lines = [
+        (one, gate, range(first, min(first + PANELS, len(one["points"][0]["sublayers"]))))
         for one in found.audits
         for gate in ("beta", "gamma", "gate")
         if all(row.get(f"{gate}_q50") is not None for point in one["points"] for row in point["sublayers"])
+        for first in range(0, len(one["points"][0]["sublayers"]), PANELS)
     ]
-    if not shown:
+    if not lines:
         return None
-    depth = max(len(one["points"][0]["sublayers"]) for one, _ in shown)
-    figure = Figure(figsize=(1.6 + 1.5 * depth, 0.6 + 1.7 * len(shown)), dpi=130, layout="constrained")
-    panels = figure.subplots(len(shown), depth, sharex="row", sharey="row", squeeze=False)
-    for line, (one, gate) in zip(panels, shown):
+    across = max(len(places) for _, _, places in lines)
+    figure = Figure(figsize=(1.6 + 1.5 * across, 0.6 + 1.7 * len(lines)), dpi=130, layout="constrained")
+    panels = figure.subplots(len(lines), across, sharex="row", sharey="row", squeeze=False)
+    for row_of_panels, (one, gate, places) in zip(panels, lines):
         steps = [point["step"] for point in one["points"]]
-        for place, panel in enumerate(line):
-            rows = [point["sublayers"][place] for point in one["points"] if place < len(point["sublayers"])]
-            if not rows:
-                panel.set_visible(False)
-                continue
+        for place, panel in zip(places, row_of_panels):
+            rows = [point["sublayers"][place] for point in one["points"]]
             low, middle, high = ([row[f"{gate}_{level}"] for row in rows] for level in ("q05", "q50", "q95"))
             panel.fill_between(steps, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
             panel.plot(steps, middle, color=COLOURS[0], linewidth=1.4)
@@ -151,6 +151,10 @@ def draw_gates(found: Results) -> Figure | None:
             panel.set_title(rows[0]["sublayer"], fontsize=8)
             panel.tick_params(labelsize=7)
             panel.spines[["top", "right"]].set_visible(False)
-        line[0].set_ylabel(f"{one['scheme']}, {one['rung']}\n{gate}", fontsize=8)
+        for panel in row_of_panels[len(places) :]:
+            panel.set_visible(False)
+        seed = one.get("seed", found.study.seeds[0])
+        told = f", seed {seed}" if seed != found.study.seeds[0] else ""
+        row_of_panels[0].set_ylabel(f"{one['scheme']}\n{one['rung']}{told}\n{gate}", fontsize=8)
     figure.supxlabel("Step. Line: median over held-out tokens; band: 5 % to 95 % of them", fontsize=8)
     return figure

@@ -202,7 +202,9 @@ def audit_table(found: Results) -> tuple[list[str], list[list[str]]]:
     }
     rows = []
     for one in found.audits:
-        points, other = one["points"], "" if one["equal"] else ", other bits than its record"
+        points, seed = one["points"], one.get("seed", found.study.seeds[0])
+        other = f", seed {seed}" if seed != found.study.seeds[0] else ""
+        other += "" if one["equal"] else ", other bits than its record"
         for point in [points[i] for i in sorted({0, len(points) // 2, len(points) - 1})]:
             cells = [str(point["step"]), *(_measured(point, key) for key in columns)]
             rows.append([one["rung"], one["scheme"], other, *cells])
