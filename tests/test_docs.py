@@ -279,8 +279,9 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     """The sentences of README.md, docs/results.md and docs/resbench.md; a record that says otherwise ends them."""
     found = results(load_study("resbench"), runs("resbench/records.jsonl"), runs("resbench/costs.jsonl"))
     whole = [one for one in found.rows if one.whole]
-    assert {one.rung for one in whole} == {"0.1M", "0.1M-wide"}
-    row, wide = ({one.scheme: one for one in whole if one.rung == rung} for rung in ("0.1M", "0.1M-wide"))
+    shapes = "0.1M", "0.1M-wide", "0.1M-deep"
+    assert {one.rung for one in whole} == {*shapes}
+    row, wide, deep = ({one.scheme: one for one in whole if one.rung == rung} for rung in shapes)
 
     def ends(estimate):
         return estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
@@ -306,10 +307,44 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
         ("residual+tc", "lambdas+conv", "lambdas-gated+conv"), baselines, measures, (row, wide)
     ):
         assert interval(name, baseline, measure, rows)[1] < 0, (name, baseline, measure)
-    convolving = {"residual+tc", "residual+conv", "ddl-tc", "ddl-tc-write-only", "lambdas+conv", "lambdas-gated+conv"}
-    for baseline, measure, rows in itertools.product(baselines, measures, (row, wide)):
+    for baseline, measure, rows in itertools.product(baselines, measures, (row, wide, deep)):
         found_there = {name: one.difference(baseline, measure) for name, one in rows.items()}
-        assert min((one.estimate.mean, name) for name, one in found_there.items() if one)[1] in convolving
+        first = min((one.estimate.mean, name) for name, one in found_there.items() if one and one.estimate)[1]
+        assert first.startswith("ddl-tc") or first.endswith(("+tc", "+conv")), (first, baseline, measure)
+        if rows is deep and (baseline, measure) == ("lambdas", "seconds"):
+            low, high = interval("residual+tc", baseline, measure, deep)
+            assert low < 0 < high
+        else:
+            assert interval("residual+tc", baseline, measure, rows)[1] < 0
+        if (one := found_there["lambdas+tc"]) or measure != "compiled seconds":
+            assert ends(one.estimate)[1] < 0
+        if rows is deep and measure in ("tokens", "FLOPs"):
+            assert interval("lambdas-gated+conv", baseline, measure, deep)[1] < 0
+    for measure in measures:
+        assert interval("lambdas", "residual", measure, deep)[1] < 0
+    level = deep["lambdas-gated+conv"].difference("lambdas", "seconds").estimate
+    assert ends(level)[0] < 0 < ends(level)[1]
+    assert round(level.detectable, 3) == 0.023
+    for rows in (row, wide):
+        low, high = difference(rows["lambdas+tc"].losses, rows["residual+tc"].losses)
+        assert low < 0 < high
+    assert difference(deep["lambdas+tc"].losses, deep["residual+tc"].losses)[1] < 0
+    assert min(row.values(), key=lambda one: one.loss.mean) is row["lambdas-gated+tc"]
+    gated, others = deep["lambdas-gated+tc"], [one for name, one in deep.items() if name != "lambdas-gated+tc"]
+    last = {seed: loss - min(one.losses[seed] for one in others) for seed, loss in gated.losses.items()}
+    assert sorted(loss < 0 for loss in last.values()) == [False, True, True, True, True]
+    (lost,) = (run for run in gated.runs if run["kind"] == "report" and last[run["seed"]] > 0)
+    jump = next(later[0] for (_, loss), later in itertools.pairwise(lost["curve"]) if later[1] > loss + 1)
+    assert jump <= lost["steps"] / 2 + 1
+    assert all(
+        interval("lambdas-gated+tc", baseline, measure, deep)[0]
+        < 0
+        < interval("lambdas-gated+tc", baseline, measure, deep)[1]
+        for baseline, measure in itertools.product(baselines, measures)
+    )
+    assert interval("ddl-tc", "lambdas", "compiled seconds", deep)[0] > 0
+    assert interval("ddl-tc", "residual", "compiled seconds", deep)[1] > 0
+    assert round(deep["ddl-tc"].cost["time_ratio"]["median"], 2) == 1.76
     low, high = difference(wide["residual+tc"].losses, wide["residual+conv"].losses)
     assert low < 0 < high
     assert difference(row["residual+tc"].losses, row["residual+conv"].losses)[1] < 0
@@ -337,6 +372,12 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
         answer = given[("0.1M-wide", *pair, "tokens")]
         assert answer.verdict.startswith(verdict), pair
     assert given["0.1M-wide", "ddl-tc", "residual+tc", "tokens"].difference.clear
+    for pair, verdict in (
+        (("ddl-tc", "ddl-tc-write-only"), "no difference seen"),
+        (("ddl-tc", "residual+tc"), "behind"),
+        (("lambdas-gated+conv", "lambdas+conv"), "ahead"),
+    ):
+        assert given[("0.1M-deep", *pair, "tokens")].verdict.startswith(verdict), pair
     answers = {tuple(pair): answer for (rung, *pair), answer in given.items() if rung == "0.1M"}
     for pair, verdict, seeds in (
         (("ddl", "ddl-write-only"), "behind", 10),
