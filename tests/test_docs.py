@@ -417,6 +417,10 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     assert len(both) == 10
     assert 0.029 < max(lost["one"]) < 0.0305
     assert 0.014 < max(lost["three"]) < 0.0155
+    audited = {one["key"]: one["points"] for one in runs("resbench/audits.jsonl")}[lost["key"]]
+    stuck = {one["step"]: sum(sub["gate_q05"] > 0.99 for sub in one["sublayers"]) for one in audited}
+    assert stuck[jump] == 8 == len(audited[0]["sublayers"]) / 2
+    assert all(count <= 1 for step, count in stuck.items() if step < jump)
     audits = {one["scheme"]: one["points"][-1] for one in found.with_audits(runs("resbench/audits.jsonl")).audits}
     gates = {name: audits[name]["sublayers"] for name in ("gated-orthogonal", "lambdas-gated")}
     assert sum(one["gate_q50"] < -0.98 for one in gates["gated-orthogonal"]) == 5
