@@ -333,9 +333,9 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     gated, others = deep["lambdas-gated+tc"], [one for name, one in deep.items() if name != "lambdas-gated+tc"]
     last = {seed: loss - min(one.losses[seed] for one in others) for seed, loss in gated.losses.items()}
     assert sorted(loss < 0 for loss in last.values()) == [False, True, True, True, True]
-    (lost,) = (run for run in gated.runs if run["kind"] == "report" and last[run["seed"]] > 0)
-    jump = next(later[0] for (_, loss), later in itertools.pairwise(lost["curve"]) if later[1] > loss + 1)
-    assert jump <= lost["steps"] / 2 + 1
+    (jumped,) = (run for run in gated.runs if run["kind"] == "report" and last[run["seed"]] > 0)
+    jump = next(later[0] for (_, loss), later in itertools.pairwise(jumped["curve"]) if later[1] > loss + 1)
+    assert jump <= jumped["steps"] / 2 + 1
     assert all(
         interval("lambdas-gated+tc", baseline, measure, deep)[0]
         < 0
@@ -417,7 +417,11 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     assert len(both) == 10
     assert 0.029 < max(lost["one"]) < 0.0305
     assert 0.014 < max(lost["three"]) < 0.0155
-    audited = {one["key"]: one["points"] for one in runs("resbench/audits.jsonl")}[lost["key"]]
+    (audited,) = (
+        one["points"]
+        for one in runs("resbench/audits.jsonl")
+        if (one["rung"], one["scheme"], one.get("seed")) == ("0.1M-deep", "lambdas-gated+tc", jumped["seed"])
+    )
     stuck = {one["step"]: sum(sub["gate_q05"] > 0.99 for sub in one["sublayers"]) for one in audited}
     assert stuck[jump] == 8 == len(audited[0]["sublayers"]) / 2
     assert all(count <= 1 for step, count in stuck.items() if step < jump)
