@@ -345,6 +345,12 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     assert interval("ddl-tc", "lambdas", "compiled seconds", deep)[0] > 0
     assert interval("ddl-tc", "residual", "compiled seconds", deep)[1] > 0
     assert round(deep["ddl-tc"].cost["time_ratio"]["median"], 2) == 1.76
+    timed = [
+        round(cost["time_ratio"]["median"], 2)
+        for cost in runs("resbench/costs.jsonl")
+        if (cost["rung"], cost["scheme"], cost.get("compiled", False)) == ("0.1M", "residual+tc", False)
+    ]
+    assert timed == [1.11, 1.08, 1.16]
     low, high = difference(wide["residual+tc"].losses, wide["residual+conv"].losses)
     assert low < 0 < high
     assert difference(row["residual+tc"].losses, row["residual+conv"].losses)[1] < 0
