@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from residua.errors import InputError, RunError, extra, first_line
+from residua.export import model_folder
 from residua.provenance import version
-from residua.runs.durable import file_sha256, unfinished
+from residua.runs.durable import file_sha256
 from residua.runs.folder import new_folder
 from residua.runs.progress import say
 
@@ -57,13 +58,14 @@ def transform(gguf: Path, out: Path) -> dict[str, Any]:
 
     Raises:
         InputError: `out` has files already, or transformers cannot read the file.
+        RunError: `out` cannot be written.
     """
     with extra("dev"):
         importlib.import_module("gguf")  # which transformers needs
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    new_folder(out)
+    place = new_folder(out)
     say(f"reading {gguf.name} into float32")
     try:
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
@@ -76,10 +78,10 @@ def transform(gguf: Path, out: Path) -> dict[str, Any]:
     del model.quantization_method
     source = {"file": gguf.name, "gguf_sha256": file_sha256(gguf)}
     source |= {name: version(name) for name in ("transformers", "gguf")}
-    with unfinished(out) as place:
-        model.save_pretrained(place)
-        tokenizer.save_pretrained(place)
-        (place / "source.json").write_text(json.dumps(source, indent=1) + "\n", encoding="utf-8")
+    with model_folder(place) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "source.json").write_text(json.dumps(source, indent=1) + "\n", encoding="utf-8")
     return source
 
 

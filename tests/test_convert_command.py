@@ -2,12 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from residua.cli import main
 from residua.data.tokenizer import byte_tokenizer
@@ -49,6 +50,33 @@ def test_what_does_not_fit_is_one_line(arguments, says, folder, tmp_path, capsys
     assert says in error
     assert "Traceback" not in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("room", [100, 3000, 50_000])
+def test_a_full_disk_is_one_line_and_leaves_nothing(room, folder, tmp_path, capsys):
+    """As in the export: a limit on the size of files fails first a text, then the tokenizer, then the weights."""
+    resource = pytest.importorskip("resource", reason="this system has no limits of resources")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        assert main(["convert", str(folder), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot write the model: " in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everybody_who_may_read_the_settings_may_read_the_weights(folder, tmp_path):
+    """Also where the tokenizer writes a folder for its chat templates."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(folder, source)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(source)
+    assert main(["convert", str(source), "--connection", "ihc", "--out", str(out)]) == 0
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
 
 
 def test_a_folder_with_files_is_not_written_into(folder, capsys):
@@ -93,7 +121,7 @@ sys.meta_path.insert(0, Blocked())
 """
 OPEN = """
 import sys, torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 assert "residua" not in sys.modules
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 torch.save(model(torch.arange(9)[None]).logits, sys.argv[2])

@@ -272,6 +272,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(room, trained, tmp_path, cap
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (line,) = capsys.readouterr().err.splitlines()
-    assert "cannot write the export: " in line
+    assert "cannot write the model: " in line
     assert "File too large" in line
     assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,7 @@ from residua.errors import InputError, RunError, extra, first_line
 from residua.experiment import OpenRun, open_run
 from residua.models.convert_configuration import MODEL_TYPE, SavedAsConverted
 from residua.models.opening import context_of, quiet
-from residua.runs.durable import sync, unfinished
+from residua.runs.durable import unfinished
 from residua.runs.folder import new_folder
 from residua.runs.jsonlines import read_metrics
 from residua.runs.reading import read_json, write_yaml
@@ -64,22 +65,30 @@ def export(
     place = new_folder(folder)
     opened = open_run(run, checkpoint, device="cpu")
     card = model_card(opened, Path(run), name=place.name, remote_code=remote_code)
+    with model_folder(place) as temporary:
+        save_tokenizer(opened.tokenizer, temporary)
+        opened.model.save_pretrained(temporary)
+        if remote_code:
+            add_code(temporary)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+    return Path(folder)
+
+
+@contextmanager
+def model_folder(place: Path) -> Iterator[Path]:
+    """Make a folder for a saved model, which takes its place when the body ends; after a failure nothing stays.
+
+    Raises RunError if it cannot be written.
+    """
     try:
-        with unfinished(place) as temporary:
-            save_tokenizer(opened.tokenizer, temporary)
-            with quiet():
-                opened.model.save_pretrained(temporary)
-            if remote_code:
-                add_code(temporary)
-            (temporary / "README.md").write_text(card, encoding="utf-8")
-            mode = (temporary / "README.md").stat().st_mode
-            for file in temporary.iterdir():
+        with unfinished(place) as temporary, quiet():
+            yield temporary
+            mode = (temporary / "config.json").stat().st_mode
+            for file in temporary.glob("*.safetensors"):
                 file.chmod(mode)  # safetensors makes files readable only by their owner
-                sync(file)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
-        raise RunError(f"{folder}: cannot write the export: {reason}; nothing of it was left there") from error
-    return Path(folder)
+        raise RunError(f"{place}: cannot write the model: {reason}; nothing of it was left there") from error
 
 
 def add_code(folder: Path) -> None:

@@ -28,10 +28,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Arguments) -> None:
     from residua.experiment import open_model
-    from residua.export import add_code
+    from residua.export import add_code, model_folder
     from residua.models.convert import convert
-    from residua.models.opening import quiet
-    from residua.runs.durable import unfinished
     from residua.runs.folder import new_folder
 
     out = new_folder(arguments.out, "--out")
@@ -39,7 +37,7 @@ def run(arguments: Arguments) -> None:
     before = model.num_parameters()
     convert(model, arguments.connection, start=arguments.start)
     added = model.num_parameters() - before
-    with unfinished(out) as temporary, quiet():
+    with model_folder(out) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         if arguments.remote_code:

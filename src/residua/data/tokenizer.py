@@ -13,7 +13,7 @@ from pathlib import Path
 
 from residua.data.hub import download_tokenizer
 from residua.errors import InputError, extra, first_line
-from residua.runs.durable import remove, sync, unfinished
+from residua.runs.durable import remove, unfinished
 from residua.runs.reading import read_json, read_json_files
 
 with extra("lab"):
@@ -167,7 +167,6 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     with unfinished(folder) as temporary:
         for name in TOKENIZER_FILES:
             (temporary / name).write_bytes((source / name).read_bytes())
-            sync(temporary / name)
 
 
 def _byte_level(model: models.Model) -> Tokenizer:

@@ -106,13 +106,13 @@ class _NormalisedDepthRead(Function):
 
     @staticmethod
     def plain(query: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor]:
-        logits, scales = _logits(at_least_float32(query) * query.shape[0] ** -0.5, eps, sources)
+        logits, scales = _logits(_scaled(query), eps, sources)
         weights = logits.softmax(-1)
         return _weighed(weights * scales, sources), weights.detach()
 
     @staticmethod
     def forward(ctx, query: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor]:
-        logits, scales = _logits(at_least_float32(query) * query.shape[0] ** -0.5, eps, sources)
+        logits, scales = _logits(_scaled(query), eps, sources)
         weights = logits.softmax(-1)
         ctx.eps = eps
         ctx.save_for_backward(query, logits, scales, *sources)
@@ -124,7 +124,7 @@ class _NormalisedDepthRead(Function):
     def backward(ctx, grad: Tensor, _: Tensor):
         query, logits, scales, *sources = closed(ctx)
         dim = query.shape[0]
-        u = at_least_float32(query) * dim**-0.5
+        u = _scaled(query)
         if torch.is_grad_enabled():  # the gradient is to be differentiated, and what was saved has no history
             logits, scales = _logits(u, ctx.eps, sources)
         grad, u, logits, scales = promote(grad, u, logits, scales)
@@ -142,10 +142,15 @@ class _NormalisedDepthRead(Function):
         return (grad_u * dim**-0.5).to(query.dtype), None, *grads
 
 
+def _scaled(query: Tensor) -> Tensor:
+    """u = w / sqrt(dim), in at least float32."""
+    return at_least_float32(query) * query.shape[0] ** -0.5
+
+
 def _normalised_again(node: Any) -> Tensor:
     query, logits, scales, *sources = opened(node)
     if torch.is_grad_enabled():
-        logits, scales = _logits(at_least_float32(query) * query.shape[0] ** -0.5, node.eps, sources)
+        logits, scales = _logits(_scaled(query), node.eps, sources)
     return _weighed(logits.softmax(-1) * scales, sources)
 
 
@@ -254,19 +259,17 @@ class _HeadedDepthRead(Function):
     @staticmethod
     def plain(query: Tensor, heads: int, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor]:
         weights = _headed_logits(query, heads, eps, sources)[0].softmax(-1)
-        split = [_split(source, heads) for source in sources]
-        return _weighed(weights, split).reshape(sources[0].shape).to(sources[0].dtype), weights.detach()
+        return _headed_weighed(weights, sources), weights.detach()
 
     @staticmethod
     def forward(ctx, query: Tensor, heads: int, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor]:
         logits, scales = _headed_logits(query, heads, eps, sources)
         weights = logits.softmax(-1)
-        split = [_split(source, heads) for source in sources]
         ctx.heads, ctx.eps = heads, eps
         ctx.save_for_backward(query, logits, scales, *sources)
         ctx.mark_non_differentiable(weights)
         link(ctx, 0, _headed_again)
-        return _weighed(weights, split).reshape(sources[0].shape).to(sources[0].dtype), weights
+        return _headed_weighed(weights, sources), weights
 
     @staticmethod
     def backward(ctx, grad: Tensor, _: Tensor):
@@ -297,5 +300,10 @@ def _headed_again(node: Any) -> Tensor:
     query, logits, _, *sources = opened(node)
     if torch.is_grad_enabled():
         logits, _ = _headed_logits(query, node.heads, node.eps, sources)
-    split = [_split(source, node.heads) for source in sources]
-    return _weighed(logits.softmax(-1), split).reshape(sources[0].shape).to(sources[0].dtype)
+    return _headed_weighed(logits.softmax(-1), sources)
+
+
+def _headed_weighed(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """sum_i a_ih V_ih for each head: (..., dim) in the dtype of the sources."""
+    split = [_split(source, weights.shape[-2]) for source in sources]
+    return _weighed(weights, split).reshape(sources[0].shape).to(sources[0].dtype)

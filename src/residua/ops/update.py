@@ -114,17 +114,14 @@ class _OrthogonalUpdate(Function):
 
     @staticmethod
     def forward(ctx: Any, state: Tensor, y: Tensor, gate: Tensor, eps: float) -> Tensor:
-        x, h, e = _of_groups(state, y, gate)
-        along, squared = _products(x, h, eps)
+        updated, along, squared = _updated(state, y, gate, eps)
         ctx.save_for_backward(state, y, gate, along, squared)
         ctx.eps = eps
-        return _along_removed(x, h, e * along / squared).to(state.dtype)
+        return updated
 
     @staticmethod
     def plain(state: Tensor, y: Tensor, gate: Tensor, eps: float) -> Tensor:
-        x, h, e = _of_groups(state, y, gate)
-        along, squared = _products(x, h, eps)
-        return _along_removed(x, h, e * along / squared).to(state.dtype)
+        return _updated(state, y, gate, eps)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -156,5 +153,9 @@ def _products(x: Tensor, h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return dot(h, x), dot(x, x) + eps
 
 
-def _along_removed(x: Tensor, h: Tensor, share: Tensor) -> Tensor:
-    return torch.addcmul(x + h, share.unsqueeze(-1), x, value=-1).flatten(-2)
+def _updated(state: Tensor, y: Tensor, gate: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x', s and q."""
+    x, h, e = _of_groups(state, y, gate)
+    along, squared = _products(x, h, eps)
+    updated = torch.addcmul(x + h, (e * along / squared).unsqueeze(-1), x, value=-1)
+    return updated.flatten(-2).to(state.dtype), along, squared

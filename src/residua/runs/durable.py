@@ -86,7 +86,7 @@ def publish(temporary: Path, path: Path) -> None:
 def unfinished(path: Path) -> Iterator[Path]:
     """Make an empty folder beside `path`, which takes that name when the body ends; after a failure nothing stays.
 
-    Its files must be synced by then. Raises OSError, also where `path` is there and not an empty folder.
+    Raises OSError, also where `path` is there and not an empty folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path)
@@ -98,6 +98,8 @@ def unfinished(path: Path) -> Iterator[Path]:
             lock = os.open(temporary, os.O_RDONLY)
             _lock(lock)
         yield temporary
+        for written in temporary.rglob("*"):
+            sync(written)
         sync(temporary)
         publish(temporary, path)
     except BaseException:
