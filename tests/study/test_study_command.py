@@ -13,6 +13,7 @@ import residua
 from residua.cli import main
 from residua.connections import registry
 from residua.data import prepare
+from residua.errors import InputError
 from residua.runs import jsonlines
 from residua.runs.reading import write_yaml
 from residua.study import cost
@@ -103,7 +104,7 @@ def test_a_size_that_is_asked_for_alone_has_rows_and_costs_alone(data, tmp_path,
     small = SMALLEST["rungs"]["small"]
     file, out = tmp_path / "study.yaml", tmp_path / "out"
     file.write_text(write_yaml({**SMALLEST, "rungs": {"small": small, "deep": {**small, "tuned": "small"}}}))
-    argv = ["study", str(file), "--out", str(out), "--data", str(data), "--rungs", "deep", "--rounds", "1"]
+    argv = ["study", str(file), "--out", str(out), "--data", str(data), "--rungs", "deep", "--rounds", "9"]
     assert main(argv) == 0
     assert main([*argv, "--measure"]) == 0
     runs, costs = (jsonlines.read(out / f"{name}.jsonl") for name in ("records", "costs"))
@@ -137,6 +138,11 @@ def test_a_study_may_add_seeds_and_questions(finished, data):
     asked = {"gain": {"ask": "Who?", "compare": [["ddl", "residual"]]}}
     more = study(**{**SMALLEST, "seeds": [1, 2, 3], "questions": asked})
     assert joined(more, finished / "out").seeds == [1, 2, 3]
+
+
+def test_a_study_keeps_the_baseline_beside_which_steps_were_timed(finished):
+    with pytest.raises(InputError, match="baselines: expected residual first"):
+        joined(study(**{**SMALLEST, "baselines": ["ddl", "residual"]}), finished / "out")
 
 
 @pytest.mark.slow
@@ -244,6 +250,23 @@ def test_a_submission_is_one_file_that_gives_its_scheme_a_row(finished, tmp_path
     assert mine in with_it
 
 
+def test_a_row_says_where_its_baselines_are_others(finished, tmp_path, capsys):
+    """Of another processor: its bits may differ, so may its losses, and the reader must see both."""
+    path, folder = submitted(finished, tmp_path), alone(finished, tmp_path)
+    rows = [{"run": _elsewhere(row["run"])} if "run" in row else row for row in _worse_baseline(jsonlines.read(path))]
+    rows = [{"cost": {**row["cost"], "device": "other"}} if "cost" in row else row for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [r["val_loss"] for r in jsonlines.read(folder / "records.jsonl") if r["kind"] == "report"]
+    capsys.readouterr()
+    assert main(["study", "report", str(folder), "--also", str(path)]) == 0
+    mean = sum(own) / len(own)
+    assert f"residual at small, {mean + 0.3:.4f}, which is {mean:.4f} here" in capsys.readouterr().out
+
+
+def _elsewhere(run):
+    return {**run, "facts": {**run["facts"], "device": "other"}}
+
+
 def test_a_baseline_is_no_submission(finished, tmp_path, capsys):
     argv = ["study", "submit", str(finished / "out"), "--scheme", "residual", "--out", str(tmp_path / "x.jsonl")]
     assert main(argv) == 2
@@ -309,10 +332,10 @@ def test_steps_are_timed_again_in_as_many_rounds_as_asked_for(finished, data, tm
     out = alone(finished, tmp_path)
     known = (out / "costs.jsonl").read_bytes()
     argv = ["study", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
-    assert main([*argv, "--rounds", "3"]) == 0
+    assert main([*argv, "--rounds", "9"]) == 0
     assert (out / "costs.jsonl").read_bytes().startswith(known)
     new = jsonlines.read(out / "costs.jsonl")[len(known.splitlines()) :]
-    assert [(row["scheme"], len(row["seconds"])) for row in new] == [("residual", 3), ("ddl", 3)]
+    assert [(row["scheme"], len(row["seconds"])) for row in new] == [("residual", 9), ("ddl", 9)]
 
 
 def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_path, capsys):
@@ -334,7 +357,17 @@ def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_p
             "expected the baseline residual",
         ),
         (lambda rows: [r for r in rows if "cost" not in r], "expected its time and memory"),
-        (lambda rows: _edit(rows, facts={"commit": "b-dirty"}), "expected runs of committed code"),
+        (lambda rows: _with_facts(rows, commit="b-dirty"), "expected runs of committed code"),
+        (lambda rows: _edit(rows, facts={}), "with their commit, device, torch, parameters, data, curve, found one"),
+        (lambda rows: _with_facts(rows, data={}), "found one without data"),
+        (lambda rows: _edit(rows, curve=[]), "found one without curve"),
+        (lambda rows: _edit(rows, source={"file": "x.py", "sha256": "0"}), "expected runs of one file"),
+        (
+            lambda rows: [{"cost": {**row["cost"], "device": "H100"}} if "cost" in row else row for row in rows],
+            "expected one device for all runs at small, found",
+        ),
+        (lambda rows: _longer(rows), "steps: expected"),
+        (lambda rows: _worse_baseline(rows), "--also: residual at small: expected"),
         (
             lambda rows: _of_seed(rows, 2, facts={"device": "another"}),
             "expected one device for all runs at small, found",
@@ -356,6 +389,35 @@ def test_a_submission_that_makes_no_valid_row_is_refused(finished, tmp_path, cap
     capsys.readouterr()
     assert main(["study", "report", str(folder), "--also", str(path)]) == 2
     assert said in capsys.readouterr().err
+
+
+def _with_facts(rows, **changes):
+    return [{"run": {**r["run"], "facts": {**r["run"]["facts"], **changes}}} if "run" in r else r for r in rows]
+
+
+def _longer(rows):
+    """One seed with more steps than the others."""
+    found = []
+    for row in rows:
+        run = row.get("run", {})
+        if (run.get("kind"), run.get("seed")) == ("report", 2):
+            steps = run["steps"] + 1
+            key = run["key"].replace(f"steps={run['steps']} ", f"steps={steps} ")
+            row = {"run": {**run, "key": key, "steps": steps, "curve": [[steps, run["val_loss"]]]}}
+        found.append(row)
+    return found
+
+
+def _worse_baseline(rows):
+    """A baseline that lost by what its submitter wrote."""
+    changed = []
+    for row in rows:
+        run = row.get("run", {})
+        if (run.get("scheme"), run.get("kind")) == ("residual", "report"):
+            worse = run["val_loss"] + 0.3
+            row = {"run": {**run, "val_loss": worse, "curve": [*run["curve"][:-1], [run["steps"], worse]]}}
+        changed.append(row)
+    return changed
 
 
 def _edit(rows, **changes):
@@ -400,6 +462,10 @@ def test_a_damaged_record_is_one_line(finished, tmp_path, capsys):
         (["submit", "nowhere"], "expected --scheme NAME"),
         (["resbench", "--out", "x", "--questions", "erase"], "--questions: expected some of"),
         (["resbench", "extra", "--out", "x"], "unexpected argument"),
+        (["resbench", "--out", "x", "--seeds", "7"], "--seeds: a study to run does not take it; it takes --out"),
+        (["resbench", "--out", "x", "--rounds", "3"], "--rounds: expected"),
+        (["verify", "x", "--schemes", "ddl"], "--schemes: verify does not take it; it takes --data, --share, --seed"),
+        (["report", "x", "--no-costs"], "--no-costs: report does not take it; it takes --out, --also"),
         (["resbench", "--out", "x", "--rungs", "9M"], "--rungs: expected some of"),
     ],
 )

@@ -79,7 +79,7 @@ def test_the_page_has_what_was_tuned_why_there_is_no_answer_and_the_gates(open_p
     opened = open_page(written(tmp_path, found))
     opened.click("tr[data-scheme=ddl]")
     assert "tuned to lr 0.008 (edge), by 2 runs" in opened.locator("#detail").inner_text()
-    assert "no compiled step was timed" in opened.locator("section.question").inner_text()
+    assert "compiled steps of ddl and residual were not timed" in opened.locator("section.question").inner_text()
     row = opened.locator("#main table").last.locator("tbody tr").inner_text()
     assert "other bits than its record" in row
     assert "0.5 [0.10, 0.90]" in row

@@ -133,7 +133,8 @@ def test_a_question_at_equal_compiled_seconds_waits_until_these_are_measured():
     wanted = asked(at=["compiled seconds"])
     (answer,) = results(wanted, records(), costs()).answers
     assert (answer.difference, answer.waiting) == (None, [])
-    assert "No comparison: no compiled step was timed" in markdown(results(wanted, records(), costs()))
+    told = markdown(results(wanted, records(), costs()))
+    assert "No comparison: compiled steps of ddl and residual were not timed in the same rounds" in told
     timed = [cost("residual", 1.0, 1.0, compiled=True), cost("ddl", 1.5, 1.0, compiled=True)]
     (answer,) = results(wanted, records(), timed).answers
     assert answer.difference.estimate.mean == pytest.approx(0.1)

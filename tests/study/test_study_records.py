@@ -3,9 +3,11 @@
 import pytest
 
 from residua.errors import InputError
+from residua.study.plan import untried
 from residua.study.report import markdown
-from residua.study.submission import read_results
-from support.planted_study import costs, folder, records
+from residua.study.results import results
+from residua.study.submission import expect_valid, read_results
+from support.planted_study import costs, folder, record, records, study
 
 
 def changed(**changes):
@@ -124,3 +126,13 @@ def test_nothing_finished_and_one_seed_are_no_errors(tmp_path):
     assert "Not finished" in markdown(read_results(folder(tmp_path / "none", [], [])))
     first = [row for row in records() if row["seed"] < 2]
     assert "(one seed)" in markdown(read_results(folder(tmp_path / "one", first)))
+
+
+def test_a_search_that_stopped_early_makes_no_valid_row():
+    """A baseline with two points tried, where the third was due, is anybody's straw man."""
+    wanted, known = study(), records()
+    tuned = [row for row in known if row["kind"] == "tune" and row["scheme"] == "residual"]
+    assert untried(wanted, "residual", tuned) == [(0.016,)]
+    with pytest.raises(InputError, match=r"found 2 tuning runs, without the point \(0.016,\)"):
+        expect_valid(results(wanted, known, costs()), "ddl", "here")
+    assert untried(wanted, "residual", [*tuned, record("residual", "tune", 0, 5.0, lr=0.016)]) == []

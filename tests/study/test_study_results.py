@@ -9,7 +9,7 @@ import pytest
 
 from residua.runs.statistics import Estimate
 from residua.study.picture import draw, draw_gates, draw_sizes
-from residua.study.report import markdown, payload, table
+from residua.study.report import markdown, payload, table, write_report
 from residua.study.results import results
 from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
 
@@ -71,6 +71,47 @@ def test_compiled_steps_have_a_comparison_of_their_own():
         assert "| 1.500 [1.490, 1.510] | 1.225 [1.215, 1.235] |" in told
         assert "equal compiled seconds: none" in told
         assert payload(found)["measures"] == ["tokens", "FLOPs", "seconds", "compiled seconds"]
+
+
+def test_two_are_compared_by_rounds_in_which_both_took_turns():
+    """The machine was another in the afternoon: a ratio of that time over one of the morning means nothing."""
+    afternoon = [cost("residual", 1.0, 1000.0, date="2027"), cost("other", 1.1, 1000.0, date="2027")]
+    known = [*costs(), cost("other", 1.3, 1000.0)]
+    wanted = study(
+        schemes={"residual": {}, "ddl": {}, "other": {}},
+        baselines=["residual", "other"],
+        questions={"gain": {"ask": "Who?", "compare": [["ddl", "other"]], "at": ["seconds"]}},
+    )
+    found = results(wanted, [*records(), *copied("other")], [*known, *afternoon])
+    assert found.row("small", "other").difference("residual", "seconds").cost == 1.1
+    assert found.row("small", "ddl").difference("residual", "seconds").cost == 1.5
+    assert found.row("small", "ddl").difference("other", "seconds").cost == pytest.approx(1.5 / 1.3)
+    (answer,) = results(wanted, [*records(), *copied("other")], [*costs(), *afternoon]).answers
+    assert answer.missing == "steps of ddl and other were not timed in the same rounds (--measure)"
+
+
+def test_too_few_rounds_tell_no_error_and_no_difference():
+    few = [{**c, "seconds": c["seconds"][:8]} for c in costs()]
+    row = row_of(results(study(), records(), few))
+    assert row.difference("residual", "seconds") is None
+    assert row.difference("residual", "FLOPs") is not None
+
+
+def test_a_reported_run_that_diverged_has_a_row_and_breaks_no_report(tmp_path):
+    diverged = [{**r, "val_loss": None, "curve": []} if r["key"].startswith("small ddl report seed=2") else r
+                for r in records()]  # fmt: skip
+    found = results(study(), diverged, costs())
+    assert "| `ddl` | diverged |" in markdown(found)
+    assert write_report(found, tmp_path)
+
+
+def test_markdown_of_a_stranger_is_text():
+    """A picture in it would be fetched by whoever looks at the report."""
+    strange = [{**r, "facts": {**r["facts"], "device": "![x](//other/x.png)", "torch": "\\[a](b)"}} for r in records()]
+    told = markdown(results(study(), strange, costs()))
+    assert "!\\[x](//other/x.png)" in told
+    assert "\\\\\\[a](b)" in told
+    assert "![x]" not in told
 
 
 def test_without_costs_only_equal_tokens_are_compared():

@@ -63,7 +63,7 @@ def record(scheme, kind, seed, loss, *, steps=100, lr=0.008, rung="small", curve
     }
 
 
-def cost(scheme, time, flops, rung="small", compiled=False, rounds=45):
+def cost(scheme, time, flops, rung="small", compiled=False, rounds=45, date="2026"):
     return {
         "compiled": compiled,
         "rung": rung,
@@ -73,7 +73,9 @@ def cost(scheme, time, flops, rung="small", compiled=False, rounds=45):
         "seconds": [time] * rounds,
         "flops_per_token": {"products": 0.8 * flops, "elementwise": 0.2 * flops},
         "peak_bytes": 2**20,
+        "baseline": "residual",
         "device": "planted",
+        "date": date,
     }
 
 

@@ -1,5 +1,6 @@
 """The command `residua study`."""
 
+import secrets
 from pathlib import Path
 
 from residua.commands.base import Arguments, Parser, add_json, number, print_json, whole
@@ -16,7 +17,15 @@ residua study audit runs/mine --schemes ddl
 residua study submit runs/mine --scheme my-scheme
 residua study report runs/resbench --also my-scheme.jsonl
 """
-ACTIONS = ("report", "verify", "audit", "submit")
+TAKES = {
+    "report": ("out", "also"),
+    "verify": ("data", "share", "seed"),
+    "audit": ("data", "schemes", "rungs", "seeds"),
+    "submit": ("scheme", "out"),
+}
+"""The options of what can be done with a study's folder."""
+RUN = ("out", "data", "schemes", "questions", "rungs", "processes", "no_costs", "measure", "rounds")
+"""Those of a study to run."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -34,8 +43,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--schemes", nargs="+", metavar="NAME", help="these beside the baselines (default: all)")
     parser.add_argument("--questions", nargs="+", metavar="NAME", help="with the schemes that these questions compare")
     parser.add_argument("--rungs", nargs="+", metavar="NAME", help="these sizes (default: all)")
-    parser.add_argument("--processes", type=whole(1), default=1, metavar="N", help="runs at the same time (default: 1)")
-    parser.add_argument("--no-costs", action="store_true", help="measure neither time nor memory")
+    parser.add_argument("--processes", type=whole(1), metavar="N", help="runs at the same time (default: 1)")
+    parser.add_argument("--no-costs", action="store_true", default=None, help="measure neither time nor memory")
     parser.add_argument(
         "--measure",
         nargs="?",
@@ -43,10 +52,10 @@ def add_arguments(parser: Parser) -> None:
         choices=("step", "compiled"),
         help="measure time and memory again, and train nothing; compiled: the time of a step through torch.compile",
     )
-    parser.add_argument("--rounds", type=whole(1), metavar="N", help="of time measurements (default: 45)")
-    parser.add_argument("--also", nargs="+", default=[], metavar="FILE", help="report: records that were submitted")
-    parser.add_argument("--share", type=number, default=0.1, help="verify: of the runs to repeat (default: 0.1)")
-    parser.add_argument("--seed", type=whole(0), default=0, help="verify: of the choice of runs (default: 0)")
+    parser.add_argument("--rounds", type=whole(9), metavar="N", help="of time measurements (default: 45)")
+    parser.add_argument("--also", nargs="+", metavar="FILE", help="report: records that were submitted")
+    parser.add_argument("--share", type=number, help="verify: of the runs to repeat (default: 0.1)")
+    parser.add_argument("--seed", type=whole(0), help="verify: of the choice of runs (default: another every time)")
     parser.add_argument(
         "--seeds", nargs="+", type=whole(0), metavar="SEED", help="audit: runs of these (default: the first)"
     )
@@ -56,7 +65,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Arguments) -> int | None:
     """Run a study, or report, verify or submit what is there. Raises InputError and RunError."""
-    if arguments.what in ACTIONS:
+    takes = TAKES.get(arguments.what, RUN)
+    for name in dict.fromkeys([*RUN, *(name for names in TAKES.values() for name in names)]):
+        if name not in takes and getattr(arguments, name) is not None:
+            what = arguments.what if arguments.what in TAKES else "a study to run"
+            options = ", ".join(f"--{one.replace('_', '-')}" for one in takes)
+            raise InputError(f"--{name.replace('_', '-')}: {what} does not take it; it takes {options}")
+    if arguments.what in TAKES:
         if arguments.folder is None:
             raise InputError(f"expected the folder of a study: residua study {arguments.what} DIR")
         return {"report": _report, "verify": _verify, "audit": _audit, "submit": _submit}[arguments.what](arguments)
@@ -72,12 +87,12 @@ def run(arguments: Arguments) -> int | None:
     if arguments.measure:
         measure_again(study, arguments.out, compiled=arguments.measure == "compiled", **options)
     else:
-        run_study(study, arguments.out, processes=arguments.processes, costs=not arguments.no_costs, **options)
+        run_study(study, arguments.out, processes=arguments.processes or 1, costs=not arguments.no_costs, **options)
     return _show(Path(arguments.out), Path(arguments.out), [], arguments.json)
 
 
 def _report(arguments: Arguments) -> None:
-    _show(Path(arguments.folder), Path(arguments.out or arguments.folder), arguments.also, arguments.json)
+    _show(Path(arguments.folder), Path(arguments.out or arguments.folder), arguments.also or [], arguments.json)
 
 
 def _show(folder: Path, out: Path, also: list[str], as_json: bool) -> None:
@@ -98,14 +113,16 @@ def _verify(arguments: Arguments) -> int:
     from residua.study.engine import verify
 
     count = wrong = 0
-    for one in verify(arguments.folder, data=arguments.data, share=arguments.share, seed=arguments.seed):
+    seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
+    share = 0.1 if arguments.share is None else arguments.share
+    for one in verify(arguments.folder, data=arguments.data, share=share, seed=seed):
         count, wrong = count + 1, wrong + (not one.equal)
         said = "equal to the last bit"
         if not one.equal:
             where = f" (recorded with {one.elsewhere}; last bits differ there)" if one.elsewhere else ""
             said = f"recorded {one.recorded['val_loss']}, now {one.repeated['val_loss']}{where}"
         print(f"{one.key}: {said}", flush=True)
-    print(f"{count - wrong} of {count} runs are equal to the last bit")
+    print(f"{count - wrong} of {count} runs are equal to the last bit; --seed {seed} chooses them again")
     return 1 if wrong else 0
 
 

@@ -108,6 +108,8 @@ def joined(study: Study, out: Path) -> Study:
     for name, (earlier, now) in (growing | {"tuning.final_seeds": (before.tuning.judges, study.tuning.judges)}).items():
         fewer = [one for one in earlier if one not in now]
         require(not fewer, name, f"those of {out} ({', '.join(map(str, earlier))})", now)
+    first = before.baselines[0]
+    require(study.baselines[0] == first, "baselines", f"{first} first, beside which {out} timed steps", study.baselines)
     for name in ("runs", "baseline_runs", "finalists"):
         earlier, now = getattr(before.tuning, name), getattr(study.tuning, name)
         require(now >= earlier, f"tuning.{name}", f"at least the {earlier} of {out}", now)
@@ -188,7 +190,7 @@ def measure_costs(
 ) -> None:
     """Measure the cost of every scheme at every size that has no record of it, or of all of them `again`.
 
-    Schemes of one size are measured in the same rounds, so one that joins brings the first baseline once more.
+    Schemes of one size are measured in the same rounds, so one that joins brings the baselines once more.
     """
     path = out / "costs.jsonl"
     rows = () if again else checked_costs(jsonlines.read(path), str(path))
@@ -198,7 +200,7 @@ def measure_costs(
         missing = [name for name, entry in entries if (rung, name, entry.connection) not in known]
         if not missing:
             continue
-        names = list(dict.fromkeys([plan.study.baselines[0], *missing]))
+        names = list(dict.fromkeys([*plan.study.baselines, *missing]))
         configs = {name: plan.config(rung, name) for name in names}
         with Progress(f"time and memory, {rung}", len(names) * (rounds + WARMUP), enabled=progress) as bar:
             done = iter(range(1, 10**9))
@@ -226,8 +228,10 @@ class Verified(NamedTuple):
     @property
     def equal(self) -> bool:
         """Whether the losses, all of the curve, agree to the last bit, and the settings that the report shows."""
-        names = ("val_loss", "loss", "curve", "connection", "point")
-        return all(self.recorded.get(name) == self.repeated.get(name) for name in names)
+        names = ("val_loss", "loss", "curve", "connection", "point", "tokens")
+        parameters = [(one.get("facts") or {}).get("parameters") for one in (self.recorded, self.repeated)]
+        same = all(self.recorded.get(name) == self.repeated.get(name) for name in names)
+        return same and parameters[0] == parameters[1]
 
     @property
     def elsewhere(self) -> str:
@@ -238,9 +242,11 @@ class Verified(NamedTuple):
 
 
 def verify(
-    out: str | Path, *, data: str | None = None, share: float = 0.1, seed: int = 0, progress: bool = True
+    out: str | Path, *, seed: int, data: str | None = None, share: float = 0.1, progress: bool = True
 ) -> Iterator[Verified]:
     """Repeat a random share of a study's runs, one at least, and compare them with their records.
+
+    seed: of the choice. Whoever can guess it knows which runs are repeated.
 
     Raises:
         InputError: the folder holds no finished run of its study, or records that the study would not make, which

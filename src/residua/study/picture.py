@@ -1,6 +1,7 @@
 """The pictures of a study: every difference with its interval, those at several sizes side by side, the gates."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -32,7 +33,7 @@ def draw(found: Results) -> Figure | None:
     lines: list[Row | str] = []  # from the lowest up: rows, and the size above its rows
     for rung in reversed(found.study.rungs):
         own = [row for row in found.rows if row.rung == rung and any(row.difference(*one) for one in compared)]
-        lines += [*sorted(own, key=lambda row: -row.loss.mean), *([rung] if own else [])]
+        lines += [*sorted(own, key=lambda row: -row.loss.mean if row.loss else -math.inf), *([rung] if own else [])]
     rows = {place: line for place, line in enumerate(lines) if not isinstance(line, str)}
     baselines = [name for name in found.study.baselines if any(row.difference(name, "tokens") for row in rows.values())]
     if not baselines:

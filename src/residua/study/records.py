@@ -20,9 +20,11 @@ LOSS = "a number that is not negative, or null"
 def checked_runs(rows: Sequence[Record], where: str, data: str | None = None) -> Sequence[Record]:
     """The records of runs, all of them on the data with a fingerprint if it is given.
 
-    Raises InputError for one that lacks something or contradicts itself, and for two of one seed and settings.
+    Raises InputError for one that lacks something or contradicts itself, for two of one seed and settings, and for
+    reported runs of one size that differ in length.
     """
     known: dict[str, str] = {}
+    lengths: dict[str, int] = {}
     losses: dict[str, float | None] = {}
     for row in rows:
         place = f"{where}: the run {str(row.get('key'))[:80]!r}"
@@ -41,6 +43,10 @@ def checked_runs(rows: Sequence[Record], where: str, data: str | None = None) ->
         same = json.dumps([row[name] for name in ("rung", "scheme", "connection", "kind", "seed", "steps", "point")])
         if known.setdefault(same, row["key"]) != row["key"]:
             raise InputError(f"{place}: expected one run of its seed and settings, found another, {known[same][:80]!r}")
+        if row["kind"] == "report":
+            length = lengths.setdefault(row["rung"], row["steps"])
+            expected = f"{length}, as other reported runs at {row['rung']} have"
+            _expect(row["steps"] == length, place, "steps", expected, row["steps"])
         other = (row.get("facts") or {}).get("data") or {}
         good = data is None or other.get("fingerprint", data) == data
         _expect(good, place, "facts.data", f"the data {data}", other.get("fingerprint"))
@@ -72,7 +78,7 @@ def checked_costs(rows: Sequence[Record], where: str) -> Sequence[Record]:
     """The records of costs. Raises InputError for one that lacks something."""
     for row in rows:
         place = f"{where}: the cost of {str(row.get('scheme'))[:80]!r}"
-        for name in ("rung", "scheme", "connection", "device"):
+        for name in ("rung", "scheme", "connection", "baseline", "device", "date"):
             _expect(fits(row.get(name), str), place, name, "text", row.get(name))
         ratio, flops = row.get("time_ratio"), row.get("flops_per_token")
         quartiles = [ratio.get(name) for name in ("lower", "median", "upper")] if isinstance(ratio, Mapping) else [None]

@@ -69,7 +69,8 @@ def _setting(found: Results) -> list[str]:
     study, tuning = found.study, found.study.tuning
     grid = ", ".join(f"{key} {'/'.join(map(str, values))}" for key, values in tuning.over.items())
     corpus = "; ".join(
-        f"{one.get('source')}, sha256 {str(one.get('sha256'))[:16]}, fingerprint {str(one.get('fingerprint'))[:16]}"
+        f"{_foreign(one.get('source'))}, sha256 {str(one.get('sha256'))[:16]}, "
+        f"fingerprint {str(one.get('fingerprint'))[:16]}"
         for one in found.corpora
     )
     judges = f"the seeds {_list(tuning.judges)}" if len(tuning.judges) > 1 else f"seed {tuning.judges[0]}"
@@ -85,8 +86,13 @@ def _setting(found: Results) -> list[str]:
         f"- Corpus: {_text(corpus)}.",
         f"- {found.comparisons} differences at equal tokens; p-values are corrected by Holm's method for their number.",
     ]
+    if found.beside:
+        lines.append(
+            "- Submitted rows are compared with the runs of the baselines that came with them: "
+            f"{'; '.join(map(_foreign, found.beside))}."
+        )
     if found.unfinished:
-        lines.append(f"- Not finished, and therefore not or not wholly here: {_shortened(found.unfinished)}.")
+        lines.append(f"- Not finished, and therefore not or not wholly here: {_text(_shortened(found.unfinished))}.")
     return lines
 
 
@@ -124,14 +130,14 @@ ANSWERS = (
 )
 
 
-def questions(found: Results, *, level: str = "###") -> list[str]:
+def questions(found: Results) -> list[str]:
     """Each question with a table of its answers, a row for a comparison and a column for a size, in Markdown.
 
     What a question waits for is said of the sizes that have an answer, or if none has, of all together.
     """
     lines = []
     for question in found.study.questions.values():
-        lines += [f"{level} {_text(question.ask)}", ""]
+        lines += [f"### {_text(question.ask)}", ""]
         at = {rung: here for rung, here in _by_size(found, question).items() if here}
         sizes = [rung for rung, here in at.items() if any(answer.difference for answer in here)]
         if sizes:
@@ -244,9 +250,10 @@ def _measured(point: Record, name: str) -> str:
     return f"{mean:.3g}" + (f" [{', '.join(f'{statistics.fmean(end):.2f}' for end in ends)}]" if all(ends) else "")
 
 
-def _shortened(texts: Sequence[str], most: int = 8) -> str:
+def _shortened(texts: Sequence[str]) -> str:
+    most = 8
     more = len(texts) - most
-    return _text("; ".join(texts[:most])) + (f"; and {more} more" if more > 0 else "")
+    return _foreign("; ".join(texts[:most])) + (f"; and {more} more" if more > 0 else "")
 
 
 def _answer(answer: Answer, seeds: int) -> str:
@@ -303,9 +310,10 @@ def _reading(found: Results) -> list[str]:
         "the correction it takes a larger one.",
         f"- Equal FLOPs and seconds: {equal}",
         "- Tuned to: (edge) marks the smallest or largest value that was tried, where the budget ended; a better one "
-        "may lie beyond it.",
+        "may lie beyond it. (alone) marks a key of which the budget left no other value to try.",
         "- Step time: in interleaved rounds, process time of one thread on a CPU, the device's time on a GPU; median "
-        "and quartiles of the ratio to the first baseline. The intervals at equal seconds contain the error of the "
+        "and quartiles of the ratio to the first baseline, as timed last. At equal seconds two are compared by the "
+        "newest rounds in which both took turns. The intervals contain the error of the "
         "median too, as the quartiles tell it; a quieter machine (--measure) makes it smaller. "
         "A compiled step goes through `torch.compile`; the runs took the other.",
         "- FLOPs: matrix products, and one for each element of every other operation.",
@@ -326,15 +334,15 @@ def _cells(found: Results, row: Row) -> list[str]:
         f"{row.flops / base.flops:.3f}" if row.flops and base and base.flops else "–",
         f"{cost['peak_bytes'] / MEBIBYTE:.0f}" if cost and cost.get("peak_bytes") else "–",
         f"{row.parameters:,}" if row.parameters else "–",
-        ", ".join(tuned(row)),
+        ", ".join(map(_foreign, tuned(row))),
         str(row.tuning_runs),
     ]
 
 
 def tuned(row: Row) -> list[str]:
     """What tuning chose, key by key."""
-    edges = row.edges
-    return [f"{key.rpartition('.')[2]} {value}" + " (edge)" * (key in edges) for key, value in row.point.items()]
+    marks = dict.fromkeys(row.edges, " (edge)") | dict.fromkeys(row.alone, " (alone)")
+    return [f"{key.rpartition('.')[2]} {value}{marks.get(key, '')}" for key, value in row.point.items()]
 
 
 def _ratio(cost: Record | None) -> str:
@@ -372,12 +380,17 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _text(value: Any) -> str:
-    """A text from a record in one line, of which Markdown makes no markup."""
+    """A text in one line, of which Markdown makes no tag."""
     return " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;")
 
 
+def _foreign(value: Any) -> str:
+    """A text that anybody may have written: no picture and no link either."""
+    return str(value).replace("\\", "\\\\").replace("[", "\\[")
+
+
 def _list(values: Sequence[Any]) -> str:
-    return ", ".join(map(_text, values))
+    return ", ".join(_text(_foreign(value)) for value in values)
 
 
 def table(found: Results) -> str:

@@ -22,6 +22,8 @@ from residua.study.questions import MEASURES, Question
 BELOW = 0.9
 """A scheme whose step costs less than a baseline's is compared with fewer tokens of it, down to this share, along the
 line between its runs; beyond the longest runs of a baseline there is no comparison."""
+FEWEST_ROUNDS = 9
+"""With fewer rounds of time measurements the error of their median is not known, and nothing is compared."""
 NORMAL = statistics.NormalDist()
 COMPILED = "compiled seconds"
 SIGNIFICANT = 0.05
@@ -57,7 +59,7 @@ class Difference(NamedTuple):
 
 @dataclass
 class Row:
-    """One scheme at one size. `runs` are all records behind it, `cost` and `compiled` what a step of it costs.
+    """One scheme at one size. `runs` are all records behind it, `costs` what a step of it costs, in the order measured.
 
     `losses` are those of the study's seeds, `further` the records of seeds that only a question has.
     """
@@ -68,8 +70,7 @@ class Row:
     point: Mapping[str, Any]
     losses: Mapping[int, float | None]
     runs: Sequence[Record]
-    cost: Record | None
-    compiled: Record | None
+    costs: Sequence[Record]
     steps: int
     tokens: int | None
     parameters: int | None
@@ -78,6 +79,19 @@ class Row:
     further: Sequence[Record] = ()
     differences: list[Difference] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float, float | None]]] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> Record | None:
+        """What the step that the runs take costs, as measured last."""
+        return next(reversed(self.timed(False)), None)
+
+    @property
+    def compiled(self) -> Record | None:
+        """The same through `torch.compile`."""
+        return next(reversed(self.timed(True)), None)
+
+    def timed(self, compiled: bool) -> list[Record]:
+        return [cost for cost in self.costs if bool(cost.get("compiled", False)) is compiled]
 
     @property
     def loss(self) -> Estimate | None:
@@ -98,13 +112,18 @@ class Row:
     @property
     def edges(self) -> list[str]:
         """The tuned keys of which the best value is the smallest or largest that was tried: the budget ended there."""
+        return [key for key, some in self._tried.items() if len(some) > 1 and self.point[key] in (min(some), max(some))]
+
+    @property
+    def alone(self) -> list[str]:
+        """The tuned keys of which one value was tried: the budget ended before another."""
+        return [key for key, some in self._tried.items() if len(some) == 1]
+
+    @property
+    def _tried(self) -> dict[str, set[float]]:
+        """The numbers that tuning tried, by key."""
         tried = {key: [run["point"].get(key) for run in self.runs if run["kind"] == "tune"] for key in self.point}
-        numbers = {key: some for key, some in tried.items() if all(fits(one, float) for one in some)}
-        return [
-            key
-            for key, some in numbers.items()
-            if some and min(some) < max(some) and self.point[key] in (min(some), max(some))
-        ]
+        return {key: set(some) for key, some in tried.items() if all(fits(one, float) for one in some)}
 
     @property
     def flops(self) -> float | None:
@@ -149,7 +168,10 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of a study in its order, and what holds for all of them."""
+    """The rows of a study in its order, and what holds for all of them.
+
+    `beside` says which submitted rows have differences to other runs of a baseline than those here.
+    """
 
     study: Study
     rows: Sequence[Row]
@@ -161,6 +183,7 @@ class Results:
     corpora: Sequence[Mapping[str, Any]]
     unfinished: Sequence[str]
     audits: Sequence[Record] = ()
+    beside: Sequence[str] = ()
 
     def with_audits(self, audits: Sequence[Record]) -> "Results":
         """The same with the audits of the runs behind its rows, the last one of each run."""
@@ -191,7 +214,7 @@ class Results:
 
 
 def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) -> Results:
-    """Gather the rows of a study from its records and from the costs, of which the last counts.
+    """Gather the rows of a study from its records and from the costs, of which the last count.
 
     Records of a name that the study uses for another connection now are left out.
     """
@@ -199,9 +222,9 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
     by_row: dict[tuple[str, str], list[Record]] = {}
     for record in last.values():
         by_row.setdefault((record["rung"], record["scheme"]), []).append(record)
-    measured = {
-        (cost["rung"], cost["scheme"], cost["connection"], bool(cost.get("compiled", False))): cost for cost in costs
-    }
+    measured: dict[tuple[str, str, str], list[Record]] = {}
+    for cost in costs:
+        measured.setdefault((cost["rung"], cost["scheme"], cost["connection"]), []).append(cost)
     rows, longer, unfinished = [], {}, []
     for rung in study.rungs.values():
         for name, entry in study.schemes.items():
@@ -218,8 +241,8 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
             if not reported:
                 unfinished.append(f"{name} at {rung.name}")
                 continue
-            cost, compiled = (measured.get((rung.name, name, entry.connection, one)) for one in (False, True))
-            row = _row(study, rung.name, name, reported, [*tuning, *finals], cost, compiled)
+            own_costs = measured.get((rung.name, name, entry.connection), [])
+            row = _row(study, rung.name, name, reported, [*tuning, *finals], own_costs)
             seeds = study.further_seeds(name)
             row.further = [r for r in own if r["kind"] == "report" and r["point"] == point and r["seed"] in seeds]
             if name in study.baselines:
@@ -243,17 +266,48 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
 def merged(found: Results, others: Sequence[Results]) -> Results:
     """The rows of several studies of the same kind in one, corrected for the number of all of them.
 
-    Raises InputError for a row that is there twice.
+    Raises InputError for a row that is there twice, and for runs of a baseline that contradict those in `found`.
     """
     if not others:
         return found
-    rows = [*found.rows, *(row for other in others for row in other.rows if row.scheme not in found.study.baselines)]
+    theirs = [row for other in others for row in other.rows]
+    beside = [_beside(found, row) for row in theirs if row.scheme in found.study.baselines]
+    rows = [*found.rows, *(row for row in theirs if row.scheme not in found.study.baselines)]
     for (rung, scheme), count in Counter((row.rung, row.scheme) for row in rows).items():
         if count > 1:
             raise InputError(f"--also: expected one row of {scheme} at {rung}, found {count}; leave one of them out")
     _correct(rows)
     unfinished = [*found.unfinished, *(one for other in others for one in other.unfinished)]
-    return _gathered(found.study, rows, unfinished, found.answers)
+    gathered = _gathered(found.study, rows, unfinished, found.answers)
+    return replace(gathered, beside=[text for text in dict.fromkeys(beside) if text])
+
+
+def _beside(found: Results, row: Row) -> str:
+    """What distinguishes somebody's runs of a baseline from those that are here already; "" for nothing.
+
+    Raises InputError where they must be equal and are not.
+    """
+    here = found.row(row.rung, row.scheme)
+    if here is None:
+        return ""
+    where = f"--also: {row.scheme} at {row.rung}"
+    if row.steps != here.steps:
+        raise InputError(f"{where}: expected runs of {here.steps} steps, as they are here, got {row.steps}")
+    conditions = [{(_fact(run, "device"), _fact(run, "torch")) for run in one.runs} for one in (row, here)]
+    shared = row.losses.keys() & here.losses.keys()
+    other = [seed for seed in sorted(shared) if row.losses[seed] != here.losses[seed]]
+    if other and conditions[0] == conditions[1] and row.point == here.point:
+        raise InputError(
+            f"{where}: expected {here.losses[other[0]]} with seed {other[0]}, as here on the same device with the same "
+            f"PyTorch and settings, got {row.losses[other[0]]}"
+        )
+    if not other or row.loss is None or here.loss is None:
+        return ""
+    return f"{row.scheme} at {row.rung}, {row.loss.mean:.4f}, which is {here.loss.mean:.4f} here"
+
+
+def _fact(run: Record, name: str) -> Any:
+    return (run.get("facts") or {}).get(name)
 
 
 def _gathered(study: Study, rows: Sequence[Row], unfinished: Sequence[str], answers: Sequence[Answer]) -> Results:
@@ -296,8 +350,7 @@ def _answers(
             for measure in question.at:
                 difference, missing = known.get(measure), None
                 if not waiting and difference is None:
-                    timed = "no compiled step was timed (--measure compiled)"
-                    missing = timed if measure == COMPILED else f"{scheme} or {to} has no costs"
+                    missing = _not_measured(measure, scheme, to)
                 elif not waiting and (difference.estimate is None or difference.estimate.count < len(study.seeds)):
                     missing = f"{to} has no runs {difference.cost:.2f} times as long as {scheme}, or one diverged"
                 there = None if missing else difference
@@ -307,6 +360,13 @@ def _answers(
         answer = answers[place]
         answers[place] = answer._replace(difference=answer.difference._replace(holm=value))
     return answers
+
+
+def _not_measured(measure: str, scheme: str, to: str) -> str:
+    if measure == "FLOPs":
+        return f"{scheme} or {to} has no costs"
+    steps, option = ("compiled steps", " compiled") if measure == COMPILED else ("steps", "")
+    return f"{steps} of {scheme} and {to} were not timed in the same rounds (--measure{option})"
 
 
 def _at_all_seeds(row: Row, base: Row, further: Sequence[int]) -> Difference:
@@ -350,8 +410,7 @@ def _row(
     name: str,
     reported: Sequence[Record],
     tuning: Sequence[Record],
-    cost: Record | None,
-    compiled: Record | None,
+    costs: Sequence[Record],
 ) -> Row:
     by_seed = {record["seed"]: record for record in sorted(reported, key=lambda record: record["seed"])}
     facts = next((record["facts"] for record in by_seed.values() if record.get("facts")), {})
@@ -363,8 +422,7 @@ def _row(
         first["point"],
         {seed: record["val_loss"] for seed, record in by_seed.items()},
         [*tuning, *by_seed.values()],
-        cost,
-        compiled,
+        costs,
         first["steps"],
         next((record.get("tokens") for record in by_seed.values()), None),
         facts.get("parameters"),
@@ -381,9 +439,9 @@ def _differences(row: Row, base: Row, longer: Sequence[Record]) -> list[Differen
     costs, errors = {"tokens": 1.0}, {}
     if row.cost is not None and base.cost is not None:
         costs["FLOPs"] = row.flops / base.flops
-    for measure, ours, theirs in (("seconds", row.cost, base.cost), (COMPILED, row.compiled, base.compiled)):
-        if ours is not None and theirs is not None:
-            # Rounds shared with the first baseline: the ratio of ratios leaves out what slowed both.
+    for measure, compiled in (("seconds", False), (COMPILED, True)):
+        if timed := _timed_together(row, base, compiled):
+            ours, theirs = timed
             costs[measure] = ours["time_ratio"]["median"] / theirs["time_ratio"]["median"]
             errors[measure] = math.hypot(_error(ours), _error(theirs))
     found = []
@@ -397,6 +455,22 @@ def _differences(row: Row, base: Row, longer: Sequence[Record]) -> list[Differen
             estimate = estimate.shared(slope * errors[measure])
         found.append(Difference(base.scheme, measure, cost, estimate, estimate and estimate.p_value))
     return found
+
+
+def _timed_together(row: Row, base: Row, compiled: bool) -> tuple[Record, Record] | None:
+    """The costs of two from the newest rounds in which both took turns, so that what slowed both is left out.
+
+    From rounds of another hour a ratio of ratios would be off by what changed between them.
+    """
+
+    def rounds(cost: Record) -> tuple[Any, ...]:
+        return cost["date"], cost["device"], cost["baseline"], len(cost["seconds"])
+
+    theirs = {rounds(cost): cost for cost in base.timed(compiled)}
+    for ours in reversed(row.timed(compiled)):
+        if rounds(ours) in theirs and len(ours["seconds"]) >= FEWEST_ROUNDS:
+            return ours, theirs[rounds(ours)]
+    return None
 
 
 def _error(cost: Record) -> float:

@@ -15,7 +15,7 @@ from residua.runs import jsonlines
 from residua.runs.durable import write_text
 from residua.runs.folder import read_object, writable
 from residua.study.folder import AUDITS, SHARED, plain, read_folder, restore
-from residua.study.plan import Study
+from residua.study.plan import Study, untried
 from residua.study.records import checked_audits, checked_costs, checked_runs, source
 from residua.study.results import Results, Row, merged, results
 
@@ -108,7 +108,12 @@ def read_submission(path: str | Path, study: Study, fingerprint: str | None) -> 
     runs, costs = ([row[name] for row in rows if isinstance(row.get(name), dict)] for name in ("run", "cost"))
     found = results(theirs, checked_runs(runs, str(path), fingerprint), checked_costs(costs, str(path)))
     expect_valid(found, header["submission"], str(path))
-    own = [row for row in found.rows if row.scheme == header["submission"]]  # others in the file were not checked
+    name, told = header["submission"], header.get("source")
+    own_package = "package" in (header.get("options") or {})
+    for run in runs:
+        if run["scheme"] == name and run.get("source", None if own_package else told) != told:
+            raise InputError(f"{path}: expected runs of one file, {told}, got {run.get('source')} in {run['key']!r}")
+    own = [row for row in found.rows if row.scheme in (name, *theirs.baselines)]  # others were not checked
     return replace(found, rows=own, unfinished=())
 
 
@@ -117,7 +122,8 @@ def expect_valid(found: Results, scheme: str, where: str) -> None:
 
     Raises:
         InputError: the scheme is a baseline; seeds, baselines, costs or tuning runs are missing, there are more than
-            the budget, a reported run diverged, or runs were made with changed code or on several machines.
+            the budget or fewer than the search takes, a reported run diverged or lacks its facts, or runs were made
+            with changed code or on several machines.
     """
     if scheme in found.study.baselines:
         raise InputError(f"{where}: expected a scheme beside the baselines, got {scheme}, which is one of them")
@@ -131,9 +137,8 @@ def expect_valid(found: Results, scheme: str, where: str) -> None:
         for one in (row, *beside):
             _expect_valid_row(found.study, one, f"{where}: {one.scheme} at {one.rung}")
         for name in ("device", "torch"):
-            seen = sorted(
-                {str(run["facts"].get(name)) for one in (row, *beside) for run in one.runs if run.get("facts")}
-            )
+            facts = [run["facts"] for one in (row, *beside) for run in one.runs if run.get("facts")]
+            seen = sorted({str(one.get(name)) for one in (*facts, *(one.cost for one in (row, *beside)))})
             if len(seen) > 1:
                 raise InputError(f"{where}: expected one {name} for all runs at {row.rung}, found {', '.join(seen)}")
 
@@ -146,12 +151,23 @@ def _expect_valid_row(study: Study, row: Row, where: str) -> None:
     budget = study.tuning.baseline_runs if row.scheme in study.baselines else study.tuning.runs
     if not 1 <= row.tuning_runs <= budget:
         raise InputError(f"{where}: expected 1 to {budget} tuning runs, found {row.tuning_runs}")
+    searched = [run for run in row.runs if run["kind"] == "tune"]
+    if missing := untried(study, row.scheme, searched):
+        raise InputError(
+            f"{where}: expected a finished search, found {row.tuning_runs} tuning runs, without the point {missing[0]}"
+        )
     if row.cost is None:
         raise InputError(f"{where}: expected its time and memory, found none; run the study without --no-costs")
     for run in row.runs:
+        facts = run.get("facts") or {}
+        known = {name: facts.get(name) for name in ("commit", "device", "torch", "parameters")}
+        known |= {"data": (facts.get("data") or {}).get("fingerprint"), "curve": run.get("curve")}
+        if run["val_loss"] is not None and (missing := [name for name, value in known.items() if not value]):
+            raise InputError(f"{where}: expected runs with their {', '.join(known)}, found one without {missing[0]}")
         own = {"tune": (study.tuning.seed,), "final": study.tuning.judges}.get(run["kind"])
         if own and run["seed"] not in own:
             raise InputError(f"{where}: expected tuning with the seeds {list(own)}, found {run['seed']}")
-        commit = (run.get("facts") or {}).get("commit")
-        if run["val_loss"] is not None and str(commit).endswith("-dirty"):
-            raise InputError(f"{where}: expected runs of committed code, found {commit}; commit, and run them again")
+        if run["val_loss"] is not None and str(facts.get("commit")).endswith("-dirty"):
+            raise InputError(
+                f"{where}: expected runs of committed code, found {facts['commit']}; commit, and run them again"
+            )
