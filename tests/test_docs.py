@@ -281,7 +281,10 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     whole = [one for one in found.rows if one.whole]
     shapes = "0.1M", "0.1M-wide", "0.1M-deep"
     assert {one.rung for one in whole} == {*shapes}
-    row, wide, deep = ({one.scheme: one for one in whole if one.rung == rung} for rung in shapes)
+    with_muon = {one.scheme: one for one in whole if one.scheme.endswith("-muon")}
+    row, wide, deep = (
+        {one.scheme: one for one in whole if one.rung == rung and one.scheme not in with_muon} for rung in shapes
+    )
 
     def ends(estimate):
         return estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
@@ -384,7 +387,19 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
         (("lambdas-gated+conv", "lambdas+conv"), "ahead"),
     ):
         assert given[("0.1M-deep", *pair, "tokens")].verdict.startswith(verdict), pair
+    seen = [given[rung, "ddl-tc", "ddl-tc-write-only", "tokens"].difference.estimate.detectable for rung in shapes]
+    assert [round(value, 3) for value in seen] == [0.018, 0.040, 0.036]
+    assert -given["0.1M-wide", "ddl-tc", "residual+tc", "tokens"].difference.estimate.mean < seen[1]
+    for rows, baseline in itertools.product((row, wide, deep), baselines):
+        clear = [rows["lambdas+tc"].difference(baseline, measure).clear for measure in ("tokens", "FLOPs", "seconds")]
+        assert all(clear) == (rows is wide)
     answers = {tuple(pair): answer for (rung, *pair), answer in given.items() if rung == "0.1M"}
+    for name in ("residual+tc-muon", "lambdas-gated+tc-muon"):
+        verdict = answers[name, "residual-muon", "tokens"].verdict
+        assert verdict == "ahead by its interval, but not after the correction"
+    gains = [one.difference("residual", "tokens").estimate.mean for name, one in row.items() if name != "residual"]
+    muon = with_muon["residual-muon"].difference("residual", "tokens").estimate.mean
+    assert sum(gain > muon for gain in gains) > len(gains) / 2
     for pair, verdict, seeds in (
         (("ddl", "ddl-write-only"), "behind", 10),
         (("gated-delta-write", "gated-delta-write-only"), "behind", 10),
@@ -431,6 +446,13 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     stuck = {one["step"]: sum(sub["gate_q05"] > 0.99 for sub in one["sublayers"]) for one in audited}
     assert stuck[jump] == 8 == len(audited[0]["sublayers"]) / 2
     assert all(count <= 1 for step, count in stuck.items() if step < jump)
+    assert stuck[jumped["steps"]] == 3
+    (other,) = (
+        one["points"]
+        for one in runs("resbench/audits.jsonl")
+        if (one["rung"], one["scheme"], one.get("seed")) == ("0.1M-deep", "lambdas-gated+tc", 1)
+    )
+    assert max(sum(sub["gate_q05"] > 0.99 for sub in one["sublayers"]) for one in other) == 1
     audits = {one["scheme"]: one["points"][-1] for one in found.with_audits(runs("resbench/audits.jsonl")).audits}
     gates = {name: audits[name]["sublayers"] for name in ("gated-orthogonal", "lambdas-gated")}
     assert sum(one["gate_q50"] < -0.98 for one in gates["gated-orthogonal"]) == 5
