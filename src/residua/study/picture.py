@@ -3,11 +3,11 @@
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from residua.errors import extra
 from residua.runs.figures import COLOURS
-from residua.study.results import Results, Row
+from residua.study.results import Difference, Results, Row
 
 with extra("lab"):
     from matplotlib.axes import Axes
@@ -20,6 +20,7 @@ STYLES = {
     "compiled seconds": (COLOURS[3], "^"),
 }
 """Colour and mark of each measure."""
+FILLED = "Filled: clear of zero after the correction"
 PANELS = 8
 """Of gates in a row."""
 
@@ -46,15 +47,8 @@ def draw(found: Results) -> Figure | None:
         panel.axvline(0, color="#222222", linewidth=1.2)
         for number, measure in enumerate(found.measures):
             (colour, mark), aside = STYLES[measure], 0.2 * ((len(found.measures) - 1) / 2 - number)
-            there = [
-                (place + aside, difference.estimate.mean, difference.estimate.half_width)
-                for place, row in rows.items()
-                if (difference := row.difference(baseline, measure)) is not None
-                and difference.estimate is not None
-                and difference.estimate.half_width is not None
-            ]
-            if there:
-                _marks(panel, there, colour, mark, f"equal {measure}")
+            there = {place + aside: row.difference(baseline, measure) for place, row in rows.items()}
+            _marks(panel, there, colour, mark, f"equal {measure}")
         panel.set_yticks(range(len(lines)), [line if isinstance(line, str) else line.scheme for line in lines])
         for place, label in enumerate(panel.get_yticklabels()):
             label.set(family="monospace", fontsize=8.5, weight="normal" if place in rows else "bold")
@@ -67,6 +61,7 @@ def draw(found: Results) -> Figure | None:
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2 * len(baselines), frameon=False
     )
+    figure.supxlabel(FILLED, fontsize=9)
     return figure
 
 
@@ -97,32 +92,47 @@ def draw_sizes(found: Results) -> Figure | None:
         panel.axvline(0, color="#222222", linewidth=1.2)
         for number, rung in enumerate(sizes):
             aside = 0.22 * ((len(sizes) - 1) / 2 - number)
-            there = [
-                (place + aside, difference.estimate.mean, difference.estimate.half_width)
+            there = {
+                place + aside: rows[name, rung].difference(baseline, measure)
                 for place, name in enumerate(names)
-                if (row := rows.get((name, rung)))
-                and (difference := row.difference(baseline, measure))
-                and difference.estimate is not None
-                and difference.estimate.half_width is not None
-            ]
-            if there:
-                _marks(panel, there, COLOURS[number % len(COLOURS)], "osD^vP"[number % 6], rung)
+                if (name, rung) in rows
+            }
+            _marks(panel, there, COLOURS[number % len(COLOURS)], "osD^vP"[number % 6], rung)
         panel.set_yticks(range(len(names)), names, family="monospace", fontsize=8.5)
         panel.grid(axis="x", color="#dddddd", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
+    ends = [
+        d.estimate.mean + sign * d.estimate.half_width
+        for name, rung in rows
+        for d in rows[name, rung].differences
+        for sign in (-1, 1)
+        if name in names and d.estimate and d.estimate.half_width is not None
+    ]
+    # A row with a run that failed has an interval that would press all others together: it leaves the panel.
+    low, *_, high = statistics.quantiles(sorted([*ends, 0.0, 0.0]), n=40)
+    panels[0][0].set_xlim(min(low, 0.0) - 0.01, max(high, 0.0) + 0.01)
     for panel, measure in zip(panels[0], found.measures):
         panel.set_title(f"equal {measure}", fontsize=10)
     for (panel, *_), baseline in zip(panels, baselines):
         panel.set_ylabel(f"minus {baseline}")
-    figure.supxlabel("Loss minus that of the baseline (nats per token), 95 % intervals", fontsize=10)
+    figure.supxlabel(
+        f"Loss minus that of the baseline (nats per token), 95 % intervals; left is better. {FILLED}", fontsize=10
+    )
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper right", ncols=6, frameon=False)
     return figure
 
 
-def _marks(panel: Axes, there: Sequence[tuple[float, float, float]], colour: str, mark: str, label: str) -> None:
-    """Draw points with intervals: places on the y axis, means and half widths."""
-    y, x, half = zip(*there)
-    panel.errorbar(x, y, xerr=half, fmt=mark, color=colour, markersize=4.5, linewidth=1.3, capsize=2.5, label=label)
+def _marks(panel: Axes, there: Mapping[float, Difference | None], colour: str, mark: str, label: str) -> None:
+    """Draw differences with their intervals at places on the y axis, those that are not clear of zero hollow."""
+    known = {y: d for y, d in there.items() if d and d.estimate and d.estimate.half_width is not None}
+    if not known:
+        return
+    x, half = zip(*((d.estimate.mean, d.estimate.half_width) for d in known.values()))
+    panel.errorbar(
+        x, [*known], xerr=half, fmt=mark, color=colour, markersize=4.5, linewidth=1.3, capsize=2.5, label=label
+    )
+    hollow = {y: d.estimate.mean for y, d in known.items() if not d.clear}
+    panel.plot([*hollow.values()], [*hollow], mark, color=colour, markersize=4.5, markerfacecolor="white", zorder=3)
 
 
 def draw_gates(found: Results) -> Figure | None:
