@@ -297,10 +297,20 @@ def test_the_picture_has_the_rows_of_each_size_under_its_name():
     ):
         (panel,) = draw(found).axes
         assert [label.get_text() for label in reversed(panel.get_yticklabels())] == expected
-        marks = [tuple(line.get_ydata()) for line in panel.lines if line.get_marker() == "o"]
-        assert len(marks) == 1
-        assert len(marks[0]) == expected.count("ddl")
-        assert all(expected[::-1][round(place)] == "ddl" for place in marks[0])
+        marks, hollow = (tuple(line.get_ydata()) for line in panel.lines if line.get_marker() == "o")
+        assert marks == hollow  # none of them is clear of zero
+        assert len(marks) == expected.count("ddl")
+        assert all(expected[::-1][round(place)] == "ddl" for place in marks)
+
+
+def test_what_is_clear_of_zero_is_filled():
+    mine = ("ddl", "report")
+    far = [{**r, "val_loss": 0.0, "curve": []} if (r["scheme"], r["kind"]) == mine else r for r in records()]
+    found = results(study(), far, costs())
+    assert found.row("small", "ddl").difference("residual", "tokens").clear
+    (panel,) = draw(found).axes
+    marks, *hollow = (tuple(line.get_ydata()) for line in panel.lines if line.get_marker() == "o")
+    assert (len(marks), hollow) == (1, [()])
 
 
 def test_sizes_stand_side_by_side_where_schemes_have_rows_at_several():
