@@ -44,19 +44,8 @@ def train_one(
         "--train.sequence_length=64", f"--train.evaluate_every={steps}", f"--train.checkpoint_every={steps}",
         "--train.device=cpu",
     ]  # fmt: skip
-    result, facts, _ = throwaway_run("tiny", overrides, report)
-    return {
-        "connection": connection,
-        "mup": mup,
-        "width": width,
-        "lr": lr,
-        "seed": seed,
-        "steps": steps,
-        "tokens": result["tokens"],
-        "val_loss": result["val_loss"],
-        "seconds": round(result["seconds"], 1),
-        "facts": facts,
-    }
+    settings = dict(zip(KEY, (connection, mup, width, lr, seed, steps)))
+    return settings | throwaway_run("tiny", overrides, report)
 
 
 def table(rows: list[dict]) -> str:

@@ -27,9 +27,8 @@ def train_one(seed: int, recipe: str, dtype: str, steps: int, data: str, *, plac
         f"--data.path={data}", f"--model.state_dtype={dtype}", f"--train.seed={seed}", f"--train.steps={steps}",
         f"--train.warmup_steps={steps // 10}", f"--train.evaluate_every={steps}", f"--train.checkpoint_every={steps}",
     ]  # fmt: skip
-    result, facts, _ = throwaway_run(recipe, overrides, report)
-    return {"recipe": recipe, "state_dtype": dtype, "seed": seed, "steps": steps, "val_loss": result["val_loss"],
-            "seconds": round(result["seconds"], 1), "facts": facts}  # fmt: skip
+    settings = {"recipe": recipe, "state_dtype": dtype, "seed": seed, "steps": steps}
+    return settings | throwaway_run(recipe, overrides, report)
 
 
 def main() -> None:

@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 
-def throwaway_run(
-    recipe: str, overrides: list[str], report: Callable[[int], None] | bool = False
-) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-    """The result of `residua.experiment.run` without a display or TensorBoard events, the run's facts, and its rows."""
+def throwaway_run(recipe: str, overrides: list[str], report: Callable[[int], None]) -> dict[str, Any]:
+    """The part of a record that tells what a run gave: tokens, val_loss, seconds and facts. No TensorBoard events."""
     from residua.experiment import run
-    from residua.training import load_config, read_metrics
+    from residua.training import load_config
 
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home) / "run"
         result = run(load_config(recipe, [*overrides, "--train.tensorboard=false"]), folder, progress=report)
         if result["interrupted"]:
             raise KeyboardInterrupt
-        return result, json.loads((folder / "facts.json").read_text()), read_metrics(folder / "metrics.jsonl")
+        return {
+            "tokens": result["tokens"],
+            "val_loss": result["val_loss"],
+            "seconds": round(result["seconds"], 1),
+            "facts": json.loads((folder / "facts.json").read_text()),
+        }
 
 
 @contextmanager

@@ -109,6 +109,15 @@ def test_a_new_scheme_needs_its_class_and_a_line_in_schemes(config, tmp_path, mo
     assert not (tmp_path / "run" / "connections.jsonl").exists()
 
 
+def test_a_function_is_told_the_steps_and_nothing_is_shown(config, text, tmp_path, monkeypatch, capsys):
+    """Not even how far the preparation of the data is."""
+    monkeypatch.setattr("residua.data.progress.UPDATE_SECONDS", 0)
+    data, seen = DataConfig(source=str(text), tokenizer="byte"), []
+    run(replace(config, data=data), tmp_path / "run", progress=seen.append)
+    assert seen[-1] == STEPS
+    assert "prepare: " not in capsys.readouterr().err
+
+
 def test_a_run_trains_evaluates_and_can_be_opened_again(config, tmp_path):
     result = run(config, tmp_path / "run", progress=False)
     assert result["step"] == STEPS

@@ -255,10 +255,23 @@ def test_a_relative_folder_is_written_where_it_is_named(trained, tmp_path, monke
 
 
 def test_the_command(capsys, trained, tmp_path):
-    assert main(["export", str(trained), str(tmp_path / "out"), "--remote-code"]) == 0
-    assert "trust_remote_code=True" in capsys.readouterr().out
+    assert main(["export", str(trained), str(tmp_path / "out")]) == 0
+    assert "load it with: import residua.models" in capsys.readouterr().out
     assert main(["export", str(trained), str(tmp_path / "out")]) == 2
     assert "choose another folder" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_what_the_command_prints_runs_unchanged_in_a_new_process(trained, tmp_path, capsys):
+    blocks = []
+    for option in ([], ["--remote-code"]):
+        assert main(["export", str(trained), str(tmp_path / f"out{len(blocks)}"), *option]) == 0
+        printed = capsys.readouterr().out.strip().removeprefix("load it with: ")
+        blocks.append(f"{BLOCKED if option else ''}\n{printed}")
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", f"blocks = {blocks}\n{FORKS}"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=250)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.mark.parametrize("room", [100, 3000, 20_000])

@@ -72,7 +72,13 @@ class OpenRun:
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=bfloat16)
 
 
-def run(config: RunConfig, folder: str | Path, *, resume: bool = False, progress: bool = True) -> dict[str, Any]:
+def run(
+    config: RunConfig,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    progress: bool | Callable[[int], None] = True,
+) -> dict[str, Any]:
     """Train one model into a run folder: prepare or open the data, build the model, train and evaluate it.
 
     Under torchrun all processes train one model, in a folder that all of them can access.
@@ -80,7 +86,7 @@ def run(config: RunConfig, folder: str | Path, *, resume: bool = False, progress
     Args:
         config: all settings that affect the numbers.
         folder: a new or empty folder; with `resume`, the folder of a run, which continues at its newest checkpoint.
-        progress: show the progress.
+        progress: whether to show the progress, or a function to call instead with each step that is logged.
 
     Returns:
         The row of the last step from `residua.training.train`: `val_loss`, `interrupted` and others.
@@ -97,7 +103,7 @@ def run(config: RunConfig, folder: str | Path, *, resume: bool = False, progress
         with ranks.raise_together():
             shard = BatchShard.of(config.train, ranks)
             if ranks.first:
-                data = _data(config.data, held.path, restart=not held.resume, progress=progress)
+                data = _data(config.data, held.path, restart=not held.resume, progress=progress is True)
                 if not saved_steps(held.path):  # it starts at the first step
                     with writable(held.tokenizer, "a place for the tokenizer of the run"):
                         copy_tokenizer(data.folder / "tokenizer", held.tokenizer)

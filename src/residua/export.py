@@ -74,6 +74,12 @@ def export(
     return Path(folder)
 
 
+def loading(folder: str | Path, *, remote_code: bool) -> str:
+    """Return the code that loads a model written with or without `remote_code`, on one line."""
+    modules, option = ("", ", trust_remote_code=True") if remote_code else ("residua.models, ", "")
+    return f"import {modules}transformers; transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}{option})"
+
+
 @contextmanager
 def model_folder(place: Path) -> Iterator[Path]:
     """Make a folder for a saved model, which takes its place when the body ends; after a failure nothing stays.

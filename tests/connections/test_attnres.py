@@ -209,7 +209,7 @@ def test_second_derivatives_of_a_stack():
     ("options", "words"),
     [
         ({"block_size": 0}, ["block_size", "at least 1", "0"]),
-        ({"block_size": 1.5}, ["block_size", "int", "1.5"]),
+        ({"block_size": 1.5}, ["block_size", "a whole number", "1.5"]),
         ({"heads": 0}, ["heads", "at least 1", "0"]),
     ],
 )

@@ -102,8 +102,8 @@ def test_the_backward_pass_keeps_each_source_once_and_never_a_stack(dtype):
     [
         ({"block_size": 0}, ["block_size", "at least 1", "0"]),
         ({"heads": 0}, ["heads", "at least 1", "0"]),
-        ({"gate": "alpha"}, ["gate", "'scalar'", "alpha"]),
-        ({"null_source": 1}, ["null_source", "bool", "1"]),
+        ({"gate": "alpha"}, ["gate", "scalar", "alpha"]),
+        ({"null_source": 1}, ["null_source", "true or false", "1"]),
     ],
 )
 def test_a_wrong_option_is_one_clear_line(options, words):

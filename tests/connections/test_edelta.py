@@ -505,8 +505,8 @@ def test_what_is_left_out_could_not_matter(n):
     [
         ({"num_streams": 1}, ["num_streams", "at least 2", "plane", "1"]),
         ({"num_streams": 0}, ["num_streams", "at least 2"]),
-        ({"num_streams": 4.0}, ["num_streams", "int", "4.0"]),
-        ({"context": "mean"}, ["context", "'token', 'cumulative', 'sequence'", "'mean'"]),
+        ({"num_streams": 4.0}, ["num_streams", "a whole number", "4.0"]),
+        ({"context": "mean"}, ["context", "token, cumulative, sequence", "'mean'"]),
         ({"hidden": 0}, ["hidden", "at least 1", "0"]),
         ({"gamma_init": 0}, ["gamma_init", "between 0 and 1", "0"]),
         ({"gamma_init": 1.0}, ["gamma_init", "between 0 and 1", "1.0"]),
@@ -514,7 +514,7 @@ def test_what_is_left_out_could_not_matter(n):
         ({"beta_init": 0.0}, ["beta_init", "positive", "0.0"]),
         ({"beta_init": float("inf")}, ["beta_init", "positive", "inf"]),
         ({"penalty": -0.1}, ["penalty", "at least 0", "-0.1"]),
-        ({"penalty": "strong"}, ["penalty", "float", "'strong'"]),
+        ({"penalty": "strong"}, ["penalty", "a number", "'strong'"]),
     ],
 )
 def test_a_wrong_option_is_one_clear_line(scheme, options, words):

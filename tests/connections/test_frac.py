@@ -95,7 +95,7 @@ def test_a_width_that_the_fractions_do_not_divide():
     ("options", "words"),
     [
         ({"num_fractions": 0}, "num_fractions: expected at least 1, got 0"),
-        ({"num_fractions": 0.5}, "num_fractions: expected int, got 0.5"),
+        ({"num_fractions": 0.5}, "num_fractions: expected a whole number, got 0.5"),
         ({"scale_init": 0.0}, "scale_init: expected a finite number other than 0"),
     ],
 )

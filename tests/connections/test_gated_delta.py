@@ -256,7 +256,7 @@ def test_no_shortcut_of_rank_one_where_there_are_several_or_none(name):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"erase": "both"}, ["erase", "'signed', 'positive', 'none'", "'both'"]),
+        ({"erase": "both"}, ["erase", "signed, positive, none", "'both'"]),
         ({"scale": 0.0}, ["scale", "a number above 0, at most 2", "0.0"]),
         ({"scale": 2.1}, ["scale", "a number above 0, at most 2", "2.1"]),
         ({"erase": "none", "scale": 1.0}, ["scale", "2.0 unless erase is 'signed' or 'positive'", "1.0"]),

@@ -134,12 +134,12 @@ def test_the_shortcut_is_the_residual_scale_of_each_head():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"gate": "two"}, ["gate", "'token', 'static', 'one'", "'two'"]),
+        ({"gate": "two"}, ["gate", "token, static, one", "'two'"]),
         ({"scale": 0.0}, ["scale", "a positive number", "0.0"]),
         ({"gate": "one", "scale": 2.0}, ["scale", "1.0 unless gate is 'token' or 'static'", "2.0"]),
         ({"heads": 0}, ["heads", "at least 1", "0"]),
         ({"eps": 0.0}, ["eps", "a positive number", "0.0"]),
-        ({"sublayers": "first"}, ["sublayers", "'all', 'attention', 'mlp'"]),
+        ({"sublayers": "first"}, ["sublayers", "all, attention, mlp"]),
         ({"expand_kernel": 3}, ["expand_kernel", "4 unless expand is 'conv'"]),
     ],
 )

@@ -168,8 +168,8 @@ def test_parameters_of_a_sublayer(n):
     ("options", "words"),
     [
         ({"num_streams": 0}, "num_streams: expected at least 1, got 0"),
-        ({"num_streams": 2.0}, "num_streams: expected int, got 2.0"),
-        ({"dynamic": "yes"}, "dynamic: expected bool"),
+        ({"num_streams": 2.0}, "num_streams: expected a whole number, got 2.0"),
+        ({"dynamic": "yes"}, "dynamic: expected true or false"),
         ({"scale_init": 0.0}, "scale_init: expected a finite number other than 0"),
     ],
 )

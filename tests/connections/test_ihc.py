@@ -113,7 +113,7 @@ def test_streams_part_in_training_from_the_preserving_start():
         ({"scale_init": 0.0}, ["scale_init", "other than 0"]),
         ({"weight_std": -1.0}, ["weight_std", "0 or more"]),
         ({"weight_std": 0.1, "start": "residual"}, ["weight_std", "start='published'"]),
-        ({"head": "sum"}, ["head", "'sigmoid', 'mean'"]),
+        ({"head": "sum"}, ["head", "sigmoid, mean"]),
     ],
 )
 def test_a_wrong_option_is_one_clear_line(options, words):

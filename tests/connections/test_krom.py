@@ -97,7 +97,7 @@ def test_streams_part_in_training_from_the_preserving_start():
         ({"num_streams": 1}, ["num_streams", "a power of 2", "1"]),
         ({"num_streams": 6}, ["num_streams", "a power of 2", "6"]),
         ({"scale_init": 0.0}, ["scale_init", "other than 0"]),
-        ({"head": "sigmoid"}, ["head", "'sum', 'mean'"]),
+        ({"head": "sigmoid"}, ["head", "sum, mean"]),
     ],
 )
 def test_a_wrong_option_is_one_clear_line(options, words):

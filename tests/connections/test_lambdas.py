@@ -177,7 +177,7 @@ def test_the_shortcut_is_the_update_of_x_and_x0(name):
     ("options", "words"),
     [
         ({"r": float("nan")}, ["r:", "a finite number or None", "nan"]),
-        ({"p": "one"}, ["p:", "float or None", "'one'"]),
+        ({"p": "one"}, ["p:", "a number or null", "'one'"]),
         ({"norm": "post"}, ["r:", "None with norm='post'", "1.0"]),
         ({"norm": "post", "r": None}, ["z:", "None with norm='post'", "0.0"]),
         ({"r": None, "r_last": 1.0}, ["r_last", "None unless r is a number", "1.0"]),

@@ -215,10 +215,10 @@ def test_parameters_of_a_block(dim):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"context": "mean"}, ["context", "'token', 'cumulative', 'sequence'", "'mean'"]),
+        ({"context": "mean"}, ["context", "token, cumulative, sequence", "'mean'"]),
         ({"beta_init": 2.5}, ["beta_init", "[0, 2]", "2.5"]),
         ({"beta_init": float("nan")}, ["beta_init", "[0, 2]", "nan"]),
-        ({"beta_init": "1"}, ["beta_init", "float", "'1'"]),
+        ({"beta_init": "1"}, ["beta_init", "a number", "'1'"]),
     ],
 )
 def test_a_wrong_option_is_one_clear_line(options, words):

@@ -120,11 +120,11 @@ def test_generation_with_a_cache_and_left_padding_equals_the_full_pass(scheme):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"expand": "sum"}, ["expand", "'repeat', 'conv'", "'sum'"]),
+        ({"expand": "sum"}, ["expand", "repeat, conv", "'sum'"]),
         ({"expand": "conv", "expand_kernel": 0}, ["expand_kernel", "at least 1", "0"]),
         ({"expand_kernel": 3}, ["expand_kernel", "4 unless expand is 'conv'", "3"]),
-        ({"expand_kernel": True}, ["expand_kernel", "int", "True"]),
-        ({"compress": "channel"}, ["compress", "'token'", "'channel'"]),
+        ({"expand_kernel": True}, ["expand_kernel", "a whole number", "True"]),
+        ({"compress": "channel"}, ["compress", "token", "'channel'"]),
         ({"compress": "token", "compress_kernel": 0}, ["compress_kernel", "at least 1", "0"]),
         ({"compress_kernel": 3}, ["compress_kernel", "4 unless compress is 'token'", "3"]),
         ({"compress_sharing": "separate"}, ["compress_sharing", "'block' unless compress is 'token'", "separate"]),

@@ -1,8 +1,9 @@
 import statistics
+from types import SimpleNamespace
 
 import pytest
 
-from residua.evaluation.published import ROWS, TASKS, rows
+from residua.evaluation.published import ROWS, TASKS, comparable, rows
 
 SIZES = {
     "arc_challenge": 1172,
@@ -33,3 +34,16 @@ def test_every_scheme_of_the_paper_has_a_row():
             assert presets == ["residual", "ddl", "ddl-tc", "ddl-cc", "ddl-ec", "ddl-cc-ec"]
     assert {row.version for row in rows("small", 1)} == {2}
     assert {row.version for row in rows("medium", 1)} == {2, 3}
+
+
+def test_published_rows_stand_beside_a_model_of_their_size_and_their_tasks_alone():
+    small = SimpleNamespace(num_hidden_layers=12, hidden_size=768)
+    assert comparable(small, TASKS, 1) == rows("small", 1)
+    assert comparable(small, ["sciq", "piqa"], 0) == rows("small", 0)
+    assert comparable(small, TASKS, 1, size="medium") == rows("medium", 1)
+    assert comparable(small, TASKS, 5) == []
+    assert comparable(small, ["sciq", "lambada"], 1) == []
+    assert comparable(small, ["lambada"], 1, size="small") == []
+    for other in ({"num_hidden_layers": 24}, {"hidden_size": 1024}, {"num_hidden_layers": 4, "hidden_size": 128}):
+        assert comparable(SimpleNamespace(**{**vars(small), **other}), TASKS, 1) == []
+    assert comparable(SimpleNamespace(), TASKS, 1) == []

@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Arguments) -> None:
     from residua.experiment import open_model
-    from residua.export import add_code, model_folder
+    from residua.export import add_code, loading, model_folder
     from residua.models.convert import convert
     from residua.runs.folder import new_folder
 
@@ -43,5 +43,4 @@ def run(arguments: Arguments) -> None:
         if arguments.remote_code:
             add_code(temporary)
     print(f"{out}: {type(model).__name__} with {arguments.connection}, {added:,} parameters more than {before:,}")
-    first, option = ("", ", trust_remote_code=True") if arguments.remote_code else ("import residua.models; ", "")
-    print(f"load it with: {first}AutoModelForCausalLM.from_pretrained({str(out)!r}{option})")
+    print(f"load it with: {loading(out, remote_code=arguments.remote_code)}")

@@ -28,12 +28,8 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument(
         "--tasks", metavar="paper|NAME,NAME", help="the paper's eight or any others, in place of the validation loss"
     )
-    group.add_argument(
-        "--num-fewshot", type=whole(0, 1000), default=0, metavar="N", help="solved examples in the prompt (0)"
-    )
-    group.add_argument(
-        "--batch-size", type=whole(1, 2**20), default=8, metavar="N", help="changes speed and no result (8)"
-    )
+    group.add_argument("--num-fewshot", type=whole(0, 1000), metavar="N", help="solved examples in the prompt (0)")
+    group.add_argument("--batch-size", type=whole(1, 2**20), metavar="N", help="changes speed and no result (8)")
     group.add_argument("--include-path", metavar="DIR", help="a folder of local task files; needs no network")
     group.add_argument("--limit", type=whole(1), metavar="N", help="only the first documents of each task")
     group.add_argument(
@@ -46,6 +42,9 @@ def run(arguments: Arguments) -> None:
     if arguments.tasks is not None:
         _score(arguments)
         return
+    for option in ("num_fewshot", "batch_size", "include_path", "limit", "published"):
+        if getattr(arguments, option) is not None:
+            raise InputError(f"--{option.replace('_', '-')}: expected --tasks beside it, got none; give --tasks paper")
     from residua.experiment import evaluate, is_model_folder, open_run
     from residua.runs.jsonlines import finite
 
@@ -61,46 +60,36 @@ def run(arguments: Arguments) -> None:
 
 
 def _score(arguments: Arguments) -> None:
-    from residua.evaluation.harness import PAPER, score
-    from residua.evaluation.published import TASKS, rows
+    from residua.evaluation.harness import score
+    from residua.evaluation.published import comparable
     from residua.experiment import open_model, open_run
-    from residua.models import SIZES
 
     if opens_model(arguments.run, arguments.checkpoint):
         (model, tokenizer), bfloat16 = open_model(arguments.run), False
     else:
         opened = open_run(arguments.run, arguments.checkpoint)
         model, tokenizer, bfloat16 = opened.model, opened.tokenizer, opened.config.train.precision == "bfloat16"
-    names = arguments.tasks.split(",")
+    num_fewshot = arguments.num_fewshot or 0
     found = score(
         model,
         tokenizer,
         name=Path(arguments.run).name,
-        tasks=names,
-        num_fewshot=arguments.num_fewshot,
-        batch_size=arguments.batch_size,
+        tasks=arguments.tasks.split(","),
+        num_fewshot=num_fewshot,
+        batch_size=arguments.batch_size or 8,
         include_path=arguments.include_path,
         limit=arguments.limit,
         bfloat16=bfloat16,
     )
-    size = arguments.published
-    if size is None:
-        shape = ("num_hidden_layers", "hidden_size")
-        alike = (
-            name
-            for name in ("small", "medium")
-            if all(getattr(model.config, field, None) == SIZES[name][field] for field in shape)
-        )
-        size = next(alike, None)
-    comparable = size is not None and (names == [PAPER] or set(names) <= TASKS.keys())
-    published = rows(size, arguments.num_fewshot) if comparable else []
+    tasks = [result.task for result in found.scores]
+    published = comparable(model.config, tasks, num_fewshot, size=arguments.published)
     if arguments.json:
         print_json(found.to_json(published))
         return
     print_table(*found.table(published))
     versions = ", ".join(f"{result.task} {result.version}" for result in found.scores)
     metrics = ", ".join(f"{result.task} {result.metric}" for result in found.scores)
-    print(f"\n{arguments.num_fewshot}-shot, percent; ours: {metrics}; the paper does not name its metrics")
+    print(f"\n{num_fewshot}-shot, percent; ours: {metrics}; the paper does not name its metrics")
     print(f"lm_eval {found.harness}; task versions: {versions}")
     if arguments.limit is not None:
         print(f"note: only the first {arguments.limit} documents of each task: do not compare this with anything")

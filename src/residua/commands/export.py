@@ -17,8 +17,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> None:
-    from residua.export import export
+    from residua.export import export, loading
 
     folder = export(arguments.run, arguments.out, checkpoint=arguments.checkpoint, remote_code=arguments.remote_code)
-    option = ", trust_remote_code=True" if arguments.remote_code else ""
-    print(f"load it with: AutoModelForCausalLM.from_pretrained({str(folder)!r}{option})")
+    print(f"load it with: {loading(folder, remote_code=arguments.remote_code)}")

@@ -19,7 +19,7 @@ from residua.connections.base import Carry, Connection, Norm, State, Stream, Ten
 from residua.connections.ends import MeanStreams, Repeat
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
-from residua.connections.options import expect_used, require
+from residua.connections.options import expect_used, require_option
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.connections.recomputing import RecomputingScheme
 from residua.ops import at_least_float32, hyper_mix, hyper_write, rms_norm
@@ -63,10 +63,10 @@ class AlternatingUpdates(RecomputingScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "num_streams", self.num_streams >= 2, "at least 2")
-        require(self, "active", 0 <= self.active < self.num_streams, f"0 to {self.num_streams - 1}, a stream")
-        require(self, "laurel_rank", self.laurel_rank >= 0, "0 or more")
-        require(self, "weight_std", 0 < self.weight_std < math.inf, "a positive number")
+        require_option(self, "num_streams", self.num_streams >= 2, "at least 2")
+        require_option(self, "active", 0 <= self.active < self.num_streams, f"0 to {self.num_streams - 1}, a stream")
+        require_option(self, "laurel_rank", self.laurel_rank >= 0, "0 or more")
+        require_option(self, "weight_std", 0 < self.weight_std < math.inf, "a positive number")
         used = self.ends == "copies" and not self.laurel_rank
         expect_used(self, {"start": (used, "ends='copies' and laurel_rank=0")})
 
@@ -98,7 +98,7 @@ class AlternatingUpdates(RecomputingScheme):
         return Stream(ProjectedExpand(self, dim), connections, ClosedCollapse(self, ProjectedCollapse(self, dim)))
 
 
-class Router(nn.Module):
+class StreamRouter(nn.Module):
     """t = tanh(W norm(x) / dim): (batch, seq, dim) -> (batch, seq, n), in at least float32."""
 
     def __init__(self, scheme: AlternatingUpdates, dim: int, *, eps: float):
@@ -166,7 +166,7 @@ class PredictConnection(Connection):
     def __init__(self, scheme: AlternatingUpdates, dim: int, norm: nn.Module, *, norm_eps: float):
         super().__init__()
         self.scheme = scheme
-        self.router = Router(scheme, dim, eps=norm_eps)
+        self.router = StreamRouter(scheme, dim, eps=norm_eps)
         self.predict = Prediction(scheme.num_streams, std=scheme.weight_std, balanced=scheme.start == "residual")
         self.laurel = Laurel(scheme, dim, eps=norm_eps) if scheme.laurel_rank else None
         self.norm = norm

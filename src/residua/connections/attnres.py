@@ -29,7 +29,7 @@ from residua.connections.base import (
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import check_types, require
+from residua.connections.options import check_types, require_option
 from residua.ops import at_least_float32, depth_read, headed_depth_read
 from residua.ops.derived import derive
 
@@ -51,7 +51,7 @@ class SourcesScheme(Scheme):
 
     def __post_init__(self):
         check_types(self)
-        require(self, "block_size", self.block_size >= 1, "at least 1")
+        require_option(self, "block_size", self.block_size >= 1, "at least 1")
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return (TensorSpec((dim,)),) * (1 + -(-boundary // self.block_size))
@@ -82,7 +82,7 @@ class AttentionResiduals(SourcesScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "heads", self.heads >= 1, "at least 1")
+        require_option(self, "heads", self.heads >= 1, "at least 1")
 
     def preserving(self) -> "AttentionResiduals":
         """Return this scheme with scale="sum": the start is then the plain residual, and not only up to a norm."""

@@ -18,7 +18,7 @@ from residua.connections.base import Carry, Connection, DepthWeights, Norm, Stat
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import require
+from residua.connections.options import require_option
 from residua.ops import normalised_depth_read
 
 
@@ -51,7 +51,7 @@ class InklingAttentionResiduals(SourcesScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "separate_every", self.separate_every >= 0, "0 or more")
+        require_option(self, "separate_every", self.separate_every >= 0, "0 or more")
 
     def preserving(self) -> "InklingAttentionResiduals":
         raise ValueError(

@@ -18,7 +18,7 @@ from residua.connections.ends import (
     Same,
     TokenCompress,
 )
-from residua.connections.options import require
+from residua.connections.options import require_option
 from residua.connections.recomputing import RecomputingScheme
 
 Compressor = TokenCompress | ChannelCompress | OnlyStream
@@ -53,15 +53,15 @@ class ChannelScheme(RecomputingScheme):
     def __post_init__(self):
         super().__post_init__()
         for name in ("value_channels", "expand_kernel"):
-            require(self, name, getattr(self, name) >= 1, "at least 1")
+            require_option(self, name, getattr(self, name) >= 1, "at least 1")
         if self.compress is None and self.value_channels > 1:
             object.__setattr__(self, "compress", "token")
         if self.compress is not None and self.compress_kernel is None:
             object.__setattr__(self, "compress_kernel", 4 if self.compress == "token" else self.value_channels)
         if self.compress is not None:
-            require(self, "compress_kernel", self.compress_kernel >= 1, "at least 1")
+            require_option(self, "compress_kernel", self.compress_kernel >= 1, "at least 1")
         if self.compress == "channel":
-            require(
+            require_option(
                 self,
                 "compress_kernel",
                 self.compress_kernel <= self.value_channels,

@@ -27,7 +27,7 @@ from residua.connections.compressing import connected
 from residua.connections.ends import ChannelCompress, OnlyStream, TokenCompress
 from residua.connections.memory import Memory, current, remembered
 from residua.connections.norm import RMSNorm, norms
-from residua.connections.options import expect_used, require
+from residua.connections.options import expect_used, require_option
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
 from residua.ops.dispatch import Implementation, choose
@@ -100,15 +100,15 @@ class DeepDelta(ChannelScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "beta_hidden", self.beta_hidden >= 1, "at least 1")
-        require(self, "k_eps", 0 < self.k_eps < math.inf, "a positive number")
-        require(self, "beta_init", 0 <= self.beta_init <= 2, "a number in [0, 2]")
+        require_option(self, "beta_hidden", self.beta_hidden >= 1, "at least 1")
+        require_option(self, "k_eps", 0 < self.k_eps < math.inf, "a positive number")
+        require_option(self, "beta_init", 0 <= self.beta_init <= 2, "a number in [0, 2]")
         if self.phi_k_rank is not None:
-            require(self, "phi_k_rank", self.phi_k_rank >= 1, "at least 1")
+            require_option(self, "phi_k_rank", self.phi_k_rank >= 1, "at least 1")
         for name in ("v_scale", "v_constant"):
-            require(self, name, math.isfinite(getattr(self, name)), "a finite number")
+            require_option(self, name, math.isfinite(getattr(self, name)), "a finite number")
         if self.map == "v":
-            require(
+            require_option(
                 self, "v_activation", self.v_activation != "constant", "'scaled_sigmoid' or 'linear' with the v-Map"
             )
         self._expect_used()

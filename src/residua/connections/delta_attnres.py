@@ -18,7 +18,7 @@ from residua.connections.base import Carry, Connection, DepthWeights, Norm, Stat
 from residua.connections.ends import Copies
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import require
+from residua.connections.options import require_option
 from residua.ops import at_least_float32
 from residua.ops.derived import derive
 
@@ -53,7 +53,7 @@ class DeltaAttentionResiduals(SourcesScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "heads", self.heads >= 1, "at least 1")
+        require_option(self, "heads", self.heads >= 1, "at least 1")
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return (*super().state_spec(boundary, dim), TensorSpec((dim,)))

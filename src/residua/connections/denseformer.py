@@ -26,7 +26,7 @@ from residua.connections.base import (
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import check_types, require
+from residua.connections.options import check_types, require_option
 from residua.ops import at_least_float32, depth_mix
 
 
@@ -52,8 +52,8 @@ class DenseFormer(Scheme):
 
     def __post_init__(self):
         check_types(self)
-        require(self, "dilation", self.dilation >= 1, "at least 1")
-        require(self, "period", self.period >= 1, "at least 1")
+        require_option(self, "dilation", self.dilation >= 1, "at least 1")
+        require_option(self, "period", self.period >= 1, "at least 1")
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return block_outputs(boundary, dim)

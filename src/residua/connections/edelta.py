@@ -26,7 +26,7 @@ from residua.connections.expanding import ExpandingScheme
 from residua.connections.gates import logit
 from residua.connections.memory import Memory
 from residua.connections.norm import LayerNorm, norms
-from residua.connections.options import check_types, require
+from residua.connections.options import check_types, require_option
 from residua.connections.projection import Projection, WideProjection, project
 from residua.connections.router import Router
 from residua.ops import cayley_angle, gate_penalty, hybrid, hyper_read, hyper_write, unit
@@ -79,12 +79,12 @@ class _Hybrid(Scheme):
 
     def __post_init__(self):
         check_types(self)
-        require(self, "num_streams", self.num_streams >= 2, "at least 2, because a rotation needs a plane")
+        require_option(self, "num_streams", self.num_streams >= 2, "at least 2, because a rotation needs a plane")
         if self.hidden is not None:
-            require(self, "hidden", self.hidden >= 1, "at least 1")
-        require(self, "gamma_init", 0 < self.gamma_init < 1, "a number strictly between 0 and 1")
-        require(self, "beta_init", 0 < self.beta_init < math.inf, "a positive number")
-        require(self, "penalty", 0 <= self.penalty < math.inf, "a number of at least 0")
+            require_option(self, "hidden", self.hidden >= 1, "at least 1")
+        require_option(self, "gamma_init", 0 < self.gamma_init < 1, "a number strictly between 0 and 1")
+        require_option(self, "beta_init", 0 < self.beta_init < math.inf, "a positive number")
+        require_option(self, "penalty", 0 <= self.penalty < math.inf, "a number of at least 0")
 
     @property
     def causal(self) -> bool:
@@ -122,7 +122,7 @@ class EDelta(_Hybrid):
         )
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        require(self, "num_streams", dim % self.num_streams == 0, f"a divisor of the width dim = {dim}")
+        require_option(self, "num_streams", dim % self.num_streams == 0, f"a divisor of the width dim = {dim}")
         norm = norms(dim, norm_eps, norm)
         connections = [EDeltaConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Same(), connections, Same())
@@ -155,7 +155,7 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
         super().__post_init__()
         _Hybrid.__post_init__(self)
         if self.start == "residual":
-            require(self, "num_streams", self.num_streams >= 3, "at least 3 with start='residual'")
+            require_option(self, "num_streams", self.num_streams >= 3, "at least 3 with start='residual'")
 
     def preserving(self) -> "EDeltaStream":
         """Return this scheme with start="residual": Q and H keep the mean of the rows, which every write moves by y."""

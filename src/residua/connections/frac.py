@@ -16,7 +16,7 @@ from residua.connections.base import Carry, Mixing, Norm, State, Stream
 from residua.connections.ends import Same
 from residua.connections.hyper import CutConnection, MixingCoefficients, WeightedConnection, WeightedScheme
 from residua.connections.norm import norms
-from residua.connections.options import require
+from residua.connections.options import require_option
 from residua.ops import hyper_mix
 
 
@@ -36,7 +36,7 @@ class FracConnections(WeightedScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "num_fractions", self.num_fractions >= 1, "at least 1")
+        require_option(self, "num_fractions", self.num_fractions >= 1, "at least 1")
 
     @property
     def several_rows(self) -> bool:
@@ -46,7 +46,7 @@ class FracConnections(WeightedScheme):
         return self
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        require(self, "num_fractions", dim % self.num_fractions == 0, f"a divisor of the width dim = {dim}")
+        require_option(self, "num_fractions", dim % self.num_fractions == 0, f"a divisor of the width dim = {dim}")
         norm = norms(dim, norm_eps, norm)
         connections = [FracConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Same(), connections, Same())

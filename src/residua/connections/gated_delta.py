@@ -22,7 +22,7 @@ from residua.connections.compressing import connected
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import expect_used, require
+from residua.connections.options import expect_used, require_option
 from residua.ops import at_least_float32, gated_delta, inverse_length, scaled_sum, unit
 
 
@@ -77,11 +77,11 @@ class GatedDelta(ChannelScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "scale", 0 < self.scale <= 2, "a number above 0, at most 2")
+        require_option(self, "scale", 0 < self.scale <= 2, "a number above 0, at most 2")
         for name in ("rank", "heads"):
-            require(self, name, getattr(self, name) >= 1, "at least 1")
-        require(self, "k_eps", 0 < self.k_eps < math.inf, "a positive number")
-        require(
+            require_option(self, name, getattr(self, name) >= 1, "at least 1")
+        require_option(self, "k_eps", 0 < self.k_eps < math.inf, "a positive number")
+        require_option(
             self, "erase", self.erase != "coupled" or self.write == "value", "another choice unless write is 'value'"
         )
         gated = (self.erase in ("signed", "positive"), "erase is 'signed' or 'positive'")
@@ -103,7 +103,7 @@ class GatedDelta(ChannelScheme):
             },
         )
         parts = value[0] or self.write_gate or self.channel_gates or self.expand == "conv"
-        require(
+        require_option(
             self,
             "value_channels",
             self.value_channels == 1 or parts,
@@ -125,9 +125,9 @@ class GatedDelta(ChannelScheme):
         return self
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        require(self, "heads", dim % self.heads == 0, f"a divisor of the width dim = {dim}")
+        require_option(self, "heads", dim % self.heads == 0, f"a divisor of the width dim = {dim}")
         each = dim // self.heads
-        require(self, "rank", self.rank <= each, f"at most the {each} features of a head")
+        require_option(self, "rank", self.rank <= each, f"at most the {each} features of a head")
         norm = norms(dim, norm_eps, norm)
         connections, readout = connected(
             num_sublayers,

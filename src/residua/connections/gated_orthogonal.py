@@ -19,7 +19,7 @@ from residua.connections.compressing import CompressingConnection
 from residua.connections.gates import FixedGate, StaticGate, TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import expect_used, require
+from residua.connections.options import expect_used, require_option
 from residua.connections.single_stream import SingleStreamScheme
 from residua.ops import orthogonal_update, residual_scale
 
@@ -56,9 +56,9 @@ class GatedOrthogonal(SingleStreamScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "scale", 0 < self.scale < math.inf, "a positive number")
-        require(self, "heads", self.heads >= 1, "at least 1")
-        require(self, "eps", 0 < self.eps < math.inf, "a positive number")
+        require_option(self, "scale", 0 < self.scale < math.inf, "a positive number")
+        require_option(self, "heads", self.heads >= 1, "at least 1")
+        require_option(self, "eps", 0 < self.eps < math.inf, "a positive number")
         expect_used(self, {"scale": (self.gate != "one", "gate is 'token' or 'static'")})
 
     def preserving(self) -> "GatedOrthogonal":
@@ -70,7 +70,7 @@ class GatedOrthogonal(SingleStreamScheme):
         return self
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        require(self, "heads", dim % self.heads == 0, f"a divisor of the width dim = {dim}")
+        require_option(self, "heads", dim % self.heads == 0, f"a divisor of the width dim = {dim}")
         norm = norms(dim, norm_eps, norm)
         gated = {"all": (0, 1), "attention": (0,), "mlp": (1,)}[self.sublayers]
         return self.stream(

@@ -20,7 +20,7 @@ from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
-from residua.connections.options import expect_used, require
+from residua.connections.options import expect_used, require_option
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.ops import hyper_write, rms_norm
 from residua.ops.derived import derive
@@ -44,8 +44,6 @@ class GatedResidual(ExpandingScheme, MixingScheme):
     start           "published": w = 0, and D, U, B are drawn (Qwen4-Exp); "residual": U and B are 0, and 1 + w is 2 on
                     average, which makes up for gates of 1/2, so that the stream computes exactly the plain residual
                     where the head is "mean"; each sublayer prefers one stream: equal streams read equally never part
-    implementation  of writes: "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto", which picks
-                    triton where it runs
     """
 
     equation: ClassVar[str] = "X + p F(mean_i G_i norm(X_i))"
@@ -58,9 +56,9 @@ class GatedResidual(ExpandingScheme, MixingScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "num_streams", self.num_streams >= 2, "at least 2")
-        require(self, "rank", self.rank >= 1, "at least 1")
-        require(self, "weight_std", 0 <= self.weight_std < math.inf, "0 or more")
+        require_option(self, "num_streams", self.num_streams >= 2, "at least 2")
+        require_option(self, "rank", self.rank >= 1, "at least 1")
+        require_option(self, "weight_std", 0 <= self.weight_std < math.inf, "0 or more")
         expect_used(self, {"weight_std": (self.start == "published", "start='published'")})
 
     def preserving(self) -> "GatedResidual":

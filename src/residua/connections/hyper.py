@@ -17,7 +17,7 @@ from residua.connections.ends import MeanStreams, SumStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import Gain, norms
-from residua.connections.options import require, require_factor
+from residua.connections.options import require_factor, require_option
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.recomputing import RecomputingScheme
 from residua.ops import at_least_float32, hyper_read, hyper_write
@@ -41,9 +41,9 @@ class MixingCoefficients(NamedTuple):
 class MixingScheme(RecomputingScheme):
     """A scheme that reads, mixes and writes the rows of the state by `MixingCoefficients`.
 
-    implementation  of reads and writes: "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto",
-                    which picks triton where it runs. No kernel has been timed on a GPU yet, so the default is
-                    "reference"
+    implementation  of reads, writes and Sinkhorn's iteration, where they have a kernel: "reference" (PyTorch), "triton"
+                    (CUDA; see `ops.dispatch`), or "auto", which picks triton where it runs. No kernel has been timed on
+                    a GPU yet, so the default is "reference"
     """
 
     implementation: Implementation = "reference"
@@ -84,7 +84,7 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "num_streams", self.num_streams >= 1, "at least 1")
+        require_option(self, "num_streams", self.num_streams >= 1, "at least 1")
 
     def preserving(self) -> "HyperConnections":
         """Return this scheme with the mean as its head: the sum of n equal streams is n times the residual."""

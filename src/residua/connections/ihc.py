@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from residua.connections.gates import logit
 from residua.connections.hyper import MixingCoefficients, MixingConnection
-from residua.connections.options import require
+from residua.connections.options import require_option
 from residua.connections.stream_logits import ProductionHyperConnections, reading_biases
 
 
@@ -42,7 +42,7 @@ class IndependentHyperConnections(ProductionHyperConnections):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "magnitude", 1 < self.magnitude < math.inf, "a number above 1, the initial write weight")
+        require_option(self, "magnitude", 1 < self.magnitude < math.inf, "a number above 1, the initial write weight")
 
     def preserving(self) -> ProductionHyperConnections:
         bias = torch.tensor(logit((1 - self.gate_eps) / self.magnitude), dtype=torch.float32).double()

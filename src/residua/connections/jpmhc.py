@@ -17,7 +17,7 @@ from residua.connections.ends import MeanStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.norm import norms
-from residua.connections.options import require
+from residua.connections.options import require_option
 from residua.connections.router import Router
 from residua.ops import at_least_float32, cayley_transform, iterative_cayley
 
@@ -53,9 +53,9 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "num_streams", self.num_streams >= 2, "at least 2, because a rotation needs a plane")
-        require(self, "alpha", 0 < self.alpha < math.inf, "a positive number")
-        require(self, "steps", self.steps >= 1, "at least 1")
+        require_option(self, "num_streams", self.num_streams >= 2, "at least 2, because a rotation needs a plane")
+        require_option(self, "alpha", 0 < self.alpha < math.inf, "a positive number")
+        require_option(self, "steps", self.steps >= 1, "at least 1")
 
     def preserving(self) -> "JacobianHyperConnections":
         """Return this scheme: reads start as the mean of the streams, which mixing keeps and every write moves by y."""

@@ -16,7 +16,7 @@ from residua.connections.ends import MeanStreams, SumStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.norm import norms
-from residua.connections.options import require, require_factor
+from residua.connections.options import require_factor, require_option
 from residua.connections.stream_logits import StreamLogits, reading_biases
 from residua.ops import kronecker_mixture
 
@@ -46,7 +46,7 @@ class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
     def __post_init__(self):
         super().__post_init__()
         n = self.num_streams
-        require(self, "num_streams", n >= 2 and n & (n - 1) == 0, "a power of 2, at least 2")
+        require_option(self, "num_streams", n >= 2 and n & (n - 1) == 0, "a power of 2, at least 2")
         require_factor(self, "scale_init")
 
     def preserving(self) -> "KroneckerHyperConnections":

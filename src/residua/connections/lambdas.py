@@ -20,7 +20,7 @@ from residua.connections.compressing import CompressingConnection
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory, window_of
 from residua.connections.norm import norms
-from residua.connections.options import expect_used, require
+from residua.connections.options import expect_used, require_option
 from residua.connections.single_stream import SingleStreamScheme
 from residua.ops import at_least_float32, orthogonal_update, residual_scale, scaled_sum
 
@@ -82,11 +82,11 @@ class Lambdas(SingleStreamScheme):
         super().__post_init__()
         for name in ("r", "r_last", "z", "z_last", "p", "backout"):
             value = getattr(self, name)
-            require(self, name, value is None or math.isfinite(value), "a finite number or None")
+            require_option(self, name, value is None or math.isfinite(value), "a finite number or None")
         for name in ("r", "z", "backout"):
-            require(self, name, self.norm == "pre" or getattr(self, name) is None, "None with norm='post'")
+            require_option(self, name, self.norm == "pre" or getattr(self, name) is None, "None with norm='post'")
         ungated = self.norm == "post" or self.when == "write"
-        require(self, "gate", self.gate == "none" or not ungated, "'none' with norm='post' or when='write'")
+        require_option(self, "gate", self.gate == "none" or not ungated, "'none' with norm='post' or when='write'")
         expect_used(
             self,
             {

@@ -17,7 +17,7 @@ from residua.connections.ends import MeanStreams, Same
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import CutConnection, MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.norm import Gain, norms
-from residua.connections.options import expect_used, require, require_factor
+from residua.connections.options import expect_used, require_factor, require_option
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.stream_logits import reading_biases, scaled_groups
 from residua.ops import hyper_read, permutation_mixture, sinkhorn
@@ -47,9 +47,6 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     start           of the reads with layout="copies": "prefer": logits of 2 and -2, whose sigmoids sum to 1.24 for four
                     streams, which the norm before a sublayer undoes but for its eps; "residual": they sum to 1, so
                     that the stream computes exactly the plain residual whatever the norms are
-    implementation  of reads, writes and "sinkhorn": "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`),
-                    or "auto", which picks triton where it runs. No kernel has been timed on a GPU yet, so the default
-                    is "reference"
     """
 
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res doubly stochastic"
@@ -64,10 +61,12 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "num_streams", self.num_streams >= 2, "at least 2: a doubly stochastic 1 x 1 matrix is 1")
+        require_option(self, "num_streams", self.num_streams >= 2, "at least 2: a doubly stochastic 1 x 1 matrix is 1")
         if self.mixing == "permutations":
-            require(self, "num_streams", self.num_streams <= 5, "at most 5 with mixing='permutations', as there are n!")
-        require(self, "iterations", self.iterations >= 1, "at least 1")
+            require_option(
+                self, "num_streams", self.num_streams <= 5, "at most 5 with mixing='permutations', as there are n!"
+            )
+        require_option(self, "iterations", self.iterations >= 1, "at least 1")
         require_factor(self, "alpha_init")
         copies = (self.layout == "copies", "layout is 'copies'")
         expect_used(self, {"start": copies, "expand": copies})
@@ -91,7 +90,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         n, norm = self.num_streams, norms(dim, norm_eps, norm)
         if self.layout == "split":
-            require(self, "num_streams", dim % n == 0, f"a divisor of the width dim = {dim} with layout='split'")
+            require_option(self, "num_streams", dim % n == 0, f"a divisor of the width dim = {dim} with layout='split'")
             pieces = [SplitConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
             return Stream(Same(), pieces, Same())
         last, differ = num_sublayers - 1, [i > 0 or self.streams_differ for i in range(num_sublayers)]

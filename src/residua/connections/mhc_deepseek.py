@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from residua.connections.gates import logit
 from residua.connections.hyper import MixingCoefficients, MixingConnection
 from residua.connections.mhc import OFFSET
-from residua.connections.options import require
+from residua.connections.options import require_option
 from residua.connections.stream_logits import ProductionHyperConnections, reading_biases
 from residua.ops import guarded_sinkhorn
 
@@ -45,7 +45,7 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "iterations", self.iterations >= 1, "at least 1")
+        require_option(self, "iterations", self.iterations >= 1, "at least 1")
 
     def preserving(self) -> ProductionHyperConnections:
         if self.head == "mean" and self.gate_eps:

@@ -18,7 +18,7 @@ from residua.connections.denseformer import BlockCollapse, BlockConnection, bloc
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
-from residua.connections.options import check_types, require
+from residua.connections.options import check_types, require_option
 from residua.connections.projection import WideProjection
 from residua.ops import at_least_float32, depth_mix
 from residua.ops.derived import derive
@@ -55,8 +55,8 @@ class MultiwayDynamicDense(Scheme):
 
     def __post_init__(self):
         check_types(self)
-        require(self, "hidden_multiple", self.hidden_multiple >= 1, "at least 1")
-        require(self, "expand_last", self.expand_last >= 1, "at least 1")
+        require_option(self, "hidden_multiple", self.hidden_multiple >= 1, "at least 1")
+        require_option(self, "expand_last", self.expand_last >= 1, "at least 1")
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return block_outputs(boundary, dim)

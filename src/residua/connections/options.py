@@ -2,11 +2,10 @@
 
 import json
 import math
-import types
 from dataclasses import fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
-from residua.checks import did_you_mean, fits
+from residua.checks import did_you_mean, fits, words
 
 
 def named(text: str) -> tuple[str, dict[str, Any]]:
@@ -28,14 +27,6 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def _words(declared: Any) -> str:
-    if get_origin(declared) is Literal:
-        return "one of " + ", ".join(map(repr, get_args(declared)))
-    if get_origin(declared) in (Union, types.UnionType):
-        return " or ".join(_words(option) for option in get_args(declared))
-    return "None" if declared is type(None) else declared.__name__
-
-
 def check_types(scheme: Any) -> None:
     """Raise ValueError for the first field of the dataclass `scheme` whose value is not of the declared type."""
     hints = get_type_hints(type(scheme))
@@ -43,11 +34,11 @@ def check_types(scheme: Any) -> None:
         value = getattr(scheme, field.name)
         if not fits(value, hints[field.name]):
             raise ValueError(
-                f"{type(scheme).__name__}: {field.name}: expected {_words(hints[field.name])}, got {value!r}"
+                f"{type(scheme).__name__}: {field.name}: expected {words(hints[field.name])}, got {value!r}"
             )
 
 
-def require(scheme: Any, name: str, condition: bool, expected: str) -> None:
+def require_option(scheme: Any, name: str, condition: bool, expected: str) -> None:
     """Raise ValueError unless `condition` holds: the field `name` of `scheme`, what was `expected`, and its value."""
     if not condition:
         raise ValueError(f"{type(scheme).__name__}: {name}: expected {expected}, got {getattr(scheme, name)!r}")
@@ -57,7 +48,7 @@ def require_factor(scheme: Any, name: str) -> None:
     """Raise ValueError unless the field `name` of `scheme` is a number that passes on a gradient when multiplied."""
     value = getattr(scheme, name)
     usable = math.isfinite(value) and value != 0
-    require(scheme, name, usable, "a finite number other than 0, which would stop the gradient")
+    require_option(scheme, name, usable, "a finite number other than 0, which would stop the gradient")
 
 
 def expect_used(scheme: Any, uses: dict[str, tuple[bool, str]]) -> None:
@@ -67,7 +58,7 @@ def expect_used(scheme: Any, uses: dict[str, tuple[bool, str]]) -> None:
     """
     for field in fields(scheme):
         used, when = uses.get(field.name, (True, ""))
-        require(
+        require_option(
             scheme, field.name, used or getattr(scheme, field.name) == field.default, f"{field.default!r} unless {when}"
         )
 

@@ -22,7 +22,7 @@ from residua.connections.edelta import K_EPS, gelu_parts
 from residua.connections.ends import Same
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import check_types, require
+from residua.connections.options import check_types, require_option
 from residua.connections.projection import WideProjection
 from residua.ops import at_least_float32, householder, unit
 from residua.ops.derived import derive
@@ -56,7 +56,7 @@ class PooledHouseholder(Scheme):
 
     def __post_init__(self):
         check_types(self)
-        require(self, "beta_init", 0 <= self.beta_init <= 2, "a number in [0, 2]")
+        require_option(self, "beta_init", 0 <= self.beta_init <= 2, "a number in [0, 2]")
 
     @property
     def causal(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from residua.connections.base import Scheme
-from residua.connections.options import check_types, require
+from residua.connections.options import check_types, require_option
 from residua.ops.derived import derive
 
 
@@ -27,7 +27,7 @@ class RecomputingScheme(Scheme):
     def __post_init__(self):
         check_types(self)
         # Recomputing recurses once for each state that was not kept; 64 stays well inside Python's recursion limit.
-        require(self, "recompute_every", 1 <= self.recompute_every <= 64, "1 to 64")
+        require_option(self, "recompute_every", 1 <= self.recompute_every <= 64, "1 to 64")
 
     @property
     def several_rows(self) -> bool:

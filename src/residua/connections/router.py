@@ -16,7 +16,7 @@ class Router(nn.Module):
     (..., streams, dim) -> (..., maps, streams, streams) in at least float32.
     """
 
-    def __init__(self, dim: int, num_streams: int, maps: int, *, random_bias: int | None = 1, norm_eps: float = 1e-5):
+    def __init__(self, dim: int, num_streams: int, maps: int, *, random_bias: int | None, norm_eps: float = 1e-5):
         super().__init__()
         self.random_bias = random_bias
         self.norm = LayerNorm(num_streams * dim, eps=norm_eps)

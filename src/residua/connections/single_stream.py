@@ -10,7 +10,7 @@ from residua.connections.base import Scheme, State, Stream, Traffic
 from residua.connections.compressing import C, CompressingConnection, connected, read_over_tokens
 from residua.connections.ends import Collapse, ConvExpand, Copies, Same, TokenCompress
 from residua.connections.memory import Memory, expect_tokens
-from residua.connections.options import check_types, expect_used, require
+from residua.connections.options import check_types, expect_used, require_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class SingleStreamScheme(Scheme):
     def __post_init__(self):
         check_types(self)
         for name in ("compress_kernel", "expand_kernel"):
-            require(self, name, getattr(self, name) >= 1, "at least 1")
+            require_option(self, name, getattr(self, name) >= 1, "at least 1")
         reads, expands = (self.compress == "token", "compress is 'token'"), (self.expand == "conv", "expand is 'conv'")
         expect_used(self, {"compress_kernel": reads, "compress_sharing": reads, "expand_kernel": expands})
 

@@ -17,7 +17,7 @@ from residua.connections.gates import logit
 from residua.connections.hyper import MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import Gain, norms
-from residua.connections.options import expect_used, require, require_factor
+from residua.connections.options import expect_used, require_factor, require_option
 from residua.connections.projection import WideProjection, project_normalised
 from residua.ops import at_least_float32, hyper_read
 from residua.ops.derived import flattened
@@ -103,10 +103,12 @@ class ProductionHyperConnections(ExpandingScheme, MixingScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self, "num_streams", self.num_streams >= 2, "at least 2")
-        require(self, "gate_eps", 0 <= self.gate_eps < 0.5 / self.num_streams, "0 or more, far below 1 / num_streams")
+        require_option(self, "num_streams", self.num_streams >= 2, "at least 2")
+        require_option(
+            self, "gate_eps", 0 <= self.gate_eps < 0.5 / self.num_streams, "0 or more, far below 1 / num_streams"
+        )
         require_factor(self, "scale_init")
-        require(self, "weight_std", 0 <= self.weight_std < math.inf, "0 or more")
+        require_option(self, "weight_std", 0 <= self.weight_std < math.inf, "0 or more")
         expect_used(self, {"weight_std": (self.start == "published", "start='published'")})
 
     def preserving(self) -> "ProductionHyperConnections":

@@ -4,7 +4,10 @@ The paper does not name its metric; the values fit `acc_norm` for tasks that def
 one run with one seed. The medium 0-shot ARC-C of "ddl" is printed as 32.07, which no number of correct answers gives.
 """
 
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from residua.sizes import SIZES
 
 TASKS: dict[str, str] = {
     "arc_challenge": "ARC-C",
@@ -65,3 +68,15 @@ ROWS: tuple[Row, ...] = (
 def rows(size: str, num_fewshot: int) -> list[Row]:
     """Return the published rows of a model size, "small" or "medium", with this many examples in the prompt."""
     return [row for row in ROWS if (row.size, row.num_fewshot) == (size, num_fewshot)]
+
+
+def comparable(config: Any, tasks: Collection[str], num_fewshot: int, *, size: str | None = None) -> list[Row]:
+    """Return the published rows that stand beside scores on `tasks`: none where one of these is not among the eight.
+
+    size: of the published models, "small" or "medium"; None takes the one with the depth and width of `config`.
+    """
+    if size is None:
+        shape = ("num_hidden_layers", "hidden_size")
+        alike = (name for name in SIZES if all(getattr(config, key, None) == SIZES[name][key] for key in shape))
+        size = next(alike, "")
+    return rows(size, num_fewshot) if set(tasks) <= TASKS.keys() else []

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.checks import require
+from residua.geometry.checkpoint import load_checkpoint, save_checkpoint
 from residua.geometry.measure import causality, full_and_online, norm_deviation, position0, stream_norms
 from residua.geometry.models import Architecture, Sizes, match
-from residua.geometry.progress import load_progress, save_progress
 from residua.geometry.tasks import Data, Task, task
 from residua.runs.jsonlines import finite
 from residua.runs.sweep import Job
@@ -144,7 +144,7 @@ def train(
     optimizer = _optimizer(model, settings)
     step, curve, gates, seconds = 0, [], {}, 0.0
     if place is not None and place.exists():
-        saved = load_progress(place, model, optimizer)
+        saved = load_checkpoint(place, model, optimizer)
         step, curve, gates, seconds = saved["step"], saved["curve"], saved["gates"], saved["seconds"]
 
     report(step)
@@ -164,7 +164,7 @@ def train(
         if place is not None and step % REPORT_STEPS == 0 and good and not last:
             now = time.monotonic()
             if now - last_saved >= CHECKPOINT_SECONDS:
-                save_progress(place, model, optimizer, step=step, curve=curve, gates=gates, seconds=now - started)
+                save_checkpoint(place, model, optimizer, step=step, curve=curve, gates=gates, seconds=now - started)
                 last_saved = now
     seconds = time.monotonic() - started
     record = {

@@ -13,7 +13,6 @@ from residua.connections import Connection, Scheme, Stream
 from residua.testing.inputs import bare_sublayers, normal, perturbed
 
 Sublayer = Callable[..., Tensor]
-Runner = Callable[[Any, Sublayer | list[Sublayer]], Any]
 
 
 class Adapter(ABC):

@@ -38,7 +38,6 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
     restarts: int = 0
     control: Any = None
     saving: Any = None
@@ -166,7 +165,7 @@ def join(device: str = "auto") -> Iterator[Ranks]:
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}; all machines must "
             "reach that address, and GLOO_SOCKET_IFNAME names the network interface where there are several"
         ) from error
-    ranks = Ranks(rank, world_size, local_rank, restarts, control, saving)
+    ranks = Ranks(rank, world_size, restarts, control, saving)
     try:
         yield ranks
         dist.barrier(group=control)

@@ -50,7 +50,7 @@ def train(
     observe: Callable[[nn.Module, Tensor], Mapping[str, Any]] | None = None,
     resume: bool = False,
     facts: Mapping[str, Any] | None = None,
-    progress: bool = True,
+    progress: bool | Callable[[int], None] = True,
     ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
     """Train `model` into a run folder.
@@ -77,6 +77,7 @@ def train(
             `evaluate` does. Each rank has its own sequence; the first rank's does not depend on their number.
         facts: metadata of the data for facts.json; its `fingerprint`, if any, must be the same on resume.
             Checkpoints keep it, and a `tokenizer_fingerprint`.
+        progress: whether to show the progress, or a function to call instead with each step that is logged.
 
     Returns:
         The row of the last step (step, tokens, loss, lr, grad_norm, tokens_per_second, seconds, results of

@@ -13,7 +13,7 @@ from residua.runs.tensors import read_tensors, undamaged, write_tensors
 EXPECTED = "the state of a run", "remove it to begin again"
 
 
-def save_progress(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **progress: Any) -> None:
+def save_checkpoint(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **progress: Any) -> None:
     """Write weights, optimizer state and plain values to `place` in one step. Raises OSError."""
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for number, state in optimizer.state_dict()["state"].items():
@@ -21,7 +21,7 @@ def save_progress(place: Path, model: nn.Module, optimizer: torch.optim.Optimize
     write_tensors(place, tensors, {"progress": json.dumps(progress)})
 
 
-def load_progress(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def load_checkpoint(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Put weights and optimizer state back; return the plain values.
 
     Raises:
