@@ -291,6 +291,18 @@ def test_buffers_are_checked_too(check, connection, words):
         CONTRACT[check](scheme_of(connection))
 
 
+def test_options_must_come_back_from_a_file():
+    @dataclass(frozen=True)
+    class Narrow(NestedScheme):
+        equation: ClassVar[str] = "g x + F(norm(x))"
+        dtype: torch.dtype | None = torch.float32
+        share: tuple[float, ...] = (0.5,)
+
+    with pytest.raises(CheckFailed, match=r"dtype: expected None, a bool, int, .*, got torch\.float32"):
+        CONTRACT["declares_itself"](Narrow())
+    CONTRACT["declares_itself"](Narrow(dtype=None))
+
+
 def test_a_scheme_with_dropout_is_checked_without():
     assert check_scheme(scheme_of(Drops)).failed == {}
 

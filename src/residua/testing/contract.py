@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from residua.connections import Carry, Readout, Residual, Scheme, Stream, StreamMemory
 from residua.connections.base import as_inputs
 from residua.connections.memory import window_of
+from residua.connections.registry import written
 from residua.testing.agreement import assert_close
 from residua.testing.checks import (
     Check,
@@ -87,7 +88,7 @@ def toy(x: Any) -> Tensor:
 
 @CONTRACT.add
 def declares_itself(scheme: Scheme) -> None:
-    """A frozen dataclass with an equation and a source, which can be hashed and compared: it is a configuration."""
+    """A frozen dataclass with an equation and a source, which can be hashed, and built again from a file."""
     kind = type(scheme)
     frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
     expect(
@@ -100,6 +101,10 @@ def declares_itself(scheme: Scheme) -> None:
         hash(scheme)
     except TypeError as error:
         raise CheckFailed(f"the scheme cannot be hashed: {error}; use tuples in place of lists") from error
+    try:
+        written(scheme)
+    except ValueError as error:
+        raise CheckFailed(str(error)) from error
 
 
 @CONTRACT.add
