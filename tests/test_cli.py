@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from residua import PRESETS, __version__
+from residua import PRESETS, Residual, __version__
 from residua.cli import COMMANDS, main
+from residua.connections import registry
 
 SMALL = [
     *("--config", "tiny", "--train.steps", "4", "--train.warmup_steps", "1", "--train.batch_size", "2"),
@@ -130,6 +131,23 @@ def test_schemes_lists_every_preset_with_the_parameters_of_the_paper(capsys):
     table = output(capsys, ["schemes"])
     assert all(any(line.startswith(f"{name} ") for line in table.splitlines()) for name in PRESETS)
     assert "+144,556" in table
+
+
+def test_a_scheme_that_cannot_be_built_ends_no_listing(capsys, monkeypatch):
+    class Narrow(Residual):
+        def build(self, dim, num_sublayers, **options):
+            raise ValueError(f"expected a width of at most 64, got {dim}")
+
+    monkeypatch.setattr(registry, "PRESETS", {"narrow": Narrow(), "residual": Residual()})
+    narrow, plain = json.loads(output(capsys, ["schemes", "--json"]))
+    assert narrow["parameters_added"] == {"small": None, "medium": None}
+    assert narrow["not_built"] == "ValueError: expected a width of at most 64, got 768"
+    assert (plain["parameters_added"], plain["not_built"]) == ({"small": 0, "medium": 0}, None)
+    table = output(capsys, ["schemes"]).splitlines()
+    assert [line.split()[0] for line in table[2:4]] == ["narrow", "residual"]
+    assert (
+        table[-1] == "narrow: -, because it cannot be built here: ValueError: expected a width of at most 64, got 768"
+    )
 
 
 def test_print_config_shows_the_resolved_configuration_and_trains_nothing(capsys, tmp_path):

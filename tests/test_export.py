@@ -13,7 +13,7 @@ from residua.cli import main
 from residua.data import prepare
 from residua.errors import InputError
 from residua.experiment import open_run, run
-from residua.export import export, model_code
+from residua.export import add_code, export, model_code
 from residua.training import DataConfig, ModelConfig, RunConfig, TrainConfig
 
 BLOCKED = """
@@ -242,6 +242,15 @@ def test_the_working_folder_is_refused_in_one_line(name, trained, tmp_path, monk
     assert "expected another folder than the working directory" in message
     assert message.count("\n") == 1
     assert {path.name for path in tmp_path.rglob("*")} == {"here", "link"}
+
+
+def test_the_code_of_another_packages_scheme_is_not_copied(tmp_path):
+    """Its class is a scheme of the installed package, and none of the copied code."""
+    connection = {"scheme": "look", "package": "mine", "window": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "residua", "connection": connection}))
+    with pytest.raises(InputError, match="remote code: expected a scheme of residua, got 'look' of the package 'mine'"):
+        add_code(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_a_relative_folder_is_written_where_it_is_named(trained, tmp_path, monkeypatch):

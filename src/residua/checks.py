@@ -48,7 +48,10 @@ def did_you_mean(
 
 
 def fits(value: Any, declared: Any) -> bool:
-    """Return whether `value` is of the declared type. An int is a float too; a bool is neither."""
+    """Return whether `value` is of the declared type. An int is a float too; a bool is neither.
+
+    Of types with parameters only those of a tuple count; what is no class, such as a `TypeVar`, fits everything.
+    """
     if get_origin(declared) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(declared))
     if get_origin(declared) in (Union, types.UnionType):
@@ -57,7 +60,14 @@ def fits(value: Any, declared: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if declared is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, declared)
+    if get_origin(declared) is tuple:
+        items = get_args(declared)
+        if not isinstance(value, tuple):
+            return False
+        items = items[:1] * len(value) if items[1:] == (...,) else items
+        return len(value) == len(items) and all(map(fits, value, items))
+    plain = get_origin(declared) or declared
+    return plain is Any or not isinstance(plain, type) or isinstance(value, plain)
 
 
 def words(declared: Any) -> str:

@@ -98,9 +98,20 @@ def model_folder(place: Path) -> Iterator[Path]:
 
 
 def add_code(folder: Path) -> None:
-    """Add to the folder of a saved model the code that `trust_remote_code=True` runs. Raises OSError."""
+    """Add to the folder of a saved model the code that `trust_remote_code=True` runs.
+
+    Raises:
+        InputError: the scheme of the model, which is not a converted one, is another package's.
+        OSError: the folder cannot be written.
+    """
     config = folder / "config.json"
     settings = read_json(config)
+    if package := settings.get("connection", {}).get("package"):  # its class is no Scheme of the copied code
+        raise InputError(
+            f"remote code: expected a scheme of residua, got {settings['connection']['scheme']!r} of the package "
+            f"{package!r}, which is not copied; export without it, and load the model where residua and {package} are "
+            "installed"
+        )
     if settings["model_type"] == MODEL_TYPE:
         entry, classes, code = CONVERTED_CODE, CONVERTED_CLASSES, {CONVERTED_CODE: CONVERTED_TEXT}
     else:

@@ -136,6 +136,16 @@ def test_the_base_class_is_enough_for_a_new_scheme():
         Connection()
 
 
+def test_a_method_may_have_a_name_of_its_own():
+    class Plain(Connection):
+        read = lambda self, state, memory=None: (state, Carry(state, None))  # noqa: E731
+        write = lambda self, y, carry: carry.residual + y  # noqa: E731
+
+    x = normal(1, 2, DIM)
+    assert torch.equal(Plain()(x, torch.tanh), x + torch.tanh(x))
+    assert torch.equal(Plain().write(x, Plain().read(x)[1]), 2 * x)
+
+
 def test_residual_is_exactly_the_sum():
     stream = resolve("residual").build(DIM, 2)
     x = normal(2, 5, DIM, dtype=torch.float32)

@@ -1,18 +1,21 @@
 """Names for schemes that are not the library's: registered ones, and those of an installed package."""
 
+import enum
 import json
 import os
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import pytest
+import torch
 
 import residua
-from residua import Residual
+from residua import Residual, Scheme
 from residua.cli import main
 from residua.connections import describe, registry, resolve
 
@@ -242,6 +245,191 @@ def test_a_configuration_never_imports_what_it_names(name, key):
     before = set(sys.modules)
     with pytest.raises(ValueError, match=f"no {key} is called"):
         resolve({key: name})
-    with pytest.raises(ValueError, match="comes with the package 'antigravity', which is not installed"):
+    with pytest.raises(ValueError, match="comes with the package 'antigravity', which can be imported but has not"):
         resolve({key: name, "package": "antigravity"})
+    with pytest.raises(ValueError, match=r"the package '\.\./nowhere', which is not installed"):
+        resolve({key: name, "package": "../nowhere"})
     assert "antigravity" not in set(sys.modules) - before
+
+
+HALF = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from residua import Residual
+
+
+@dataclass(frozen=True)
+class Half(Residual):
+    paper: ClassVar[str] = "none"
+
+
+SMALL, OTHER = Half(expand="conv"), Half(expand="conv", expand_kernel=2)
+"""
+
+
+@pytest.fixture
+def declare(tmp_path, monkeypatch, names):
+    """A function that installs a distribution `x-NAME` with a module `half_NAME`, as pip leaves it."""
+
+    def declare(name: str, *entry_points: str) -> Any:
+        info = tmp_path / name / f"x_{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: x-{name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("\n".join(["[residua.schemes]", *entry_points]) + "\n")
+        (info / "RECORD").write_text(f"half_{name}.py,,\n")
+        (tmp_path / name / f"half_{name}.py").write_text(HALF)
+        monkeypatch.syspath_prepend(tmp_path / name)
+        monkeypatch.delitem(sys.modules, f"half_{name}", raising=False)
+        return pytest.importorskip(f"half_{name}")
+
+    return declare
+
+
+def test_a_record_opens_with_the_scheme_of_its_own_package_alone(declare):
+    """However the scheme of the record and the one that is here were registered."""
+    ours = declare("ours")
+    residua.register("half", ours.Half)
+    assert describe(ours.Half())["package"] == "half_ours"
+    for package in ("half_ours", "half-ours", "x-ours", "__main__"):  # of the module, of the distribution, of a script
+        assert resolve({"scheme": "half", "package": package}) == ours.Half()
+    for key in ("scheme", "preset"):
+        with pytest.raises(ValueError, match="expected the scheme 'half' of the package 'theirs', got that of 'half_o"):
+            resolve({key: "half", "package": "theirs"})
+        with pytest.raises(ValueError, match="the package 'theirs', got that of 'residua'"):
+            resolve({key: "residual", "package": "theirs"})
+    with pytest.raises(ValueError, match="'half': package: expected the name of a package, got 3"):
+        resolve({"scheme": "half", "package": 3})
+
+
+def test_a_name_that_two_packages_declare_is_refused_unless_the_package_is_named(declare):
+    """The one that is loaded already, by another name of its package, does not win either."""
+    first, second = (declare(name, f"half = half_{name}:Half", f"small-{name} = half_{name}:SMALL") for name in "ab")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="expected one package with a scheme 'half', got 'x-a', 'x-b'; choose one"):
+            resolve("half")
+        assert type(resolve("small-b")) is second.Half
+    record = describe(resolve("small-b"))
+    assert (record["scheme"], record["package"]) == ("half", "x-b")
+    assert resolve(record) == resolve({"preset": "half", "package": "x-b", "expand": "conv"}) == second.SMALL
+    with pytest.raises(ValueError, match="of the package 'x-a', got that of 'x-b'"):
+        resolve({"scheme": "half", "package": "x-a"})
+    assert type(resolve({"preset": "small-a"})) is first.Half
+    with pytest.warns(UserWarning, match="expected one package with a scheme 'half'"):
+        residua.connections.presets()
+
+
+def test_a_built_in_name_stays_residuas_and_tells_who_else_declares_it(declare, recwarn):
+    theirs = declare("shadow", "mhc = half_shadow:Half", "deep_delta = half_shadow:Half")
+    assert resolve({"scheme": "deep_delta"}) == residua.DeepDelta()
+    assert not recwarn
+    with pytest.warns(UserWarning, match="'mhc' is residua's; the scheme of the same name of the package 'x-shadow'"):
+        assert resolve("mhc:num_streams=2").num_streams == 2
+    with pytest.raises(ValueError, match="the package 'x-shadow', got that of 'residua'"):
+        resolve({"scheme": "mhc", "package": "x-shadow"})
+    with pytest.raises(ValueError, match=r"'deep_delta' of the package 'x-shadow' cannot be used: .* of another"):
+        resolve("deep_delta")
+    with pytest.raises(ValueError, match="Half has no name"):
+        describe(theirs.Half())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_every_name_of_a_class_opens_its_records(order, declare):
+    """Whichever of two was registered first, in the process that wrote and in the one that reads."""
+    half = declare("named")
+    for name, scheme in [("half-small", half.SMALL), ("half-other", half.OTHER)][::order]:
+        residua.register(name, scheme)
+    for name in ("half-small", "half-other"):
+        assert resolve({**describe(half.OTHER), "scheme": name}) == half.OTHER
+    residua.register("ddl-mine", residua.DeepDelta(map="v"))
+    assert describe(resolve("ddl-mine"))["scheme"] == "deep_delta"
+
+
+@dataclass(frozen=True)
+class Weights(Residual):
+    paper: ClassVar[str] = "none"
+    w: tuple[float, ...] = (1.0, 0.5)
+    pairs: tuple[tuple[int, str], ...] = ((1, "a"),)
+    way: Literal["up", "down"] | None = None
+    n: int = 2
+    anything: Any = 1
+
+    def __post_init__(self):
+        """Check nothing, as a stranger's."""
+
+
+@pytest.mark.usefixtures("names")
+def test_tuples_come_back_from_a_file():
+    residua.register("weights", Weights)
+    scheme = Weights(w=(2.0, 1), pairs=((1, "a"), (2, "b")), anything=(1, ()))
+    described = describe(scheme)
+    again = resolve(json.loads(json.dumps(described)))
+    assert again == scheme
+    assert hash(again) == hash(scheme)
+    assert described == json.loads(json.dumps(described)), "a configuration equals the file it was read from"
+    assert resolve({"preset": "weights", "w": [3.0]}).w == (3.0,)
+
+
+@pytest.mark.usefixtures("names")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n": "abc"}, "n: expected .*, got 'abc'"),
+        ({"n": 2.5}, r"n: expected .*, got 2\.5"),
+        ({"w": 1.0}, "w: expected tuple"),
+        ({"w": ["a"]}, r"w: expected tuple.*, got \('a',\)"),
+        ({"pairs": [[1, "a", 2]]}, "pairs: expected tuple"),
+        ({"way": "left"}, "way: expected one of .*up.*, .*down.*, got 'left'"),
+    ],
+)
+def test_options_of_any_scheme_have_their_declared_types(options, words):
+    residua.register("weights", Weights)
+    for key, name in (("scheme", "weights"), ("preset", "weights")):
+        with pytest.raises(ValueError, match=words):
+            resolve({key: name, **options})
+
+
+class Mode(enum.Enum):
+    A = 1
+
+
+class Letter(str, enum.Enum):
+    A = "a"
+
+
+def scheme_with(declared: Any, default: Any, init: bool = True, **methods: Any) -> type[Scheme]:
+    """A scheme with one option of this type."""
+    body = {"__annotations__": {"option": declared, "paper": ClassVar[str]}, "paper": "none"}
+    body |= {"__post_init__": lambda self: None, **methods}
+    body["option"] = field(default=default, init=init)
+    return dataclass(frozen=True)(type("Odd", (Residual,), body))
+
+
+@pytest.mark.usefixtures("names")
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        (scheme_with(Mode, Mode.A), "Odd: option: expected None, a bool, int, .* a tuple of these.* got <Mode.A: 1>"),
+        (scheme_with(Letter, Letter.A), "Odd: option: expected None, a bool, int, .* got <Letter.A: 'a'>"),
+        (scheme_with(torch.dtype, torch.float32), "Odd: option: expected None, a bool, .* got torch.float32"),
+        (scheme_with(Callable[[int], int], abs), "Odd: option: expected None, a bool, .* got <built-in function abs>"),
+        (scheme_with(Residual, Residual()), "Odd: option: expected None, a bool, .* got Residual"),
+        (scheme_with(tuple[Mode], (Mode.A,)), "Odd: option: expected None, a bool, "),
+        (scheme_with(int, None), "Odd cannot be built again from its own options: ValueError: Odd: option: "),
+        (scheme_with(int, 1, init=False), "Odd cannot be built again from its own options: TypeError"),
+        (
+            scheme_with(int, 1, __post_init__=lambda self: vars(self).update(option=2 * self.option)),
+            r"Odd: expected the same scheme from its own options, Odd\(.*, got Odd\(",
+        ),
+    ],
+)
+def test_an_option_that_no_file_keeps_is_refused_at_once(scheme, words):
+    with pytest.raises(ValueError, match=words) as raised:
+        residua.register("odd", scheme)
+    assert "\n" not in str(raised.value)
+    assert "odd" not in registry.PRESETS | registry.SCHEMES
+    if scheme().option is None:
+        return
+    registry.SCHEMES["odd"] = scheme
+    with pytest.raises(ValueError, match=words):
+        describe(scheme())

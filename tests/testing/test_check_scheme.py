@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from residua import Carry, Connection, Residual, Scheme, Stream
+from residua import (
+    AttentionResiduals,
+    Carry,
+    Connection,
+    DeepDelta,
+    EDelta,
+    PooledHouseholder,
+    Residual,
+    Scheme,
+    Stream,
+)
 from residua.connections import DepthWeights, TensorSpec, norms, register, registry
 from residua.connections.ends import Same
 from residua.testing import CONTRACT, CheckFailed, check_scheme
@@ -192,6 +202,38 @@ class Averages(Scaled):
         return super().read(state)
 
 
+class AveragesUnregistered(Averages):
+    """The same in a tensor that no module knows."""
+
+    def __init__(self, norm, dim):
+        super().__init__(norm, dim)
+        del self.mean
+        self.mean = torch.zeros(dim)
+
+
+class History(Scaled):
+    """The last state, in a dict in a list."""
+
+    def __init__(self, norm, dim):
+        super().__init__(norm, dim)
+        self.seen = [{}]
+
+    def read(self, state, memory=None):
+        self.seen[0]["last"] = state
+        return super().read(state)
+
+
+class Hides(Scaled):
+    """Parameters and modules in plain containers, and a tensor that should be a Parameter."""
+
+    def __init__(self, norm, dim):
+        super().__init__(norm, dim)
+        self.gates = {"a": nn.Parameter(torch.ones(dim))}
+        self.maps = [(nn.Linear(dim, dim),)]
+        self.share = torch.ones((), requires_grad=True)
+        self.own = [self.norm, self.gain]
+
+
 class UnsavedBuffer(Scaled):
     def __init__(self, norm, dim):
         super().__init__(norm, dim)
@@ -245,6 +287,10 @@ WRONG = {
     "packed_documents_equal_documents_alone": (scheme_of(SumsOverDocuments), "a row of packed documents differs"),
     "batch_entries_do_not_mix": (scheme_of(MixesTheBatch), "a batch differs from its entries"),
     "forward_writes_nothing_to_self": (scheme_of(Remembers), "writes to the module: connections.0.last"),
+    "modules_register_what_they_learn": (
+        scheme_of(Hides),
+        r"not registered: connections\.0\.gates\.a, connections\.0\.maps\.0\.0, .*connections\.0\.share",
+    ),
     "inputs_are_left_alone": (scheme_of(InPlace), "in place"),
     "float64_from_end_to_end": (scheme_of(Float32Inside), "made torch.float32"),
     "narrow_dtypes_come_back_in_their_dtype": (scheme_of(Widens), "write changes the dtype torch.bfloat16"),
@@ -283,12 +329,41 @@ def test_a_check_names_what_is_wrong(check):
     ("check", "connection", "words"),
     [
         ("forward_writes_nothing_to_self", Averages, r"connections\.0\.mean in place"),
+        ("forward_writes_nothing_to_self", AveragesUnregistered, r"connections\.0\.mean in place"),
+        ("forward_writes_nothing_to_self", History, r"connections\.0\.seen\.0\.last"),
         ("modules_initialise_themselves", UnsavedBuffer, r"no reset_parameters.. draws connections\.0\.share"),
     ],
 )
-def test_buffers_are_checked_too(check, connection, words):
+def test_whatever_a_module_keeps_is_checked(check, connection, words):
     with pytest.raises(AssertionError, match=words):
         CONTRACT[check](scheme_of(connection))
+
+
+def test_options_must_come_back_from_a_file():
+    @dataclass(frozen=True)
+    class Narrow(NestedScheme):
+        equation: ClassVar[str] = "g x + F(norm(x))"
+        dtype: torch.dtype | None = torch.float32
+        share: tuple[float, ...] = (0.5,)
+
+    with pytest.raises(CheckFailed, match=r"dtype: expected None, a bool, int, .*, got torch\.float32"):
+        CONTRACT["declares_itself"](Narrow())
+    CONTRACT["declares_itself"](Narrow(dtype=None))
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        EDelta(context="sequence"),
+        PooledHouseholder(context="sequence"),
+        DeepDelta(init="authors"),  # a bias of one random number
+        AttentionResiduals(heads=8),
+    ],
+    ids=lambda scheme: type(scheme).__name__,
+)
+def test_a_right_scheme_passes_whatever_its_options_are(scheme):
+    report = check_scheme(scheme)
+    assert ("causal" in report.not_checked) == (not scheme.causal)
 
 
 def test_a_scheme_with_dropout_is_checked_without():

@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from residua.commands.base import Arguments, Parser, add_json, print_json
+from residua.errors import first_line
 from residua.sizes import SIZES
 from residua.tables import print_table
 
@@ -23,16 +24,23 @@ def run(arguments: Arguments) -> None:
 
     known = presets()
     plain = {size: _parameters(known["residual"], size) for size in ("small", "medium")}
-    records = []
+    records, reasons = [], {}
     for name, scheme in known.items():
+        try:
+            state = _state(scheme)
+            added = {size: _parameters(scheme, size) - count for size, count in plain.items()}
+        except Exception as error:  # of somebody's scheme, such as one for some widths alone
+            state, added = None, dict.fromkeys(plain)
+            reasons[name] = f"{type(error).__name__}: {first_line(error)}"
         records.append(
             {
                 "name": name,
                 "equation": scheme.equation,
                 "options": _options(scheme),
                 "paper": scheme.paper,
-                "state_per_token": _state(scheme),
-                "parameters_added": {size: _parameters(scheme, size) - count for size, count in plain.items()},
+                "state_per_token": state,
+                "parameters_added": added,
+                "not_built": reasons.get(name),
             }
         )
     if arguments.json:
@@ -42,8 +50,8 @@ def run(arguments: Arguments) -> None:
         [
             record["name"],
             record["equation"],
-            record["state_per_token"],
-            *(f"{count:+,}" for count in record["parameters_added"].values()),
+            record["state_per_token"] or "-",
+            *("-" if count is None else f"{count:+,}" for count in record["parameters_added"].values()),
             record["paper"],
             " ".join(f"{key}={value}" for key, value in record["options"].items()),
         ]
@@ -54,6 +62,8 @@ def run(arguments: Arguments) -> None:
         "\nstate: numbers per token, d the width, from the first to the last of 24 sublayers; "
         f"{' and '.join(plain)}: parameters added to the plain residual."
     )
+    for name, reason in reasons.items():
+        print(f"{name}: -, because it cannot be built here: {reason}")
 
 
 def _options(scheme: "Scheme") -> dict[str, Any]:

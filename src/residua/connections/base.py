@@ -96,15 +96,15 @@ class _Phase:
         self.method = method
 
 
-def _as_call(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method` of a connection as a call of the connection, so that hooks on the module run around it."""
+def _as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method `name` of a connection as a call of it, so that hooks on the module run around it."""
     phase = _Phase(method)
 
     @functools.wraps(method)
     def call(self: "Connection", *args: Any, **kwargs: Any) -> Any:
-        if getattr(type(self), method.__name__) is not call:  # super().read(...), which is inside a call
+        if getattr(type(self), name) is not call:  # super().read(...), which is inside a call
             return method(self, *args, **kwargs)
-        if method.__name__ == "read" and self.takes is not None:
+        if name == "read" and self.takes is not None:
             expect_state(args[0] if args else kwargs["state"], self.takes)
         return self((args, kwargs), phase)
 
@@ -170,7 +170,7 @@ class Connection(nn.Module, ABC):
         for name in ("read", "write"):
             method = getattr(cls, name)
             if not hasattr(method, "phase"):
-                setattr(cls, name, _as_call(method))
+                setattr(cls, name, _as_call(name, method))
         if "forward" in vars(cls):
             cls.forward = _open_to_phases(cls.forward)  # type: ignore[method-assign]
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -29,13 +30,15 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
 
 def check_types(scheme: Any) -> None:
     """Raise ValueError for the first field of the dataclass `scheme` whose value is not of the declared type."""
-    hints = get_type_hints(type(scheme))
-    for field in fields(scheme):
-        value = getattr(scheme, field.name)
-        if not fits(value, hints[field.name]):
-            raise ValueError(
-                f"{type(scheme).__name__}: {field.name}: expected {words(hints[field.name])}, got {value!r}"
-            )
+    check_options(type(scheme), {field.name: getattr(scheme, field.name) for field in fields(scheme)})
+
+
+def check_options(kind: type, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first of the `options` whose value is not of the type that the class `kind` declares."""
+    hints = get_type_hints(kind)
+    for name, value in options.items():
+        if not fits(value, hints[name]):
+            raise ValueError(f"{kind.__name__}: {name}: expected {words(hints[name])}, got {value!r}")
 
 
 def require_option(scheme: Any, name: str, condition: bool, expected: str) -> None:

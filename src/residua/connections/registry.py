@@ -4,10 +4,15 @@ A configuration holds names and plain options. A name refers to a scheme that is
 package declares in the entry-point group `residua.schemes`. A configuration never names a module to import.
 """
 
+import functools
+import json
+import re
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 from residua.connections.altup import AlternatingUpdates
@@ -30,7 +35,7 @@ from residua.connections.lambdas import Lambdas
 from residua.connections.mhc import ManifoldHyperConnections
 from residua.connections.mhc_deepseek import DeepSeekHyperConnections
 from residua.connections.mudd import MultiwayDynamicDense
-from residua.connections.options import named, nearest
+from residua.connections.options import check_options, named, nearest
 from residua.connections.pooled_householder import PooledHouseholder
 from residua.connections.residual import Residual
 from residua.connections.siamese import SiameseNorm
@@ -112,14 +117,15 @@ def register(name: str, scheme: type[Scheme] | Scheme) -> None:
 
     Raises:
         TypeError: `scheme` is neither a Scheme nor a class of one, or an option of the class lacks a default.
-        ValueError: the name is taken or has marks that a preset's name must not have; an option has a reserved name.
+        ValueError: the name is taken or has marks that a preset's name must not have; an option has a reserved name,
+            or is not of a type that files keep.
     """
     _register(name, scheme, package=None)
 
 
 def _register(name: str, scheme: type[Scheme] | Scheme, *, package: str | None) -> None:
     """Register `scheme` as a part of `package`; None for the top-level package of its module."""
-    kind = scheme if isinstance(scheme, type) else type(scheme)
+    kind = _kind(scheme)
     if not issubclass(kind, Scheme):
         raise TypeError(f"register {name!r}: expected a Scheme, its class or an instance, got {scheme!r}")
     if not isinstance(name, str) or not name or any(mark in name for mark in ":,= "):
@@ -129,10 +135,11 @@ def _register(name: str, scheme: type[Scheme] | Scheme, *, package: str | None) 
     instance = kind() if isinstance(scheme, type) else scheme
     if (PRESETS.get(name, instance), SCHEMES.get(name, kind)) != (instance, kind):
         raise ValueError(f"register: {name!r} is the name of another scheme; choose another name")
+    written(instance)
     PRESETS[name] = instance
-    if kind not in SCHEMES.values():
+    if kind in _PACKAGES or kind not in SCHEMES.values():
         SCHEMES[name] = kind
-        _PACKAGES[kind] = package or kind.__module__.partition(".")[0]
+        _PACKAGES.setdefault(kind, package or _module(kind))
 
 
 def presets() -> dict[str, Scheme]:
@@ -142,7 +149,7 @@ def presets() -> dict[str, Scheme]:
     """
     for name in _installed():
         try:
-            _find(name)
+            _find("preset", name, None)
         except ValueError as error:
             warnings.warn(str(error), stacklevel=2)
     return PRESETS
@@ -153,9 +160,12 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
 
     A preset's name may include overrides: "ddl-cc:recompute=none,value_channels=3" (`options.named`). Overriding an
     option updates the options derived from it: `{"preset": "ddl-cc", "value_channels": 3}` has a channel kernel of 3.
+    With the key "package" the scheme must be that package's. Warns of a built-in preset's name that an installed
+    package declares too.
 
     Raises:
-        ValueError: an unknown name (with the nearest one), option or value, or a package that is not installed.
+        ValueError: an unknown name (with the nearest one), option or value; a package that is not installed, or has
+            not the scheme of this name; a name that several packages declare, without the key "package".
     """
     if isinstance(connection, Scheme):
         return connection
@@ -167,33 +177,27 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
             f"connection: expected a preset's name or a mapping with the key 'preset' or 'scheme', got {connection!r}"
         )
     (key,) = keys
-    options = {name: value for name, value in connection.items() if name not in RESERVED}
-    known: Mapping[str, Any] = PRESETS if key == "preset" else SCHEMES
+    options = {name: _tuples(value) for name, value in connection.items() if name not in RESERVED}
     name = connection[key]
-    if not isinstance(name, str) or (name not in known and not _find(name)) or name not in known:
-        package = connection.get("package")
-        if isinstance(package, str):
-            raise ValueError(
-                f"connection: the scheme {name!r} comes with the package {package!r}, which is not installed"
-            )
-        raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, [*known, *_installed()])}")
-    scheme = known[name]
+    scheme = _find(key, name, connection.get("package"))
     declared = [field.name for field in fields(scheme)]
     for option in options:
         if option not in declared:
             raise ValueError(f"connection {name!r}: no option is called {option!r}{nearest(option, declared)}")
-    if key == "scheme":
-        return scheme(**options)
+    if isinstance(scheme, type):
+        return _built(scheme, options)
     for derived, causes in scheme.derived.items():
         if options.keys() & set(causes):
             options.setdefault(derived, None)
+    check_options(type(scheme), options)
     return replace(scheme, **options)
 
 
 def describe(scheme: Scheme) -> dict[str, Any]:
-    """Return a mapping with every option, from which `resolve` builds an equal scheme.
+    """Return a mapping with every option as JSON keeps it, from which `resolve` builds an equal scheme.
 
-    For a scheme of another package it has the key "package". Raises ValueError for a class without a name.
+    For a scheme of another package it has the key "package". Raises ValueError for a class without a name, and for an
+    option that files do not keep.
     """
     kind = type(scheme)
     name = next((name for name, found in SCHEMES.items() if found is kind), None)
@@ -203,33 +207,123 @@ def describe(scheme: Scheme) -> dict[str, Any]:
             f"or declare it in the entry-point group {ENTRY_POINTS} of its package"
         )
     package = {"package": _PACKAGES[kind]} if kind in _PACKAGES else {}
-    return {"scheme": name, **package, **asdict(scheme)}
+    return {"scheme": name, **package, **written(scheme)}
 
 
-def _installed() -> dict[str, metadata.EntryPoint]:
-    """Return the entry points of installed packages by name, except names that are presets already."""
-    return {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS) if point.name not in PRESETS}
+def _built(kind: type[Scheme], options: Mapping[str, Any]) -> Scheme:
+    check_options(kind, options)
+    return kind(**options)
 
 
-def _find(name: str) -> bool:
-    """Register the schemes of the installed package that declares `name`; return whether there is one.
+def written(scheme: Scheme) -> dict[str, Any]:
+    """Return the options as JSON keeps them. Raises ValueError if they would not build an equal scheme."""
+    kind = type(scheme)
+    for field in fields(kind):
+        if not _kept(value := getattr(scheme, field.name)):
+            raise ValueError(
+                f"{kind.__name__}: {field.name}: expected None, a bool, int, float, str or a tuple of these, which "
+                f"files keep, got {value!r}; take the name of a choice as the option, and look it up in build()"
+            )
+    options = json.loads(json.dumps(asdict(scheme)))
+    try:
+        again = _built(kind, {name: _tuples(value) for name, value in options.items()})
+    except Exception as error:
+        raise ValueError(
+            f"{kind.__name__} cannot be built again from its own options: {type(error).__name__}: {error}"
+        ) from error
+    if again != scheme:
+        raise ValueError(f"{kind.__name__}: expected the same scheme from its own options, {scheme}, got {again}")
+    return options
+
+
+def _kept(value: Any) -> bool:
+    """Return whether JSON keeps a value, but for tuples, which become lists."""
+    if type(value) is tuple:
+        return all(map(_kept, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _tuples(value: Any) -> Any:
+    """Return a value from a file with tuples for its lists: a scheme can be hashed, so it has no lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _find(key: str, name: Any, package: Any) -> Any:
+    """Return the preset or the class of this name, of this `package` where it is not None.
+
+    Raises:
+        ValueError: there is none, or not of this package, or of several packages; or it cannot be used.
+    """
+    known: Mapping[str, Any] = PRESETS if key == "preset" else SCHEMES
+    if not isinstance(name, str):
+        raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, [*known, *_installed()])}")
+    if package is not None and not isinstance(package, str):
+        raise ValueError(f"connection {name!r}: package: expected the name of a package, got {package!r}")
+    if name not in known:
+        _installed_on.cache_clear()  # perhaps it was installed meanwhile
+    declared = _installed().get(name, {})
+    if package is None and name in known and _kind(known[name]) not in _PACKAGES:
+        if declared and key == "preset":  # what is spelt out with the key "scheme" names its package
+            warnings.warn(
+                f"connection: {name!r} is residua's; the scheme of the same name of the package "
+                f"{' and '.join(map(repr, declared))} is not used, and its entry point needs another name",
+                stacklevel=3,
+            )
+    elif package is None and len(declared) > 1:
+        raise ValueError(
+            f"connection: expected one package with a scheme {name!r}, got {', '.join(map(repr, sorted(declared)))}; "
+            f"choose one with the key 'package': {{{key!r}: {name!r}, 'package': {min(declared)!r}}}"
+        )
+    if name not in known:
+        for point in declared.values():
+            if package is None or _comes_from(point.value, _package(point), package):
+                _load(name, _package(point))
+    if name not in known and package is None:
+        raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, [*known, *_installed()])}")
+    if name not in known:
+        missing = "which is not installed"
+        if _is_here(package):
+            missing = f"which can be imported but has not registered it: call residua.register({name!r}, ...) first"
+        raise ValueError(f"connection: the scheme {name!r} comes with the package {package!r}, {missing}")
+    scheme = known[name]
+    kind = _kind(scheme)
+    owner = _PACKAGES.get(kind, "residua")
+    if package is not None and not _comes_from(kind.__module__, owner, package):
+        raise ValueError(
+            f"connection: expected the scheme {name!r} of the package {package!r}, got that of {owner!r}, which has "
+            f"the same name here; open it in a process that uses {package!r} alone"
+        )
+    return scheme
+
+
+def _installed() -> dict[str, dict[str, metadata.EntryPoint]]:
+    """Return the entry points of installed packages, by name and by package."""
+    return _installed_on(tuple(map(str, sys.path)))
+
+
+@functools.cache
+def _installed_on(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPoint]]:
+    found: dict[str, dict[str, metadata.EntryPoint]] = {}
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        found.setdefault(point.name, {})[_package(point)] = point
+    return found
+
+
+def _load(name: str, package: str) -> None:
+    """Register the schemes of an installed package that declares `name`.
 
     Register all of them, classes first, so that a scheme's description does not depend on which one was used first.
 
     Raises:
         ValueError: the object that the package declares under this name cannot be imported or is not a scheme.
     """
-    installed = _installed()
-    if name not in installed:
-        return False
-    package = _package(installed[name])
     loaded = []
-    for point in installed.values():
-        if _package(point) == package:
+    for other, points in _installed().items():
+        if package in points:
             try:
-                loaded.append((point.name, point.load()))
+                loaded.append((other, points[package].load()))
             except Exception as error:
-                if point.name == name:
+                if other == name:
                     raise _unusable(name, package, error) from error
     for other, scheme in sorted(loaded, key=lambda found: (not isinstance(found[1], type), found[0])):
         try:
@@ -237,11 +331,47 @@ def _find(name: str) -> bool:
         except (TypeError, ValueError) as error:
             if other == name:
                 raise _unusable(name, package, error) from error
-    return True
 
 
 def _package(point: metadata.EntryPoint) -> str:
     return point.dist.name if point.dist else point.value.partition(":")[0]
+
+
+def _kind(scheme: Any) -> type:
+    return scheme if isinstance(scheme, type) else type(scheme)
+
+
+def _module(kind: type[Scheme]) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _comes_from(module: str, owner: str, package: str) -> bool:
+    """Return whether a scheme of `module`, a part of `owner`, may be recorded as one of `package`.
+
+    A record has the name of a distribution where the scheme was declared by one, otherwise that of a module. Of a
+    scheme of a script, "__main__", nobody can tell where it is now.
+    """
+    top = re.match(r"\w*", module)[0]  # type: ignore[index]
+    if _canonical(package) in (_canonical(owner), _canonical(top)):
+        return True
+    if package == "__main__":
+        return owner != "residua"
+    return _canonical(package) in map(_canonical, metadata.packages_distributions().get(top, []))
+
+
+def _canonical(package: str) -> str:
+    """Return the name of a distribution or module in the spelling that all its spellings have in common."""
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def _is_here(package: str) -> bool:
+    """Return whether a module or a distribution of this name could be imported. Nothing is."""
+    if package in sys.modules or (package.isidentifier() and find_spec(package) is not None):
+        return True
+    try:
+        return metadata.distribution(package) is not None
+    except (metadata.PackageNotFoundError, ValueError):
+        return False
 
 
 def _unusable(name: str, package: str, error: Exception) -> ValueError:
