@@ -12,6 +12,7 @@ from residua.connections import DepthWeights, TensorSpec, norms, register, regis
 from residua.connections.ends import Same
 from residua.testing import CONTRACT, CheckFailed, check_scheme
 from residua.testing.contract import checks
+from support.looking import CountsAllRows, CountsKeptRows, Look
 
 pytest_plugins = ["pytester"]
 
@@ -208,7 +209,7 @@ class CountsPadding(Scaled):
 
     def read(self, state, memory=None):
         x, carry = super().read(state)
-        extended = x if memory is None else memory.extend(x, 1)
+        extended = x if memory is None or not memory.keeps else memory.extend(x, 1)
         before = nn.functional.pad(extended, (0, 0, 1, 0))[:, :-1]
         return (extended + before)[:, -x.shape[1] :], carry
 
@@ -242,6 +243,10 @@ WRONG = {
     "causal": (scheme_of(LooksAhead), "a later token changes the outputs of earlier ones"),
     "a_part_without_a_window_reads_its_own_token": (scheme_of(LooksBack), "connection 0 has no window and reads"),
     "streaming_equals_the_full_pass": (scheme_of(LooksBack), r"pieces of \(1, 1, .* differ from the whole"),
+    "pieces_with_padding_equal_the_rows_alone": (
+        CountsKeptRows(),
+        r"padding changes the outputs of tokens in pieces of",
+    ),
     "packed_documents_equal_documents_alone": (scheme_of(SumsOverDocuments), "a row of packed documents differs"),
     "batch_entries_do_not_mix": (scheme_of(MixesTheBatch), "a batch differs from its entries"),
     "forward_writes_nothing_to_self": (scheme_of(Remembers), "writes to the module: connections.0.last"),
@@ -289,6 +294,16 @@ def test_a_check_names_what_is_wrong(check):
 def test_buffers_are_checked_too(check, connection, words):
     with pytest.raises(AssertionError, match=words):
         CONTRACT[check](scheme_of(connection))
+
+
+def test_a_scheme_that_attends_to_earlier_tokens_passes_if_it_asks_which_rows_are_tokens():
+    assert check_scheme(Look()).failed == {}
+
+
+def test_rows_before_the_first_token_are_no_tokens():
+    """A memory may begin with rows of zeros, as the cache of transformers does."""
+    with pytest.raises(AssertionError, match=r"pieces of \(1, 1, .* differ from the whole"):
+        CONTRACT["streaming_equals_the_full_pass"](CountsAllRows())
 
 
 def test_a_scheme_with_dropout_is_checked_without():

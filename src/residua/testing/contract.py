@@ -333,6 +333,26 @@ def padding_changes_no_token(scheme: Scheme) -> None:
 
 
 @CONTRACT.add
+def pieces_with_padding_equal_the_rows_alone(scheme: Scheme) -> None:
+    """Rows that begin and end at different tokens, in pieces: padding that a memory keeps is no token either."""
+    if not scheme.causal:
+        raise NotChecked("the scheme is not causal")
+    stream = build(scheme)
+    sublayers = bare_sublayers(DIM, SUBLAYERS)
+    x, ends = normal(3, 7, DIM), [(3, 7), (0, 7), (1, 5)]
+    mask = torch.tensor([[start <= i < stop for i in range(7)] for start, stop in ends]).long()
+    alone = torch.cat([outputs(stream, row[None, start:stop])[0] for row, (start, stop) in zip(x, ends)])
+    for split in [(1, 1, 1, 1, 1, 1, 1), (5, 1, 1), (2, 1, 4)]:
+        memory, pieces = StreamMemory(), zip(x.split(split, 1), mask.split(split, 1))
+        try:
+            found = [stream(piece, sublayers, memory=memory, attention_mask=part) for piece, part in pieces]
+        except ValueError as error:
+            raise NotChecked(f"the scheme does not take padding in pieces: {error}") from error
+        tokens = torch.cat(found, 1)[mask > 0]
+        assert_close(tokens, alone, what=f"padding changes the outputs of tokens in pieces of {split}")
+
+
+@CONTRACT.add
 def packed_documents_equal_documents_alone(scheme: Scheme) -> None:
     """Documents packed into one row give the outputs and gradients of each in a row of its own."""
     stream = build(scheme)
