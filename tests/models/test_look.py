@@ -1,4 +1,4 @@
-"""A scheme of a stranger, a softmax over the last tokens, in pieces, with padding, and converted: as without a cache."""
+"""A scheme of a stranger, a softmax over the last tokens: with a cache the numbers that it has without."""
 
 import pytest
 import torch

@@ -245,7 +245,7 @@ WRONG = {
     "streaming_equals_the_full_pass": (scheme_of(LooksBack), r"pieces of \(1, 1, .* differ from the whole"),
     "pieces_with_padding_equal_the_rows_alone": (
         CountsKeptRows(),
-        r"padding changes the outputs of tokens in pieces of",
+        "padding changes the outputs of tokens",
     ),
     "packed_documents_equal_documents_alone": (scheme_of(SumsOverDocuments), "a row of packed documents differs"),
     "batch_entries_do_not_mix": (scheme_of(MixesTheBatch), "a batch differs from its entries"),
@@ -364,7 +364,7 @@ def test_a_frozen_parameter_has_no_gradient():
 def test_every_check_can_fail():
     """`penalty` is in the tests of the schemes that have one; the memories are counted from the windows."""
     assert set(CONTRACT) - set(WRONG) == {
-        "penalty_is_a_scalar_or_none",
+        "penalty_is_of_each_token_or_none",
         "num_memories_counts_the_parts_that_look_back",
     }
 
@@ -384,13 +384,19 @@ def test_all_failures_are_in_one_message_and_an_error_is_one_of_them():
     assert any("narrow_dtypes" in line and "RuntimeError: no kernel for float16" in line for line in lines)
 
 
-def test_a_penalty_must_be_a_scalar_with_a_gradient():
+def test_a_penalty_is_of_tokens_and_has_a_gradient():
     class Penal(Scaled):
         def penalty(self, coefficients):
             return coefficients.gain.detach().sum()
 
+    class Wide(Scaled):
+        def penalty(self, coefficients):
+            return coefficients.gain
+
+    with pytest.raises(CheckFailed, match=r"expected \(batch, seq\), .* got \(8,\)"):
+        CONTRACT["penalty_is_of_each_token_or_none"](scheme_of(Wide))
     with pytest.raises(CheckFailed, match="no gradient reaches the parameters"):
-        CONTRACT["penalty_is_a_scalar_or_none"](scheme_of(Penal))
+        CONTRACT["penalty_is_of_each_token_or_none"](scheme_of(Penal))
 
 
 def test_only_a_scheme_can_be_checked():

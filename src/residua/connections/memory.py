@@ -213,7 +213,7 @@ def masked(x: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def remembered(x: Tensor, memory: Memory | None, window: int) -> Tensor:
-    """Return the earlier rows in `memory`, if any, followed by x: (batch, seq, ...), with zeros as `extend` has them."""
+    """Return the earlier rows in `memory`, if any, followed by x: (batch, seq, ...); zeros as from `Memory.extend`."""
     return x if memory is None or not window else memory.extend(x, window)
 
 

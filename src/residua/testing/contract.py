@@ -208,15 +208,17 @@ def write_read_is_write_then_read(scheme: Scheme) -> None:
 
 
 @CONTRACT.add
-def penalty_is_a_scalar_or_none(scheme: Scheme) -> None:
-    """An auxiliary loss is one finite number with a gradient."""
+def penalty_is_of_each_token_or_none(scheme: Scheme) -> None:
+    """An auxiliary loss is a finite number for each token, or each row, or one for all, with a gradient."""
     stream = build(scheme)
-    state = stream.expand(normal(1, 3, DIM))
+    state = stream.expand(normal(2, 3, DIM))
     for connection, sublayer in zip(stream.connections, bare_sublayers(DIM, SUBLAYERS)):
         _, carry = connection.read(state)
         penalty = connection.penalty(carry.coefficients)
         if penalty is not None:
-            expect(penalty.shape == () and penalty.isfinite(), f"penalty: expected a finite scalar, got {penalty}")
+            shape, shapes = tuple(penalty.shape), ((2, 3), (2, 1), ())
+            expect(shape in shapes, f"penalty: expected (batch, seq), (batch, 1) or a scalar, {shapes}, got {shape}")
+            expect(penalty.isfinite().all(), f"penalty: expected finite numbers, got {penalty}")
             expect(penalty.requires_grad, "penalty: no gradient reaches the parameters")
         state = connection(state, sublayer)
 
