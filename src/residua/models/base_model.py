@@ -139,7 +139,8 @@ def _has_penalty(scheme: Scheme, config: Any) -> bool:
     with torch.device("meta"):
         stream = scheme.build(config.hidden_size, 2 * config.num_hidden_layers)
         state = stream.expand(torch.empty(1, 2, config.hidden_size))
-        for connection in stream.connections:
+        connections: list[Any] = list(stream.connections)
+        for connection in connections:
             x, carry = connection.read(state)
             if connection.penalty(carry.coefficients) is not None:
                 return True
