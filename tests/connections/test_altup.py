@@ -57,6 +57,19 @@ def published(stream, x: Tensor, sublayers: list, scheme: AlternatingUpdates) ->
 
 
 @every_variant
+def test_a_token_of_zeros_has_finite_gradients(scheme):
+    """As the row of padding in an embedding: its size is 0, where the derivative of a root is not finite."""
+    stream = perturbed(scheme.build(DIM, 4)).double()
+    x = normal(2, 5, DIM)
+    x[0, 1] = 0
+    x.requires_grad_()
+    found = torch.autograd.grad(
+        stream(x, bare_sublayers(DIM, 4)).square().sum(), [x, *stream.parameters()], allow_unused=True
+    )
+    assert all(grad.isfinite().all() for grad in found if grad is not None)
+
+
+@every_variant
 def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3), published, scheme, tokens=(2, 2))
 

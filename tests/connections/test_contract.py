@@ -79,8 +79,8 @@ def test_a_penalty_only_of_schemes_with_an_auxiliary_loss(name):
     _, carry = stream.connections[0].read(stream.expand(normal(1, 3, DIM)))
     penalty = stream.connections[0].penalty(carry.coefficients)
     if getattr(ALL[name], "penalty", 0):
-        assert penalty.shape == ()
-        assert penalty.isfinite()
+        assert penalty.shape in ((1, 3), (1, 1))
+        assert penalty.isfinite().all()
     else:
         assert penalty is None
 

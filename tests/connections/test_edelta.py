@@ -371,7 +371,7 @@ def test_orientation_on_the_whole_state(d):
 
 @every_hybrid
 def test_penalty(name):
-    """weight * 4 gamma (1 - gamma), the mean over batch and tokens: 0.1 unless asked for otherwise, None for none."""
+    """weight * 4 gamma (1 - gamma) for each token: 0.1 unless asked for otherwise, None for none."""
     assert EDelta().penalty == EDeltaStream().penalty == 0.1
     for context in CONTEXTS:
         scheme = replace(HYBRIDS[name], context=context, penalty=0.7)
@@ -379,8 +379,8 @@ def test_penalty(name):
         _, carry = connection.read(state_for(name))
         gamma = carry.coefficients.gamma
         found = connection.penalty(carry.coefficients)
-        assert found.shape == ()
-        assert_close(found, 0.7 * sum(4 * one * (1 - one) for one in gamma.flatten()) / gamma.numel())
+        assert found.shape == (2, 1 if context == "sequence" else state_for(name).shape[1])
+        assert_close(found, 0.7 * 4 * gamma * (1 - gamma))
     (connection,) = replace(HYBRIDS[name], penalty=0.0).build(DIM, 1).connections
     assert connection.penalty(carry.coefficients) is None
 
@@ -392,13 +392,13 @@ def test_descent_on_the_penalty_alone(scheme, gamma_init, moves):
     (connection,) = replace(scheme, gamma_init=gamma_init).build(8, 1).double().connections
     state = normal(2, 5, *scheme.state_spec(0, 8).shape)
     coefficients = connection.read(state)[1].coefficients
-    connection.penalty(coefficients).backward()
+    connection.penalty(coefficients).mean().backward()
     gamma = connection.gamma.out.bias.detach().sigmoid()
     assert_close(connection.gamma.out.bias.grad, 0.5 * 4 * (1 - 2 * gamma) * gamma * (1 - gamma))
     optimizer = torch.optim.SGD(connection.parameters(), lr=1.0)
     for _ in range(20):
         optimizer.zero_grad()
-        connection.penalty(connection.read(state)[1].coefficients).backward()
+        connection.penalty(connection.read(state)[1].coefficients).mean().backward()
         optimizer.step()
     after = connection.read(state)[1].coefficients.gamma
     if moves:

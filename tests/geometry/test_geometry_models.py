@@ -89,7 +89,7 @@ def test_states_and_coefficients_are_collected():
     sublayers = len(model.sublayers)
     assert len(states) == sublayers + 1
     assert len(coefficients) == sublayers
-    parts = [connection.penalty(one) for connection, one in zip(model.connections, coefficients)]
+    parts = [connection.penalty(one).mean() for connection, one in zip(model.connections, coefficients)]
     assert model.penalty(coefficients).item() == pytest.approx(sum(parts).item())
     plain = architecture("residual").build()
     coefficients = []

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from support.tiny_models import prompt, tiny_model
+from residua.models.transformer import total_penalty
+from support.tiny_models import left_padded, prompt, tiny_model
 from support.tolerances import assert_close
 
 
@@ -21,7 +22,7 @@ def expected_penalty(model, ids) -> torch.Tensor:
 
         def recording(state, memory=None, read=read, connection=connection):
             x, carry = read(state, memory)
-            found.append(connection.penalty(carry.coefficients))
+            found.append(connection.penalty(carry.coefficients).mean())
             return x, carry
 
         connection.read = recording
@@ -40,6 +41,30 @@ def test_training_adds_the_penalty_of_every_connection(name):
     assert penalty > 0.01
     assert_close(out.penalty, penalty)
     assert_close(out.loss, language_loss(out, ids) + penalty)
+
+
+@pytest.mark.parametrize("name", ["edelta", "edelta-stream"])
+def test_padding_has_no_share(name):
+    model, ids = tiny_model(name).train(), prompt(1, 6)
+    padded, mask = left_padded([prompt(16, seed=1), ids[0]])
+    alone = [model(row, labels=row) for row in (padded[:1], ids)]
+    labels = padded.masked_fill(mask == 0, -100)
+    labels[1, 10] = -100  # the first token, which nothing but padding would predict
+    out = model(padded, attention_mask=mask, labels=labels)
+    assert_close(out.penalty, (16 * alone[0].penalty + 6 * alone[1].penalty) / 22)
+    out = model(padded[1:], attention_mask=mask[1:], labels=labels[1:])
+    assert_close(out.penalty, alone[1].penalty)
+    assert_close(out.loss, alone[1].loss)
+
+
+def test_a_scalar_is_added_as_it_is():
+    """As a scheme may have it that knows no tokens: a penalty of its weights."""
+    mask, scalar = torch.tensor([[0, 1], [1, 1]]), torch.tensor(0.3)
+    tokens = torch.tensor([[9.0, 1.0], [2.0, 3.0]])
+    assert total_penalty([], mask) is None
+    assert torch.equal(total_penalty([scalar], mask), scalar)
+    assert torch.equal(total_penalty([scalar], None), scalar)
+    assert_close(total_penalty([scalar, tokens, torch.tensor([[1.0], [4.0]])], mask), torch.tensor(0.3 + 2 + 3))
 
 
 def test_evaluation_knows_no_penalty():

@@ -22,6 +22,7 @@ from residua.connections import DepthWeights, TensorSpec, norms, register, regis
 from residua.connections.ends import Same
 from residua.testing import CONTRACT, CheckFailed, check_scheme
 from residua.testing.contract import checks
+from support.looking import CountsAllRows, CountsKeptRows, Look
 
 pytest_plugins = ["pytester"]
 
@@ -250,7 +251,7 @@ class CountsPadding(Scaled):
 
     def read(self, state, memory=None):
         x, carry = super().read(state)
-        extended = x if memory is None else memory.extend(x, 1)
+        extended = x if memory is None or not memory.keeps else memory.extend(x, 1)
         before = nn.functional.pad(extended, (0, 0, 1, 0))[:, :-1]
         return (extended + before)[:, -x.shape[1] :], carry
 
@@ -284,6 +285,10 @@ WRONG = {
     "causal": (scheme_of(LooksAhead), "a later token changes the outputs of earlier ones"),
     "a_part_without_a_window_reads_its_own_token": (scheme_of(LooksBack), "connection 0 has no window and reads"),
     "streaming_equals_the_full_pass": (scheme_of(LooksBack), r"pieces of \(1, 1, .* differ from the whole"),
+    "pieces_with_padding_equal_the_rows_alone": (
+        CountsKeptRows(),
+        "padding changes the outputs of tokens",
+    ),
     "packed_documents_equal_documents_alone": (scheme_of(SumsOverDocuments), "a row of packed documents differs"),
     "batch_entries_do_not_mix": (scheme_of(MixesTheBatch), "a batch differs from its entries"),
     "forward_writes_nothing_to_self": (scheme_of(Remembers), "writes to the module: connections.0.last"),
@@ -366,6 +371,16 @@ def test_a_right_scheme_passes_whatever_its_options_are(scheme):
     assert ("causal" in report.not_checked) == (not scheme.causal)
 
 
+def test_a_scheme_that_attends_to_earlier_tokens_passes_if_it_asks_which_rows_are_tokens():
+    assert check_scheme(Look()).failed == {}
+
+
+def test_rows_before_the_first_token_are_no_tokens():
+    """A memory may begin with rows of zeros, as the cache of transformers does."""
+    with pytest.raises(AssertionError, match=r"pieces of \(1, 1, .* differ from the whole"):
+        CONTRACT["streaming_equals_the_full_pass"](CountsAllRows())
+
+
 def test_a_scheme_with_dropout_is_checked_without():
     assert check_scheme(scheme_of(Drops)).failed == {}
 
@@ -424,7 +439,7 @@ def test_a_frozen_parameter_has_no_gradient():
 def test_every_check_can_fail():
     """`penalty` is in the tests of the schemes that have one; the memories are counted from the windows."""
     assert set(CONTRACT) - set(WRONG) == {
-        "penalty_is_a_scalar_or_none",
+        "penalty_is_of_each_token_or_none",
         "num_memories_counts_the_parts_that_look_back",
     }
 
@@ -444,13 +459,19 @@ def test_all_failures_are_in_one_message_and_an_error_is_one_of_them():
     assert any("narrow_dtypes" in line and "RuntimeError: no kernel for float16" in line for line in lines)
 
 
-def test_a_penalty_must_be_a_scalar_with_a_gradient():
+def test_a_penalty_is_of_tokens_and_has_a_gradient():
     class Penal(Scaled):
         def penalty(self, coefficients):
             return coefficients.gain.detach().sum()
 
+    class Wide(Scaled):
+        def penalty(self, coefficients):
+            return coefficients.gain
+
+    with pytest.raises(CheckFailed, match=r"expected \(batch, seq\), .* got \(8,\)"):
+        CONTRACT["penalty_is_of_each_token_or_none"](scheme_of(Wide))
     with pytest.raises(CheckFailed, match="no gradient reaches the parameters"):
-        CONTRACT["penalty_is_a_scalar_or_none"](scheme_of(Penal))
+        CONTRACT["penalty_is_of_each_token_or_none"](scheme_of(Penal))
 
 
 def test_only_a_scheme_can_be_checked():

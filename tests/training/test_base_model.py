@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
@@ -10,7 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import residua
+from residua import Residual
 from residua.cli import main
+from residua.connections import norms, registry
+from residua.connections.residual import ResidualConnection
 from residua.data import prepare
 from residua.data.tokenizer import byte_tokenizer
 from residua.errors import InputError
@@ -135,6 +138,27 @@ def test_a_converted_base_goes_on_as_it_is(config, base, prepared, tmp_path):
     build_model(changed(config, connection="ihc"), prepared)
     with pytest.raises(InputError, match=r"model\.connection: expected none, since the base is converted already"):
         build_model(changed(config, connection="hc"), prepared)
+
+
+class PenalConnection(ResidualConnection):
+    def penalty(self, coefficients):
+        return self.norm.weight.square().mean()
+
+
+@dataclass(frozen=True)
+class Penal(Residual):
+    def build(self, dim, num_sublayers, *, norm_eps=1e-5, norm=None):
+        norm = norms(dim, norm_eps, norm)
+        return self.stream(dim, num_sublayers, lambda i, compress: PenalConnection(norm(i), compress))
+
+
+def test_a_penalty_of_somebody_elses_scheme_is_refused(config, prepared, monkeypatch):
+    """It is no option: only a connection can say that it has one."""
+    for table in ("SCHEMES", "PRESETS", "_PACKAGES"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    residua.register("penal", Penal)
+    with pytest.raises(InputError, match=r"model\.connection: expected a scheme without a penalty.* leaves out$"):
+        build_model(resolved(changed(config, connection="penal", start="fresh")), prepared)
 
 
 def test_what_a_base_cannot_do_is_said(config, base, prepared, tmp_path):

@@ -29,7 +29,7 @@ from residua.connections.ihc import IndependentHyperConnections
 from residua.connections.jpmhc import JacobianHyperConnections
 from residua.connections.krom import KroneckerHyperConnections
 from residua.connections.lambdas import Lambdas
-from residua.connections.memory import Memory, StreamMemory
+from residua.connections.memory import Memory, StreamMemory, remembered, remembered_tokens
 from residua.connections.mhc import ManifoldHyperConnections
 from residua.connections.mhc_deepseek import DeepSeekHyperConnections
 from residua.connections.mudd import MultiwayDynamicDense
@@ -88,5 +88,7 @@ __all__ = [
     "norms",
     "presets",
     "register",
+    "remembered",
+    "remembered_tokens",
     "resolve",
 ]

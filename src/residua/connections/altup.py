@@ -237,6 +237,13 @@ def _rescaled(x: Tensor, size: Tensor) -> Tensor:
     return at_least_float32(x) * size / mean_square(x).clamp_min(1e-5).sqrt()
 
 
+def _size(x: Tensor) -> Tensor:
+    """Return the root mean square of x, (..., dim) -> (..., 1), with the derivative 0 where x is zero."""
+    square = mean_square(x)
+    # sqrt has an infinite derivative at 0; the inner where keeps it out of derivatives.
+    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+
+
 class ProjectedExpand(nn.Module):
     """The embedding, and n - 1 linear maps of it with its size: (batch, seq, dim) -> (batch, seq, n, dim)."""
 
@@ -246,7 +253,7 @@ class ProjectedExpand(nn.Module):
         self.project = nn.ModuleList(Projection(dim, dim, std=scheme.weight_std) for _ in range(scheme.num_streams - 1))
 
     def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
-        size = mean_square(x).sqrt()
+        size = _size(x)
         others = (self.scheme.derive(_rescaled, part(x), size) for part in self.project)
         return torch.stack([x, *(other.to(x.dtype) for other in others)], -2)
 
@@ -273,6 +280,6 @@ class ProjectedCollapse(nn.Module):
 
     def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
         first, *others = (self.scheme.derive(partial(_stream, i), streams) for i in range(streams.shape[-2]))
-        size = mean_square(first).sqrt()
+        size = _size(first)
         parts = [self.scheme.derive(_rescaled, part(other), size) for part, other in zip(self.project, others)]
         return torch.stack([at_least_float32(first), *parts]).mean(0).to(streams.dtype)

@@ -213,7 +213,10 @@ class Connection(nn.Module, ABC):
         return state if isinstance(self.takes, TensorSpec) and len(self.takes.shape) == 2 else None
 
     def penalty(self, coefficients: Any) -> Tensor | None:
-        """Return the auxiliary loss of these coefficients, a scalar; None for most schemes."""
+        """Return the auxiliary loss of each token, (batch, seq or 1), or a scalar for all; None for most schemes.
+
+        A model averages over the tokens that are no padding. A scalar it adds as it is: a mean would count padding.
+        """
         return None
 
     @_open_to_phases

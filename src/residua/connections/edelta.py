@@ -274,7 +274,7 @@ class _HybridConnection(PooledConnection):
     def penalty(self, coefficients: EDeltaCoefficients | EDeltaStreamCoefficients) -> Tensor | None:
         if not self.scheme.penalty:
             return None
-        return self.scheme.penalty * gate_penalty(coefficients.gamma).mean()
+        return self.scheme.penalty * gate_penalty(coefficients.gamma)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
         """Return gamma Q + (1 - gamma) H as the matrix h_res, with the router's weights if there is one."""

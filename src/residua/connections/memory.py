@@ -22,10 +22,17 @@ class Memory(Protocol):
     documents: Tensor | None  # (batch, seq), the number of each token's document; None for one in every row
 
     def extend(self, x: Tensor, window: int) -> Tensor:
-        """Return up to `window` earlier inputs followed by x: (batch, seq, ...), and keep the last `window` of them."""
+        """Return up to `window` earlier rows followed by x: (batch, seq, ...), and keep the last `window` of them.
+
+        A row is zero at padding, and where there was no token yet: a memory may begin with such rows. What counts them
+        as tokens, as a softmax or a mean does, is wrong; `remembered_tokens` tells them apart.
+        """
 
     def recall(self, like: Tensor) -> Tensor | None:
-        """Return the last row that was kept, (batch, 1, ...) with the axes and dtype of `like`; None at the start."""
+        """Return the last row that was kept, (batch, 1, ...) with the axes and dtype of `like`.
+
+        At the start it is None, or zeros.
+        """
 
     def keep(self, rows: Tensor) -> None:
         """Keep rows: (batch, seq, ...), one per token of this call."""
@@ -100,10 +107,14 @@ class _PartMemory:
         self._rows = {} if rows is None else rows
 
     def extend(self, x: Tensor, window: int) -> Tensor:
+        x = masked(x, self.padding)
+        if not self.keeps:
+            return x
         before = self._rows.get(self._part)
-        extended = x if before is None else torch.cat([before, x], 1)
-        if self.keeps:
-            self._rows[self._part] = extended[:, -window:]
+        if before is None:  # as the cache of transformers begins
+            before = x.new_zeros(x.shape[0], max(0, window - x.shape[1]), *x.shape[2:])
+        extended = torch.cat([before, x], 1)
+        self._rows[self._part] = extended[:, -window:]
         return extended
 
     def recall(self, like: Tensor) -> Tensor | None:
@@ -202,8 +213,19 @@ def masked(x: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def remembered(x: Tensor, memory: Memory | None, window: int) -> Tensor:
-    """Return the earlier tokens in `memory`, if any, followed by x: (batch, seq, ...), with padding set to zero."""
-    return x if memory is None or not window else memory.extend(masked(x, memory.padding), window)
+    """Return the earlier rows in `memory`, if any, followed by x: (batch, seq, ...); zeros as from `Memory.extend`."""
+    return x if memory is None or not window else memory.extend(x, window)
+
+
+def remembered_tokens(x: Tensor, memory: Memory | None, window: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of `remembered`, (batch, rows, ...), and which of them are tokens: (batch, rows), boolean.
+
+    For what must not count the other rows, such as a softmax over the last tokens. The memory keeps a column of ones
+    beside x, which is zero where x is.
+    """
+    marked = torch.cat([x.flatten(2), x.new_ones(*x.shape[:2], 1)], -1)
+    rows = remembered(marked, memory, window)
+    return rows[..., :-1].unflatten(-1, x.shape[2:]), rows[..., -1] != 0
 
 
 def current(out: Tensor, x: Tensor, extended: Tensor) -> Tensor:

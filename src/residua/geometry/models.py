@@ -125,9 +125,9 @@ class RegressionModel(nn.Module):
         return self.output(self.norm(state.flatten(-2) if self.collapse is None else self.collapse(state)))
 
     def penalty(self, coefficients: list[Any]) -> Tensor | None:
-        """Return the sum of the auxiliary losses for the `coefficients` that `forward` collected, or None."""
+        """Return the sum of the mean auxiliary losses for the `coefficients` that `forward` collected, or None."""
         found = [connection.penalty(one) for connection, one in zip(self.connections, coefficients, strict=True)]
-        found = [one for one in found if one is not None]
+        found = [one.mean() for one in found if one is not None]
         return torch.stack(found).sum() if found else None
 
 

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from residua.checks import require, shown
 from residua.connections import Scheme, describe, resolve
+from residua.connections.base import as_inputs
 from residua.errors import InputError, extra, first_line
 from residua.evaluating import evaluating
 from residua.models.convert import convert
@@ -83,10 +84,12 @@ def open_base(
             f"got {connection!r}; leave it out, or give the plain model as model.base"
         )
     _expect_mean_loss(model, folder)
-    if getattr(scheme, "penalty", 0):
+    config: Any = model.config
+    if _has_penalty(scheme, config.get_text_config()):
+        option = "; set its option penalty to 0" if hasattr(scheme, "penalty") else ""
         raise InputError(
-            "model.connection: expected a scheme without a penalty, which the loss of a converted model leaves out; "
-            "set its option penalty to 0"
+            "model.connection: expected a scheme without a penalty, which the loss of a converted model leaves out"
+            + option
         )
     return model
 
@@ -129,6 +132,20 @@ def _starts(connection: str | dict[str, Any]) -> list[Scheme]:
         return [scheme, scheme.preserving()]
     except ValueError:
         return [scheme]
+
+
+def _has_penalty(scheme: Scheme, config: Any) -> bool:
+    """Return whether a connection of a scheme has an auxiliary loss, in a model of this configuration."""
+    with torch.device("meta"):
+        stream = scheme.build(config.hidden_size, 2 * config.num_hidden_layers)
+        state = stream.expand(torch.empty(1, 2, config.hidden_size))
+        connections: list[Any] = list(stream.connections)
+        for connection in connections:
+            x, carry = connection.read(state)
+            if connection.penalty(carry.coefficients) is not None:
+                return True
+            state = connection.write(as_inputs(x)[0], carry)
+    return False
 
 
 def _expect_mean_loss(model: Any, folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.connections import Scheme, Stream
-from residua.connections.memory import expect_no_gap, expect_none, expect_separable, window_of
+from residua.connections.memory import expect_no_gap, expect_none, expect_separable, masked, window_of
 from residua.errors import extra
 
 with extra("lab"):
@@ -71,6 +71,7 @@ class CacheMemory:
         self.keeps = cache is not None
 
     def extend(self, x: Tensor, window: int) -> Tensor:
+        x = masked(x, self.padding)
         if not self.keeps:
             return x
         return self._append(x, window)[:, -(window + x.shape[1]) :]

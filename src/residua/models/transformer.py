@@ -283,7 +283,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         selected = tuple(state if i in chosen else None for i, state in enumerate(hidden_states))
         return ResiduaModelOutput(
             last_hidden_state=hidden,
-            penalty=torch.stack(penalties).sum() if penalties else None,
+            penalty=total_penalty(penalties, padding),
             past_key_values=past_key_values if use_cache else None,
             hidden_states=selected if chosen else None,  # type: ignore[arg-type]  # as transformers, None where not chosen
             attentions=tuple(attentions) if attentions is not None else None,
@@ -341,6 +341,20 @@ class ResiduaModel(ResiduaPreTrainedModel):
                 past = cache.get_seq_length() if cache is not None else 0
                 position_ids = (torch.arange(length, device=embeddings.device) + past).unsqueeze(0)
         return mask, padding, position_ids
+
+
+def total_penalty(penalties: list[Tensor], padding: Tensor | None) -> Tensor | None:
+    """Return the sum of penalties, the mean over tokens of those that are (batch, seq or 1); None without any.
+
+    padding: (batch, seq), 0 at padding, which does not count, and 1 at tokens; None without padding.
+    """
+    if not penalties:
+        return None
+    if padding is None:
+        return torch.stack([one.mean() for one in penalties]).sum()
+    tokens = padding.to(penalties[0].dtype)
+    weights = tokens / tokens.sum().clamp_min(1)
+    return torch.stack([(one * weights).sum() if one.dim() else one for one in penalties]).sum()
 
 
 def chosen_states(wanted: bool | int | Iterable[int] | None, count: int) -> set[int]:

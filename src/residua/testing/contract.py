@@ -246,15 +246,17 @@ def write_read_is_write_then_read(scheme: Scheme) -> None:
 
 
 @CONTRACT.add
-def penalty_is_a_scalar_or_none(scheme: Scheme) -> None:
-    """An auxiliary loss is one finite number with a gradient."""
+def penalty_is_of_each_token_or_none(scheme: Scheme) -> None:
+    """An auxiliary loss is a finite number for each token, or each row, or one for all, with a gradient."""
     stream = build(scheme)
-    state = stream.expand(normal(1, 3, DIM))
+    state = stream.expand(normal(2, 3, DIM))
     for connection, sublayer in zip(stream.connections, bare_sublayers(DIM, SUBLAYERS)):
         _, carry = connection.read(state)
         penalty = connection.penalty(carry.coefficients)
         if penalty is not None:
-            expect(penalty.shape == () and penalty.isfinite(), f"penalty: expected a finite scalar, got {penalty}")
+            shape, shapes = tuple(penalty.shape), ((2, 3), (2, 1), ())
+            expect(shape in shapes, f"penalty: expected (batch, seq), (batch, 1) or a scalar, {shapes}, got {shape}")
+            expect(penalty.isfinite().all(), f"penalty: expected finite numbers, got {penalty}")
             expect(penalty.requires_grad, "penalty: no gradient reaches the parameters")
         state = connection(state, sublayer)
 
@@ -381,6 +383,26 @@ def padding_changes_no_token(scheme: Scheme) -> None:
         except ValueError as error:
             raise NotChecked(f"the scheme does not take padding: {error}") from error
         assert_close(found[mask > 0].view_as(x), alone, what=f"padding on the {side} changes the outputs of tokens")
+
+
+@CONTRACT.add
+def pieces_with_padding_equal_the_rows_alone(scheme: Scheme) -> None:
+    """Rows that begin and end at different tokens, in pieces: padding that a memory keeps is no token either."""
+    if not scheme.causal:
+        raise NotChecked("the scheme is not causal")
+    stream = build(scheme)
+    sublayers = bare_sublayers(DIM, SUBLAYERS)
+    x, ends = normal(3, 7, DIM), [(3, 7), (0, 7), (1, 5)]
+    mask = torch.tensor([[start <= i < stop for i in range(7)] for start, stop in ends]).long()
+    alone = torch.cat([outputs(stream, row[None, start:stop])[0] for row, (start, stop) in zip(x, ends)])
+    for split in [(1, 1, 1, 1, 1, 1, 1), (5, 1, 1), (2, 1, 4)]:
+        memory, pieces = StreamMemory(), zip(x.split(split, 1), mask.split(split, 1))
+        try:
+            found = [stream(piece, sublayers, memory=memory, attention_mask=part) for piece, part in pieces]
+        except ValueError as error:
+            raise NotChecked(f"the scheme does not take padding in pieces: {error}") from error
+        tokens = torch.cat(found, 1)[mask > 0]
+        assert_close(tokens, alone, what=f"padding changes the outputs of tokens in pieces of {split}")
 
 
 @CONTRACT.add
