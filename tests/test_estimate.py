@@ -67,6 +67,43 @@ def test_bytes_of_recomputing_and_of_separate_kernels():
     assert kept("ddl-cc").traffic(1, state_bytes=4, fused=False) == (54, 106)
 
 
+@pytest.mark.parametrize(
+    ("name", "boundary", "separate"),
+    [
+        ("residual", 1, (10, 8)),  # the sum is written, then read by the norm; its gradient needs no kernel
+        ("denseformer", 1, (10, 8)),
+        ("denseformer", 2, (14, 16)),
+        ("attnres", 2, (14, 24)),
+        ("delta-attnres:block_size=1", 2, (20, 30)),
+        ("delta-attnres:block_size=2", 1, (16, 24)),  # nothing reads the sum of a block that is not complete
+        ("lambdas:r=null,z=null,p=0.0,backout=null", 1, (10, 12)),
+        ("lambdas:r=1.0,z=null,backout=null", 1, (12, 14)),
+        ("lambdas", 1, (14, 16)),
+        ("ddl", 1, (10, 18)),
+    ],
+)
+def test_separate_kernels_read_back_what_the_first_wrote(name, boundary, separate):
+    assert resolve(name).traffic(boundary, state_bytes=2, fused=False) == separate
+
+
+@pytest.mark.parametrize(("state_bytes", "halo"), [(2, 0.25), (4, 0.5)])
+def test_a_convolution_over_tokens_has_one_price(state_bytes, halo):
+    """Of one vector: P / 8, and x_in, which is kept, under every scheme and in one kernel or two."""
+    for name in ("residual", "lambdas", "gated-orthogonal", "gated-delta"):
+        for fused in (True, False):
+            plain, convolved = (
+                resolve(name + given).traffic(1, state_bytes=state_bytes, fused=fused)
+                for given in ("", ":compress=token")
+            )
+            assert convolved.forward - plain.forward == halo + 2
+            assert convolved.backward - plain.backward == halo + 4
+
+
+def test_separate_kernels_keep_what_is_read_from_several_channels_anyway():
+    assert kept("ddl-tc").traffic(1, state_bytes=2, fused=False) == (30 + 1, 58 + 1)
+    assert kept("ddl-tc").traffic(1, state_bytes=4, fused=False) == (54 + 2, 106 + 2)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_traffic_of_a_model_is_the_sum_of_its_boundaries(name):
     config = ResiduaConfig(connection=name, **SMALL)
@@ -229,6 +266,7 @@ def test_an_estimate_adds_up():
     speed = found.tokens_per_second
     assert speed["ceiling"] > speed["expected"] > speed["unfused"]
     assert found.days["expected"] == pytest.approx(found.tokens / speed["expected"] / 86400)
+    assert any("whether it exists or not" in line for line in found.assumptions), "fused is no claim that a kernel is"
     config = replace(config, train=replace(config.train, parallel="fsdp"))
     sharded = estimate(config, vocab_size=2048, gpu="h100", gpus=4)
     assert sharded.memory["replay"]["optimizer"] == found.memory["replay"]["optimizer"] / 4

@@ -331,6 +331,18 @@ def test_a_check_names_what_is_wrong(check):
 
 
 @pytest.mark.parametrize(
+    ("separate", "words"),
+    [((8, 8), "reads back what the first wrote"), ((10, 7), "backward, separate kernels move no less")],
+)
+def test_separate_kernels_are_not_said_to_move_what_one_moves(separate, words):
+    def traffic(self, boundary, *, state_bytes, fused=True):
+        return tuple(state_bytes * moved for moved in ((8, 8) if fused else separate))
+
+    with pytest.raises(AssertionError, match=words):
+        CONTRACT["traffic"](scheme_of(Scaled, traffic=traffic))
+
+
+@pytest.mark.parametrize(
     ("check", "connection", "words"),
     [
         ("forward_writes_nothing_to_self", Averages, r"connections\.0\.mean in place"),

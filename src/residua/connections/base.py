@@ -407,12 +407,18 @@ class Scheme(ABC):
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
         """Estimate the bytes that the write of sublayer `boundary` - 1 and the next read and norm move.
 
-        The state has `state_bytes` per number, everything else is bfloat16. With P bytes of state: fused in one
-        kernel 2 P + 4 forward (state in and out, y in, x out) and 3 P + 6 backward; separate, one kernel for the write
-        and one for read and norm, 3 P + 6 and 6 P + 10.
+        fused: in one kernel; if not, in one for the write and one for read and norm, which reads the state back and,
+        backward, adds its gradient to the one that came past it. Whether such a kernel exists does not matter.
+
+        The state has `state_bytes` per number, everything else is bfloat16. With P bytes of state: fused 2 P + 4
+        forward (state in and out, y in, x out) and 3 P + 6 backward; separate 3 P + 6 and 6 P + 10, of which 2 and 4
+        keep what is read before its norm: a state of one vector is kept anyway.
         """
-        passes = self.state_size(boundary, 1) * state_bytes
-        return Traffic(2 * passes + 4, 3 * passes + 6) if fused else Traffic(3 * passes + 6, 6 * passes + 10)
+        size = self.state_size(boundary, 1)
+        passes = size * state_bytes
+        if fused:
+            return Traffic(2 * passes + 4, 3 * passes + 6)
+        return Traffic(3 * passes + 6, 6 * passes + 10) if size > 1 else Traffic(3 * passes + 4, 6 * passes + 6)
 
     def num_memories(self, dim: int, num_sublayers: int) -> int:
         """Return how many parts of the built stream read earlier tokens and need a memory."""

@@ -84,12 +84,13 @@ class ChannelScheme(RecomputingScheme):
         return TensorSpec((self.value_channels, dim) if self.has_stream_axis else (dim,))
 
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Estimate as the base class does. Fused, a convolution over tokens is added, and keeping every m-th state only
-        adds m - 1 backward.
+        """Estimate as the base class does, with a convolution over tokens. Fused, keeping every m-th state only adds
+        m - 1 backward.
         """
         moved = super().traffic(boundary, state_bytes=state_bytes, fused=fused)
-        if fused and self.compress == "token":
-            moved = read_over_tokens(moved, self.value_channels * state_bytes)
+        if self.compress == "token":
+            kept = not fused and self.value_channels > 1  # as the base class counts
+            moved = read_over_tokens(moved, self.value_channels * state_bytes, kept=kept)
         replayed = self.keeps_every - 1 if fused and self.value_channels > 1 else 0
         return Traffic(moved.forward, moved.backward + replayed)
 

@@ -62,9 +62,10 @@ def connected(
     return connections, compressor(made)
 
 
-def read_over_tokens(moved: Traffic, passes: float) -> Traffic:
-    """Return `moved` with what a convolution over tokens adds where it is fused, for `passes` bytes of state.
+def read_over_tokens(moved: Traffic, passes: float, *, kept: bool = False) -> Traffic:
+    """Return `moved` with what a convolution over tokens adds, for `passes` bytes P of state.
 
-    P / 8 + 2 forward and P / 8 + 4 backward: neighbours read tokens twice, and x_in is kept.
+    P / 8 each, because neighbours read tokens twice, and unless x_in is `kept` anyway, 2 forward and 4 backward for it.
     """
-    return Traffic(moved.forward + passes / 8 + 2, moved.backward + passes / 8 + 4)
+    forward, backward = (0, 0) if kept else (2, 4)
+    return Traffic(moved.forward + passes / 8 + forward, moved.backward + passes / 8 + backward)

@@ -61,7 +61,7 @@ class DenseFormer(Scheme):
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
         """Return the cost of the average over n outputs where a block begins, else of the plain residual."""
         sources = len(self.taken(boundary // 2)) if boundary % 2 == 0 else 0
-        return block_traffic(sources, state_bytes)
+        return block_traffic(sources, state_bytes, fused)
 
     def preserving(self) -> "DenseFormer":
         return self
@@ -89,9 +89,12 @@ def outputs_of(taken: range) -> tuple[range, ...]:
     return tuple(range(2 * j - 2, 2 * j) if j else EMBEDDING for j in taken)
 
 
-def block_traffic(sources: int, state_bytes: int) -> Traffic:
-    """Return the bytes of a boundary that reads n sources: n + 2 passes forward, 2 n + 2 backward, and y and x."""
-    return Traffic((sources + 2) * state_bytes + 4, (2 * sources + 2) * state_bytes + 4)
+def block_traffic(sources: int, state_bytes: int, fused: bool) -> Traffic:
+    """Return the bytes of a boundary that reads n sources: n + 2 passes forward, 2 n + 2 backward, and y and x.
+
+    Separate, one pass more forward, as in the plain residual.
+    """
+    return Traffic((sources + (2 if fused else 3)) * state_bytes + 4, (2 * sources + 2) * state_bytes + 4)
 
 
 class DepthAverage(nn.Module):

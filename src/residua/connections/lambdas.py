@@ -108,9 +108,14 @@ class Lambdas(SingleStreamScheme):
         return TensorSpec((dim,)) if self.kept == 1 else (TensorSpec((dim,)),) * self.kept
 
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Return 2 P + 4 forward and 3 P + 6 backward with P bytes of x, and P more each where x0 is read."""
-        more = state_bytes * (self.z is not None)
-        return self.convolved(Traffic(2 * state_bytes + 4 + more, 3 * state_bytes + 6 + more), state_bytes)
+        """Return 2 P + 4 forward and 3 P + 6 backward with P bytes of x, and P more each where x0 is read.
+
+        Separate, P more forward, and P more each where r or z scales x: one kernel writes it, the next its scaled form.
+        """
+        again = 0 if fused else 1
+        more = (self.z is not None) + again * (self.r is not None or self.z is not None)
+        moved = Traffic((2 + more + again) * state_bytes + 4, (3 + more) * state_bytes + 6)
+        return self.convolved(moved, state_bytes)
 
     def preserving(self) -> "Lambdas":
         if self.norm == "post":

@@ -64,7 +64,7 @@ class MultiwayDynamicDense(Scheme):
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
         """Return the cost of an average for each way where a block begins, else of the plain residual."""
         sources = 1 + boundary // 2 if boundary and boundary % 2 == 0 else 0
-        return block_traffic(sources * len(self.ways), state_bytes)
+        return block_traffic(sources * len(self.ways), state_bytes, fused)
 
     def preserving(self) -> "MultiwayDynamicDense":
         return self

@@ -38,9 +38,12 @@ class Residual(SingleStreamScheme):
     paper: ClassVar[str] = "arXiv 1512.03385"
 
     def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Return 2 P + 4 in both directions: the gradient does not need the state."""
-        passes = 2 * self.state_size(boundary, 1) * state_bytes + 4
-        return self.convolved(Traffic(passes, passes), state_bytes)
+        """Return 2 P + 4 in both directions: the gradient does not need the state.
+
+        Separate, P more forward. Not backward: the gradient of a sum is the gradient of the state, without a kernel.
+        """
+        passes = 2 * state_bytes + 4
+        return self.convolved(Traffic(passes + (0 if fused else state_bytes), passes), state_bytes)
 
     def preserving(self) -> "Residual":
         return self

@@ -120,9 +120,12 @@ def _assumptions(
         + ("bfloat16, weights in float32" if low else "float32, but timed as in bfloat16"),
         *(
             f"{name}: {scenario.compute:.0%} of those FLOP/s, {scenario.bandwidth:.0%} of the bandwidth, "
-            f"{'fused' if scenario.fused else 'separate'} kernels between sublayers"
+            f"{'a fused kernel' if scenario.fused else 'separate kernels'} between sublayers"
             for name, scenario in SCENARIOS.items()
         ),
+        "fused: one kernel writes, reads and normalises, whether it exists or not; residua has one only for "
+        "Deep Delta Learning with value channels (implementation=triton); separate: one kernel writes, one reads and "
+        "normalises; eager PyTorch moves more than either",
         "arithmetic is matrix products; arithmetic, memory traffic and communication are added, nothing overlaps; "
         "evaluation and saving are left out",
         "memory is counted for eager mode; the device's context, communication buffers and fragmentation (1 to 3 GiB) "

@@ -223,7 +223,7 @@ class LayerStream(nn.Module):
         self.expand = expand
         self.connections = nn.ModuleList(connections)
         self.collapse = collapse
-        self.watched: Sequence[Any] | None = None  # what `watching` puts in place of the connections
+        self.watched: Sequence[Any] | None = None  # what `convert.replaced` puts in place of the connections
 
     @property
     def parts(self) -> list[nn.Module]:
