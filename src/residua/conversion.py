@@ -56,7 +56,7 @@ def save_connection(model: "PreTrainedModel", folder: str | Path) -> None:
     """Write the connections of a converted model, without the model, into a folder: safetensors and JSON.
 
     Raises:
-        InputError: the model was not converted.
+        InputError: the model was not converted, or holds adapters of PEFT.
     """
     from residua.models import convert_loading
 

@@ -348,12 +348,11 @@ def trace_run(opened: OpenRun, prompt: str | None = None, *, tokens: int | None 
     Raises:
         InputError: there are no tokens, or more than the model's context holds.
     """
-    if tokens is not None and tokens < 1:
-        raise InputError(f"expected at least 1 token, got {tokens}")
     facts = {"run": opened.folder.resolve().name, "checkpoint": opened.step}
     if prompt is not None:
         with opened.precision():
             return trace_prompt(opened.model, opened.tokenizer, prompt, tokens=tokens, facts=facts)
+    _expect_some(tokens)
     length = opened.config.train.sequence_length if tokens is None else tokens
     ids = opened.data.validation.window(0, min(length, len(opened.data.validation))).tolist()
     read = f"the first {len(ids)} tokens of the validation data"
@@ -371,12 +370,19 @@ def trace_prompt(
 ) -> Trace:
     """Trace the connections of a model on a text, or on an end-of-text token if it is empty.
 
-    tokens: the largest number of tokens. Raises InputError if they do not fit into the model's context.
+    tokens: the largest number of tokens. Raises InputError if it is below 1, or if they do not fit into the model's
+    context.
     """
     require_unicode(prompt, "prompt")
+    _expect_some(tokens)
     ids = (tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id])[:tokens]
     read = f"{len(ids)} tokens of a prompt"
     return trace(model, ids, text=pieces(tokenizer, ids), facts={**(facts or {}), "read": read})
+
+
+def _expect_some(tokens: int | None) -> None:
+    if tokens is not None and tokens < 1:
+        raise InputError(f"expected at least 1 token, got {tokens}")
 
 
 def _evaluator(

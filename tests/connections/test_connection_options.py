@@ -196,3 +196,8 @@ def test_a_scheme_without_a_name_is_one_clear_line():
 
     with pytest.raises(ValueError, match=r"Mine has no name: call residua\.register\(name, Mine\) first"):
         describe(Mine())
+
+
+def test_an_option_given_twice_is_refused():
+    with pytest.raises(ValueError, match="expected every option once, got num_streams twice"):
+        resolve("ihc:num_streams=4,num_streams=2")

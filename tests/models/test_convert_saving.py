@@ -302,3 +302,39 @@ def test_connections_of_another_model_are_refused(tmp_path):
         file.write_text(json.dumps({**description, "base_weights": forged}))
         with pytest.raises(InputError, match="beside other weights"):
             residua.load_connection(llama(), tmp_path)
+
+
+def test_connections_are_not_saved_beside_adapters(tmp_path):
+    """No model could load them: the weights that they belong to have other names there."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = converted("ihc")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", r=2))
+    for other in (wrapped, wrapped.base_model.model):
+        with pytest.raises(InputError, match="expected a model of transformers without adapters, got"):
+            residua.save_connection(other, tmp_path / "connections")
+    assert not (tmp_path / "connections").exists()
+    residua.save_connection(wrapped.merge_and_unload(), tmp_path / "connections")
+
+
+def test_a_scheme_that_reads_in_float32_serves_a_model_of_half_precision(tmp_path):
+    model = residua.convert(llama(torch.bfloat16), "edelta:context=token", start="fresh")
+    model(IDS, labels=IDS).loss.backward()
+    single = residua.convert(llama(torch.float32), "edelta:context=token", start="fresh")
+    single.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert opened(IDS).logits.dtype == torch.bfloat16
+
+
+def test_a_width_that_a_scheme_cannot_divide_is_refused():
+    model = llama()
+    before = model(IDS).logits
+    with pytest.raises(InputError, match="num_fractions"):
+        residua.convert(model, "frac:num_fractions=3")
+    assert torch.equal(model(IDS).logits, before)
+
+
+def test_a_paged_cache_is_refused_where_the_scheme_reads_earlier_tokens():
+    """It would keep keys and values, and every new token would stand alone for the scheme."""
+    model = converted(WINDOWED)
+    with pytest.raises(ValueError, match="expected generate, got generate_batch"):
+        model.model(IDS, cache=object(), use_cache=False)

@@ -21,6 +21,8 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
         option, equals, value = part.partition("=")
         if not equals or not option:
             raise ValueError(f"{text}: expected NAME:OPTION=VALUE,OPTION=VALUE, got {part!r}")
+        if option in options:
+            raise ValueError(f"{text}: expected every option once, got {option} twice")
         try:
             options[option] = json.loads(value)
         except ValueError:

@@ -162,7 +162,10 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     borrowed = [Borrowed(layer, found.readers[0]) if found.normed else nn.Identity() for layer, found in sublayers]
     norms: list[Any] = [norm.owner if isinstance(norm, Borrowed) else None for norm in borrowed]
     width = _width(model, norms)
-    whole = conversion.scheme.build(width, len(sublayers), norm_eps=_eps(norms), norm=lambda i: borrowed[i])
+    try:
+        whole = conversion.scheme.build(width, len(sublayers), norm_eps=_eps(norms), norm=lambda i: borrowed[i])
+    except ValueError as error:
+        raise InputError(f"no stream of width {width}: {first_line(error)}") from error
     looks_back = any(map(window_of, whole.parts))
     connections: list[Any] = list(whole.connections)
     streams, first = [], 0

@@ -74,6 +74,10 @@ class Flow:
             self.x, self.carry = self.connections[0].read(self.state, self.memories[0])
             if not isinstance(self.x, Tensor):
                 raise UnknownUse("takes one input, and this scheme reads several for every sublayer")
+            if not torch.is_autocast_enabled(self.x.device.type):
+                self.x = self.x.to(
+                    self.dtype
+                )  # a scheme that reads in float32 does so in a model of half precision too
         assert self.x is not None
         return self.x if self.lead is None else self.x.reshape(self.shape)
 

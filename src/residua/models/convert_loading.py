@@ -138,6 +138,11 @@ def register() -> None:
 
 def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
     """`residua.save_connection`, which documents it."""
+    if not isinstance(model, PreTrainedModel) or any(".base_layer." in name for name in model.state_dict()):
+        raise InputError(
+            f"expected a model of transformers without adapters, got {type(model).__name__}; merge them into it first "
+            "(merge_and_unload), or save all of it with save_pretrained"
+        )
     conversion = conversion_of(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -74,6 +74,10 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     tokens: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if tokens is None and not looking:  # an image
         return None
+    if given.get("cache") is not None:  # the pages of continuous batching, which keep keys and values alone
+        raise ValueError(
+            "expected generate, got generate_batch: this scheme reads earlier tokens, which it does not keep"
+        )
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
     if given.get("output_hidden_states") or getattr(config, "output_hidden_states", False):
         raise ValueError(NO_HIDDEN_STATES)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from residua.checks import require_unicode
 from residua.errors import InputError, extra
 from residua.runs.durable import remove_partials
 from residua.runs.reading import read_json, read_yaml
@@ -92,6 +93,7 @@ def new_folder(path: str | Path, name: str = "") -> Path:
     Raises:
         InputError: there is something, an empty folder apart, or it is the working directory, which cannot be replaced.
     """
+    require_unicode(str(path), name or "folder")
     said, found = f"{name}: " if name else "", Path(path)
     if found.exists() and (not found.is_dir() or any(found.iterdir())):
         raise InputError(f"{said}expected a new or empty folder, got {found}; choose another folder")
