@@ -9,13 +9,14 @@ passes the gated orthogonal update (gated_orthogonal.py).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Mixing, Norm, State, Stream, TensorSpec, Traffic
+from residua.connections.base import Carry, GateFacts, Mixing, Norm, State, Stream, TensorSpec, Traffic
 from residua.connections.compressing import CompressingConnection
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory, window_of
@@ -111,6 +112,10 @@ class Lambdas(SingleStreamScheme):
         """Return 2 P + 4 forward and 3 P + 6 backward with P bytes of x, and P more each where x0 is read."""
         more = state_bytes * (self.z is not None)
         return self.convolved(Traffic(2 * state_bytes + 4 + more, 3 * state_bytes + 6 + more), state_bytes)
+
+    @property
+    def gates(self) -> Mapping[str, GateFacts]:
+        return {"gate": GateFacts((-1.0, 1.0), 0.0)}
 
     def preserving(self) -> "Lambdas":
         if self.norm == "post":
