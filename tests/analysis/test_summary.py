@@ -7,6 +7,7 @@ import torch
 
 from residua import DeepDelta, EDelta, GatedDelta, JacobianHyperConnections, ManifoldHyperConnections
 from residua.analysis import overview, sublayer_statistics, summary, trace, warnings
+from residua.connections import GatedOrthogonal, Lambdas
 from support.traced_models import small_model, words
 from support.variants import PRESETS, perturbed
 
@@ -56,9 +57,8 @@ def test_an_untrained_model_is_where_it_started(name):
     expected |= {name: [] for name in ("mhar", "delta-attnres", "denseformer", "mudd")}
     expected |= {name: [] for name in ("mhc-deepseek", "mhc-glm")}  # they start by averaging
     expected |= {name: ["the mixing matrix"] for name in ("hc", "frac", "mhc", "krom", "jpmhc")}
-    expected |= {
-        name: [] for name in ("residual", "lambdas", "siamese", "gated-orthogonal", "orthogonal", "gated-delta")
-    }
+    expected |= {name: [] for name in ("residual", "lambdas", "siamese", "orthogonal", "gated-delta")}
+    expected |= {"gated-orthogonal": ["gate"]}
     expected |= {name: [] for name in ("attnres", "attnres-block", "attnres-inkling", "altup", "ihc", "gated-residual")}
     copies = [warning for warning in found if warning.startswith("the streams are copies")]
     assert len(copies) == (name in ("hc", "mhc", "ihc")), "they write the same into all streams"
@@ -102,10 +102,50 @@ def test_saturated_gates(gate, bound):
 def test_a_gate_that_can_be_negative_is_not_saturated_at_zero():
     values = torch.full((4, 12), 0.7)
     values[1], values[2], values[3] = 0.0, -1.0, -1.999
-    (found,) = warnings(planted("gated-delta", beta=values, facts={"beta_range": [-2.0, 2.0]}))
+    (found,) = warnings(
+        planted(
+            "gated-delta",
+            beta=values,
+        )
+    )
     assert found == "beta is saturated at -2, where it has nearly no gradient, for most tokens: 2 mlp"
-    ranges = [GatedDelta(erase=erase, scale=1.5).beta_range for erase in ("signed", "positive")]
+    ranges = [GatedDelta(erase=erase, scale=1.5).gates["beta"].range for erase in ("signed", "positive")]
     assert ranges == [(-1.5, 1.5), (0.0, 1.5)], "where the fact comes from"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "names"),
+    [
+        (GatedOrthogonal(), ["gate"]),
+        (GatedOrthogonal(heads=2, scale=0.5), ["gate_0", "gate_1"]),
+        (Lambdas(gate="token"), ["gate"]),
+    ],
+)
+def test_a_signed_gate_is_told_and_warned_of(scheme, names):
+    untrained = warnings(trace(small_model(scheme, torch.float32, scale=0.0), words(12)))
+    assert [f"{name} is still at its start, 0: all sublayers" for name in names] == [
+        warning for warning in untrained if warning.startswith("gate")
+    ]
+    found = trace(small_model(scheme, scale=0.8), words(12))
+    assert list(found.facts["gates"]) == names
+    top = found.facts["gates"][names[0]]["range"][1]
+    values = torch.full((4, 12), 0.2)
+    values[1], values[2] = -top, top
+    found = replace(found, values=found.values | dict.fromkeys(names, values))
+    closed = [warning for warning in warnings(found) if "saturated" in warning]
+    assert [warning.partition(", where")[0] for warning in closed] == [
+        f"{name} is saturated at {bound:g}" for name in names for bound in (-top, top)
+    ]
+    row, header = sublayer_statistics(found)[1], summary(found).header
+    for name in names:
+        assert name in header
+        assert [row[f"{name}_{level}"] for level in ("q05", "q50", "q95")] == pytest.approx([-top] * 3)
+
+
+def test_a_sublayer_without_a_gate_is_not_warned_of():
+    untrained = trace(small_model(GatedOrthogonal(sublayers="attention"), torch.float32, scale=0.0), words(12))
+    assert untrained.facts["left_out"] == {"gate": [1, 3]}
+    assert "gate is still at its start, 0: 1 attention, 2 attention" in warnings(untrained)
 
 
 def test_gates_that_start_at_a_bound_are_stuck_and_saturated():

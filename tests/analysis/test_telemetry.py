@@ -11,9 +11,9 @@ LEVELS = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 @pytest.mark.parametrize("name", ALL)
 def test_the_quantiles_are_those_of_a_trace(name):
     model, ids = small_model(name, torch.float32), words(20)
-    told, values = gate_quantiles(model, ids[None]), trace(model, ids).values
-    gates = {"beta", "gamma", "angle", "cayley_beta", "gate", *(f"gate_{head}" for head in range(4))}
-    assert told.keys() == gates & values.keys()
+    told, found = gate_quantiles(model, ids[None]), trace(model, ids)
+    values = found.values
+    assert told.keys() == found.facts["gates"].keys()
     assert has_gates(ALL[name].build(16, 2), 16) == bool(told)
     for key, statistics in told.items():
         assert list(statistics) == ["mean", *LEVELS]

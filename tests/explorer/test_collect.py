@@ -116,6 +116,22 @@ def test_arrays_are_those_of_the_trace():
     np.testing.assert_allclose(arrays["0.change"], 0.5 / trace.values["state_norm"][:-1])
 
 
+def test_the_gates_of_a_trace_are_on_the_page_whatever_their_names(tmp_path):
+    """From the telemetry, and without one from the traces of two checkpoints."""
+    values = {name: torch.linspace(low, 0.9, 40).view(4, 10) for name, low in (("gate_0", -0.9), ("other", 0.1))}
+    for step in (2, 4):
+        planted.gated(values).save(tmp_path / "analysis" / f"trace-step-{step}.safetensors")
+    logged = [{"step": step, **{name: {"mean": [0.5] * 4} for name in values}} for step in (1, 2)]
+    for rows, steps in (([], [2, 4]), (logged, [1, 2])):
+        (tmp_path / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        payload, arrays = page_of([Source("gated", planted.gated(values), tmp_path)])
+        assert payload["traces"][0]["checked"][2].startswith("no gate is stuck")
+        for name, gate in values.items():
+            np.testing.assert_array_equal(arrays[f"0.{name}"], gate)
+            assert arrays[f"0.training.{name}.steps"].tolist() == steps
+            assert arrays[f"0.training.{name}.mean"].shape == (2, 4)
+
+
 def test_beta_stays_exact_and_the_rest_gives_way_where_a_page_would_be_too_large():
     generator = torch.Generator().manual_seed(0)
     directions = torch.nn.functional.normalize(torch.randn(96, 4, generator=generator), dim=1)

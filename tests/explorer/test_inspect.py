@@ -65,6 +65,7 @@ TRACES = {
     "one layer": planted.delta(torch.tensor([[0.0, 1.0, 2.0]])),
     "streams": planted.streams(),
     "geometric": planted.geometric(),
+    "gated": planted.gated({name: 1 - mixed_beta() * scale for name, scale in (("gate_0", 1), ("gate_1", 0.5))}),
     "residual": planted.residual(),
     "loud sublayer": uneven(loudest=1000, tokens=slice(None)),
     "loud tokens": uneven(loudest=1000, tokens=slice(20, 23)),
@@ -445,6 +446,21 @@ def test_rotation_and_reflection_of_a_geometric_scheme(show):
     close(plotted(page, "map")[0]["z"], values["angle"])
 
 
+def test_gates_of_any_name_are_shown(show, open_page, tmp_path):
+    page, gate = show("gated", 2, 3), TRACES["gated"].values["gate_0"]
+    close(plotted(page, "map")[0]["z"], gate)
+    assert [plotted(page, "map")[0][end] for end in ("zmin", "zmax")] == [-1, 1]
+    assert "gate_0 = " in page.locator("[data-panel=map] .readout").inner_text()
+    close(line(page, "gate_0", "token 3"), gate[:, 3])
+    close(line(page, "gate_1", "gate_1, median"), TRACES["gated"].values["gate_1"].quantile(0.5, dim=1))
+    rows = [{"step": step, "gate_1": {"mean": [step / 100] * SUBLAYERS}} for step in (10, 20)]
+    (tmp_path / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = Source("logged", TRACES["gated"], tmp_path)
+    page = open_page(write_page(tmp_path / "page.html", *page_of([source])), "view=inspect&sublayer=3")
+    drawn(page, 0, 3, 0)
+    close(line(page, "training-gate_1", "2 mlp"), torch.tensor([0.1, 0.2]))
+
+
 def test_every_family_has_the_panels_that_apply_to_it_and_no_others(show):
     page = show("residual")
 
@@ -458,6 +474,8 @@ def test_every_family_has_the_panels_that_apply_to_it_and_no_others(show):
     assert panels() == {"card", "map", "norms", "streams", "constraints", "composite", "similarity"}
     show("geometric")
     assert panels() == {"card", "map", "norms", "gates", "composite"}
+    show("gated")
+    assert panels() == {"card", "map", "norms", "gates"}
     show("depth")
     assert panels() == {"card", "map", "norms", "depth-reads"}
 

@@ -36,7 +36,8 @@ def delta(beta: Tensor, *, directions: Tensor | None = None, tokens: list[str] |
         "effective_rank": rank.expand(len(sampled)).contiguous(),
         **operators,
     }
-    return Trace(described("rank-one", sublayers, sampled, preset="ddl", **facts), words(count, tokens), values)
+    found = described("rank-one", sublayers, sampled, preset="ddl", gates={"beta": [0.0, 2.0]}, **facts)
+    return Trace(found, words(count, tokens), values)
 
 
 def streams(sublayers: int = 4, count: int = 10, n: int = 3, **facts: object) -> Trace:
@@ -72,7 +73,16 @@ def geometric(sublayers: int = 4, count: int = 10, **facts: object) -> Trace:
         "cayley_beta": torch.tan(angle / 2),
         **products(torch.eye(2).expand(sublayers, -1, -1), len(sampled)),
     }
-    return Trace(described("mixing", sublayers, sampled, preset="edelta", **facts), words(count), values)
+    gates = {"gamma": [0.0, 1.0], "angle": None, "cayley_beta": None}
+    return Trace(described("mixing", sublayers, sampled, preset="edelta", gates=gates, **facts), words(count), values)
+
+
+def gated(gates: dict[str, Tensor], **facts: object) -> Trace:
+    """A trace of residual scales that depend on these gates, (sublayers, tokens) each, in (-1, 1) from 0."""
+    sublayers, count = next(iter(gates.values())).shape
+    ranges = {name: [-1.0, 1.0] for name in gates}
+    found = described("mixing", sublayers, sampled_positions(count), preset=None, gates=ranges, **facts)
+    return Trace(found, words(count), shared(sublayers, count) | gates)
 
 
 def depth(sublayers: int = 4, count: int = 100, *, reads: tuple[str, ...] = (), negative: bool = False) -> Trace:
@@ -124,7 +134,16 @@ def shared(sublayers: int, count: int) -> dict[str, Tensor]:
     }
 
 
-def described(shortcut: str | None, sublayers: int, sampled: list[int], *, rows: int = 1, **facts: object) -> dict:
+def described(
+    shortcut: str | None,
+    sublayers: int,
+    sampled: list[int],
+    *,
+    rows: int = 1,
+    gates: dict[str, list[float] | None] | None = None,
+    **facts: object,
+) -> dict:
+    """The facts of a trace. gates: the ends of their ranges, None for those without."""
     names = [f"{number // 2 + 1} {('attention', 'mlp')[number % 2]}" for number in range(sublayers)]
     return {
         "version": 1,
@@ -134,6 +153,7 @@ def described(shortcut: str | None, sublayers: int, sampled: list[int], *, rows:
         "shortcut": shortcut,
         "causal": True,
         "constraint": None,
+        "gates": {name: {"range": ends, "start": None} for name, ends in (gates or {}).items()},
         "left_out": {},
         "dim": 8,
         "rows": rows,

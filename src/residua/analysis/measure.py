@@ -53,9 +53,8 @@ def change(before: State, after: State) -> Tensor:
     )
 
 
-def gates(record: ConnectionRecord) -> dict[str, Tensor]:
+def gates(shortcut: RankOne | Mixing | None) -> dict[str, Tensor]:
     """Return the gates of a shortcut by name, (batch, T) each: beta, or the gates of a mixing matrix."""
-    shortcut = record.shortcut()
     return {"beta": shortcut.beta} if isinstance(shortcut, RankOne) else dict(shortcut.gates) if shortcut else {}
 
 

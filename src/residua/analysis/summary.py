@@ -41,24 +41,24 @@ def warnings(trace: Trace) -> list[str]:
 def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
     """Return every sublayer's numbers, averaged over the tokens, as plain values; None for numbers that are not finite.
 
-    Means have the names of `Trace.values`; beta, gamma and gate also have `_q05`, `_q50`, `_q95`. Singular values and
+    Means have the names of `Trace.values`; gates also have `_q05`, `_q50`, `_q95`. Singular values and
     determinants belong to the product of all shortcuts so far; they are medians over the sampled tokens. `most_read`
     names the source with the largest weight, `most_read_weight`; both are None for a sublayer that reads none.
     """
-    values = trace.values
+    values, gates = trace.values, trace.facts["gates"]
     rows: list[dict[str, Any]] = [{"sublayer": name} for name in trace.facts["sublayers"]]
     depth = len(rows)
-    for name in ("state_norm", "input_norm", "output_norm", "change_norm", "erase_norm", "write_norm", *_MEANS):
+    for name in ("state_norm", "input_norm", "output_norm", "change_norm", "erase_norm", "write_norm", *gates, *_MEANS):
         if name in values:
             _fill(rows, name, values[name][:depth].mean(1))
-    for name in ("beta", "gamma", "gate"):
-        if name in values:
-            levels = torch.tensor([0.05, 0.5, 0.95])
-            for level, column in zip(("q05", "q50", "q95"), values[name].quantile(levels, dim=1)):
-                _fill(rows, f"{name}_{level}", column)
+    for name in gates:
+        levels = torch.tensor([0.05, 0.5, 0.95])
+        for level, column in zip(("q05", "q50", "q95"), values[name].quantile(levels, dim=1)):
+            _fill(rows, f"{name}_{level}", column)
     if "beta" in values:
         enlarging, identity, projection, reflection = trace.regimes().T
-        if trace.facts.get("beta_range", (0.0, 2.0))[0] < 0:
+        low, _ = gates["beta"]["range"] or (0.0, 2.0)
+        if low < 0:
             _fill(rows, "enlarging", enlarging)
         _fill(rows, "identity", identity)
         _fill(rows, "projection", projection)
@@ -78,8 +78,7 @@ def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
 
 
 _MEANS = (
-    *("discrepancy_norm", "beta", "gamma", "gate", "angle", "cayley_beta"),
-    *("row_error", "column_error", "orthogonality_error"),
+    *("discrepancy_norm", "row_error", "column_error", "orthogonality_error"),
     *("stream_similarity", "sources_read"),
 )
 
@@ -87,7 +86,8 @@ _MEANS = (
 def summary(trace: Trace) -> Table:
     """Return the `sublayer_statistics` as a table: one row per sublayer, with the columns that the scheme has."""
     found = sublayer_statistics(trace)
-    columns = [column for column in _COLUMNS if column.key in found[0]]
+    gates = [column for name in trace.facts["gates"] for column in _columns_of_gate(name)]
+    columns = [column for column in (*gates, *_COLUMNS) if column.key in found[0]]
     if trace.facts["constraint"] != "doubly stochastic":
         columns = [column for column in columns if column.key not in ("row_error", "column_error")]
     rows = [[row["sublayer"], *(column.cell(row[column.key]) for column in columns)] for row in found]
@@ -144,21 +144,10 @@ class _Column(NamedTuple):
 
 _MOST_READ = ("most_read", "most_read_weight")
 _COLUMNS = [
-    _Column("beta", "beta", ".3f"),
-    _Column("beta_q05", "5%", ".3f"),
-    _Column("beta_q50", "50%", ".3f"),
-    _Column("beta_q95", "95%", ".3f"),
     _Column("enlarging", "enlarging", ".0%"),
     _Column("identity", "identity", ".0%"),
     _Column("projection", "projection", ".0%"),
     _Column("reflection", "reflection", ".0%"),
-    _Column("gamma", "gamma", ".3f"),
-    _Column("gamma_q05", "5%", ".3f"),
-    _Column("gamma_q95", "95%", ".3f"),
-    _Column("gate", "gate", ".3f"),
-    _Column("gate_q05", "5%", ".3f"),
-    _Column("gate_q95", "95%", ".3f"),
-    _Column("angle", "angle", ".3f"),
     _Column("h_pre", "h_pre", ".2f"),
     _Column("h_post", "h_post", ".2f"),
     _Column("distance_from_identity", "|H - I|", ".3f"),
@@ -177,6 +166,11 @@ _COLUMNS = [
     _Column("singular_min", "min s", ".3g"),
     _Column("singular_max", "max s", ".3g"),
 ]
+
+
+def _columns_of_gate(name: str) -> list[_Column]:
+    quantiles = (_Column(f"{name}_q{level}", f"{int(level)}%", ".3f") for level in ("05", "50", "95"))
+    return [_Column(name, name, ".3f"), *quantiles]
 
 
 def _fill(rows: list[dict[str, Any]], name: str, column: Tensor) -> None:
@@ -232,19 +226,19 @@ def _causality(trace: Trace) -> Iterator[str]:
 
 
 def _gates(trace: Trace) -> Iterator[str]:
-    scheme = trace.facts["scheme"]
-    ranges = {"beta": trace.facts.get("beta_range", (0.0, 2.0)), "gamma": (0.0, 1.0)}  # a trace may be older than it
-    for name, (low, top) in ranges.items():
-        start = scheme.get(f"{name}_init")
-        if name not in trace.values:
-            continue
-        gate = trace.values[name]
-        stuck = _where((gate - start).abs().mean(1) < STUCK) if start is not None else []
+    for name, known in trace.facts["gates"].items():
+        gate, start = trace.values[name], known["start"]
+        there = torch.ones(trace.num_sublayers, dtype=torch.bool)
+        there[trace.facts["left_out"].get(name, [])] = False
+        stuck = _where(there & ((gate - start).abs().mean(1) < STUCK)) if start is not None else []
         if stuck:
             yield f"{name} is still at its start, {start:g}: {_named(trace, stuck)}"
+        if known["range"] is None:
+            continue
+        low, top = known["range"]
         margin = SATURATED * (top - low)
         for bound, near in ((low, gate < low + margin), (top, gate > top - margin)):
-            closed = _where(near.float().mean(1) > MOST)
+            closed = _where(there & (near.float().mean(1) > MOST))
             if closed:
                 yield (
                     f"{name} is saturated at {bound:g}, where it has nearly no gradient, for most tokens: "

@@ -23,7 +23,7 @@ def has_gates(stream: Stream, dim: int) -> bool:
         before = stream.expand(torch.ones(1, 1, dim, **like))
         x, carry = connection.read(before)
         y = as_inputs(x)[0]
-        return bool(gates(ConnectionRecord(0, connection, before, None, y, carry, y, before)))
+        return bool(gates(ConnectionRecord(0, connection, before, None, y, carry, y, before).shortcut()))
     return False
 
 
@@ -36,7 +36,7 @@ def gate_quantiles(model: nn.Module, tokens: Tensor) -> dict[str, dict[str, list
     found: dict[str, list[Tensor]] = {}
 
     def collect(record: ConnectionRecord) -> None:
-        for name, gate in gates(record).items():
+        for name, gate in gates(record.shortcut()).items():
             found.setdefault(name, []).append(gate.float().flatten())
 
     Subject.of(model).run(tokens, collect, logits_to_keep=1)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from residua.analysis import archive
 from residua.analysis.depth import DepthReads
-from residua.analysis.measure import measured, norm, stream_similarity
+from residua.analysis.measure import gates, measured, norm, stream_similarity
 from residua.analysis.spectrum import alignment, effective_rank, matrix_products, rank_one_products
 from residua.analysis.subject import Subject
 from residua.analysis.watch import ConnectionRecord
-from residua.connections import PRESETS, Mixing, RankOne, describe
+from residua.connections import PRESETS, GateFacts, Mixing, RankOne, describe
 from residua.errors import InputError
 from residua.provenance import circumstances
 from residua.runs.progress import say
@@ -46,7 +46,7 @@ class Trace:
     shortcut "mixing" (`connections.Mixing`)
         h_pre, h_post (S, T, n); h_res (S, T, n, n): the shortcut's matrix, target stream first
         row_error, column_error (S, T): largest |sum - 1|; orthogonality_error (S, T): |H^T H - I|, spectral
-        gates of the matrix by name (S, T): gamma, angle (radians) and cayley_beta blend a rotation and a reflection
+        the gates that h_res depends on (S, T), by the names that the scheme gives them; angles are in radians
     streams side by side (`Connection.streams`)
         stream_similarity (S + 1, T): the mean cosine between two streams, before each sublayer and after the last
     reads over depth (`connections.DepthWeights`), with `facts["sources"]` as columns
@@ -58,10 +58,11 @@ class Trace:
         singular_values (P, r): after the last sublayer; r = min(S, d), where the others are 1, or r = n
 
     `facts`, metadata for JSON: version of the format; residua, commit, date; preset (or None) and scheme; shortcut
-    ("rank-one", "mixing" or None); causal; constraint on h_res ("doubly stochastic", "orthogonal" or None); beta_range:
-    the ends of beta's range; left_out: by the name of a mapping, the sublayers that omit it; sources, reads: their
-    names, by the axes of depth_weights; dim; rows (of width dim in the last state); sublayers (their names); run and
-    checkpoint (or None); sampled (token positions); loss (mean of token_loss, or None).
+    ("rank-one", "mixing" or None); causal; constraint on h_res ("doubly stochastic", "orthogonal" or None); gates: by
+    the names of those in `values`, what is known of them, as in `connections.GateFacts`; left_out: by the name of a
+    mapping or gate, the sublayers that omit it; sources, reads: their names, by the axes of depth_weights; dim; rows
+    (of width dim in the last state); sublayers (their names); run and checkpoint (or None); sampled (token positions);
+    loss (mean of token_loss, or None).
     """
 
     facts: dict[str, Any]
@@ -157,7 +158,7 @@ def trace(
         "shortcut": recorder.shortcut,
         "causal": scheme.causal,
         "constraint": scheme.constraint,
-        "beta_range": list(scheme.beta_range),
+        "gates": {name: _known(scheme.gates.get(name)) for name in recorder.gates if name in values},
         "left_out": recorder.left_out | recorder.depth.left_out(len(subject.sublayers)),
         "sources": recorder.depth.names(subject.sublayers),
         "reads": list(recorder.depth.reads),
@@ -184,6 +185,7 @@ class _Recorder:
     def __init__(self, sampled: Tensor):
         self.sampled = sampled
         self.shortcut: str | None = None
+        self.gates: dict[str, None] = {}
         self.left_out: dict[str, list[int]] = {}
         self._states: list[Tensor] = []
         self._rows: list[dict[str, Tensor]] = []
@@ -207,6 +209,7 @@ class _Recorder:
         if isinstance(shortcut, Mixing):
             for name in shortcut.left_out:
                 self.left_out.setdefault(name, []).append(record.index)
+        self.gates |= dict.fromkeys(gates(shortcut))
         found = measured(record, shortcut)
         # Values that are multiplied over the whole depth stay in float64, at the sampled tokens.
         exact = {name: found[name].cpu()[self.sampled].double() for name in _MULTIPLIED if name in found}
@@ -227,6 +230,12 @@ class _Recorder:
         elif "h_res" in exact:
             values |= matrix_products(exact["h_res"])._asdict()
         return values
+
+
+def _known(gate: GateFacts | None) -> dict[str, Any]:
+    """Return what is known of a gate as JSON gives it back."""
+    ends, start = gate or GateFacts()
+    return {"range": None if ends is None else list(ends), "start": start}
 
 
 _MULTIPLIED = ("direction", "beta", "h_res")

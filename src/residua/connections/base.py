@@ -60,8 +60,8 @@ class Mixing(NamedTuple):
 
     h_res: (batch, seq, n, n), target row first; h_pre, h_post: (batch, seq, n), the weights that read and write the
     rows, or None where a scheme has no such weights. Leading axes may be missing or 1 where tokens share the
-    coefficients. gates: the gates (batch, seq) that h_res depends on, by name. left_out: the mappings that this
-    connection omits, because they could not change anything or because its scheme has none; the tensors then hold
+    coefficients. gates: the gates (batch, seq) that h_res depends on, by name. left_out: the mappings and gates that
+    this connection omits, because they could not change anything or because its scheme has none; the tensors then hold
     their trivial values.
     """
 
@@ -70,6 +70,16 @@ class Mixing(NamedTuple):
     h_post: Tensor | None = None
     gates: Mapping[str, Tensor] = {}
     left_out: tuple[str, ...] = ()
+
+
+class GateFacts(NamedTuple):
+    """What is known of a gate. range: its ends, near which it has nearly no gradient; start: its initial value.
+
+    None: the gate has no such ends, or no initial value that all tokens share.
+    """
+
+    range: tuple[float, float] | None = None
+    start: float | None = None
 
 
 class DepthWeights(NamedTuple):
@@ -389,9 +399,12 @@ class Scheme(ABC):
         return True
 
     @property
-    def beta_range(self) -> tuple[float, float]:
-        """The ends of the range of beta in a `RankOne` shortcut, near which its gate has nearly no gradient."""
-        return 0.0, 2.0
+    def gates(self) -> Mapping[str, GateFacts]:
+        """What is known of the gates of a shortcut, by name. A shortcut may have fewer gates, and others."""
+        return {
+            name: GateFacts(ends, getattr(self, f"{name}_init", None))
+            for name, ends in (("beta", (0.0, 2.0)), ("gamma", (0.0, 1.0)))
+        }
 
     def state_spec(self, boundary: int, dim: int) -> Any:
         """Describe the state after `boundary` sublayers of width `dim`: a pytree of `TensorSpec`, like the state.

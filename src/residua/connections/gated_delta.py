@@ -9,13 +9,14 @@ w = |h|, which writes h, or |h| (1 + tanh(W c + b)) with a gate for each value c
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Norm, RankOne, State, Stream
+from residua.connections.base import Carry, GateFacts, Norm, RankOne, State, Stream
 from residua.connections.branches import Gate, Value
 from residua.connections.channels import ChannelConnection, ChannelScheme, Compressor
 from residua.connections.compressing import connected
@@ -111,10 +112,11 @@ class GatedDelta(ChannelScheme):
         )
 
     @property
-    def beta_range(self) -> tuple[float, float]:
+    def gates(self) -> Mapping[str, GateFacts]:
         if self.erase == "coupled":
-            return 0.0, 2.0
-        return 0.0 if self.erase == "positive" else -self.scale, self.scale
+            return super().gates
+        low = 0.0 if self.erase == "positive" else -self.scale
+        return {"beta": GateFacts((low, self.scale))}
 
     def preserving(self) -> "GatedDelta":
         if self.write == "value":

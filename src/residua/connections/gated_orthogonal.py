@@ -8,13 +8,14 @@ equally a residual scale 1 - e <h, x> / |x|^2 that depends on the token.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Mixing, Norm, State, Stream
+from residua.connections.base import Carry, GateFacts, Mixing, Norm, State, Stream
 from residua.connections.compressing import CompressingConnection
 from residua.connections.gates import FixedGate, StaticGate, TokenGate
 from residua.connections.memory import Memory
@@ -61,6 +62,12 @@ class GatedOrthogonal(SingleStreamScheme):
         require_option(self, "eps", 0 < self.eps < math.inf, "a positive number")
         expect_used(self, {"scale": (self.gate != "one", "gate is 'token' or 'static'")})
 
+    @property
+    def gates(self) -> Mapping[str, GateFacts]:
+        if self.gate == "one":
+            return {}
+        return dict.fromkeys(_names(self.heads), GateFacts((-self.scale, self.scale), 0.0))
+
     def preserving(self) -> "GatedOrthogonal":
         if self.gate == "one":
             raise ValueError(
@@ -93,6 +100,7 @@ class OrthogonalConnection(CompressingConnection):
         gated: bool,
     ):
         super().__init__(compress)
+        self.gated = gated
         self.eps = scheme.eps
         self.norm = norm
         self.gate: nn.Module
@@ -118,5 +126,11 @@ class OrthogonalConnection(CompressingConnection):
         (gate,) = carry.coefficients
         scale = residual_scale(state, y, gate, eps=self.eps)
         heads, each = gate.shape[-1], gate.expand(scale.shape)
-        gates = {"gate": each[..., 0]} if heads == 1 else {f"gate_{i}": each[..., i] for i in range(heads)}
-        return Mixing(torch.diag_embed(scale), h_post=torch.ones_like(scale[0, 0]), gates=gates)
+        gates = dict(zip(_names(heads), each.unbind(-1)))
+        omitted = () if self.gated else tuple(gates)
+        return Mixing(torch.diag_embed(scale), h_post=torch.ones_like(scale[0, 0]), gates=gates, left_out=omitted)
+
+
+def _names(heads: int) -> list[str]:
+    """Return the names of the heads' gates."""
+    return ["gate"] if heads == 1 else [f"gate_{head}" for head in range(heads)]

@@ -9,13 +9,14 @@ passes the gated orthogonal update (gated_orthogonal.py).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Mixing, Norm, State, Stream, TensorSpec, Traffic
+from residua.connections.base import Carry, GateFacts, Mixing, Norm, State, Stream, TensorSpec, Traffic
 from residua.connections.compressing import CompressingConnection
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory, window_of
@@ -116,6 +117,10 @@ class Lambdas(SingleStreamScheme):
         more = (self.z is not None) + again * (self.r is not None or self.z is not None)
         moved = Traffic((2 + more + again) * state_bytes + 4, (3 + more) * state_bytes + 6)
         return self.convolved(moved, state_bytes)
+
+    @property
+    def gates(self) -> Mapping[str, GateFacts]:
+        return {"gate": GateFacts((-1.0, 1.0), 0.0)}
 
     def preserving(self) -> "Lambdas":
         if self.norm == "post":

@@ -33,12 +33,12 @@ CHECKPOINTS = 100
 """Points of a gate over training: more cannot be distinguished on a screen."""
 
 OF_TOKENS = (
-    *("beta", "gamma", "angle", "mixing", "change", "state_norm", "erase_norm", "write_norm", "output_norm"),
+    *("mixing", "change", "state_norm", "erase_norm", "write_norm", "output_norm"),
     *("sources_read", "stream_similarity"),
     *("change_norm", "discrepancy_norm", "row_error", "column_error", "orthogonality_error"),
     *("h_pre", "h_post", "h_res"),
 )
-"""Values with an axis of sublayers and one of tokens, the most important first."""
+"""Values with an axis of sublayers and one of tokens, the most important first; the gates come before them."""
 SMALL = (
     *("token_loss", "alignment", "effective_rank", "depth_mean"),
     *("determinant", "singular_max", "singular_min", "defect", "singular_values"),
@@ -164,7 +164,7 @@ def _checked(trace: Trace) -> list[str]:
     """Return the statements that hold for a trace without warnings, as far as it has the values for them."""
     facts, values = trace.facts, trace.values
     found = ["all numbers are finite", "the connection is causal"]
-    if values.keys() & {"beta", "gamma"}:
+    if any(gate["range"] for gate in facts["gates"].values()):
         found.append("no gate is stuck at its start or saturated")
     if "h_res" in values and values["h_res"].shape[-1] > 1:
         kept = f" and stayed {facts['constraint']}" if facts["constraint"] else ""
@@ -180,7 +180,7 @@ def _fitted(trace: Trace, room: float) -> dict[str, tuple[np.ndarray, list[int] 
     """Return the arrays of a trace within `room` bytes, each with the tokens it covers, None for all."""
     values = _derived(trace)
     small = {name: values[name].float().numpy() for name in SMALL if name in values}
-    large = {name: values[name].float().numpy() for name in OF_TOKENS if name in values}
+    large = {name: values[name].float().numpy() for name in (*trace.facts["gates"], *OF_TOKENS) if name in values}
     found = _whole(small)
     room -= sum(array.nbytes for array in small.values())
     if AT_SAMPLES in values:
@@ -232,7 +232,7 @@ def _over_training(source: Source) -> dict[str, np.ndarray]:
     logged = {row["step"]: row for row in read_metrics(source.run / "connections.jsonl")}
     rows = [logged[step] for step in sorted(logged)] or list(_of_checkpoints(source.run))
     found: dict[str, np.ndarray] = {}
-    for gate in ("beta", "gamma"):
+    for gate in source.trace.facts["gates"]:
         series = [row for row in rows if len(row.get(gate, {}).get("mean", ())) == len(names)]
         if len(series) < 2:
             continue
@@ -248,9 +248,10 @@ def _over_training(source: Source) -> dict[str, np.ndarray]:
 def _of_checkpoints(run: Path) -> Iterator[dict[str, Any]]:
     """Yield rows as in connections.jsonl, computed from the traces of the run's checkpoints."""
     for step, path in archive.saved(run):
-        values = Trace.load(path).values
+        trace = Trace.load(path)
         row: dict[str, Any] = {"step": step}
-        for gate in values.keys() & {"beta", "gamma"}:
-            points = values[gate].float().quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).tolist()
-            row[gate] = dict(zip(QUANTILES, [values[gate].mean(1).tolist(), *points]))
+        for gate in trace.facts["gates"]:
+            values = trace.values[gate].float()
+            points = values.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).tolist()
+            row[gate] = dict(zip(QUANTILES, [values.mean(1).tolist(), *points]))
         yield row

@@ -1,1 +1,1 @@
-"""What everything long shares: run folders, JSON lines, durable writing, progress, statistics, sweeps."""
+"""What everything long shares."""

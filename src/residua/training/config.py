@@ -165,7 +165,7 @@ class TrainConfig(_Section):
     tensorboard: bool = _setting(True, "write TensorBoard events too")
     wandb: str | None = _setting(None, "Weights & Biases project that also gets the rows; needs the package wandb")
     connections_every: int = _setting(
-        0, "steps between two rows of connections.jsonl, the gates of schemes with beta or gamma; 0 for none"
+        0, "steps between two rows of connections.jsonl, the gates of schemes that have such; 0 for none"
     )
 
     def __post_init__(self) -> None:

@@ -82,33 +82,31 @@ export function regimes(trace, tip, select) {
   };
 }
 
-/** Gamma and the angle of the rotation over depth. */
+/** The gates over depth, but for beta, which the spectrum shows. */
 export function gates(trace, tip, select) {
-  const {gamma, angle} = trace.fields;
-  if (!gamma && !angle) return null;
-  const plots = [];
-  if (gamma)
-    plots.push([
-      "gamma",
-      ({token}) => spread(gamma, token, {name: "γ", shade: color("--line-2")}),
-      () => ({yaxis: {title: {text: "γ"}, range: [-0.03, 1.03]}}),
-    ]);
-  if (angle)
-    plots.push([
-      "angle",
-      ({token}) => spread(angle, token, {name: "angle", shade: color("--line-1")}),
-      () => ({yaxis: {title: {text: "angle (radians)"}, rangemode: "tozero"}}),
-    ]);
+  const shown = trace.quantities.filter(({name, gate}) => gate && name !== "beta");
+  if (!shown.length) return null;
+  const plots = shown.map(({name, label, limits}, i) => [
+    name,
+    ({token}) => spread(trace.fields[name], token, {name: label, shade: color(`--line-${(i % 8) + 1}`)}),
+    () => ({yaxis: {title: {text: label}, ...(limits ? {range: widened(limits, 0.03)} : {rangemode: "tozero"})}}),
+  ]);
+  const said = trace.fields.gamma
+    ? "γ blends a reflection (0) with a Cayley rotation (1), and in between the state shrinks; the angle is that of the rotation, in radians."
+    : "What the connection decides for each token.";
   return overDepth(
     trace,
     "gates",
-    "Rotation and reflection",
-    "γ blends a reflection (0) with a Cayley rotation (1), and in between the state shrinks; the angle is that of the rotation. Bands: 90 % and 50 % of the tokens.",
+    trace.fields.gamma ? "Rotation and reflection" : "Gates",
+    `${said} Bands: 90 % and 50 % of the tokens.`,
     plots,
     select,
     plots.length > 1,
   );
 }
+
+/** A range with a little room at both ends, a share of its width. */
+const widened = ([low, high], share) => [low - share * (high - low), high + share * (high - low)];
 
 /** The eigenvalue 1 - beta over depth. */
 export function spectrum(trace, tip, select) {
@@ -189,14 +187,11 @@ export function composite(trace, tip, select) {
   return overDepth(trace, "composite", "All shortcuts together", note, plots, select, true);
 }
 
-/** Beta and gamma of every sublayer by training step. */
+/** The gates of every sublayer by training step. */
 export function training(trace, tip, select) {
-  const gates = [
-    ["beta", "β", [0, 2]],
-    ["gamma", "γ", [0, 1]],
-  ].filter(([name]) => trace.fields[`training.${name}.mean`]);
+  const gates = trace.quantities.filter(({name}) => trace.fields[`training.${name}.mean`]);
   if (!gates.length) return null;
-  const places = gates.map(([name]) => canvas(`training-${name}`));
+  const places = gates.map(({name}) => canvas(`training-${name}`));
   const element = panel(
     "training",
     "During training",
@@ -207,7 +202,7 @@ export function training(trace, tip, select) {
     element,
     async update({sublayer}) {
       await Promise.all(
-        gates.map(async ([name, title, range], i) => {
+        gates.map(async ({name, label, limits}, i) => {
           const mean = trace.fields[`training.${name}.mean`];
           const low = trace.fields[`training.${name}.q05`];
           const high = trace.fields[`training.${name}.q95`];
@@ -259,7 +254,7 @@ export function training(trace, tip, select) {
               showlegend: false,
               hovermode: "closest",
               xaxis: {title: {text: "step"}, rangemode: "tozero"},
-              yaxis: {title: {text: title}, range: tight(mean, range)},
+              yaxis: {title: {text: label}, range: tight(mean, limits)},
             }),
             ({x, y}) => select(nearest(mean, steps, x, y), null),
           );
@@ -278,8 +273,9 @@ function nearest(mean, steps, x, y) {
   return least(mean.row(least(steps, x)), y);
 }
 
-/** The ends of an axis: what the gates reach, with some room, within what they can reach. */
-function tight(field, [low, high]) {
+/** The ends of an axis: what the gates reach, with some room, within what they can reach if that has ends. */
+function tight(field, limits) {
+  const [low, high] = limits ?? [-Infinity, Infinity];
   const [least, most] = quantiles(field.data, [0, 1]);
   const room = Math.max(0.05, 0.15 * (most - least));
   return [Math.max(low - 0.02, least - room), Math.min(high + 0.02, most + room)];

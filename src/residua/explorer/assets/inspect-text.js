@@ -6,7 +6,7 @@ import {brief, number, regime, visible} from "./inspect-trace.js";
 import {canvas, chart, mark, panel, shades} from "./panels.js";
 import {betaScale, color, onTheme, sizeScale} from "./theme.js";
 
-const coloursOf = ({name}) => (name === "beta" ? betaScale() : sizeScale());
+const coloursOf = ({name, limits}) => (name === "beta" || limits?.[0] < 0 ? betaScale() : sizeScale());
 
 /** What is said of one sublayer at one token. */
 function said(trace, sublayer, token, {shown, thresholds}) {

@@ -2,14 +2,20 @@
 
 import {arrays, payload} from "./data.js";
 
+/** What is said of the gates that are known by name; of others, their name is said. */
+const GATES = {
+  beta: {label: "β", note: "the gate: 0 keeps the state, 1 projects, 2 reflects"},
+  gamma: {label: "γ", note: "the gate between reflection (0) and rotation (1)"},
+  angle: {note: "the Cayley rotation's angle in radians"},
+  cayley_beta: {label: "Cayley β", note: "the strength of the Cayley rotation"},
+  gate: {note: "1 takes out of what is written all that it has along the state, 0 nothing; −1 doubles it"},
+};
+
 /**
- * What can be shown in every sublayer at every token, in this order. `label` is short, `note` says what it is.
- * `limits` are the ends of its scale where they are fixed; `own` is what a plain residual does not have.
+ * What can be shown in every sublayer at every token, in this order, after the gates. `label` is short, `note` says
+ * what it is. `limits` are the ends of its scale where they are fixed; `own` is what a plain residual does not have.
  */
-export const QUANTITIES = [
-  {name: "beta", label: "β", note: "the gate: 0 keeps the state, 1 projects, 2 reflects", limits: [0, 2], own: true},
-  {name: "gamma", label: "γ", note: "the gate between reflection (0) and rotation (1)", limits: [0, 1], own: true},
-  {name: "angle", label: "angle", note: "the Cayley rotation's angle in radians", own: true},
+const QUANTITIES = [
   {name: "mixing", label: "‖H_res − I‖", note: "how far the mixing of the rows is from leaving them alone", own: true},
   {name: "sources_read", label: "sources read", note: "how many earlier sources the sublayer reads, in effect", own: true},
   {name: "stream_similarity", label: "cos(Xᵢ, Xⱼ)", note: "the mean cosine between two streams of the state, 1 for copies", own: true},
@@ -20,6 +26,21 @@ export const QUANTITIES = [
   {name: "output_norm", label: "‖y‖", note: "the norm of the sublayer's output"},
   {name: "state_norm", label: "‖X‖", note: "the norm of the state before the sublayer"},
 ];
+
+/** The quantities that a described trace has. */
+export function quantitiesOf({facts, arrays: there}) {
+  const gates = Object.entries(facts.gates).map(([name, {range}]) => ({
+    name,
+    label: name,
+    note: "a gate of the connection",
+    ...GATES[name.replace(/_\d+$/, "")],
+    ...(/_\d+$/.test(name) && {label: name}),
+    limits: range,
+    gate: true,
+    own: true,
+  }));
+  return [...gates, ...QUANTITIES].filter(({name}) => name in there);
+}
 
 export const REGIMES = ["identity", "projection", "reflection"];
 
@@ -97,7 +118,7 @@ export async function loadTrace(number) {
     thinned: entries.some(([, {tokens}]) => tokens !== null),
     depth: described.facts.sublayers.length,
     length: described.tokens.length,
-    quantities: QUANTITIES.filter(({name}) => fields[name]),
+    quantities: quantitiesOf(described),
   };
 }
 

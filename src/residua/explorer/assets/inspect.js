@@ -8,7 +8,7 @@ import {pictures} from "./inspect-pictures.js";
 import {depthReads} from "./inspect-sources.js";
 import {matrices} from "./inspect-streams.js";
 import {tokensAndMap} from "./inspect-text.js";
-import {loadTrace, QUANTITIES, visible} from "./inspect-trace.js";
+import {loadTrace, quantitiesOf, visible} from "./inspect-trace.js";
 import {choice, slider, Tip} from "./panels.js";
 import {get, set, subscribe} from "./store.js";
 
@@ -16,8 +16,7 @@ const whole = (value, length) => Math.min(length - 1, Math.max(0, Math.round(val
 
 /** The trace to begin with: the first with gates or mixing, because a plain residual has little to see. */
 function beginning(traces) {
-  const own = QUANTITIES.filter((quantity) => quantity.own);
-  return Math.max(0, traces.findIndex(({arrays}) => own.some(({name}) => name in arrays)));
+  return Math.max(0, traces.findIndex((trace) => quantitiesOf(trace).some(({own}) => own)));
 }
 
 /** @param {HTMLElement} root */

@@ -24,7 +24,7 @@ export function color(variable) {
 
 const steps = (names) => names.map((name, i) => [i / (names.length - 1), color(name)]);
 
-/** Colours of beta from 0 to 2, neutral at 1: to be used with zmin 0 and zmax 2. */
+/** Colours of a gate between two ends, neutral in the middle: of beta from 0 to 2, or of one from -1 to 1. */
 export function betaScale() {
   return steps(["--beta-0", "--beta-1", "--beta-2", "--beta-3", "--beta-4"]);
 }
