@@ -397,6 +397,7 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
     for name in ("residual+tc-muon", "lambdas-gated+tc-muon"):
         verdict = answers[name, "residual-muon", "tokens"].verdict
         assert verdict == "ahead by its interval, but not after the correction"
+    assert answers["gated-orthogonal-muon", "residual-muon", "tokens"].verdict.startswith("no difference seen")
     gains = [one.difference("residual", "tokens").estimate.mean for name, one in row.items() if name != "residual"]
     muon = with_muon["residual-muon"].difference("residual", "tokens").estimate.mean
     assert sum(gain > muon for gain in gains) > len(gains) / 2
