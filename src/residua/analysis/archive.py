@@ -54,7 +54,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
     with undamaged(path, "a trace", "make it again"):
         facts, tokens = (parse_json(metadata[name], f"{path}: {name}") for name in ("facts", "tokens"))
         _check(facts, tokens, values)
-        facts = {"gates": _older_gates(facts, values), **facts}
+        facts = facts if "gates" in facts else {**facts, "gates": _older_gates(facts, values)}
     return facts, tokens, values
 
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from residua.connections import Carry, Connection, Memory
 from residua.connections.base import State
+from residua.ops.precision import under_autocast
 from residua.ops.recompute import cut
 
 MEMORY = "residua_memory"
@@ -74,7 +75,7 @@ class Flow:
             self.x, self.carry = self.connections[0].read(self.state, self.memories[0])
             if not isinstance(self.x, Tensor):
                 raise UnknownUse("takes one input, and this scheme reads several for every sublayer")
-            if not torch.is_autocast_enabled(self.x.device.type):
+            if not under_autocast(self.x.device):
                 self.x = self.x.to(
                     self.dtype
                 )  # a scheme that reads in float32 does so in a model of half precision too
