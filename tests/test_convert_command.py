@@ -14,6 +14,7 @@ from residua.cli import main
 from residua.data.tokenizer import byte_tokenizer
 from residua.experiment import open_model
 from support.converted_models import IDS, llama
+from support.full_disk import room
 from support.tolerances import assert_close
 
 
@@ -52,16 +53,11 @@ def test_what_does_not_fit_is_one_line(arguments, says, folder, tmp_path, capsys
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("room", [100, 3000, 50_000])
-def test_a_full_disk_is_one_line_and_leaves_nothing(room, folder, tmp_path, capsys):
+@pytest.mark.parametrize("size", [100, 3000, 50_000])
+def test_a_full_disk_is_one_line_and_leaves_nothing(size, folder, tmp_path, capsys):
     """As in the export: a limit on the size of files fails first a text, then the tokenizer, then the weights."""
-    resource = pytest.importorskip("resource", reason="this system has no limits of resources")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-    try:
+    with room(size):
         assert main(["convert", str(folder), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot write the model: " in line
     assert list(tmp_path.iterdir()) == []

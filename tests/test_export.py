@@ -15,6 +15,7 @@ from residua.errors import InputError
 from residua.experiment import open_run, run
 from residua.export import add_code, export, model_code
 from residua.training import DataConfig, ModelConfig, RunConfig, TrainConfig
+from support.full_disk import room
 
 BLOCKED = """
 import importlib.abc, sys
@@ -283,16 +284,11 @@ def test_what_the_command_prints_runs_unchanged_in_a_new_process(trained, tmp_pa
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-@pytest.mark.parametrize("room", [100, 3000, 20_000])
-def test_a_full_disk_is_one_line_and_leaves_nothing(room, trained, tmp_path, capsys):
+@pytest.mark.parametrize("size", [100, 3000, 20_000])
+def test_a_full_disk_is_one_line_and_leaves_nothing(size, trained, tmp_path, capsys):
     """A limit on the size of files fails as a full disk does: first a text, then the tokenizer, then the weights."""
-    resource = pytest.importorskip("resource", reason="this system has no limits of resources")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-    try:
+    with room(size):
         assert main(["export", str(trained), str(tmp_path / "out")]) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot write the model: " in line
     assert "File too large" in line

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import pickle
-import resource
 import shutil
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from residua.data.sources import open_corpus
 from residua.data.split import split_documents
 from residua.errors import InputError, RunError
 from residua.runs.folder import hold
+from support.full_disk import room
 
 TEXTS = [f"Document {n}: the quick brown fox jumps over {n * n} lazy dogs. <|endoftext|> é\n" for n in range(200)]
 
@@ -422,13 +422,8 @@ def test_a_full_disk_leaves_nothing(source, tmp_path, monkeypatch):
 
 
 def test_a_write_that_fails_half_way_leaves_nothing(source, tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, limits[1]))
-    try:
-        with pytest.raises(RunError, match="File too large"):
-            prepare(source, tmp_path / "out", tokenizer="byte")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with room(15_000), pytest.raises(RunError, match="File too large"):
+        prepare(source, tmp_path / "out", tokenizer="byte")
     assert list(tmp_path.iterdir()) == []
 
 
