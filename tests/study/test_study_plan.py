@@ -94,6 +94,34 @@ def test_a_size_takes_the_settings_of_the_size_that_it_names(data):
     assert len(alone) <= plan.most < Plan(study(rungs=rungs), data).most
 
 
+@pytest.mark.slow
+def test_a_size_may_search_some_keys_again_in_full_length(data):
+    """The best rate is 0.008 at the small size and 0.002 at the large one, whose search stands on what that found."""
+    small = DOCUMENT["rungs"]["small"]
+    large = {**small, "model.hidden_size": 32, "tuned": "small", "over": {"train.lr": [0.004, 0.008]}}
+    rungs = {"small": small, "large": large, "wide": {**small, "tuned": "large"}}
+    tuning = {**DOCUMENT["tuning"], "runs": 6, "baseline_runs": 6, "length": 0.5, "finalists": 2}
+
+    def loss(run):
+        train, best = run.config.train, 0.008 if run.rung == "small" else 0.002
+        return abs(math.log(train.lr / best)) + abs(math.log(train.connection_lr_factor / 2))
+
+    plan = Plan(study(rungs=rungs, tuning=tuning), data)
+    runs = walked(plan, loss)
+    there = [run for run in runs if run.rung == "large"]
+    assert [run.config.train.lr for run in of(there, "residual", "tune")] == [0.004, 0.008, 0.002, 0.001]
+    assert [run.point for run in of(there, "ddl", "tune")] == [
+        {"train.lr": rate, "train.connection_lr_factor": 2.0} for rate in (0.004, 0.008, 0.002, 0.001)
+    ]
+    assert {run.config.train.steps for run in there if run.kind != "longer"} == {plan.steps["large"]}
+    assert {run.config.train.steps for run in runs if run.rung == "small" and run.kind == "tune"} == {
+        round(0.5 * plan.steps["small"])
+    }
+    assert {run.kind for run in there} == {"tune", "report", "longer"}
+    assert {run.config.train.lr for run in runs if run.rung == "wide"} == {0.002}
+    assert len(runs) <= plan.most
+
+
 def test_matched_parameters_come_as_near_as_the_width_of_an_mlp_allows(data):
     schemes = {**DOCUMENT["schemes"], "wide": {"connection": "residual", "parameters_of": "ddl-tc"}, "ddl-tc": {}}
     plan = Plan(study(schemes=schemes), data)
@@ -176,6 +204,17 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
         ({"tokens_per_parameter": "many"}, "tokens_per_parameter: expected a number"),
         ({"rungs": {}}, "rungs: expected at least one"),
         ({"rungs": {"a": {"tuned": "b"}}}, "rungs.a.tuned: expected a size that is tuned by itself (none is there)"),
+        ({"rungs": {"a": {"over": {"train.lr": [0.1]}}}}, "rungs.a.over: expected rungs.a.tuned beside it"),
+        ({"rungs": {"a": {}, "b": {"tuned": "a", "over": {}}}}, "rungs.b.over: expected values for at least one key"),
+        ({"rungs": {"a": {}, "b": {"tuned": "a", "over": 5}}}, "rungs.b.over: expected values for at least one key"),
+        (
+            {"rungs": {"a": {}, "b": {"tuned": "a", "over": {"train.weight_decay": [0.1]}}}},
+            "rungs.b.over: expected keys of tuning.over (train.lr, train.connection_lr_factor), got",
+        ),
+        (
+            {"rungs": {name: {"tuned": "a", "over": {"train.lr": [0.1]}} for name in ("a", "b")}},
+            "rungs.a.tuned: expected a size that is tuned by itself (none is there)",
+        ),
         ({"set": {"train.seed": 3}}, "train.seed: expected a key that a study does not set"),
         ({"schemes": {"residual": {"parameters_of": "x"}}}, "schemes.residual.parameters_of"),
         ({"schemes": ["residual"]}, "schemes: expected a mapping"),
@@ -213,7 +252,7 @@ def test_resbench_can_be_read_and_a_registered_scheme_joins_it():
     assert found.tuning.baseline_runs > found.tuning.runs
     chosen = found.only(["mine"], ["0.3M-deep"])
     assert list(chosen.schemes) == [*found.baselines, "mine"]
-    assert list(chosen.rungs) == ["0.3M", "0.3M-deep"]
+    assert list(chosen.rungs) == ["0.1M", "0.3M", "0.3M-deep"]
     with pytest.raises(InputError, match=r"did you mean 0\.3M"):
         found.only(rungs=["0.3"])
 

@@ -132,7 +132,7 @@ def test_a_search_that_stopped_early_makes_no_valid_row():
     """A baseline with two points tried, where the third was due, is anybody's straw man."""
     wanted, known = study(), records()
     tuned = [row for row in known if row["kind"] == "tune" and row["scheme"] == "residual"]
-    assert untried(wanted, "residual", tuned) == [(0.016,)]
+    assert untried(wanted, "small", "residual", tuned) == [(0.016,)]
     with pytest.raises(InputError, match=r"found 2 tuning runs, without the point \(0.016,\)"):
         expect_valid(results(wanted, known, costs()), "ddl", "here")
-    assert untried(wanted, "residual", [*tuned, record("residual", "tune", 0, 5.0, lr=0.016)]) == []
+    assert untried(wanted, "small", "residual", [*tuned, record("residual", "tune", 0, 5.0, lr=0.016)]) == []

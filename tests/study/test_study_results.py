@@ -9,6 +9,7 @@ import pytest
 
 from residua.runs.statistics import Estimate
 from residua.study.picture import draw, draw_gates, draw_sizes
+from residua.study.plan import untried
 from residua.study.report import markdown, payload, table, write_report
 from residua.study.results import results
 from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
@@ -285,6 +286,48 @@ def test_finalists_are_compared_by_their_mean_over_the_seeds_that_judge():
     assert results(judged, [*short, *finals[:-1], *reported], []).row("small", "ddl") is None
     diverged = [record("ddl", "final", 0, None, lr=4e-3), *finals[1:]]
     assert results(judged, [*short, *diverged, *reported], []).row("small", "ddl").point == {"train.lr": 8e-3}
+
+
+def searched_again():
+    """A study whose large size searches the rate again, and records in which 0.004 and then 0.002 are best."""
+    small = DOCUMENT["rungs"]["small"]
+    over = {"train.lr": [0.004, 0.008]}
+    one = study(rungs={"small": small, "large": {**small, "tuned": "small", "over": over}}, seeds=[1, 2])
+
+    def runs(scheme, factor):
+        point = {} if factor is None else {"train.connection_lr_factor": factor}
+        made = [
+            *(record(scheme, "tune", 0, abs(lr - 0.004), lr=lr) for lr in (0.004, 0.008, 0.002)),
+            *(record(scheme, "tune", 0, lr, lr=lr, rung="large") for lr in (0.004, 0.008, 0.002)),
+            *(record(scheme, "report", seed, 3.0, lr=0.004) for seed in (1, 2)),
+            *(record(scheme, "report", seed, 2.0, lr=0.002, rung="large") for seed in (1, 2)),
+        ]
+        return [{**run, "point": {**run["point"], **point}} for run in made]
+
+    return one, runs
+
+
+def test_a_size_that_searches_again_has_the_point_of_its_own_search():
+    wanted, runs = searched_again()
+    found = results(wanted, [*runs("residual", None), *runs("ddl", 1.0)], [])
+    row = found.row("large", "ddl")
+    assert row.point == {"train.lr": 0.002, "train.connection_lr_factor": 1.0}
+    assert row.tuning_runs == 6
+    assert (row.edges, row.alone) == (["train.lr"], ["train.connection_lr_factor"])
+    assert "- large: the settings of small, but train.lr 0.004/0.008, searched again in full length." in markdown(found)
+    longer = dataclasses.replace(wanted, tuning=dataclasses.replace(wanted.tuning, runs=4, baseline_runs=4))
+    tuned = [run for run in row.runs if (run["kind"], run["rung"]) == ("tune", "large")]
+    assert untried(longer, "large", "residual", tuned) == [(0.001,)]
+
+
+def test_a_search_that_started_elsewhere_makes_no_row():
+    wanted, runs = searched_again()
+    mixed = [{**run, "point": {**run["point"], "train.connection_lr_factor": 4.0}} for run in runs("ddl", 1.0)]
+    large = [run for run in mixed if run["rung"] == "large"]
+    small = [run for run in runs("ddl", 1.0) if run["rung"] == "small"]
+    found = results(wanted, [*runs("residual", None), *small, *large], [])
+    assert found.row("small", "ddl")
+    assert found.row("large", "ddl") is None
 
 
 def test_the_picture_has_the_rows_of_each_size_under_its_name():

@@ -29,7 +29,7 @@ def restore(document: Mapping[str, Any], source: str) -> Study:
     values = dict(document)
     try:
         values["rungs"] = {
-            name: {**rung["keys"], "tuned": rung["tuned"], "longer": rung["longer"]}
+            name: {**rung["keys"], "tuned": rung["tuned"], "longer": rung["longer"], "over": rung.get("over")}
             for name, rung in values["rungs"].items()
         }
         values["schemes"] = {

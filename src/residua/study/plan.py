@@ -53,15 +53,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Rung:
-    """One size. `tuned` names the rung whose tuning counts here too; None: this one is tuned by itself.
+    """One size.
 
-    `longer` takes the place of the study's; without longer runs there is no comparison at equal FLOPs or seconds.
+    tuned    the rung whose settings count here too; None: this one is tuned by itself
+    over     keys that are searched again from there, in runs of full length: tuning.over in small. None: no search
+    longer   in place of the study's; without longer runs there is no comparison at equal FLOPs or seconds
     """
 
     name: str
     keys: Mapping[str, Any]
     tuned: str | None = None
     longer: Sequence[float] | None = None
+    over: Mapping[str, Sequence[Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,7 @@ class Tuning:
         _check(self, "tuning")
         good = isinstance(self.factors, Mapping) and _above(1, list(self.factors.values()))
         require(good, "tuning.factors", "a number above 1 for each key", self.factors)
-        require(bool(self.over), "tuning.over", "values for at least one key", dict(self.over))
-        for key, values in self.over.items():  # the budget counts points of numbers, between which the search walks
-            require(values != [] and _above(0, values), f"tuning.over.{key}", "a list of numbers above 0", values)
+        _check_over(self.over, "tuning.over")
         grid = math.prod(len(values) for values in self.over.values())
         require(self.runs >= grid, "tuning.runs", f"at least the {grid} points of the grid", self.runs)
         require(self.baseline_runs >= self.runs, "tuning.baseline_runs", "at least tuning.runs", self.baseline_runs)
@@ -202,9 +203,19 @@ class Study:
         good = 0 < self.tokens_per_parameter < math.inf
         require(good, "tokens_per_parameter", "a number above 0", self.tokens_per_parameter)
         tuned = [name for name, rung in self.rungs.items() if rung.tuned is None]
+        again = [name for name, rung in self.rungs.items() if rung.over is not None]
         for rung in self.rungs.values():
-            expected = f"a size that is tuned by itself ({', '.join(tuned) or 'none is there'})"
-            require(rung.tuned in (None, *tuned), f"rungs.{rung.name}.tuned", expected, rung.tuned)
+            known = tuned if rung.over is not None else [*tuned, *again]
+            expected = f"a size that is tuned by itself ({', '.join(known) or 'none is there'})"
+            require(rung.tuned in (None, *known), f"rungs.{rung.name}.tuned", expected, rung.tuned)
+            if rung.over is not None:
+                place = f"rungs.{rung.name}.over"
+                require(rung.tuned is not None, place, f"rungs.{rung.name}.tuned beside it", None)
+                _check_over(rung.over, place)
+                for key in rung.over:
+                    expected = f"keys of tuning.over ({', '.join(self.tuning.over)})"
+                    require(key in self.tuning.over, place, expected, key)
+                self.tuning_at(rung.name)  # checks the budget
         own = [name for name, entry in self.schemes.items() if entry.parameters_of is None]
         for entry in self.schemes.values():
             expected = f"a scheme that is matched to no other ({', '.join(own) or 'none is there'})"
@@ -218,6 +229,17 @@ class Study:
         """How many times as many tokens the further runs of the baselines have at a rung."""
         own = self.rungs[rung].longer
         return self.longer if own is None else own
+
+    def searches(self, rung: str) -> list[str]:
+        """The rungs whose searches give the settings of one, in their order: each starts where the last ended."""
+        one = self.rungs[rung]
+        before = [] if one.tuned is None else self.searches(one.tuned)
+        return [*before, rung] if one.tuned is None or one.over is not None else before
+
+    def tuning_at(self, rung: str) -> Tuning:
+        """The budget of a scheme in the search of a rung."""
+        over = self.rungs[rung].over
+        return self.tuning if over is None else replace(self.tuning, over=over, length=1.0, finalists=1, final_seeds=())
 
     def further_seeds(self, scheme: str) -> list[int]:
         """Further seeds of a scheme: of the questions that compare it with others, if the study has all of these."""
@@ -255,7 +277,7 @@ class Study:
             wanted = dict.fromkeys([*self.baselines, *schemes, *filter(None, matched)])
             order = [*[name for name in self.schemes if name in wanted], *[n for n in wanted if n not in self.schemes]]
             chosen = {name: self.schemes.get(name, Entry(name, name)) for name in order}
-        needed = {self.rungs[name].tuned or name for name in rungs} | set(rungs) if rungs else self.rungs.keys()
+        needed = {one for name in rungs or self.rungs for one in (name, *self.searches(name))}
         return replace(self, schemes=chosen, rungs={name: rung for name, rung in self.rungs.items() if name in needed})
 
 
@@ -312,7 +334,7 @@ class Plan:
         for rung in self.study.rungs.values():
             chosen = {}
             for entry in self.study.schemes.values():
-                if rung.tuned is None:
+                if rung.name in self.study.searches(rung.name):
                     yield from self.tuning(rung.name, entry.name, finished)
                 if rung.name in self.rungs:
                     chosen[entry.name] = self.chosen(rung.name, entry.name, finished)
@@ -329,22 +351,22 @@ class Plan:
     @cached_property
     def most(self) -> int:
         """How many runs there can be at most."""
-        study, tuning = self.study, self.study.tuning
-        tuned = sum(rung.tuned is None for rung in study.rungs.values())
+        study, found = self.study, 0
         schemes, baselines = len(study.schemes), len(study.baselines)
-        found = tuned * (schemes * tuning.runs + baselines * (tuning.baseline_runs - tuning.runs))
-        found += tuned * schemes * (tuning.finalists * len(tuning.judges) if tuning.finalists > 1 else 0)
+        for tuning in (study.tuning_at(rung) for rung in study.rungs if rung in study.searches(rung)):
+            found += schemes * tuning.runs + baselines * (tuning.baseline_runs - tuning.runs)
+            found += schemes * (tuning.finalists * len(tuning.judges) if tuning.finalists > 1 else 0)
         longer = sum(len(study.longer_at(name)) for name in self.rungs)
         further = len(self.rungs) * sum(len(study.further_seeds(name)) for name in study.schemes)
         return found + len(study.seeds) * (len(self.rungs) * schemes + baselines * longer) + further
 
     def tuning(self, rung: str, scheme: str, finished: Mapping[Any, Record]) -> list[Run]:
-        """The tuning runs of a scheme at a rung that is tuned by itself, as far as the finished ones tell."""
+        """The tuning runs of a scheme at a rung that has a search, as far as the finished ones tell."""
         return self._search(rung, scheme, finished)[0]
 
     def chosen(self, rung: str, scheme: str, finished: Mapping[Any, Record]) -> dict[str, Any] | None:
         """The best point of a scheme; None while its tuning is not finished, and where all of it diverged."""
-        return self._search(self.study.rungs[rung].tuned or rung, scheme, finished)[1]
+        return self._search(self.study.searches(rung)[-1], scheme, finished)[1]
 
     def reported(
         self,
@@ -367,11 +389,20 @@ class Plan:
         """The tuning runs of a scheme, and its best point once all of them are finished."""
         if (rung, scheme) in self._done:
             return self._done[rung, scheme]
-        sweep = self._sweep(rung, scheme)
+        start: dict[str, Any] | None = {}
+        for before in self.study.searches(rung)[:-1]:
+            start = self.chosen(before, scheme, finished)
+        if start is None:
+            return [], None
+        tuning, sweep = self.study.tuning_at(rung), self._sweep(rung, scheme, start)
+
+        def full(point: Point) -> dict[str, Any]:
+            return {**start, **dict(zip(sweep.keys, point))}
+
         losses: dict[tuple[Point, int], float] = {}
         while True:  # a step of the search follows from the losses of the steps before
             points = [point for point, _ in sweep.wanted(losses)]
-            runs = [self._tuning_run(rung, scheme, dict(zip(sweep.keys, point))) for point in points]
+            runs = [self._tuning_run(rung, scheme, full(point)) for point in points]
             new = {
                 (frozen(point), 0): math.inf if record["val_loss"] is None else record["val_loss"]
                 for point, run in zip(points, runs)
@@ -380,12 +411,12 @@ class Plan:
             if not new:
                 break
             losses |= new
-        done, finalists = len(losses) == len(runs), self.study.tuning.finalists
-        best = [dict(zip(sweep.keys, point)) for point in sweep.best(losses)[:finalists]]
-        if finalists > 1:
+        done = len(losses) == len(runs)
+        best = [full(point) for point in sweep.best(losses)[: tuning.finalists]]
+        if tuning.finalists > 1:
             means = []
             for place, point in enumerate(best):
-                finals = [self._tuning_run(rung, scheme, point, seed) for seed in self.study.tuning.judges]
+                finals = [self._tuning_run(rung, scheme, point, seed) for seed in tuning.judges]
                 runs = [*runs, *finals]
                 told = [record["val_loss"] for run in finals if (record := finished.get(run.key))]
                 if len(told) < len(finals):
@@ -398,17 +429,17 @@ class Plan:
             self._done[rung, scheme] = searched
         return searched
 
-    def _sweep(self, rung: str, scheme: str) -> Sweep:
-        """The search for the best point of a scheme."""
+    def _sweep(self, rung: str, scheme: str, start: Mapping[str, Any]) -> Sweep:
+        """The search for the best point of a scheme. start: settings that an earlier search found."""
         if (rung, scheme) not in self._sweeps:
-            study, tuning = self.study, self.study.tuning
+            study, tuning = self.study, self.study.tuning_at(rung)
             own = self._own(study.schemes[scheme].connection)
             over = {key: tuple(v) for key, v in tuning.over.items() if key != "train.connection_lr_factor" or own}
             expected = f"a key for {scheme} too, which has no parameters of its own, such as train.lr"
             require(bool(over), "tuning.over", expected, dict(tuning.over))
             self._sweeps[rung, scheme] = Sweep(
                 study.config,
-                self._shared(study.rungs[rung], study.schemes[scheme]),
+                (*self._shared(study.rungs[rung], study.schemes[scheme]), *_overrides(start)),
                 over,
                 neighbours=True,
                 budget=tuning.baseline_runs if scheme in study.baselines else tuning.runs,
@@ -428,7 +459,7 @@ class Plan:
 
     def _tuning_run(self, rung: str, scheme: str, point: Mapping[str, Any], judge: int | None = None) -> Run:
         """A run of the search, or the run of a finalist with the seed `judge`."""
-        tuning = self.study.tuning
+        tuning = self.study.tuning_at(rung)
         short = max(1, round(tuning.length * self.steps[rung]))
         seed, steps = (tuning.seed, short) if judge is None else (judge, self.steps[rung])
         # Evaluated once: nobody looks at the curve of a tuning run.
@@ -502,9 +533,9 @@ class Plan:
         return self._intermediate[rung.name, entry.name]
 
 
-def untried(study: Study, scheme: str, tuned: Sequence[Record]) -> list[Point]:
-    """The points that the search of a scheme would try next, given its tuning runs; none where it is finished."""
-    tuning, keys = study.tuning, {key for record in tuned for key in record["point"]}
+def untried(study: Study, rung: str, scheme: str, tuned: Sequence[Record]) -> list[Point]:
+    """The points that a search would try next, given its tuning runs; none where it is finished."""
+    tuning, keys = study.tuning_at(rung), {key for record in tuned for key in record["point"]}
     over = {key: tuple(values) for key, values in tuning.over.items() if key in keys}
     budget = tuning.baseline_runs if scheme in study.baselines else tuning.runs
     sweep = Sweep(None, (), over, neighbours=True, budget=budget, factors=tuning.factors)
@@ -553,8 +584,8 @@ def read_study(document: Any, source: str) -> Study:
     rungs = {}
     for name, keys in _mapping(values["rungs"], "rungs").items():
         keys = dict(_mapping(keys, f"rungs.{name}"))
-        tuned, longer = keys.pop("tuned", None), keys.pop("longer", None)
-        rungs[str(name)] = Rung(str(name), keys, None if tuned is None else str(tuned), longer)
+        tuned, longer, over = (keys.pop(key, None) for key in ("tuned", "longer", "over"))
+        rungs[str(name)] = Rung(str(name), keys, None if tuned is None else str(tuned), longer, over)
     schemes = {}
     for name, keys in _mapping(values["schemes"], "schemes").items():
         keys = dict(_mapping(keys or {}, f"schemes.{name}"))
@@ -602,6 +633,13 @@ def _fields(document: Any, kind: type, where: str) -> dict[str, Any]:
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     require(isinstance(value, Mapping), where, "a mapping", value)
     return value
+
+
+def _check_over(over: Any, where: str) -> None:
+    """Check the values of keys that a search begins with: it counts points of numbers, between which it walks."""
+    require(isinstance(over, Mapping) and bool(over), where, "values for at least one key", over)
+    for key, values in over.items():
+        require(values != [] and _above(0, values), f"{where}.{key}", "a list of numbers above 0", values)
 
 
 def _above(bound: float, values: Any) -> bool:

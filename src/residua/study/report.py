@@ -65,9 +65,12 @@ def markdown(found: Results) -> str:
     return "\n".join([*lines, "## How to read this", "", *_reading(found), ""])
 
 
+def _grid(over: Mapping[str, Sequence[Any]]) -> str:
+    return ", ".join(f"{key} {'/'.join(map(str, values))}" for key, values in over.items())
+
+
 def _setting(found: Results) -> list[str]:
     study, tuning = found.study, found.study.tuning
-    grid = ", ".join(f"{key} {'/'.join(map(str, values))}" for key, values in tuning.over.items())
     corpus = "; ".join(
         f"{_foreign(one.get('source'))}, sha256 {str(one.get('sha256'))[:16]}, "
         f"fingerprint {str(one.get('fingerprint'))[:16]}"
@@ -78,9 +81,14 @@ def _setting(found: Results) -> list[str]:
     lines = [
         f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most once. Seeds {_list(study.seeds)}, "
         "paired; none of them tuned.",
-        f"- Tuning: {grid}, then neighbours of the best, runs of {tuning.length:g} of the full length with seed "
-        f"{tuning.seed}, at most {tuning.runs} for a scheme and {tuning.baseline_runs} for a baseline "
+        f"- Tuning: {_grid(tuning.over)}, then neighbours of the best, runs of {tuning.length:g} of the full length "
+        f"with seed {tuning.seed}, at most {tuning.runs} for a scheme and {tuning.baseline_runs} for a baseline "
         f"({_list(study.baselines)}).{finals if tuning.finalists > 1 else ''}",
+        *(
+            f"- {rung.name}: the settings of {rung.tuned}, but {_grid(rung.over)}, searched again in full length."
+            for rung in study.rungs.values()
+            if rung.over is not None
+        ),
         f"- Device: {_list(found.devices)}, one thread a run. Code: {_list([_short(one) for one in found.commits])}; "
         f"PyTorch {_list(found.torches)}.",
         f"- Corpus: {_text(corpus)}.",

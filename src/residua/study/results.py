@@ -121,9 +121,17 @@ class Row:
 
     @property
     def _tried(self) -> dict[str, set[float]]:
-        """The numbers that tuning tried, by key."""
-        tried = {key: [run["point"].get(key) for run in self.runs if run["kind"] == "tune"] for key in self.point}
-        return {key: set(some) for key, some in tried.items() if all(fits(one, float) for one in some)}
+        """The numbers that tuning tried, by key: those of the last search that moved it."""
+        searches: dict[str, list[Record]] = {}
+        for run in self.runs:
+            if run["kind"] == "tune":
+                searches.setdefault(run["rung"], []).append(run)
+        tried: dict[str, set[float]] = {}
+        for key, runs in itertools.product(self.point, searches.values()):
+            some = [run["point"].get(key) for run in runs]
+            if all(fits(one, float) for one in some) and (key not in tried or len(set(some)) > 1):
+                tried[key] = set(some)
+        return tried
 
     @property
     def flops(self) -> float | None:
@@ -228,13 +236,14 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
     rows, longer, unfinished = [], {}, []
     for rung in study.rungs.values():
         for name, entry in study.schemes.items():
-            own, tuned = (
-                [record for record in by_row.get((size, name), []) if record["connection"] == entry.connection]
-                for size in (rung.name, rung.tuned or rung.name)
-            )
-            tuning = _tuning(study, tuned)
-            finals = [record for record in tuned if record["kind"] == "final"]
-            best = _best(study, tuning, finals)
+            at = {
+                size: [record for record in by_row.get((size, name), []) if record["connection"] == entry.connection]
+                for size in (rung.name, *study.searches(rung.name))
+            }
+            own, tuning, best = at[rung.name], [], [{}]
+            for size in study.searches(rung.name):
+                tuning_here, best = _searched(study, size, at[size], best)
+                tuning += tuning_here
             known = [r for r in own if r["kind"] in ("report", "longer") and r["seed"] in study.seeds]
             point = next((r["point"] for r in known if r["point"] in best), None)
             reported = [r for r in known if r["kind"] == "report" and r["point"] == point]
@@ -242,7 +251,7 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
                 unfinished.append(f"{name} at {rung.name}")
                 continue
             own_costs = measured.get((rung.name, name, entry.connection), [])
-            row = _row(study, rung.name, name, reported, [*tuning, *finals], own_costs)
+            row = _row(study, rung.name, name, reported, tuning, own_costs)
             seeds = study.further_seeds(name)
             row.further = [r for r in own if r["kind"] == "report" and r["point"] == point and r["seed"] in seeds]
             if name in study.baselines:
@@ -378,24 +387,35 @@ def _at_all_seeds(row: Row, base: Row, further: Sequence[int]) -> Difference:
     return Difference(base.scheme, "tokens", 1.0, estimate, estimate and estimate.p_value)
 
 
-def _tuning(study: Study, records: Sequence[Record]) -> list[Record]:
-    """The tuning runs among the records of a scheme at one size, of the length that the study gives them."""
-    length = {max(1, round(study.tuning.length * r["steps"])) for r in records if r["kind"] == "report"}
-    return [r for r in records if r["kind"] == "tune" and (not length or r["steps"] in length)]
+def _searched(
+    study: Study, rung: str, records: Sequence[Record], start: Sequence[Mapping[str, Any]]
+) -> tuple[list[Record], list[Any]]:
+    """The runs of a search among the records of a scheme at one size, of the length that the study gives them, and the
+    points that it may have chosen: several where a key had no effect, none while finalists are missing.
 
-
-def _best(study: Study, tuning: Sequence[Record], finals: Sequence[Record]) -> list[Any]:
-    """The points that tuning may have chosen: several where a key had no effect, none while finalists are missing."""
-    count, judges = study.tuning.finalists, study.tuning.judges
-    best = _lowest([(record["point"], record["val_loss"]) for record in tuning], count)
+    start: where it may have begun, as far as the search before it tells.
+    """
+    tuning, moved = study.tuning_at(rung), study.rungs[rung].over or study.tuning.over
+    length = {max(1, round(tuning.length * r["steps"])) for r in records if r["kind"] == "report"}
+    begins = [{key: value for key, value in point.items() if key not in moved} for point in start]
+    tuned = [
+        r
+        for r in records
+        if r["kind"] == "tune"
+        and (not length or r["steps"] in length)
+        and {key: value for key, value in r["point"].items() if key not in moved} in begins
+    ]
+    finals = [r for r in records if r["kind"] == "final"]
+    count, judges = tuning.finalists, tuning.judges
+    best = _lowest([(record["point"], record["val_loss"]) for record in tuned], count)
     if count == 1:
-        return best
+        return [*tuned, *finals], best
     means = []
     for point in best:
         losses = {record["seed"]: record["val_loss"] for record in finals if record["point"] == point}
         if losses.keys() >= {*judges}:
             means.append((point, judged([losses[seed] for seed in judges])))
-    return _lowest(means, 1) if len(means) >= min(count, len(best)) else []
+    return [*tuned, *finals], _lowest(means, 1) if len(means) >= min(count, len(best)) else []
 
 
 def _lowest(losses: Sequence[tuple[Any, float | None]], count: int) -> list[Any]:

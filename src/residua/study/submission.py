@@ -149,13 +149,15 @@ def _expect_valid_row(study: Study, row: Row, where: str) -> None:
     if row.loss is None:
         raise InputError(f"{where}: expected a loss of every seed, found a run that diverged")
     budget = study.tuning.baseline_runs if row.scheme in study.baselines else study.tuning.runs
-    if not 1 <= row.tuning_runs <= budget:
-        raise InputError(f"{where}: expected 1 to {budget} tuning runs, found {row.tuning_runs}")
-    searched = [run for run in row.runs if run["kind"] == "tune"]
-    if missing := untried(study, row.scheme, searched):
-        raise InputError(
-            f"{where}: expected a finished search, found {row.tuning_runs} tuning runs, without the point {missing[0]}"
-        )
+    for rung in study.searches(row.rung):
+        searched = [run for run in row.runs if run["kind"] == "tune" and run["rung"] == rung]
+        if not 1 <= len(searched) <= budget:
+            raise InputError(f"{where}: expected 1 to {budget} tuning runs at {rung}, found {len(searched)}")
+        if missing := untried(study, rung, row.scheme, searched):
+            raise InputError(
+                f"{where}: expected a finished search at {rung}, found {len(searched)} tuning runs, without the point "
+                f"{missing[0]}"
+            )
     if row.cost is None:
         raise InputError(f"{where}: expected its time and memory, found none; run the study without --no-costs")
     for run in row.runs:
