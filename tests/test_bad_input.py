@@ -89,7 +89,9 @@ def test_starts_name_every_command():
 @pytest.mark.slow
 @pytest.mark.parametrize("start", STARTS, ids=lambda start: "-".join(word for word in start if word.isalpha()))
 def test_no_value_of_any_option_ends_in_a_traceback(start, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    here = tmp_path / "a" / "b"  # ".." holds nothing that another test is making
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
     chance = random.Random(f"{start}")
     options = options_of(capsys, start)
     for _ in range(40):
@@ -108,7 +110,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(start, capsys, tmp_path, mon
         assert "Traceback" not in printed.err, argv
         assert "\x1b" not in printed.err, argv
         assert len(printed.err) < 12_000, argv
-    assert not list(tmp_path.iterdir())
+    assert [*tmp_path.rglob("*")] == [here.parent, here]
 
 
 def shell(command, **options):

@@ -56,10 +56,16 @@ def test_a_slope_and_its_verdict(change, slope, verdict):
     assert coordinate.verdict == verdict
 
 
-@pytest.mark.parametrize("options", [{"widths": (64,)}, {"widths": (32, 50)}, {"steps": 0}, {"seeds": 0}, {"lr": -1.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"widths": (64,)}, {"widths": (32, 50)}, {"steps": 0}, {"seeds": 0}, {"lr": -1.0}),
+        *({"connection": "mhar:heads=7"}, {"connection": "ddll"}),
+    ],
+)
 def test_what_cannot_be_checked_is_refused(options):
     with pytest.raises(InputError, match=f"--{next(iter(options))}"):
-        check("residual", **options)
+        check(**options)
 
 
 def test_the_command_writes_a_table_json_and_a_picture(capsys, tmp_path):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.checks import require
-from residua.errors import extra
+from residua.errors import InputError, extra
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.runs.jsonlines import finite
 from residua.training import TrainConfig, make_optimizer
@@ -63,17 +63,26 @@ def check(
         seeds: runs to average over.
 
     Raises:
-        InputError: there are fewer than two widths, one is not a multiple of 32, or a number is out of range.
+        InputError: there are fewer than two widths, one is not a multiple of 32, a number is out of range, or the
+            scheme is unknown or does not fit a width.
     """
     widths = sorted(set(widths))
     multiples = len(widths) > 1 and all(width >= HEAD_DIM and width % HEAD_DIM == 0 for width in widths)
     require(multiples, "--widths", f"at least two multiples of {HEAD_DIM}", widths)
     for name, value in (("steps", steps), ("seeds", seeds), ("lr", lr)):
         require(0 < value < math.inf, f"--{name}", "a positive number", value)
+    try:
+        configs = {
+            (name, width): _config(connection, width, widths[0], mup)
+            for name, mup in PARAMETERISATIONS.items()
+            for width in widths
+        }
+    except ValueError as error:
+        raise InputError(f"--connection: {str(error).removeprefix('connection: ')}") from error
     found: dict[tuple[str, str], list[dict[int, float]]] = {}
-    for name, mup in PARAMETERISATIONS.items():
+    for name in PARAMETERISATIONS:
         for width in widths:
-            runs = [_run(connection, width, widths[0], mup, steps, lr, seed) for seed in range(seeds)]
+            runs = [_run(configs[name, width], steps, lr, seed) for seed in range(seeds)]
             for site in runs[0]:
                 start, change = found.setdefault((name, site), [{}, {}])
                 start[width] = fmean(run[site][0] for run in runs)
@@ -110,28 +119,28 @@ def draw(coordinates: Sequence[Coordinate], path: str | Path) -> None:
     save({Path(path).name: figure}, Path(path).parent)
 
 
-def _run(
-    connection: str | Mapping[str, Any], width: int, base: int, mup: bool, steps: int, lr: float, seed: int
-) -> dict[str, tuple[float, float]]:
+def _config(connection: str | Mapping[str, Any], width: int, base: int, mup: bool) -> ResiduaConfig:
+    return ResiduaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=width // HEAD_DIM,
+        max_position_embeddings=LENGTH,
+        connection=connection if isinstance(connection, str) else dict(connection),
+        mup=mup,
+        mup_base_width=base,
+        embedding_init_std=0.1,
+    )
+
+
+def _run(config: ResiduaConfig, steps: int, lr: float, seed: int) -> dict[str, tuple[float, float]]:
     """Return by site the root mean square at the start, and of the change after `steps`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # A few tokens are frequent, as in text.
         shares = 1 / torch.arange(1, VOCABULARY + 1)
         ids = shares.multinomial(SEQUENCES * LENGTH, replacement=True).view(SEQUENCES, LENGTH)
-        model = ResiduaForCausalLM(
-            ResiduaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=width,
-                num_hidden_layers=LAYERS,
-                num_attention_heads=width // HEAD_DIM,
-                max_position_embeddings=LENGTH,
-                connection=connection if isinstance(connection, str) else dict(connection),
-                mup=mup,
-                mup_base_width=base,
-                embedding_init_std=0.1,
-            )
-        ).train()
+        model = ResiduaForCausalLM(config).train()
     optimizer = make_optimizer(model, TrainConfig(lr=lr, weight_decay=0.0, steps=steps))
     start = _activations(model, ids)
     for _ in range(steps):

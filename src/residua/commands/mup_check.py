@@ -1,7 +1,6 @@
 """The command `residua mup-check`."""
 
 from residua.commands.base import Arguments, Parser, add_json, number, print_json, whole
-from residua.errors import InputError
 from residua.tables import print_table
 
 HELP = "check that activations and their changes do not depend on the width under muP"
@@ -23,13 +22,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> None:
-    from residua.connections import resolve
     from residua.mup_check import check, draw, to_json
 
-    try:
-        resolve(arguments.connection)
-    except ValueError as error:
-        raise InputError(f"--{error}") from error
     found = check(
         arguments.connection,
         widths=arguments.widths,
