@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from residua.analysis import Trace, archive, summary, trace, warnings
+from residua.cli import main
 from residua.errors import InputError
 from support.traced_models import small_model, words
 from support.variants import PRESETS
@@ -52,7 +53,7 @@ def rewritten(path, **metadata):
         ({"residua_trace": None}, "expected a trace, got other tensors"),
         ({"facts": "{"}, "facts: expected JSON, got: Expecting property name"),
         ({"facts": "[]"}, "got a damaged file (facts or tokens are of another kind)"),
-        ({"tokens": '["too", "few"]'}, "got a damaged file (state_norm is (5, 8), not (5, 2))"),
+        ({"tokens": '["too", "few"]'}, "got a damaged file (token_ids is (8), not (2))"),
         ({"tokens": None}, "got a damaged file ('tokens')"),
     ],
 )
@@ -63,6 +64,38 @@ def test_another_version_or_other_parts_are_refused_with_a_sentence(saved, metad
     assert str(error.value).startswith(f"{saved}: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+FORGED = (None, 5, -1, True, "text", [], [-1], ["a"], {}, {"a": 5}, {"a": [99]}, {"beta": {"range": 5, "start": 1}})
+
+
+@pytest.mark.parametrize("name", ["ddl-tc", "mhc", "mudd", "edelta", "gated-orthogonal"])
+def test_forged_values_and_facts_are_refused_or_shown(name, tmp_path, capsys):
+    """Whatever opens can be summarised, and is a page."""
+    path, page = tmp_path / "trace.safetensors", tmp_path / "page.html"
+    found = trace(small_model(name), words(8), text=TEXT)
+    opens = 0
+
+    def shown(facts, values):
+        archive.write(path, facts, TEXT, values)
+        status = main(["explore", str(path), "--out", str(page)])
+        said = capsys.readouterr().err
+        assert status in (0, 2), said
+        assert len(said.splitlines()) <= 1
+        if status == 0:
+            summary(Trace.load(path)), warnings(Trace.load(path))
+        return status == 0
+
+    assert shown(found.facts, found.values)
+    for key, value in found.values.items():
+        assert not shown(found.facts, {**found.values, key: value.unsqueeze(0)}), key
+        assert not shown(found.facts, {**found.values, key: value.to(torch.int32)}), key
+        assert not shown(found.facts, {**found.values, key: value[:-1]}), key
+    for key in found.facts:
+        changed = [{**found.facts, key: forged} for forged in FORGED]
+        opens += sum(shown(facts, found.values) for facts in changed)
+        shown({other: one for other, one in found.facts.items() if other != key}, found.values)
+    assert opens
 
 
 @pytest.mark.parametrize("content", [b"", b"no tensors", b"\xff" * 100, None])
