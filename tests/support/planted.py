@@ -149,7 +149,7 @@ def described(
         "version": 1,
         "residua": "0.1.0",
         "preset": None,
-        "scheme": {"scheme": facts.get("preset")},
+        "scheme": {"scheme": facts.get("preset") or "planted"},
         "shortcut": shortcut,
         "causal": True,
         "constraint": None,

@@ -120,7 +120,7 @@ def _check(facts: Any, tokens: Any, values: Mapping[str, Tensor]) -> None:
     for name, kind, value in (
         *((name, kind, facts[name]) for name, kind in FACTS.items()),
         *((name, str | None, facts.get(name)) for name in TEXTS),
-        ("scheme", str, facts["scheme"]["scheme"]),
+        ("scheme", str, facts["preset"] or facts["scheme"]["scheme"]),
     ):
         if not fits(value, kind):
             raise ValueError(f"{name} is no {words(kind)}")
