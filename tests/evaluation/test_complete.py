@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from residua.errors import InputError
 from residua.evaluation.generate import complete
@@ -46,6 +46,20 @@ def test_greedy_text_is_the_most_probable_one(model, tokenizer):
             logits = model(torch.tensor([tokens])).logits
         tokens.append(logits[0, -1].argmax().item())
     assert complete(model, tokenizer, "abc", max_new_tokens=6, greedy=True) == tokenizer.decode(tokens[3:])
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"return_dict_in_generate": True}, {"num_beams": 3}, {"sequence_bias": 5}],
+    ids=lambda own: next(iter(own)),
+)
+def test_what_a_model_says_of_its_generation_has_no_effect(own, model, tokenizer):
+    expected = complete(model, tokenizer, "aaa", max_new_tokens=6, greedy=True)
+    other = copy.deepcopy(model)
+    other.generation_config = kept = GenerationConfig()
+    vars(kept).update(own)
+    assert complete(other, tokenizer, "aaa", max_new_tokens=6, greedy=True) == expected
+    assert other.generation_config is kept
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -1,7 +1,8 @@
 """Generate text after a prompt."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,8 @@ def complete(
     on_text: Callable[[str], None] | None = None,
 ) -> str:
     """Continue `prompt` until the end-of-text token or `max_new_tokens`; return the new text without the prompt.
+
+    The arguments decide alone: what the model's own generation_config says has no effect.
 
     Args:
         model: a causal language model of transformers.
@@ -83,7 +86,7 @@ def complete(
         **({} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k}),
     )
     input_ids = torch.tensor([tokens], device=model.device)
-    with evaluating(model):
+    with evaluating(model), _alone(model):
         torch.manual_seed(seed)
         output = model.generate(
             input_ids,
@@ -93,6 +96,17 @@ def complete(
             streamer=None if on_text is None else _Pieces(tokenizer, on_text),
         )
     return tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
+
+
+@contextmanager
+def _alone(model: "GenerationMixin") -> Iterator[None]:
+    """Keep the model's own generation settings out: transformers fills what a call leaves open with them."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _check(temperature: float, top_p: float, top_k: int) -> None:
