@@ -394,10 +394,14 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
         clear = [rows["lambdas+tc"].difference(baseline, measure).clear for measure in ("tokens", "FLOPs", "seconds")]
         assert all(clear) == (rows is wide)
     answers = {tuple(pair): answer for (rung, *pair), answer in given.items() if rung == "0.1M"}
-    for name in ("residual+tc-muon", "lambdas-gated+tc-muon"):
+    for name in ("residual+tc-muon", "lambdas-gated+tc-muon", "ddl-tc-muon"):
         verdict = answers[name, "residual-muon", "tokens"].verdict
         assert verdict == "ahead by its interval, but not after the correction"
-    assert answers["gated-orthogonal-muon", "residual-muon", "tokens"].verdict.startswith("no difference seen")
+    for pair in (("gated-orthogonal-muon", "residual-muon"), ("ddl-tc-muon", "residual+tc-muon")):
+        assert answers[*pair, "tokens"].verdict.startswith("no difference seen")
+    assert interval("mhc", "residual", "tokens")[1] < 0
+    assert interval("mhc", "lambdas", "tokens")[0] < 0 < interval("mhc", "lambdas", "tokens")[1]
+    assert round(row["mhc"].cost["time_ratio"]["median"], 2) == 1.97
     gains = [one.difference("residual", "tokens").estimate.mean for name, one in row.items() if name != "residual"]
     muon = with_muon["residual-muon"].difference("residual", "tokens").estimate.mean
     assert sum(gain > muon for gain in gains) > len(gains) / 2

@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     Lfm2Config,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MixtralConfig,
     Olmo2Config,
     Qwen2_5_VLTextConfig,
@@ -168,6 +170,25 @@ def test_generation_does_not_depend_on_the_cache_or_on_padding(connection):
         assert torch.equal(model.generate(padded, attention_mask=mask, **kind, **options)[:, 12:], want)
     beams = [model.generate(IDS, num_beams=3, use_cache=use, **options) for use in (True, False)]
     assert torch.equal(*beams)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("connection", [PLAIN, WINDOWED])
+def test_a_model_of_which_no_layer_counts_tokens_generates_from_its_cache(connection):
+    options = {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1, "expand": 2, "chunk_size": 4}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = lively(Mamba2ForCausalLM(Mamba2Config(**sizes, **options)).eval(), connection)
+    assert_close(model(IDS, use_cache=True).logits, model(IDS, use_cache=False).logits)
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
+    cached, not_cached = (model.generate(IDS, use_cache=use, **settings) for use in (True, False))
+    assert torch.equal(cached, not_cached)
+    if connection == WINDOWED:
+        torch.manual_seed(0)
+        plain = Mamba2ForCausalLM(Mamba2Config(**sizes, **options)).eval()
+        cache = plain(IDS[:, :5], use_cache=True).cache_params
+        with pytest.raises(ValueError, match="filled without the memory of this model's residual scheme"):
+            model(IDS[:, 5:6], cache_params=cache)
 
 
 @torch.no_grad()

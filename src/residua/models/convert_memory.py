@@ -78,7 +78,8 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         raise ValueError(
             "expected generate, got generate_batch: this scheme reads earlier tokens, which it does not keep"
         )
-    cache, mask = given.get("past_key_values"), given.get("attention_mask")
+    place_of_cache = "past_key_values" if "past_key_values" in names or "cache_params" not in names else "cache_params"
+    cache, mask = given.get(place_of_cache), given.get("attention_mask")
     if given.get("output_hidden_states") or getattr(config, "output_hidden_states", False):
         raise ValueError(NO_HIDDEN_STATES)
     use_cache = given.get("use_cache")
@@ -95,7 +96,7 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             kwargs = {**kwargs, "position_ids": told}
     use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
     if trunk.training:  # a cache would only be filled and dropped, and a recomputed layer would fill it twice
-        if cache is not None and cache.get_seq_length():
+        if cache is not None and _filled(cache):
             raise ValueError("past_key_values: training needs whole sequences, got a filled cache")
         cache = None
     if trunk.training or documents is not None:
@@ -106,7 +107,7 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         cache = DynamicCache(config=config)
         if getattr(config, "is_encoder_decoder", False):
             cache = EncoderDecoderCache(cache, DynamicCache(config=config))
-        kwargs = {**kwargs, "past_key_values": cache}
+        kwargs = {**kwargs, place_of_cache: cache}
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     padding = padding_of(tokens, mask, cache, documents)
@@ -172,6 +173,14 @@ def _flows(items: Iterable[Any]) -> bool:
     return any(isinstance(item, Flow) or (isinstance(item, (tuple, list)) and _flows(item)) for item in items)
 
 
+def _filled(cache: Any) -> bool:
+    """Return whether a cache holds tokens."""
+    try:
+        return bool(cache.get_seq_length())
+    except ValueError:  # none of its layers counts tokens: linear attention everywhere
+        return any(any(layer.has_previous_state.values()) for layer in cache.layers)
+
+
 def _room(cache: Any, states: int, num_layers: int) -> int:
     """Return the index of the layer of the cache that remembers this many parts; add it to a new cache."""
     layers = getattr(cache, "layers", None)
@@ -184,7 +193,7 @@ def _room(cache: Any, states: int, num_layers: int) -> int:
         if layers[found].number_of_states != states:
             raise ValueError("past_key_values: this cache was filled by a model with another residual scheme")
         return found
-    if layers and cache.get_seq_length():
+    if layers and _filled(cache):
         raise ValueError("past_key_values: this cache was filled without the memory of this model's residual scheme")
     if cache.layer_class_to_replicate is not None:  # the cache adds a layer for every index that it has not got yet
         while len(layers) < num_layers:
