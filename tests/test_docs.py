@@ -398,7 +398,7 @@ def test_what_is_said_of_resbench_is_what_its_records_say():
         verdict = answers[name, "residual-muon", "tokens"].verdict
         assert verdict == "ahead by its interval, but not after the correction"
     for pair in (("gated-orthogonal-muon", "residual-muon"), ("ddl-tc-muon", "residual+tc-muon")):
-        assert answers[*pair, "tokens"].verdict.startswith("no difference seen")
+        assert answers[(*pair, "tokens")].verdict.startswith("no difference seen")
     assert interval("mhc", "residual", "tokens")[1] < 0
     assert interval("mhc", "lambdas", "tokens")[0] < 0 < interval("mhc", "lambdas", "tokens")[1]
     assert round(row["mhc"].cost["time_ratio"]["median"], 2) == 1.97

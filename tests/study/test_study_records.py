@@ -95,7 +95,7 @@ AUDIT = {
     "rung": "small",
     "scheme": "ddl",
     "equal": True,
-    "points": [{"step": 5, "sublayers": [{"sublayer": "1 attention", "beta": 0.5}]}],
+    "points": [{"step": 5, "sublayers": [{"sublayer": "1 attention", "beta": 0.5, "beta_q50": 0.4}]}],
 }
 
 

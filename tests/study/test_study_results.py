@@ -371,8 +371,9 @@ def test_sizes_stand_side_by_side_where_schemes_have_rows_at_several():
     assert mean == pytest.approx(found.row("large", "ddl").difference("residual", "tokens").estimate.mean)
 
 
-def test_gates_stand_eight_in_a_row():
-    levels = {f"gate_{level}": 0.5 for level in ("q05", "q50", "q95")}
+@pytest.mark.parametrize("gate", ["gate", "strangers_own"])
+def test_gates_stand_eight_in_a_row(gate):
+    levels = {f"{gate}_{level}": 0.5 for level in ("q05", "q50", "q95")} | {gate: 0.5}
     sublayers = [{"sublayer": f"{number}", **levels} for number in range(1, 11)]
     behind = next(row for row in records() if (row["scheme"], row["kind"], row["seed"]) == ("ddl", "report", 2))
     one = {**{key: behind[key] for key in ("key", "rung", "scheme", "seed")}, "equal": True}
@@ -381,4 +382,5 @@ def test_gates_stand_eight_in_a_row():
     points = [{"step": step, "sublayers": sublayers} for step in (1, 2)]
     panels = draw_gates(found.with_audits([{**one, "points": points}])).axes
     assert [panel.get_title() for panel in panels if panel.get_visible()] == [str(number) for number in range(1, 11)]
-    assert [panel.get_ylabel() for panel in panels if panel.get_ylabel()] == 2 * ["ddl\nsmall, seed 2\ngate"]
+    assert [panel.get_ylabel() for panel in panels if panel.get_ylabel()] == 2 * [f"ddl\nsmall, seed 2\n{gate}"]
+    assert "| 0.5 [0.50, 0.50] |" in markdown(found.with_audits([{**one, "points": points}]))

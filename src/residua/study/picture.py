@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from residua.errors import extra
 from residua.runs.figures import COLOURS
-from residua.study.results import Difference, Results, Row
+from residua.study.results import Difference, Results, Row, gates_of
 
 with extra("lab"):
     from matplotlib.axes import Axes
@@ -23,6 +23,7 @@ STYLES = {
 FILLED = "Filled: clear of zero after the correction"
 PANELS = 8
 """Of gates in a row."""
+LEVELS = ("q05", "q50", "q95")
 
 
 def draw(found: Results) -> Figure | None:
@@ -142,8 +143,8 @@ def draw_gates(found: Results) -> Figure | None:
     lines = [
         (one, gate, range(first, min(first + PANELS, len(one["points"][0]["sublayers"]))))
         for one in found.audits
-        for gate in ("beta", "gamma", "gate")
-        if all(row.get(f"{gate}_q50") is not None for point in one["points"] for row in point["sublayers"])
+        for gate in gates_of(one)
+        if all(row.get(f"{gate}_{q}") is not None for p in one["points"] for row in p["sublayers"] for q in LEVELS)
         for first in range(0, len(one["points"][0]["sublayers"]), PANELS)
     ]
     if not lines:
@@ -155,7 +156,7 @@ def draw_gates(found: Results) -> Figure | None:
         steps = [point["step"] for point in one["points"]]
         for place, panel in zip(places, row_of_panels):
             rows = [point["sublayers"][place] for point in one["points"]]
-            low, middle, high = ([row[f"{gate}_{level}"] for row in rows] for level in ("q05", "q50", "q95"))
+            low, middle, high = ([row[f"{gate}_{level}"] for row in rows] for level in LEVELS)
             panel.fill_between(steps, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
             panel.plot(steps, middle, color=COLOURS[0], linewidth=1.4)
             panel.axhline(0, color="#222222", linewidth=0.6)

@@ -17,7 +17,7 @@ from residua.study.page import page
 from residua.study.picture import draw, draw_gates, draw_sizes
 from residua.study.questions import Question
 from residua.study.ranking import Ranking, rankings
-from residua.study.results import BELOW, COMPILED, SIGNIFICANT, Answer, Difference, Results, Row
+from residua.study.results import BELOW, COMPILED, SIGNIFICANT, Answer, Difference, Results, Row, gates_of
 from residua.tables import markdown_row
 
 FILES = ("report.md", "results.csv", "index.html")
@@ -211,7 +211,8 @@ def audited(found: Results) -> list[str]:
 
 def audit_table(found: Results) -> tuple[list[str], list[list[str]]]:
     """What was measured, and rows of a size, a scheme, a remark and a text for each of it."""
-    columns = {
+    gates = {gate: gate for one in found.audits for gate in gates_of(one)}
+    columns = gates | {
         name: title for name, title in AUDITED.items() if any(_means(a["points"][-1], name) for a in found.audits)
     }
     rows = []
@@ -226,9 +227,6 @@ def audit_table(found: Results) -> tuple[list[str], list[list[str]]]:
 
 
 AUDITED = {
-    "beta": "beta",
-    "gamma": "gamma",
-    "gate": "gate",
     "enlarging": "enlarging",
     "identity": "identity",
     "projection": "projection",
@@ -240,7 +238,7 @@ AUDITED = {
     "output_norm": "|y|",
     "state_norm": "|X|",
 }
-"""What the table of an audit shows of the `sublayer_statistics`."""
+"""What the table of an audit shows of the `sublayer_statistics`, beside the gates."""
 
 
 def _means(point: Record, name: str) -> list[float]:

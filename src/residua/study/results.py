@@ -387,6 +387,13 @@ def _at_all_seeds(row: Row, base: Row, further: Sequence[int]) -> Difference:
     return Difference(base.scheme, "tokens", 1.0, estimate, estimate and estimate.p_value)
 
 
+def gates_of(audit: Record) -> list[str]:
+    """The gates of an audited run: what has quantiles."""
+    rows = [row for point in audit["points"] for row in point["sublayers"]]
+    names = (key.removesuffix("_q50") for row in rows for key in row if key.endswith("_q50"))
+    return [name for name in dict.fromkeys(names) if name.isidentifier()]
+
+
 def _searched(
     study: Study, rung: str, records: Sequence[Record], start: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Record], list[Any]]:
