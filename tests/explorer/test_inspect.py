@@ -73,6 +73,7 @@ TRACES = {
     "depth": planted.depth(),
     "converted": converted(),
     "several reads": planted.depth(reads=("q", "k", "v"), negative=True),
+    "signed": planted.delta(2 * mixed_beta() - 2, gates={"beta": {"range": [-2.0, 2.0], "start": 0.0}}),
 }
 NAMES = list(TRACES)
 
@@ -291,6 +292,13 @@ def test_shares_of_the_regimes_follow_the_thresholds(show):
             f"{expected[1, 0].item():.4f}",
         )
     until(page, "location.hash.includes('reflection=1.9')")
+
+
+def test_the_spectrum_has_room_for_every_value_of_the_gate(show):
+    for name, ends in (("mixed", [-1.08, 1.08]), ("signed", [-1.16, 3.16])):
+        page = show(name)
+        shown = page.evaluate("""() => document.querySelector('[data-plot="spectrum"]').layout.yaxis.range""")
+        assert shown == pytest.approx(ends)
 
 
 def test_spectrum_and_composite_operator(show):

@@ -36,8 +36,8 @@ def delta(beta: Tensor, *, directions: Tensor | None = None, tokens: list[str] |
         "effective_rank": rank.expand(len(sampled)).contiguous(),
         **operators,
     }
-    found = described("rank-one", sublayers, sampled, preset="ddl", gates={"beta": [0.0, 2.0]}, **facts)
-    return Trace(found, words(count, tokens), values)
+    found = described("rank-one", sublayers, sampled, preset="ddl", gates={"beta": [0.0, 2.0]})
+    return Trace(found | facts, words(count, tokens), values)
 
 
 def streams(sublayers: int = 4, count: int = 10, n: int = 3, **facts: object) -> Trace:

@@ -112,6 +112,7 @@ const widened = ([low, high], share) => [low - share * (high - low), high + shar
 export function spectrum(trace, tip, select) {
   const {beta} = trace.fields;
   if (!beta) return null;
+  const [low, high] = trace.facts.gates.beta.range ?? [0, 2];
   return overDepth(
     trace,
     "spectrum",
@@ -121,7 +122,7 @@ export function spectrum(trace, tip, select) {
       [
         "spectrum",
         ({token}) => spread(beta, token, {name: "1 − β", shade: color("--line-1"), of: (value) => 1 - value}),
-        () => ({yaxis: {title: {text: "1 − β"}, range: [-1.08, 1.08], zeroline: true}}),
+        () => ({yaxis: {title: {text: "1 − β"}, range: widened([1 - high, 1 - low], 0.04), zeroline: true}}),
       ],
     ],
     select,
