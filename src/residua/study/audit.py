@@ -1,7 +1,7 @@
 """Audit the connections of a study's runs: repeat a run, which gives the same bits, and measure it as it trains."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,19 +75,24 @@ def audit(
 
 
 def _audited(run: Run, recorded: Record, report: Any) -> Record:
-    """Repeat a run with a checkpoint at every evaluation, which changes none of its numbers, and measure each."""
+    row = train_again(run, recorded, lambda *at: {"sublayers": sublayer_statistics(measured(*at))}, report)
+    return {**row, "tokens": WINDOWS * run.config.train.sequence_length}
+
+
+def train_again(run: Run, recorded: Record, measure: Callable[[Path, int], Record], report: Any) -> Record:
+    """Repeat a run with a checkpoint at every evaluation, which changes none of its numbers, and measure each.
+
+    measure: called with the run's folder and the step of a checkpoint; returns what goes into its point.
+    """
     every = run.config.train.evaluate_every
     kept = replace(run.config.train, checkpoint_every=every, keep_checkpoints=-(-run.config.train.steps // every) + 1)
     with tempfile.TemporaryDirectory() as home:
         place = Path(home) / "run"
         repeated = finite(repeat(run._replace(config=replace(run.config, train=kept)), place, report))
-        points = [
-            {"step": step, "sublayers": sublayer_statistics(measured(place, step))} for step in saved_steps(place)
-        ]
+        points = [{"step": step, **measure(place, step)} for step in saved_steps(place)]
     return {
         **{name: recorded[name] for name in ("key", "rung", "scheme", "connection", "seed", "steps")},
         "equal": Verified(run.key, recorded, repeated).equal,
-        "tokens": WINDOWS * run.config.train.sequence_length,
         "points": finite(points),
         "facts": circumstances(torch.device("cpu")),
     }
