@@ -1,7 +1,6 @@
 """The README and docs/ keep their promises: Python runs, commands work, links lead somewhere, tables are true."""
 
 import importlib
-import itertools
 import json
 import re
 import shlex
@@ -19,11 +18,10 @@ import residua
 import residua.demo
 from residua.cli import main
 from residua.runs.folder import flatten
-from residua.runs.statistics import paired
 from residua.study.plan import load_study
 from residua.study.results import results
 from residua.training import load_config
-from support.pages import blocks
+from support.pages import blocks, records
 from support.variants import ALL
 
 ROOT = Path(__file__).parents[1]
@@ -241,15 +239,10 @@ def test_the_tables_agree_with_the_records():
     assert done.returncode == 0, done.stderr
 
 
-def runs(name: str) -> list[dict]:
-    """The records of a file in experiments/."""
-    return [json.loads(line) for line in (ROOT / "experiments" / name).read_text(encoding="utf-8").splitlines()]
-
-
 def test_the_network_without_layers_is_ahead_where_the_pages_say_so():
     """Of every scheme, with any seeds of both, but for `mhc` on rotations in every plane."""
     losses = {}
-    for run in runs("geometry/quick/records.jsonl"):
+    for run in records("geometry/quick/records.jsonl"):
         if run["kind"] == "run":
             losses.setdefault(run["task"], {}).setdefault(run["model"], []).append(run["loss"])
     level = {}
@@ -275,210 +268,10 @@ def test_the_cited_rows_of_the_deviations_are_the_right_ones():
     assert cited == [["EDelta", "initial gate"], ["EDelta", "initial rotation"], ["EDelta", "H_pre, H_post"]]
 
 
-def test_what_is_said_of_resbench_is_what_its_records_say():
-    """The sentences of README.md, docs/results.md and docs/resbench.md; a record that says otherwise ends them."""
-    found = results(load_study("resbench"), runs("resbench/records.jsonl"), runs("resbench/costs.jsonl"))
-    whole = [one for one in found.rows if one.whole]
-    shapes = "0.1M", "0.1M-wide", "0.1M-deep"
-    assert {one.rung for one in whole} == {*shapes}
-    with_muon = {one.scheme: one for one in whole if one.scheme.endswith("-muon")}
-    row, wide, deep = (
-        {one.scheme: one for one in whole if one.rung == rung and one.scheme not in with_muon} for rung in shapes
-    )
-
-    def ends(estimate):
-        return estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
-
-    def difference(ours, theirs):
-        return ends(paired(ours, theirs))
-
-    def interval(name, baseline, measure, rows=row):
-        return ends(rows[name].difference(baseline, measure).estimate)
-
-    rates = {"ddl": {}, "ddl-write-only": {}}
-    for name, losses in rates.items():
-        for one in runs(f"resbench/rates/{name}.jsonl"):
-            losses.setdefault(one["point"]["train.lr"], {})[one["seed"]] = one["val_loss"]
-    for rate in (0.032, 0.064):
-        assert difference(rates["ddl"][rate], rates["ddl-write-only"][rate])[0] > 0
-    assert difference(rates["ddl"][0.064], rates["ddl"][0.032])[0] > 0
-    low, high = difference(rates["ddl-write-only"][0.064], rates["ddl-write-only"][0.032])
-    assert low < 0 < high
-
-    measures, baselines = ("tokens", "FLOPs", "seconds", "compiled seconds"), ("residual", "lambdas")
-    for name, baseline, measure, rows in itertools.product(
-        ("residual+tc", "lambdas+conv", "lambdas-gated+conv"), baselines, measures, (row, wide)
-    ):
-        assert interval(name, baseline, measure, rows)[1] < 0, (name, baseline, measure)
-    for baseline, measure, rows in itertools.product(baselines, measures, (row, wide, deep)):
-        found_there = {name: one.difference(baseline, measure) for name, one in rows.items()}
-        first = min((one.estimate.mean, name) for name, one in found_there.items() if one and one.estimate)[1]
-        assert first.startswith("ddl-tc") or first.endswith(("+tc", "+conv")), (first, baseline, measure)
-        if rows is deep and (baseline, measure) == ("lambdas", "seconds"):
-            low, high = interval("residual+tc", baseline, measure, deep)
-            assert low < 0 < high
-        else:
-            assert interval("residual+tc", baseline, measure, rows)[1] < 0
-        if (one := found_there["lambdas+tc"]) or measure != "compiled seconds":
-            assert ends(one.estimate)[1] < 0
-        if rows is deep and measure in ("tokens", "FLOPs"):
-            assert interval("lambdas-gated+conv", baseline, measure, deep)[1] < 0
-    for measure in measures:
-        assert interval("lambdas", "residual", measure, deep)[1] < 0
-    level = deep["lambdas-gated+conv"].difference("lambdas", "seconds").estimate
-    assert ends(level)[0] < 0 < ends(level)[1]
-    assert round(level.detectable, 3) == 0.023
-    for rows in (row, wide):
-        low, high = difference(rows["lambdas+tc"].losses, rows["residual+tc"].losses)
-        assert low < 0 < high
-    assert difference(deep["lambdas+tc"].losses, deep["residual+tc"].losses)[1] < 0
-    assert min(row.values(), key=lambda one: one.loss.mean) is row["lambdas-gated+tc"]
-    gated, others = deep["lambdas-gated+tc"], [one for name, one in deep.items() if name != "lambdas-gated+tc"]
-    last = {seed: loss - min(one.losses[seed] for one in others) for seed, loss in gated.losses.items()}
-    assert sorted(loss < 0 for loss in last.values()) == [False, True, True, True, True]
-    (jumped,) = (run for run in gated.runs if run["kind"] == "report" and last[run["seed"]] > 0)
-    jump = next(later[0] for (_, loss), later in itertools.pairwise(jumped["curve"]) if later[1] > loss + 1)
-    assert jump <= jumped["steps"] / 2 + 1
-    assert all(
-        interval("lambdas-gated+tc", baseline, measure, deep)[0]
-        < 0
-        < interval("lambdas-gated+tc", baseline, measure, deep)[1]
-        for baseline, measure in itertools.product(baselines, measures)
-    )
-    assert interval("ddl-tc", "lambdas", "compiled seconds", deep)[0] > 0
-    assert interval("ddl-tc", "residual", "compiled seconds", deep)[1] > 0
-    assert round(deep["ddl-tc"].cost["time_ratio"]["median"], 2) == 1.76
-    timed = [
-        round(cost["time_ratio"]["median"], 2)
-        for cost in runs("resbench/costs.jsonl")
-        if (cost["rung"], cost["scheme"], cost.get("compiled", False)) == ("0.1M", "residual+tc", False)
-    ]
-    assert timed == [1.11, 1.08, 1.16]
-    low, high = difference(wide["residual+tc"].losses, wide["residual+conv"].losses)
-    assert low < 0 < high
-    assert difference(row["residual+tc"].losses, row["residual+conv"].losses)[1] < 0
-    assert wide["residual+conv"].cost["time_ratio"]["median"] < wide["residual+tc"].cost["time_ratio"]["median"]
-    for baseline, rows in itertools.product(baselines, (row, wide)):
-        assert interval("ddl-tc", baseline, "tokens", rows)[1] < 0
-        assert interval("ddl-tc", baseline, "compiled seconds", rows)[1] < 0
-        low, high = interval("gated-orthogonal", baseline, "tokens", rows)
-        assert low < 0 < high
-    ratios = []
-    for name, rows in itertools.product(("ddl-ec", "ddl-tc"), (row, wide)):
-        assert all(interval(name, baseline, "seconds", rows)[1] > 0 for baseline in baselines)
-        assert interval(name, "residual", "compiled seconds", rows)[1] < 0
-        ratios.append(round(rows[name].cost["time_ratio"]["median"], 2))
-        assert rows["residual+tc"].cost["time_ratio"]["median"] < ratios[-1]
-    assert (min(ratios), max(ratios)) == (1.39, 1.48)
-    given = {(answer.rung, answer.scheme, answer.to, answer.measure): answer for answer in found.answers}
-    for pair, verdict in (
-        (("ddl-tc", "ddl-tc-write-only"), "no difference seen"),
-        (("ddl", "ddl-write-only"), "behind"),
-        (("ddl-tc", "residual+tc"), "ahead"),
-        (("gated-delta+tc", "residual+tc"), "no difference seen"),
-        (("lambdas-gated+conv", "lambdas+conv"), "ahead by its interval"),
-    ):
-        answer = given[("0.1M-wide", *pair, "tokens")]
-        assert answer.verdict.startswith(verdict), pair
-    assert given["0.1M-wide", "ddl-tc", "residual+tc", "tokens"].difference.clear
-    for pair, verdict in (
-        (("ddl-tc", "ddl-tc-write-only"), "no difference seen"),
-        (("ddl-tc", "residual+tc"), "behind"),
-        (("lambdas-gated+conv", "lambdas+conv"), "ahead"),
-    ):
-        assert given[("0.1M-deep", *pair, "tokens")].verdict.startswith(verdict), pair
-    seen = [given[rung, "ddl-tc", "ddl-tc-write-only", "tokens"].difference.estimate.detectable for rung in shapes]
-    assert [round(value, 3) for value in seen] == [0.018, 0.040, 0.036]
-    assert -given["0.1M-wide", "ddl-tc", "residual+tc", "tokens"].difference.estimate.mean < seen[1]
-    for rows, baseline in itertools.product((row, wide, deep), baselines):
-        clear = [rows["lambdas+tc"].difference(baseline, measure).clear for measure in ("tokens", "FLOPs", "seconds")]
-        assert all(clear) == (rows is wide)
-    answers = {tuple(pair): answer for (rung, *pair), answer in given.items() if rung == "0.1M"}
-    for name in ("residual+tc-muon", "lambdas-gated+tc-muon", "ddl-tc-muon"):
-        verdict = answers[name, "residual-muon", "tokens"].verdict
-        assert verdict == "ahead by its interval, but not after the correction"
-    for pair in (("gated-orthogonal-muon", "residual-muon"), ("ddl-tc-muon", "residual+tc-muon")):
-        assert answers[(*pair, "tokens")].verdict.startswith("no difference seen")
-    assert interval("mhc", "residual", "tokens")[1] < 0
-    assert interval("mhc", "lambdas", "tokens")[0] < 0 < interval("mhc", "lambdas", "tokens")[1]
-    assert round(row["mhc"].cost["time_ratio"]["median"], 2) == 1.97
-    gains = [one.difference("residual", "tokens").estimate.mean for name, one in row.items() if name != "residual"]
-    muon = with_muon["residual-muon"].difference("residual", "tokens").estimate.mean
-    assert sum(gain > muon for gain in gains) > len(gains) / 2
-    for pair, verdict, seeds in (
-        (("ddl", "ddl-write-only"), "behind", 10),
-        (("gated-delta-write", "gated-delta-write-only"), "behind", 10),
-        (("gated-delta", "residual"), "no difference seen", 10),
-        (("gated-delta-positive", "residual"), "no difference seen", 10),
-        (("ddl-tc", "ddl-tc-write-only"), "no difference seen", 5),
-        (("ddl-tc", "residual+tc"), "no difference seen", 5),
-        (("gated-delta+tc", "residual+tc"), "behind", 5),
-        (("lambdas-gated+conv", "lambdas+conv"), "no difference seen", 5),
-    ):
-        answer = answers[(*pair, "tokens")]
-        assert (answer.verdict.startswith(verdict), answer.difference.estimate.count) == (True, seeds), pair
-
-    losses = {}  # by scheme, point and kind: of the schemes whose two best points were trained with all seeds
-    for one in runs("resbench/records.jsonl"):
-        own = row.get(one["scheme"]) if one["rung"] == "0.1M" else None
-        if own and (one["kind"] != "report" or one["seed"] in own.losses):
-            points = losses.setdefault(one["scheme"], {})
-            points.setdefault(json.dumps(one["point"]), {}).setdefault(one["kind"], {})[one["seed"]] = one["val_loss"]
-    both = {
-        name: [kinds for kinds in points.values() if len(kinds.get("report", ())) == 5]
-        for name, points in losses.items()
-    }
-    both = {name: points for name, points in both.items() if len(points) > 1}
-    choices = {
-        "short": lambda kinds: kinds["tune"][0],
-        "one": lambda kinds: kinds["final"][0],
-        "three": lambda kinds: statistics.fmean(kinds["final"].values()),
-    }
-    lost = {how: [] for how in choices}
-    for (how, choice), points in itertools.product(choices.items(), both.values()):
-        means = [statistics.fmean(kinds["report"].values()) for kinds in points]
-        chosen = min(range(len(points)), key=lambda i: choice(points[i]))
-        lost[how].append(means[chosen] - min(means))
-    assert {how: sum(loss > 0 for loss in found) for how, found in lost.items()} == {"short": 6, "one": 4, "three": 3}
-    assert len(both) == 10
-    assert 0.029 < max(lost["one"]) < 0.0305
-    assert 0.014 < max(lost["three"]) < 0.0155
-    (audited,) = (
-        one["points"]
-        for one in runs("resbench/audits.jsonl")
-        if (one["rung"], one["scheme"], one.get("seed")) == ("0.1M-deep", "lambdas-gated+tc", jumped["seed"])
-    )
-    stuck = {one["step"]: sum(sub["gate_q05"] > 0.99 for sub in one["sublayers"]) for one in audited}
-    assert stuck[jump] == 8 == len(audited[0]["sublayers"]) / 2
-    assert all(count <= 1 for step, count in stuck.items() if step < jump)
-    assert stuck[jumped["steps"]] == 3
-    (other,) = (
-        one["points"]
-        for one in runs("resbench/audits.jsonl")
-        if (one["rung"], one["scheme"], one.get("seed")) == ("0.1M-deep", "lambdas-gated+tc", 1)
-    )
-    assert max(sum(sub["gate_q05"] > 0.99 for sub in one["sublayers"]) for one in other) == 1
-    audits = {one["scheme"]: one["points"][-1] for one in found.with_audits(runs("resbench/audits.jsonl")).audits}
-    gates = {name: audits[name]["sublayers"] for name in ("gated-orthogonal", "lambdas-gated")}
-    assert sum(one["gate_q50"] < -0.98 for one in gates["gated-orthogonal"]) == 5
-    assert sum(one["gate_q50"] < 0 for one in gates["lambdas-gated"]) == 4
-    mlp, *others = sorted(audits["ddl-tc"]["sublayers"], key=lambda one: -one["reflection"])
-    assert mlp["sublayer"] == "1 mlp"
-    assert 0.15 < mlp["reflection"] < 0.2
-    assert all(one["reflection"] < 0.01 for one in others)
-    assert all(0.3 < one["beta_q50"] < 1.3 for one in audits["ddl"]["sublayers"])
-    assert statistics.fmean(one["reflection"] for one in audits["ddl"]["sublayers"]) < 0.05
-    point = {one["key"]: one["point"]["train.lr"] for one in runs("resbench/records.jsonl")}
-    (fast,) = (one for one in runs("resbench/audits.jsonl") if (one["scheme"], point[one["key"]]) == ("ddl", 0.064))
-    gates = fast["points"][-1]["sublayers"]
-    assert gates[1]["beta_q05"] > 1.5
-    assert gates[6]["beta_q95"] < 0.1
-
-
 def test_the_demo_has_the_settings_that_resbench_found_and_its_page_says_what_came_out():
-    found = results(load_study("resbench"), runs("resbench/records.jsonl"), ())
+    found = results(load_study("resbench"), records("resbench/records.jsonl"), ())
     rows = {row.scheme: row for row in found.rows if row.rung == "0.1M"}
-    steps = {one["steps"] for one in runs("resbench/records.jsonl") if (one["rung"], one["kind"]) == ("0.1M", "report")}
+    steps = {run["steps"] for row in rows.values() for run in row.runs if run["kind"] == "report"}
     for name, scheme in (("residual", "residual"), ("ddl-tc", "ddl-tc"), ("residual-tc", "residual+tc")):
         config = load_config(residua.demo.RECIPES[name])
         keys = flatten(asdict(config))
@@ -495,13 +288,13 @@ def test_the_demo_has_the_settings_that_resbench_found_and_its_page_says_what_ca
 def test_the_limits_of_the_reproduction_agree_with_its_records():
     """Which rows were tuned over the initial scale, and what the sweep of the demo says of the others."""
     tried = {}
-    for run in runs("reproduction.jsonl"):
+    for run in records("reproduction.jsonl"):
         tried.setdefault(run["variant"], set()).add(run["embedding_init_std"])
     assert tried.pop("residual") == {0.06, 0.12, 0.24}
     assert set(map(tuple, tried.values())) == {(0.12,)}
 
     losses = {}
-    for run in runs("tune-tiny.jsonl"):
+    for run in records("tune-tiny.jsonl"):
         place = run["scheme"], run["embedding_init_std"], run["hidden_init_std_factor"]
         losses.setdefault(place, {}).setdefault(run["lr"], []).append(run["val_loss"])
     best = {

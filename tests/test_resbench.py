@@ -1,0 +1,285 @@
+"""What README.md, docs/results.md and docs/resbench.md say of ResBench is what its records say."""
+
+import itertools
+import json
+import statistics
+
+import pytest
+
+from residua.runs.statistics import paired
+from residua.study.plan import load_study
+from residua.study.results import results
+from support.pages import records
+
+SHAPES = "0.1M", "0.1M-wide", "0.1M-deep"
+BASELINES = "residual", "lambdas"
+MEASURES = "tokens", "FLOPs", "seconds", "compiled seconds"
+FAILED = "0.1M-deep", "lambdas-gated+tc"
+"""A row with a run whose loss jumped."""
+
+
+@pytest.fixture(scope="module")
+def found():
+    return results(load_study("resbench"), records("resbench/records.jsonl"), records("resbench/costs.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def rows(found):
+    """By size and scheme, those of which all seeds are finished; those with Muon at a size of their own."""
+    whole = {}
+    for row in found.rows:
+        if row.whole:
+            muon = row.scheme.endswith("-muon")
+            whole.setdefault(f"{row.rung}-muon" if muon else row.rung, {})[row.scheme] = row
+    return whole
+
+
+@pytest.fixture(scope="module")
+def answers(found):
+    """By size, both schemes and measure."""
+    return {(one.rung, one.scheme, one.to, one.measure): one for one in found.answers}
+
+
+@pytest.fixture(scope="module")
+def audits():
+    return records("resbench/audits.jsonl")
+
+
+def side(estimate):
+    """Where the interval of a difference is."""
+    low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
+    return "ahead" if high < 0 else "behind" if low > 0 else "level"
+
+
+def to(row, baseline, measure):
+    return side(row.difference(baseline, measure).estimate)
+
+
+def against(ours, theirs):
+    """At equal tokens, over the study's seeds."""
+    return side(paired(ours.losses, theirs.losses))
+
+
+def ratio(row):
+    """Of the time of a step to that of the plain residual's."""
+    return round(row.cost["time_ratio"]["median"], 2)
+
+
+def jumped(rows):
+    """The one run of the row that failed which is not ahead of all others of its seed."""
+    failed = rows[FAILED[0]][FAILED[1]]
+    others = [row for name, row in rows[FAILED[0]].items() if name != failed.scheme]
+    best = {seed: min(row.losses[seed] for row in others) for seed in failed.losses}
+    (seed,) = (seed for seed, loss in failed.losses.items() if loss > best[seed])
+    (run,) = (run for run in failed.runs if (run["kind"], run["seed"]) == ("report", seed))
+    return run
+
+
+def test_the_sizes_that_have_rows(rows):
+    assert rows.keys() == {*SHAPES, "0.1M-muon"}
+
+
+@pytest.mark.parametrize(("baseline", "measure"), list(itertools.product(BASELINES, MEASURES)))
+def test_a_convolution_leads_in_every_shape(rows, baseline, measure):
+    for rung in SHAPES:
+        here = rows[rung]
+        there = {name: one for name, row in here.items() if (one := row.difference(baseline, measure)) and one.estimate}
+        first = min((one.estimate.mean, name) for name, one in there.items())[1]
+        assert first.startswith("ddl-tc") or first.endswith(("+tc", "+conv")), rung
+        level = (rung, baseline, measure) == ("0.1M-deep", "lambdas", "seconds")
+        assert to(here["residual+tc"], baseline, measure) == ("level" if level else "ahead"), rung
+        if "lambdas+tc" in there or measure != "compiled seconds":
+            assert to(here["lambdas+tc"], baseline, measure) == "ahead", rung
+        if rung != "0.1M-deep":
+            assert to(here["lambdas+conv"], baseline, measure) == "ahead", rung
+    assert min(rows["0.1M"].values(), key=lambda row: row.loss.mean).scheme == "lambdas-gated+tc"
+
+
+def test_the_convolution_of_the_embedding_beside_that_of_every_sublayer(rows):
+    for rung, expected in (("0.1M-wide", "level"), ("0.1M", "ahead")):
+        assert against(rows[rung]["residual+tc"], rows[rung]["residual+conv"]) == expected
+    assert ratio(rows["0.1M-wide"]["residual+conv"]) < ratio(rows["0.1M-wide"]["residual+tc"])
+
+
+def test_scales_help_in_eight_layers(rows):
+    deep = rows["0.1M-deep"]
+    assert {to(deep["lambdas"], "residual", measure) for measure in MEASURES} == {"ahead"}
+    for rung, expected in (("0.1M-deep", "ahead"), ("0.1M", "level"), ("0.1M-wide", "level")):
+        assert against(rows[rung]["lambdas+tc"], rows[rung]["residual+tc"]) == expected
+    for rung, baseline in itertools.product(SHAPES, BASELINES):
+        scales = rows[rung]["lambdas+tc"]
+        clear = [scales.difference(baseline, measure).clear for measure in ("tokens", "FLOPs", "seconds")]
+        assert all(clear) == (rung == "0.1M-wide")
+
+
+@pytest.mark.parametrize(
+    ("rung", "scheme", "other", "verdict"),
+    [
+        ("0.1M", "ddl-tc", "residual+tc", "no difference seen"),
+        ("0.1M-deep", "ddl-tc", "residual+tc", "behind"),
+        ("0.1M-wide", "ddl-tc", "residual+tc", "ahead"),
+        ("0.1M", "ddl-tc", "ddl-tc-write-only", "no difference seen"),
+        ("0.1M-deep", "ddl-tc", "ddl-tc-write-only", "no difference seen"),
+        ("0.1M-wide", "ddl-tc", "ddl-tc-write-only", "no difference seen"),
+        ("0.1M", "ddl", "ddl-write-only", "behind"),
+        ("0.1M-wide", "ddl", "ddl-write-only", "behind"),
+        ("0.1M", "gated-delta-write", "gated-delta-write-only", "behind"),
+        ("0.1M", "gated-delta", "residual", "no difference seen"),
+        ("0.1M", "gated-delta-positive", "residual", "no difference seen"),
+        ("0.1M", "gated-delta+tc", "residual+tc", "behind"),
+        ("0.1M-wide", "gated-delta+tc", "residual+tc", "no difference seen"),
+        ("0.1M", "lambdas-gated+conv", "lambdas+conv", "no difference seen"),
+        ("0.1M-deep", "lambdas-gated+conv", "lambdas+conv", "ahead"),
+        ("0.1M-wide", "lambdas-gated+conv", "lambdas+conv", "ahead by its interval"),
+        ("0.1M", "residual+tc-muon", "residual-muon", "ahead by its interval, but not after the correction"),
+        ("0.1M", "lambdas-gated+tc-muon", "residual-muon", "ahead by its interval, but not after the correction"),
+        ("0.1M", "ddl-tc-muon", "residual-muon", "ahead by its interval, but not after the correction"),
+        ("0.1M", "gated-orthogonal-muon", "residual-muon", "no difference seen"),
+        ("0.1M", "ddl-tc-muon", "residual+tc-muon", "no difference seen"),
+    ],
+)
+def test_the_answers_at_equal_tokens(answers, rung, scheme, other, verdict):
+    assert answers[rung, scheme, other, "tokens"].verdict.startswith(verdict)
+
+
+def test_ddl_adds_to_its_convolution_in_two_layers_also_after_the_correction(answers):
+    assert answers["0.1M-wide", "ddl-tc", "residual+tc", "tokens"].difference.clear
+
+
+def test_what_such_a_study_would_see_of_erasing_on_four_channels(answers):
+    seen = [answers[rung, "ddl-tc", "ddl-tc-write-only", "tokens"].difference.estimate.detectable for rung in SHAPES]
+    assert [round(value, 3) for value in seen] == [0.018, 0.040, 0.036]
+    assert -answers["0.1M-wide", "ddl-tc", "residual+tc", "tokens"].difference.estimate.mean < seen[1]
+
+
+def test_the_questions_on_erasing_have_ten_seeds_in_four_layers(answers):
+    asked = (
+        ("ddl", "ddl-write-only"),
+        ("gated-delta-write", "gated-delta-write-only"),
+        ("gated-delta", "residual"),
+        ("gated-delta-positive", "residual"),
+    )
+    assert {answers[("0.1M", *pair, "tokens")].difference.estimate.count for pair in asked} == {10}
+    assert answers["0.1M", "ddl-tc", "ddl-tc-write-only", "tokens"].difference.estimate.count == 5
+    assert answers["0.1M-wide", "ddl", "ddl-write-only", "tokens"].difference.estimate.count == 5
+
+
+def test_no_delta_form_is_ahead_of_lambdas_at_equal_seconds_in_every_shape(rows):
+    for rung, baseline, measure in itertools.product(SHAPES, BASELINES, MEASURES):
+        if rung != "0.1M-deep" or measure in ("tokens", "FLOPs"):
+            assert to(rows[rung]["lambdas-gated+conv"], baseline, measure) == "ahead", (rung, baseline, measure)
+    level = rows["0.1M-deep"]["lambdas-gated+conv"].difference("lambdas", "seconds").estimate
+    assert side(level) == "level"
+    assert round(level.detectable, 3) == 0.023
+    for rung, baseline in itertools.product(("0.1M", "0.1M-wide"), BASELINES):
+        assert to(rows[rung]["gated-orthogonal"], baseline, "tokens") == "level"
+
+
+def test_the_run_that_failed(rows, audits):
+    failed, run = rows[FAILED[0]][FAILED[1]], jumped(rows)
+    assert {to(failed, *measure) for measure in itertools.product(BASELINES, MEASURES)} == {"level"}
+    jump = next(later[0] for (_, loss), later in itertools.pairwise(run["curve"]) if later[1] > loss + 1)
+    assert jump <= run["steps"] / 2 + 1
+
+    def stuck(seed):
+        """By step: the sublayers whose gates stand at 1 for nearly every token."""
+        (points,) = [one["points"] for one in audits if (one["rung"], one["scheme"], one["seed"]) == (*FAILED, seed)]
+        return {one["step"]: sum(sub["gate_q05"] > 0.99 for sub in one["sublayers"]) for one in points}
+
+    after = stuck(run["seed"])
+    assert (after[jump], after[run["steps"]]) == (8, 3)
+    assert all(count <= 1 for step, count in after.items() if step < jump)
+    assert max(stuck(1).values()) == 1
+
+
+def test_most_schemes_give_the_plain_residual_less_than_muon_does(rows):
+    muon = rows["0.1M-muon"]["residual-muon"].difference("residual", "tokens").estimate.mean
+    gains = [
+        row.difference("residual", "tokens").estimate.mean for name, row in rows["0.1M"].items() if name != "residual"
+    ]
+    assert sum(gain > muon for gain in gains) > len(gains) / 2
+
+
+def test_four_streams_are_ahead_of_the_plain_residual_only(rows):
+    four = rows["0.1M"]["mhc"]
+    assert [to(four, baseline, "tokens") for baseline in BASELINES] == ["ahead", "level"]
+    assert ratio(four) == 1.97
+    assert four.difference("residual", "seconds").estimate is None
+
+
+def test_at_equal_seconds_the_compiler_decides_for_ddl(rows):
+    ratios = []
+    for name, rung in itertools.product(("ddl-ec", "ddl-tc"), ("0.1M", "0.1M-wide")):
+        row = rows[rung][name]
+        assert all(to(row, baseline, "seconds") != "ahead" for baseline in BASELINES)
+        assert to(row, "residual", "compiled seconds") == "ahead"
+        ratios.append(ratio(row))
+        assert ratio(rows[rung]["residual+tc"]) < ratios[-1]
+    assert (min(ratios), max(ratios)) == (1.39, 1.48)
+    for rung, baseline, measure in itertools.product(("0.1M", "0.1M-wide"), BASELINES, ("tokens", "compiled seconds")):
+        assert to(rows[rung]["ddl-tc"], baseline, measure) == "ahead"
+    deep = rows["0.1M-deep"]["ddl-tc"]
+    assert to(deep, "lambdas", "compiled seconds") == "behind"
+    assert to(deep, "residual", "compiled seconds") != "ahead"
+    assert ratio(deep) == 1.76
+
+
+def test_a_ratio_of_times_moves_from_one_measurement_to_the_next():
+    timed = [
+        round(cost["time_ratio"]["median"], 2)
+        for cost in records("resbench/costs.jsonl")
+        if (cost["rung"], cost["scheme"], cost.get("compiled", False)) == ("0.1M", "residual+tc", False)
+    ]
+    assert timed == [1.11, 1.08, 1.16]
+
+
+def test_what_three_seeds_are_worth_in_the_choice_of_a_point(rows):
+    losses = {}  # by scheme, point and kind: of the schemes whose two best points were trained with all seeds
+    for one in records("resbench/records.jsonl"):
+        own = rows["0.1M"].get(one["scheme"]) if one["rung"] == "0.1M" else None
+        if own and (one["kind"] != "report" or one["seed"] in own.losses):
+            points = losses.setdefault(one["scheme"], {})
+            points.setdefault(json.dumps(one["point"]), {}).setdefault(one["kind"], {})[one["seed"]] = one["val_loss"]
+    both = [[kinds for kinds in points.values() if len(kinds.get("report", ())) == 5] for points in losses.values()]
+    both = [points for points in both if len(points) > 1]
+    choices = {
+        "short": lambda kinds: kinds["tune"][0],
+        "one": lambda kinds: kinds["final"][0],
+        "three": lambda kinds: statistics.fmean(kinds["final"].values()),
+    }
+    lost = {how: [] for how in choices}
+    for (how, choice), points in itertools.product(choices.items(), both):
+        means = [statistics.fmean(kinds["report"].values()) for kinds in points]
+        chosen = min(range(len(points)), key=lambda i: choice(points[i]))
+        lost[how].append(means[chosen] - min(means))
+    assert {how: sum(loss > 0 for loss in some) for how, some in lost.items()} == {"short": 6, "one": 4, "three": 3}
+    assert len(both) == 10
+    assert 0.029 < max(lost["one"]) < 0.0305
+    assert 0.014 < max(lost["three"]) < 0.0155
+
+
+def test_what_a_learning_rate_is_worth():
+    rates = {"ddl": {}, "ddl-write-only": {}}
+    for name, losses in rates.items():
+        for one in records(f"resbench/rates/{name}.jsonl"):
+            losses.setdefault(one["point"]["train.lr"], {})[one["seed"]] = one["val_loss"]
+    ddl, without = rates.values()
+    assert [side(paired(ddl[rate], without[rate])) for rate in (0.032, 0.064)] == ["behind", "behind"]
+    assert [side(paired(one[0.064], one[0.032])) for one in (ddl, without)] == ["behind", "level"]
+
+
+def test_what_the_audits_say_of_the_gates(found, audits):
+    last = {one["scheme"]: one["points"][-1]["sublayers"] for one in found.with_audits(audits).audits}
+    assert sum(one["gate_q50"] < -0.98 for one in last["gated-orthogonal"]) == 5
+    assert sum(one["gate_q50"] < 0 for one in last["lambdas-gated"]) == 4
+    mlp, *others = sorted(last["ddl-tc"], key=lambda one: -one["reflection"])
+    assert mlp["sublayer"] == "1 mlp"
+    assert 0.15 < mlp["reflection"] < 0.2
+    assert all(one["reflection"] < 0.01 for one in others)
+    assert all(0.3 < one["beta_q50"] < 1.3 for one in last["ddl"])
+    assert statistics.fmean(one["reflection"] for one in last["ddl"]) < 0.05
+    point = {one["key"]: one["point"]["train.lr"] for one in records("resbench/records.jsonl")}
+    (fast,) = (one for one in audits if (one["scheme"], point[one["key"]]) == ("ddl", 0.064))
+    gates = fast["points"][-1]["sublayers"]
+    assert gates[1]["beta_q05"] > 1.5
+    assert gates[6]["beta_q95"] < 0.1
