@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from residua.connections import PRESETS
 from residua.runs.statistics import Estimate
 from residua.study.picture import draw, draw_gates, draw_sizes
 from residua.study.plan import untried
@@ -369,6 +370,20 @@ def test_sizes_stand_side_by_side_where_schemes_have_rows_at_several():
     assert panels[0].get_legend_handles_labels()[1] == ["small", "large"]
     (mean,) = {line.get_xdata()[0] for line in panels[0].lines if line.get_marker() in ("o", "s")}
     assert mean == pytest.approx(found.row("large", "ddl").difference("residual", "tokens").estimate.mean)
+
+
+def test_the_difference_of_one_row_that_is_far_from_all_others_is_drawn():
+    small, others = DOCUMENT["rungs"]["small"], [name for name in PRESETS if name not in ("residual", "ddl")][:20]
+    sizes = study(
+        rungs={"small": small, "large": {**small, "tuned": "small"}},
+        schemes={name: {} for name in ("residual", "ddl", *others)},
+    )
+    there = [*records(), *(one for name in others for one in copied(name))]
+    again = [{**one, "rung": "large", "key": one["key"].replace("small", "large")} for one in there]
+    far = [{**one, "val_loss": one["val_loss"] - 1} if one["scheme"] == others[0] else one for one in again]
+    found = results(sizes, [*there, *far], ())
+    panels = draw_sizes(found).axes
+    assert panels[0].get_xlim()[0] < found.row("large", others[0]).difference("residual", "tokens").estimate.mean
 
 
 @pytest.mark.parametrize("gate", ["gate", "strangers_own"])

@@ -72,16 +72,16 @@ def draw_sizes(found: Results) -> Figure | None:
     Only of schemes with rows at three sizes, or at two if the study has no more, the lowest mean difference on top.
     None where there are fewer sizes or no such schemes.
     """
-    first, rows, means = found.study.baselines[0], {}, {}
+    first, rows, leads = found.study.baselines[0], {}, {}
     for row in found.rows:
         difference = row.difference(first, "tokens")
         if difference is not None and difference.estimate is not None:
             rows[row.scheme, row.rung] = row
-            means.setdefault(row.scheme, []).append(difference.estimate.mean)
+            leads.setdefault(row.scheme, []).append(difference.estimate.mean)
     sizes = [rung for rung in found.study.rungs if any(rung == there for _, there in rows)]
     enough = min(3, max(2, len(sizes)))
-    names = [name for name in means if len(means[name]) >= enough]
-    names.sort(key=lambda name: statistics.fmean(means[name]), reverse=True)
+    names = [name for name in leads if len(leads[name]) >= enough]
+    names.sort(key=lambda name: statistics.fmean(leads[name]), reverse=True)
     baselines = [name for name in found.study.baselines if {*names} - {name}]
     if not baselines:
         return None
@@ -102,16 +102,17 @@ def draw_sizes(found: Results) -> Figure | None:
         panel.set_yticks(range(len(names)), names, family="monospace", fontsize=8.5)
         panel.grid(axis="x", color="#dddddd", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
-    ends = [
-        d.estimate.mean + sign * d.estimate.half_width
-        for name, rung in rows
-        for d in rows[name, rung].differences
-        for sign in (-1, 1)
-        if name in names and d.estimate and d.estimate.half_width is not None
+    shown = [
+        one.estimate
+        for (name, _), row in rows.items()
+        for one in row.differences
+        if name in names and one.estimate and one.estimate.half_width is not None
     ]
-    # A row with a run that failed has an interval that would press all others together: it leaves the panel.
-    low, *_, high = statistics.quantiles(sorted([*ends, 0.0, 0.0]), n=40)
-    panels[0][0].set_xlim(min(low, 0.0) - 0.01, max(high, 0.0) + 0.01)
+    means = [one.mean for one in shown]
+    ends = [one.mean + sign * one.half_width for one in shown for sign in (-1, 1)]
+    # An interval around a run that failed would press all others together, so it leaves the panel; no mean does.
+    low, *_, high = statistics.quantiles([*ends, 0.0, 0.0], n=40)
+    panels[0][0].set_xlim(min(low, 0.0, *means) - 0.01, max(high, 0.0, *means) + 0.01)
     for panel, measure in zip(panels[0], found.measures):
         panel.set_title(f"equal {measure}", fontsize=10)
     for (panel, *_), baseline in zip(panels, baselines):
