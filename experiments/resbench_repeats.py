@@ -3,18 +3,23 @@
 A label is repeated if the same token came after the same token before, in the same window: what a network predicts
 that looks up the earlier occurrence of the token that it reads (an induction head). Trains reported runs of a seed
 again, which gives the same bits, and appends one JSON line for each to the record; runs that stand in it are left out.
+Then draws all of the record.
 
     python experiments/resbench_repeats.py runs/resbench --data data/resbench --rung 0.3M --schemes residual lambdas
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from residua.data.batches import HeldOutBatches
 from residua.evaluation.loss import IGNORED_LABEL, held_out_loss
 from residua.experiment import open_run
+from residua.runs import jsonlines
+from residua.runs.figures import COLOURS
 from residua.runs.jsonlines import JsonLines
 from residua.runs.progress import Progress
 from residua.runs.sweep import Record
@@ -46,6 +51,25 @@ def measured(place: Path, step: int) -> Record:
     }
 
 
+def draw(rows: Sequence[Record]) -> Figure:
+    """Draw both losses along training, a line for each run."""
+    figure = Figure(figsize=(8.4, 3.2), dpi=130, layout="constrained")
+    (share,) = {round(row["points"][-1]["share"], 2) for row in rows}
+    titles = {"repeated": f"labels whose pair came before ({share:.0%})", "other": "all other labels"}
+    for panel, (name, title) in zip(figure.subplots(1, 2), titles.items()):
+        for number, row in enumerate(rows):
+            steps, losses = zip(*((point["step"], point[name]) for point in row["points"]))
+            label = f"{row['scheme']}, {row['rung']}"
+            panel.plot(steps, losses, color=COLOURS[number], marker="os^D"[number], markersize=4, label=label)
+        panel.set_title(title, fontsize=10)
+        panel.grid(axis="y", color="#dddddd", linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("Held-out loss (nats per token)")
+    figure.axes[0].legend(frameon=False, prop={"family": "monospace", "size": 9})
+    figure.supxlabel("Step", fontsize=10)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="the folder of a study")
@@ -54,6 +78,7 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", type=Path, default=Path(__file__).with_name("resbench") / "repeats.jsonl")
+    parser.add_argument("--picture", type=Path, default=Path(__file__).parents[1] / "docs" / "resbench-repeats.png")
     arguments = parser.parse_args()
     plan, rows, _ = open_study(arguments.study, arguments.data)
     finished = {row["key"]: row for row in rows}
@@ -66,6 +91,7 @@ def main() -> None:
                     row = train_again(run, finished[run.key], measured, lambda step, bar=bar: bar.update(step, ""))
                 lines.write(row)
                 lines.sync()
+    draw(jsonlines.read(arguments.record)).savefig(arguments.picture)
 
 
 if __name__ == "__main__":

@@ -425,6 +425,18 @@ def resbench_gates() -> str:
     return "\n".join(audited(resbench()))
 
 
+def resbench_repeats() -> str:
+    """The loss on labels whose pair with the token before came earlier in the window, and on all others."""
+    runs = records("resbench/repeats.jsonl")
+    steps = [point["step"] for point in runs[0]["points"]]
+    rows = [
+        [f"`{run['scheme']}`", name, *(f"{point[key]:.2f}" for point in run["points"])]
+        for key, name in (("repeated", "repeated"), ("other", "all other"))
+        for run in runs
+    ]
+    return markdown(["scheme", "labels", *(f"step {step:,}" for step in steps)], rows)
+
+
 def resbench_standings() -> str:
     """The schemes that are ahead of every baseline, before any correction and after the one for their number."""
     from residua.study.results import SIGNIFICANT
@@ -606,6 +618,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "rates": resbench_rates,
         "points": resbench_points,
         "gates": resbench_gates,
+        "repeats": resbench_repeats,
         "search": search_table,
     },
     "docs/retrofit.md": {

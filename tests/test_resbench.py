@@ -76,7 +76,43 @@ def jumped(rows):
 
 
 def test_the_sizes_that_have_rows(rows):
-    assert rows.keys() == {*SHAPES, "0.1M-muon"}
+    assert rows.keys() == {*SHAPES, "0.1M-muon", "0.3M"}
+
+
+def test_at_the_second_size_the_convolution_leads_and_the_gate_adds_nothing_that_is_seen(rows):
+    larger, small = rows["0.3M"], rows["0.1M"]
+    assert larger.keys() == {*BASELINES, "lambdas+conv", "lambdas-gated+conv"}
+    for baseline in BASELINES:
+        lead = larger["lambdas+conv"].difference(baseline, "tokens")
+        assert lead.ahead
+        assert round(lead.estimate.mean, 2) == -0.28
+        assert larger["lambdas-gated+conv"].difference(baseline, "tokens").ahead
+    leads = [small["lambdas+conv"].difference(baseline, "tokens").estimate.mean for baseline in BASELINES]
+    assert [round(lead, 2) for lead in leads] == [-0.06, -0.04]
+    assert to(larger["lambdas"], "residual", "tokens") == "level"
+    assert against(larger["lambdas-gated+conv"], larger["lambdas+conv"]) == "level"
+
+
+def test_the_lead_of_the_convolution_is_on_repeated_labels():
+    runs = records("resbench/repeats.jsonl")
+    assert [(one["scheme"], one["equal"]) for one in runs] == [("lambdas", True), ("lambdas+conv", True)]
+    plain, convolved = ({point["step"]: point for point in one["points"]} for one in runs)
+    last = max(plain)
+    assert [round(convolved[step]["repeated"], 2) for step in (963, 1605, last)] == [3.95, 2.12, 1.51]
+    assert round(plain[last]["repeated"], 2) == 3.44
+    assert [round(one[last]["other"], 2) for one in (convolved, plain)] == [4.20, 4.23]
+    share = plain[last]["share"]
+    assert round(share, 2) == 0.15
+    parts = {name: plain[last][name] - convolved[last][name] for name in ("repeated", "other")}
+    whole = share * parts["repeated"] + (1 - share) * parts["other"]
+    assert round(share * parts["repeated"] / whole, 1) == 0.9
+    reported = {one["key"]: one["val_loss"] for one in records("resbench/records.jsonl")}
+    assert whole == pytest.approx(reported[runs[0]["key"]] - reported[runs[1]["key"]], abs=1e-6)
+
+
+def test_each_size_was_trained_on_the_processor_that_the_page_names():
+    used = {(run["rung"].partition("-")[0], run["facts"]["cpu"]) for run in records("resbench/records.jsonl")}
+    assert used == {("0.1M", "AMD EPYC"), ("0.3M", "Intel(R) Xeon(R) Processor")}
 
 
 @pytest.mark.parametrize(("baseline", "measure"), list(itertools.product(BASELINES, MEASURES)))

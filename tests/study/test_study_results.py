@@ -152,6 +152,14 @@ def test_a_tuned_value_at_the_edge_of_what_was_tried_is_marked():
     assert row_of(results(study(), alone, costs())).edges == []
 
 
+def test_longer_runs_that_still_go_on_give_no_difference_over_some_of_the_seeds():
+    some = [one for one in records() if (one["kind"], one["seed"]) != ("longer", 3)]
+    known = {one.measure: one.estimate for one in results(study(), some, costs()).row("small", "ddl").differences}
+    assert known["tokens"].count == 3
+    assert known["FLOPs"] is None
+    assert known["seconds"] is None
+
+
 def test_longer_runs_of_a_single_size_are_told_in_how_to_read():
     rungs = {**study().rungs, "small": {"longer": [2.0]}}
     assert "trained for 2 times as many steps" in markdown(results(study(longer=[], rungs=rungs), records(), costs()))

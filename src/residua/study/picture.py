@@ -112,7 +112,8 @@ def draw_sizes(found: Results) -> Figure | None:
     ends = [one.mean + sign * one.half_width for one in shown for sign in (-1, 1)]
     # An interval around a run that failed would press all others together, so it leaves the panel; no mean does.
     low, *_, high = statistics.quantiles([*ends, 0.0, 0.0], n=40)
-    panels[0][0].set_xlim(min(low, 0.0, *means) - 0.01, max(high, 0.0, *means) + 0.01)
+    low, high = min(low, 0.0, *means), max(high, 0.0, *means)
+    panels[0][0].set_xlim(low - 0.12 * (high - low), high + 0.12 * (high - low))
     for panel, measure in zip(panels[0], found.measures):
         panel.set_title(f"equal {measure}", fontsize=10)
     for (panel, *_), baseline in zip(panels, baselines):

@@ -476,7 +476,9 @@ def _differences(row: Row, base: Row, longer: Sequence[Record]) -> list[Differen
         at = {seed: _at(known, row.steps * cost) for seed, known in losses.items()}
         theirs = {seed: loss for seed, (loss, _) in at.items() if loss is not None}
         ours = {seed: loss for seed, loss in row.losses.items() if loss is not None}
-        estimate = paired(ours, theirs) if len(ours) == len(row.losses) else None
+        # At another cost all seeds or none: the baselines' longer runs may still go on.
+        whole = len(ours) == len(row.losses) and (cost == 1 or ours.keys() <= theirs.keys())
+        estimate = paired(ours, theirs) if whole else None
         if measure in errors and estimate is not None:
             slope = statistics.fmean(at[seed][1] for seed in ours.keys() & theirs.keys())
             estimate = estimate.shared(slope * errors[measure])
