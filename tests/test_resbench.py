@@ -87,6 +87,9 @@ def test_at_the_second_size_the_convolution_leads_and_the_gate_adds_nothing_that
         assert lead.ahead
         assert round(lead.estimate.mean, 2) == -0.28
         assert larger["lambdas-gated+conv"].difference(baseline, "tokens").ahead
+    for name, measure in itertools.product(("lambdas+conv", "lambdas-gated+conv"), MEASURES):
+        assert larger[name].difference("residual", measure).ahead
+        assert measure == "tokens" or larger[name].difference("lambdas", measure).estimate is None
     leads = [small["lambdas+conv"].difference(baseline, "tokens").estimate.mean for baseline in BASELINES]
     assert [round(lead, 2) for lead in leads] == [-0.06, -0.04]
     assert to(larger["lambdas"], "residual", "tokens") == "level"
