@@ -36,12 +36,13 @@ def repeated(inputs: Tensor, labels: Tensor) -> Tensor:
 def measured(place: Path, step: int) -> Record:
     """The held-out loss of a checkpoint on repeated pairs and on all others, in nats per token."""
     opened = open_run(place, step, device="cpu")
-    batches = list(HeldOutBatches(opened.data.validation, 16, opened.config.train.sequence_length))
+    batches = HeldOutBatches(opened.data.validation, 16, opened.config.train.sequence_length)
+    marked = [(inputs, labels, repeated(inputs, labels)) for inputs, labels in batches]
 
     def loss(wanted: bool) -> Record:
-        labels = ((inputs, labels, repeated(inputs, labels) == wanted) for inputs, labels in batches)
+        part = [(inputs, labels.where(again == wanted, IGNORED_LABEL)) for inputs, labels, again in marked]
         with opened.precision():
-            return held_out_loss(opened.model, [(one, two.where(kept, IGNORED_LABEL)) for one, two, kept in labels])
+            return held_out_loss(opened.model, part)
 
     again, other = loss(True), loss(False)
     return {
@@ -60,7 +61,7 @@ def draw(rows: Sequence[Record]) -> Figure:
         for number, row in enumerate(rows):
             steps, losses = zip(*((point["step"], point[name]) for point in row["points"]))
             label = f"{row['scheme']}, {row['rung']}"
-            panel.plot(steps, losses, color=COLOURS[number], marker="os^D"[number], markersize=4, label=label)
+            panel.plot(steps, losses, color=COLOURS[number], marker="os^Dvp"[number], markersize=4, label=label)
         panel.set_title(title, fontsize=10)
         panel.grid(axis="y", color="#dddddd", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
@@ -91,7 +92,9 @@ def main() -> None:
                     row = train_again(run, finished[run.key], measured, lambda step, bar=bar: bar.update(step, ""))
                 lines.write(row)
                 lines.sync()
-    draw(jsonlines.read(arguments.record)).savefig(arguments.picture)
+    if not (rows := jsonlines.read(arguments.record)):
+        parser.error(f"{arguments.study} has no finished run of seed {arguments.seed} of these schemes at this size")
+    draw(rows).savefig(arguments.picture)
 
 
 if __name__ == "__main__":

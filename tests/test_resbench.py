@@ -199,7 +199,13 @@ def test_the_questions_on_erasing_have_ten_seeds_in_four_layers(answers):
         ("gated-delta-positive", "residual"),
     )
     assert {answers[("0.1M", *pair, "tokens")].difference.estimate.count for pair in asked} == {10}
-    assert answers["0.1M", "ddl-tc", "ddl-tc-write-only", "tokens"].difference.estimate.count == 5
+    others = (
+        ("ddl-tc", "ddl-tc-write-only"),
+        ("ddl-tc", "residual+tc"),
+        ("gated-delta+tc", "residual+tc"),
+        ("lambdas-gated+conv", "lambdas+conv"),
+    )
+    assert {answers[("0.1M", *pair, "tokens")].difference.estimate.count for pair in others} == {5}
     assert answers["0.1M-wide", "ddl", "ddl-write-only", "tokens"].difference.estimate.count == 5
 
 
@@ -221,8 +227,9 @@ def test_the_run_that_failed(rows, audits):
     assert jump <= run["steps"] / 2 + 1
 
     def stuck(seed):
-        """By step: the sublayers whose gates stand at 1 for nearly every token."""
+        """By step: the sublayers, of sixteen, whose gates stand at 1 for nearly every token."""
         (points,) = [one["points"] for one in audits if (one["rung"], one["scheme"], one["seed"]) == (*FAILED, seed)]
+        assert {len(one["sublayers"]) for one in points} == {16}
         return {one["step"]: sum(sub["gate_q05"] > 0.99 for sub in one["sublayers"]) for one in points}
 
     after = stuck(run["seed"])
