@@ -438,23 +438,30 @@ def resbench_repeats() -> str:
 
 
 def resbench_standings() -> str:
-    """The schemes that are ahead of every baseline, before any correction and after the one for their number."""
+    """Where a scheme is ahead of every baseline: a letter for each measure, before and after the correction."""
     from residua.study.results import SIGNIFICANT
 
     found = resbench()
-    sizes, rows = [rung for rung in found.study.rungs if finished(rung)], []
-    for measure in found.measures:
-        cells = []
-        for rung in sizes:
-            names = []
-            for row in finished(rung):
-                against = [row.difference(name, measure) for name in found.study.baselines]
-                if all(d and d.p is not None and d.p < SIGNIFICANT and d.estimate.mean < 0 for d in against):
-                    name = f"`{row.scheme}`"
-                    names.append(f"**{name}**" if all(d.clear for d in against) else name)
-            cells.append(", ".join(names) or "–")
-        rows.append([measure, *cells])
-    return markdown(["at equal", *sizes], rows)
+    sizes = [rung for rung in found.study.rungs if finished(rung)]
+
+    def mark(row: "Row", measure: str) -> str:
+        against = [row.difference(name, measure) for name in found.study.baselines]
+        if not all(one and one.p is not None for one in against):
+            return "?"
+        if not all(one.p < SIGNIFICANT and one.estimate.mean < 0 for one in against):
+            return "–"
+        letter = measure[0].upper()
+        return f"**{letter}**" if all(one.clear for one in against) else letter
+
+    marks: dict[str, dict[str, list[str]]] = {}
+    for rung in sizes:
+        for row in finished(rung):
+            if row.scheme not in found.study.baselines:
+                marks.setdefault(row.scheme, {})[rung] = [mark(row, measure) for measure in found.measures]
+    ahead = {name: sum(one not in "–?" for some in by.values() for one in some) for name, by in marks.items()}
+    order = sorted((name for name in marks if ahead[name]), key=lambda name: -ahead[name])
+    rows = [[f"`{name}`", *(" ".join(marks[name].get(rung, ())) for rung in sizes)] for name in order]
+    return markdown(["scheme", *sizes], rows)
 
 
 def search_table() -> str:
