@@ -99,6 +99,16 @@ def test_too_few_rounds_tell_no_error_and_no_difference():
     assert row.difference("residual", "FLOPs") is not None
 
 
+def test_a_report_says_which_rows_of_a_size_were_trained_on_another_device():
+    assert "several devices" not in markdown(results(study(), records(), costs()))
+    elsewhere = [
+        {**r, "facts": {**r["facts"], "device": "Abacus"}} if "ddl report" in r["key"] or "longer" in r["key"] else r
+        for r in records()
+    ]
+    device = records()[0]["facts"]["device"]
+    assert f"Abacus, {device}: `residual`; Abacus: `ddl`." in markdown(results(study(), elsewhere, costs()))
+
+
 def test_a_reported_run_that_diverged_has_a_row_and_breaks_no_report(tmp_path):
     diverged = [{**r, "val_loss": None, "curve": []} if r["key"].startswith("small ddl report seed=2") else r
                 for r in records()]  # fmt: skip

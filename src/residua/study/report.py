@@ -17,7 +17,7 @@ from residua.study.page import page
 from residua.study.picture import draw, draw_gates, draw_sizes
 from residua.study.questions import Question
 from residua.study.ranking import Ranking, rankings
-from residua.study.results import BELOW, COMPILED, SIGNIFICANT, Answer, Difference, Results, Row, gates_of
+from residua.study.results import BELOW, COMPILED, SIGNIFICANT, Answer, Difference, Results, Row, begun, gates_of
 from residua.tables import markdown_row
 
 FILES = ("report.md", "results.csv", "index.html")
@@ -91,6 +91,7 @@ def _setting(found: Results) -> list[str]:
         ),
         f"- Device: {_list(found.devices)}, one thread a run. Code: {_list([_short(one) for one in found.commits])}; "
         f"PyTorch {_list(found.torches)}.",
+        *_processors(found),
         f"- Corpus: {_text(corpus)}.",
         f"- {found.comparisons} differences at equal tokens; p-values are corrected by Holm's method for their number.",
     ]
@@ -101,6 +102,23 @@ def _setting(found: Results) -> list[str]:
         )
     if found.unfinished:
         lines.append(f"- Not finished, and therefore not or not wholly here: {_text(_shortened(found.unfinished))}.")
+    return lines
+
+
+def _processors(found: Results) -> list[str]:
+    """Which rows of a size were trained where, if not all of them on the same device."""
+    lines = []
+    for rung in begun(found.study, found.rows):
+        where: dict[tuple[str, ...], list[str]] = {}
+        for row in found.rows:
+            if row.rung == rung:
+                where.setdefault(row.devices, []).append(row.scheme)
+        if len(where) > 1 or len(next(iter(where))) > 1:
+            told = "; ".join(f"{_list(devices)}: {_names(schemes)}" for devices, schemes in where.items())
+            lines.append(
+                f"- {rung} was trained on several devices, which round differently; the intervals hold what that adds. "
+                f"{told}."
+            )
     return lines
 
 

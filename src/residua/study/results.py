@@ -110,6 +110,12 @@ class Row:
         return len(self.losses) == self.seeds
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """Where its runs were made, without those that tuned."""
+        own = [run for run in [*self.runs, *self.further] if run["kind"] in ("report", "longer")]
+        return tuple(sorted({str(_fact(run, "device")) for run in own}))
+
+    @property
     def edges(self) -> list[str]:
         """The tuned keys of which the best value is the smallest or largest that was tried: the budget ended there."""
         return [key for key, some in self._tried.items() if len(some) > 1 and self.point[key] in (min(some), max(some))]
