@@ -66,7 +66,7 @@ def draw(rows: Sequence[Record]) -> Figure:
         panel.grid(axis="y", color="#dddddd", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("Held-out loss (nats per token)")
-    figure.axes[0].legend(frameon=False, prop={"family": "monospace", "size": 9})
+    figure.axes[1].legend(loc="upper right", frameon=False, prop={"family": "monospace", "size": 9})
     figure.supxlabel("Step", fontsize=10)
     return figure
 
