@@ -54,7 +54,7 @@ def measured(place: Path, step: int) -> Record:
 
 def draw(rows: Sequence[Record]) -> Figure:
     """Draw both losses along training, a line for each run."""
-    figure = Figure(figsize=(8.4, 3.2), dpi=130, layout="constrained")
+    figure = Figure(figsize=(8.4, 3.7), dpi=130, layout="constrained")
     (share,) = {round(row["points"][-1]["share"], 2) for row in rows}
     titles = {"repeated": f"labels whose pair came before ({share:.0%})", "other": "all other labels"}
     for panel, (name, title) in zip(figure.subplots(1, 2), titles.items()):
@@ -66,7 +66,10 @@ def draw(rows: Sequence[Record]) -> Figure:
         panel.grid(axis="y", color="#dddddd", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("Held-out loss (nats per token)")
-    figure.axes[1].legend(loc="upper right", frameon=False, prop={"family": "monospace", "size": 9})
+    lines = figure.axes[0].lines
+    figure.legend(
+        handles=lines, loc="outside upper center", ncols=3, frameon=False, prop={"family": "monospace", "size": 9}
+    )
     figure.supxlabel("Step", fontsize=10)
     return figure
 
