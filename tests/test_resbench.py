@@ -350,7 +350,8 @@ def test_what_a_learning_rate_is_worth():
 
 
 def test_what_the_audits_say_of_the_gates(found, audits):
-    last = {one["scheme"]: one["points"][-1]["sublayers"] for one in found.with_audits(audits).audits}
+    told = found.with_audits(audits).audits
+    last = {one["scheme"]: one["points"][-1]["sublayers"] for one in told if one["rung"] == "0.1M"}
     assert sum(one["gate_q50"] < -0.98 for one in last["gated-orthogonal"]) == 5
     assert sum(one["gate_q50"] < 0 for one in last["lambdas-gated"]) == 4
     mlp, *others = sorted(last["ddl-tc"], key=lambda one: -one["reflection"])
@@ -359,6 +360,12 @@ def test_what_the_audits_say_of_the_gates(found, audits):
     assert all(one["reflection"] < 0.01 for one in others)
     assert all(0.3 < one["beta_q50"] < 1.3 for one in last["ddl"])
     assert statistics.fmean(one["reflection"] for one in last["ddl"]) < 0.05
+    (larger,) = (one["points"][-1]["sublayers"] for one in told if one["rung"] == "0.3M")
+    most, second, *others = sorted(larger, key=lambda one: -one["reflection"])
+    assert [one["sublayer"] for one in (most, second)] == ["1 mlp", "2 attention"]
+    assert [round(one["reflection"], 2) for one in (most, second)] == [0.93, 0.51]
+    assert all(one["reflection"] < 0.02 for one in others)
+    assert [round(most[name], 1) for name in ("erase_norm", "write_norm")] == [0.6, 8.3]
     point = {one["key"]: one["point"]["train.lr"] for one in records("resbench/records.jsonl")}
     (fast,) = (one for one in audits if (one["scheme"], point[one["key"]]) == ("ddl", 0.064))
     gates = fast["points"][-1]["sublayers"]
