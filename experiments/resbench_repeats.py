@@ -9,6 +9,7 @@ Then draws all of the record.
 """
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from residua.data.batches import HeldOutBatches
 from residua.evaluation.loss import IGNORED_LABEL, held_out_loss
 from residua.experiment import open_run
 from residua.runs import jsonlines
-from residua.runs.figures import COLOURS
+from residua.runs.figures import COLOURS, plain, save
 from residua.runs.jsonlines import JsonLines
 from residua.runs.progress import Progress
 from residua.runs.sweep import Record
@@ -58,17 +59,19 @@ def draw(rows: Sequence[Record]) -> Figure:
     (share,) = {round(row["points"][-1]["share"], 2) for row in rows}
     titles = {"repeated": f"labels whose pair came before ({share:.0%})", "other": "all other labels"}
     for panel, (name, title) in zip(figure.subplots(1, 2), titles.items()):
-        for number, row in enumerate(rows):
+        for row, (colour, mark) in zip(rows, itertools.cycle(zip(COLOURS, "os^Dvp"))):
             steps, losses = zip(*((point["step"], point[name]) for point in row["points"]))
             label = f"{row['scheme']}, {row['rung']}"
-            panel.plot(steps, losses, color=COLOURS[number], marker="os^Dvp"[number], markersize=4, label=label)
+            panel.plot(steps, losses, color=colour, marker=mark, markersize=4, label=label)
         panel.set_title(title, fontsize=10)
-        panel.grid(axis="y", color="#dddddd", linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
+        plain(panel)
     figure.axes[0].set_ylabel("Held-out loss (nats per token)")
-    lines = figure.axes[0].lines
     figure.legend(
-        handles=lines, loc="outside upper center", ncols=3, frameon=False, prop={"family": "monospace", "size": 9}
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=3,
+        frameon=False,
+        prop={"family": "monospace", "size": 9},
     )
     figure.supxlabel("Step", fontsize=10)
     return figure
@@ -97,7 +100,7 @@ def main() -> None:
                 lines.sync()
     if not (rows := jsonlines.read(arguments.record)):
         parser.error(f"{arguments.study} has no finished run of seed {arguments.seed} of these schemes at this size")
-    draw(rows).savefig(arguments.picture)
+    save({arguments.picture.name: draw(rows)}, arguments.picture.parent)
 
 
 if __name__ == "__main__":

@@ -439,8 +439,6 @@ def resbench_repeats() -> str:
 
 def resbench_standings() -> str:
     """Where a scheme is ahead of every baseline: a letter for each measure, before and after the correction."""
-    from residua.study.results import SIGNIFICANT
-
     found = resbench()
     sizes = [rung for rung in found.study.rungs if finished(rung)]
 
@@ -448,7 +446,7 @@ def resbench_standings() -> str:
         against = [row.difference(name, measure) for name in found.study.baselines]
         if not all(one and one.p is not None for one in against):
             return "?"
-        if not all(one.p < SIGNIFICANT and one.estimate.mean < 0 for one in against):
+        if not all(one.seen and one.estimate.mean < 0 for one in against):
             return "–"
         letter = measure[0].upper()
         return f"**{letter}**" if all(one.clear for one in against) else letter

@@ -287,8 +287,7 @@ def _answer(answer: Answer, seeds: int) -> str:
     text = estimate_text(estimate, "+.4f")
     text = f"**{text}**" if difference.clear else text
     text += f" ({estimate.count} seeds)" if estimate.count != seeds else ""
-    seen = difference.p is not None and difference.p < SIGNIFICANT
-    return text if seen or estimate.detectable is None else f"{text}; would see {estimate.detectable:.4f}"
+    return text if difference.seen or estimate.detectable is None else f"{text}; would see {estimate.detectable:.4f}"
 
 
 def ranked(found: Results) -> list[str]:

@@ -27,7 +27,7 @@ FEWEST_ROUNDS = 9
 NORMAL = statistics.NormalDist()
 COMPILED = "compiled seconds"
 SIGNIFICANT = 0.05
-"""Corrected p below which a difference is clear of zero."""
+"""p below which a difference is seen, and corrected p below which it is clear of zero."""
 
 
 class Difference(NamedTuple):
@@ -46,6 +46,11 @@ class Difference(NamedTuple):
     estimate: Estimate | None
     p: float | None = None
     holm: float | None = None
+
+    @property
+    def seen(self) -> bool:
+        """Whether zero is excluded before the correction."""
+        return self.p is not None and self.p < SIGNIFICANT
 
     @property
     def clear(self) -> bool:
@@ -174,7 +179,7 @@ class Answer(NamedTuple):
         side = "ahead" if estimate.mean < 0 else "behind"
         if self.difference.clear:
             return side
-        if self.difference.p is not None and self.difference.p < SIGNIFICANT:
+        if self.difference.seen:
             return f"{side} by its interval, but not after the correction"
         seen = "" if estimate.detectable is None else f"; four of five such studies would see {estimate.detectable:.4f}"
         return f"no difference seen{seen}"
