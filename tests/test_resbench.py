@@ -14,7 +14,7 @@ from support.pages import records
 SHAPES = "0.1M", "0.1M-wide", "0.1M-deep"
 BASELINES = "residual", "lambdas"
 MEASURES = "tokens", "FLOPs", "seconds", "compiled seconds"
-CONVOLVED = "lambdas+conv", "lambdas-gated+conv", "residual+tc", "ddl-tc", "ddl-tc-write-only"
+CONVOLVED = "lambdas+conv", "lambdas-gated+conv", "residual+tc", "lambdas+tc", "ddl-tc", "ddl-tc-write-only"
 """Those of 0.3 million parameters that read through a convolution over tokens."""
 FAILED = "0.1M-deep", "lambdas-gated+tc"
 """A row with a run whose loss jumped."""
@@ -88,7 +88,7 @@ def test_at_the_second_size_every_form_with_a_convolution_is_ahead_of_both_basel
         difference = larger[name].difference(baseline, measure)
         assert side(difference.estimate) == "ahead"
         assert difference.clear == ((name, baseline, measure) != ("ddl-tc", "lambdas", "seconds"))
-    for here, least, most in ((larger, 0.24, 0.37), (small, 0.04, 0.08)):
+    for here, least, most in ((larger, 0.24, 0.37), (small, 0.04, 0.09)):
         leads = [
             -here[name].difference(baseline, "tokens").estimate.mean
             for name, baseline in itertools.product(CONVOLVED, BASELINES)
@@ -102,13 +102,28 @@ def test_at_the_second_size_four_channels_without_erasing_lead(rows, answers):
     larger = rows["0.3M"]
     first = larger["ddl-tc-write-only"]
     assert {against(first, row) for row in larger.values() if row is not first} == {"ahead"}
-    leads = [paired(larger[name].losses, first.losses).mean for name in ("lambdas+conv", "residual+tc", "ddl-tc")]
-    assert [round(lead, 2) for lead in leads] == [0.09, 0.13, 0.05]
-    assert against(larger["ddl-tc"], larger["lambdas+conv"]) == "ahead"
+    leads = [paired(larger[name].losses, first.losses).mean for name in ("ddl-tc", "lambdas+tc", "lambdas+conv", "residual+tc")]
+    assert [round(lead, 2) for lead in leads] == [0.05, 0.07, 0.09, 0.13]
+    assert [against(larger["ddl-tc"], larger[name]) for name in ("lambdas+conv", "lambdas+tc")] == ["ahead", "level"]
     each = [larger["residual+tc"].losses[seed] - loss for seed, loss in larger["ddl-tc"].losses.items()]
     assert [round(min(each), 2), round(max(each), 2)] == [0.04, 0.22]
     mean = statistics.fmean(first.difference(baseline, "tokens").estimate.mean for baseline in BASELINES)
     assert round(mean, 2) == -0.37
+
+
+def test_at_the_second_size_scales_add_to_the_convolution(rows):
+    larger = rows["0.3M"]
+    scales = larger["lambdas+tc"]
+    lead = paired(scales.losses, larger["residual+tc"].losses)
+    assert side(lead) == "ahead"
+    assert round(lead.mean, 2) == -0.06
+    leads = {  # by size, to both baselines
+        rung: [-rows[rung]["lambdas+tc"].difference(baseline, "tokens").estimate.mean for baseline in BASELINES]
+        for rung in ("0.3M", *SHAPES)
+    }
+    assert min(leads.pop("0.3M")) > 0.30
+    rest = list(itertools.chain(*leads.values()))
+    assert [round(min(rest), 2), round(max(rest), 2)] == [0.05, 0.10]
 
 
 def test_the_leads_are_on_repeated_labels():
@@ -305,13 +320,16 @@ def test_at_equal_seconds_the_compiler_decides_for_ddl(rows):
     assert ratio(deep) == 1.76
 
 
-def test_a_ratio_of_times_moves_from_one_measurement_to_the_next():
+@pytest.mark.parametrize(
+    ("rung", "scheme", "ratios"), [("0.1M", "residual+tc", [1.11, 1.08, 1.16]), ("0.3M", "ddl-tc", [1.36, 1.42])]
+)
+def test_a_ratio_of_times_moves_from_one_measurement_to_the_next(rung, scheme, ratios):
     timed = [
         round(cost["time_ratio"]["median"], 2)
         for cost in records("resbench/costs.jsonl")
-        if (cost["rung"], cost["scheme"], cost.get("compiled", False)) == ("0.1M", "residual+tc", False)
+        if (cost["rung"], cost["scheme"], cost.get("compiled", False)) == (rung, scheme, False)
     ]
-    assert timed == [1.11, 1.08, 1.16]
+    assert timed == ratios
 
 
 def test_what_three_seeds_are_worth_in_the_choice_of_a_point(rows):
