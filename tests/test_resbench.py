@@ -102,7 +102,10 @@ def test_at_the_second_size_four_channels_without_erasing_lead(rows, answers):
     larger = rows["0.3M"]
     first = larger["ddl-tc-write-only"]
     assert {against(first, row) for row in larger.values() if row is not first} == {"ahead"}
-    leads = [paired(larger[name].losses, first.losses).mean for name in ("ddl-tc", "lambdas+tc", "lambdas+conv", "residual+tc")]
+    leads = [
+        paired(larger[name].losses, first.losses).mean
+        for name in ("ddl-tc", "lambdas+tc", "lambdas+conv", "residual+tc")
+    ]
     assert [round(lead, 2) for lead in leads] == [0.05, 0.07, 0.09, 0.13]
     assert [against(larger["ddl-tc"], larger[name]) for name in ("lambdas+conv", "lambdas+tc")] == ["ahead", "level"]
     each = [larger["residual+tc"].losses[seed] - loss for seed, loss in larger["ddl-tc"].losses.items()]
