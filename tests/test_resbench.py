@@ -299,11 +299,18 @@ def test_most_schemes_give_the_plain_residual_less_than_muon_does(rows):
     assert sum(gain > muon for gain in gains) > len(gains) / 2
 
 
-def test_four_streams_are_ahead_of_the_plain_residual_only(rows):
-    four = rows["0.1M"]["mhc"]
-    assert [to(four, baseline, "tokens") for baseline in BASELINES] == ["ahead", "level"]
-    assert ratio(four) == 1.97
-    assert four.difference("residual", "seconds").estimate is None
+def test_four_streams(rows):
+    here = rows["0.1M"]
+    for name, expected in (("hc", "ahead"), ("hc-static", "ahead"), ("mhc", "level")):
+        assert to(here[name], "residual", "tokens") == "ahead"
+        assert to(here[name], "lambdas", "tokens") == expected
+    leads = [-here[name].difference(to, "tokens").estimate.mean for name in ("hc", "hc-static") for to in BASELINES]
+    assert [round(min(leads), 2), round(max(leads), 2)] == [0.03, 0.05]
+    assert against(here["hc"], here["hc-static"]) == "level"
+    assert [ratio(here[name]) for name in ("hc", "mhc")] == [1.89, 1.97]
+    assert here["hc"].difference("residual", "seconds").estimate is None
+    assert here["mhc"].difference("residual", "seconds").estimate is None
+    assert here["hc-static"].cost is None
 
 
 def test_at_equal_seconds_the_compiler_decides_for_ddl(rows):
