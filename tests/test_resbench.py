@@ -58,6 +58,11 @@ def to(row, baseline, measure):
     return side(row.difference(baseline, measure).estimate)
 
 
+def leads(row):
+    """Over each baseline at equal tokens, in nats per token."""
+    return [-row.difference(baseline, "tokens").estimate.mean for baseline in BASELINES]
+
+
 def against(ours, theirs):
     """At equal tokens, over the study's seeds."""
     return side(paired(ours.losses, theirs.losses))
@@ -90,11 +95,8 @@ def test_at_the_second_size_every_form_with_a_convolution_is_ahead_of_both_basel
         assert side(difference.estimate) == "ahead"
         assert difference.clear == ((name, baseline, measure) != ("ddl-tc", "lambdas", "seconds"))
     for here, least, most in ((larger, 0.24, 0.37), (small, 0.04, 0.09)):
-        leads = [
-            -here[name].difference(baseline, "tokens").estimate.mean
-            for name, baseline in itertools.product(CONVOLVED, BASELINES)
-        ]
-        assert [round(min(leads), 2), round(max(leads), 2)] == [least, most]
+        every = [lead for name in CONVOLVED for lead in leads(here[name])]
+        assert [round(min(every), 2), round(max(every), 2)] == [least, most]
     assert to(larger["lambdas"], "residual", "tokens") == "level"
     assert against(larger["lambdas-gated+conv"], larger["lambdas+conv"]) == "level"
 
@@ -103,16 +105,13 @@ def test_at_the_second_size_four_channels_without_erasing_lead(rows, answers):
     larger = rows["0.3M"]
     first = larger["ddl-tc-write-only"]
     assert {against(first, row) for row in larger.values() if row is not first} == {"ahead"}
-    leads = [
-        paired(larger[name].losses, first.losses).mean
-        for name in ("ddl-tc", "lambdas+tc", "lambdas+conv", "residual+tc")
-    ]
-    assert [round(lead, 2) for lead in leads] == [0.05, 0.07, 0.09, 0.13]
+    others = "ddl-tc", "lambdas+tc", "lambdas+conv", "residual+tc"
+    behind = [paired(larger[name].losses, first.losses).mean for name in others]
+    assert [round(lag, 2) for lag in behind] == [0.05, 0.07, 0.09, 0.13]
     assert [against(larger["ddl-tc"], larger[name]) for name in ("lambdas+conv", "lambdas+tc")] == ["ahead", "level"]
     each = [larger["residual+tc"].losses[seed] - loss for seed, loss in larger["ddl-tc"].losses.items()]
     assert [round(min(each), 2), round(max(each), 2)] == [0.04, 0.22]
-    mean = statistics.fmean(first.difference(baseline, "tokens").estimate.mean for baseline in BASELINES)
-    assert round(mean, 2) == -0.37
+    assert round(statistics.fmean(leads(first)), 2) == 0.37
 
 
 def test_at_the_second_size_scales_add_to_the_convolution(rows):
@@ -121,13 +120,9 @@ def test_at_the_second_size_scales_add_to_the_convolution(rows):
     lead = paired(scales.losses, larger["residual+tc"].losses)
     assert side(lead) == "ahead"
     assert round(lead.mean, 2) == -0.06
-    leads = {  # by size, to both baselines
-        rung: [-rows[rung]["lambdas+tc"].difference(baseline, "tokens").estimate.mean for baseline in BASELINES]
-        for rung in ("0.3M", *SHAPES)
-    }
-    assert min(leads.pop("0.3M")) > 0.30
-    rest = list(itertools.chain(*leads.values()))
-    assert [round(min(rest), 2), round(max(rest), 2)] == [0.05, 0.10]
+    assert min(leads(scales)) > 0.30
+    smaller = [lead for rung in SHAPES for lead in leads(rows[rung]["lambdas+tc"])]
+    assert [round(min(smaller), 2), round(max(smaller), 2)] == [0.05, 0.10]
 
 
 def test_the_leads_are_on_repeated_labels():
@@ -158,7 +153,7 @@ def test_the_leads_are_on_repeated_labels():
     assert round(losses["residual"] - reported[runs["residual"]["key"]], 4) == 0.0014
 
 
-def test_each_size_was_trained_on_the_processor_that_the_page_names():
+def test_each_size_was_trained_on_the_processor_that_the_page_names(rows):
     used = {}  # by size, scheme and kind
     for run in records("resbench/records.jsonl"):
         used.setdefault((run["rung"], run["scheme"], run["kind"]), set()).add(run["facts"]["cpu"])
@@ -166,8 +161,7 @@ def test_each_size_was_trained_on_the_processor_that_the_page_names():
     assert all(found == {"AMD EPYC"} for key, found in used.items() if key not in xeon)
     own = {(name, kind) for name in (*BASELINES, "lambdas+conv", "lambdas-gated+conv") for kind in ("tune", "report")}
     assert xeon == {("0.3M", name, kind) for name, kind in {*own, ("residual", "longer")}}
-    newest = [cost for cost in records("resbench/costs.jsonl") if cost["rung"] == "0.3M"][-2 * (2 + len(CONVOLVED)) :]
-    assert {cost["device"] for cost in newest} == {"AMD EPYC"}
+    assert {cost["device"] for row in rows["0.3M"].values() for cost in (row.cost, row.compiled)} == {"AMD EPYC"}
 
 
 @pytest.mark.parametrize(("baseline", "measure"), list(itertools.product(BASELINES, MEASURES)))
@@ -307,8 +301,8 @@ def test_the_schemes_of_the_published_ranking(found, rows):
     assert max(published[name] for name in six) < 0
     assert {to(here[name], "residual", "tokens") for name in six} == {"ahead"}
     assert {name for name in six if to(here[name], "lambdas", "tokens") == "ahead"} == {"hc", "hc-static"}
-    leads = [-here[name].difference("lambdas", "tokens").estimate.mean for name in ("hc", "hc-static")]
-    assert sorted(round(lead, 2) for lead in leads) == [0.03, 0.04]
+    over_lambdas = [leads(here[name])[BASELINES.index("lambdas")] for name in ("hc-static", "hc")]
+    assert [round(lead, 2) for lead in over_lambdas] == [0.03, 0.04]
     assert against(here["hc"], here["hc-static"]) == "level"
     (ranking,) = (one for one in rankings(found) if one.rung == "0.1M")
     assert len(ranking.schemes) == 7
@@ -318,7 +312,7 @@ def test_the_schemes_of_the_published_ranking(found, rows):
     assert min(here[name].difference("residual", "tokens").estimate.half_width for name in six) > 0.008
     assert [ratio(here[name]) for name in ("hc", "mhc")] == [1.89, 1.97]
     assert all(here[name].difference("residual", "seconds").estimate is None for name in ("hc", "mhc"))
-    assert [name for name in six if here[name].cost is not None] in (["hc", "mhc"], ["mhc", "hc"])
+    assert {name for name in six if here[name].cost is not None} == {"hc", "mhc"}
 
 
 def test_at_equal_seconds_the_compiler_decides_for_ddl(rows):
@@ -341,13 +335,9 @@ def test_at_equal_seconds_the_compiler_decides_for_ddl(rows):
 @pytest.mark.parametrize(
     ("rung", "scheme", "ratios"), [("0.1M", "residual+tc", [1.11, 1.08, 1.16]), ("0.3M", "ddl-tc", [1.36, 1.42])]
 )
-def test_a_ratio_of_times_moves_from_one_measurement_to_the_next(rung, scheme, ratios):
-    timed = [
-        round(cost["time_ratio"]["median"], 2)
-        for cost in records("resbench/costs.jsonl")
-        if (cost["rung"], cost["scheme"], cost.get("compiled", False)) == (rung, scheme, False)
-    ]
-    assert timed == ratios
+def test_a_ratio_of_times_moves_from_one_measurement_to_the_next(rows, rung, scheme, ratios):
+    timed = rows[rung][scheme].timed(compiled=False)
+    assert [round(cost["time_ratio"]["median"], 2) for cost in timed] == ratios
 
 
 def test_what_three_seeds_are_worth_in_the_choice_of_a_point(rows):
