@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,17 @@ def test_a_study_may_add_seeds_and_questions(finished, data):
     asked = {"gain": {"ask": "Who?", "compare": [["ddl", "residual"]]}}
     more = study(**{**SMALLEST, "seeds": [1, 2, 3], "questions": asked})
     assert joined(more, finished / "out").seeds == [1, 2, 3]
+
+
+def test_a_size_may_add_seeds_and_leave_out_none(finished, data, tmp_path):
+    few, all_ = ({"small": {**SMALLEST["rungs"]["small"], "seeds": seeds}} for seeds in ([1, 2], [1, 2, 3]))
+    known = study(**{**SMALLEST, "seeds": [1, 2, 3], "rungs": few})
+    (tmp_path / "study.json").write_text(json.dumps(asdict(known)))
+    more = study(**{**SMALLEST, "seeds": [1, 2, 3], "rungs": all_})
+    assert joined(more, tmp_path).seeds_at("small") == [1, 2, 3]
+    (tmp_path / "study.json").write_text(json.dumps(asdict(more)))
+    with pytest.raises(InputError, match=r"rungs\.small\.seeds: expected those of .* \(1, 2, 3\), got \[1, 2\]"):
+        joined(known, tmp_path)
 
 
 def test_a_study_keeps_the_baseline_beside_which_steps_were_timed(finished):

@@ -215,6 +215,17 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
             {"rungs": {name: {"tuned": "a", "over": {"train.lr": [0.1]}} for name in ("a", "b")}},
             "rungs.a.tuned: expected a size that is tuned by itself (none is there)",
         ),
+        *(
+            (
+                {"rungs": {"a": {"seeds": seeds}}},
+                "rungs.a.seeds: expected at least 2 of the study's (1, 2, 3), each once",
+            )
+            for seeds in ([1], [], [1, 1], [1, 9], 5, "12", [[1], 2], [True, 2])
+        ),
+        *(
+            ({"rungs": {"a": {"tokens_per_parameter": tokens}}}, "rungs.a.tokens_per_parameter: expected a number")
+            for tokens in (0, -1, math.inf, "many", True)
+        ),
         ({"set": {"train.seed": 3}}, "train.seed: expected a key that a study does not set"),
         ({"schemes": {"residual": {"parameters_of": "x"}}}, "schemes.residual.parameters_of"),
         ({"schemes": ["residual"]}, "schemes: expected a mapping"),
@@ -270,6 +281,22 @@ def test_further_seeds_of_a_question_come_last_and_only_with_all_that_it_compare
     finished = {run.key: {"val_loss": 4.0} for run in runs}
     order = {(job.order[1], run.kind) for job, run in zip(jobs(plan, finished), plan.runs(finished), strict=True)}
     assert order == {(0, "tune"), (0, "report"), (1, "longer"), (2, "report")}
+
+
+def test_a_size_may_have_other_tokens_and_fewer_seeds_and_questions_add_none_there(data):
+    small = DOCUMENT["rungs"]["small"]
+    long = {**small, "tuned": "small", "tokens_per_parameter": 0.06, "seeds": [1, 3], "longer": []}
+    asked = {"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]], "seeds": [7]}}
+    plan = Plan(study(rungs={"small": small, "long": long}, questions=asked), data)
+    assert plan.steps["long"] == pytest.approx(3 * plan.steps["small"], abs=1)
+    runs = walked(plan, by_rate(0.008))
+    there = [run for run in runs if run.rung == "long"]
+    assert [(run.kind, run.scheme, run.config.train.seed) for run in there] == [
+        ("report", scheme, seed) for scheme in ("residual", "ddl") for seed in (1, 3)
+    ]
+    assert {run.config.train.steps for run in there} == {plan.steps["long"]}
+    assert {run.config.train.seed for run in of(runs, "ddl", "report") if run.rung == "small"} == {1, 2, 3, 7}
+    assert len(runs) <= plan.most
 
 
 def test_finalists_are_trained_in_full_and_the_best_of_them_is_reported(data):

@@ -192,6 +192,19 @@ def test_missing_seeds_and_schemes_are_named():
     assert "seeds) |" not in markdown(results(study(), records(), costs()))
 
 
+def test_a_size_with_fewer_seeds_is_whole_with_them():
+    small = DOCUMENT["rungs"]["small"]
+    long = {**small, "tuned": "small", "seeds": [1, 2], "tokens_per_parameter": 0.06}
+    more = [record(name, "report", seed, 3.0 + seed / 10, rung="long", steps=300)
+            for name in ("residual", "ddl") for seed in (1, 2)]  # fmt: skip
+    found = results(study(rungs={"small": small, "long": long}), [*records(), *more], costs())
+    assert [row.whole for row in found.rows if row.rung == "long"] == [True, True]
+    assert found.row("long", "ddl").difference("residual", "tokens").estimate.count == 2
+    assert "- long: 0.06 tokens a parameter, seeds 1, 2.\n" in markdown(found)
+    assert not found.unfinished
+    assert "seeds 1, 2." not in markdown(results(study(), records(), costs()))
+
+
 def test_a_row_with_a_run_that_diverged_has_no_mean_and_no_difference():
     changed = [{**r, "val_loss": None} if (r["scheme"], r["seed"]) == ("ddl", 2) else r for r in records()]
     found = results(study(), changed, costs())

@@ -95,9 +95,10 @@ def joined(study: Study, out: Path) -> Study:
     before = read_folder(out)
     pairs = {name: (getattr(before, name), getattr(study, name)) for name in SHARED}
     pairs |= {f"tuning.{name}": (getattr(before.tuning, name), getattr(study.tuning, name)) for name in TUNED}
-    for part in ("rungs", "schemes"):
-        known, now = getattr(before, part), getattr(study, part)
-        pairs |= {f"{part}.{name}": (known[name], now[name]) for name in now if name in known}
+    rungs = before.rungs.keys() & study.rungs.keys()
+    pairs |= {f"rungs.{name}": tuple(replace(one.rungs[name], seeds=None) for one in (before, study)) for name in rungs}
+    schemes = before.schemes.keys() & study.schemes.keys()
+    pairs |= {f"schemes.{name}": (before.schemes[name], study.schemes[name]) for name in schemes}
     for name, (earlier, now) in pairs.items():
         if plain(earlier) != plain(now):
             raise InputError(
@@ -105,7 +106,9 @@ def joined(study: Study, out: Path) -> Study:
                 "name or another folder"
             )
     growing = {name: (getattr(before, name), getattr(study, name)) for name in GROWING}
-    for name, (earlier, now) in (growing | {"tuning.final_seeds": (before.tuning.judges, study.tuning.judges)}).items():
+    growing["tuning.final_seeds"] = before.tuning.judges, study.tuning.judges
+    growing |= {f"rungs.{name}.seeds": (before.seeds_at(name), study.seeds_at(name)) for name in rungs}
+    for name, (earlier, now) in growing.items():
         fewer = [one for one in earlier if one not in now]
         require(not fewer, name, f"those of {out} ({', '.join(map(str, earlier))})", now)
     first = before.baselines[0]

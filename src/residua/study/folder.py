@@ -29,7 +29,7 @@ def restore(document: Mapping[str, Any], source: str) -> Study:
     values = dict(document)
     try:
         values["rungs"] = {
-            name: {**rung["keys"], "tuned": rung["tuned"], "longer": rung["longer"], "over": rung.get("over")}
+            name: {**rung["keys"], **{key: value for key, value in rung.items() if key not in ("name", "keys")}}
             for name, rung in values["rungs"].items()
         }
         values["schemes"] = {

@@ -55,9 +55,12 @@ class Entry:
 class Rung:
     """One size.
 
-    tuned    the rung whose settings count here too; None: this one is tuned by itself
-    over     keys that are searched again from there, in runs of full length: tuning.over in small. None: no search
-    longer   in place of the study's; without longer runs there is no comparison at equal FLOPs or seconds
+    tuned                  the rung whose settings count here too; None: this one is tuned by itself
+    over                   keys that are searched again from there, in runs of full length: tuning.over in small. None:
+                           no search
+    longer                 in place of the study's; without longer runs there is no comparison at equal FLOPs or seconds
+    tokens_per_parameter   in place of the study's
+    seeds                  some of the study's in place of all, where runs are long; questions then add none
     """
 
     name: str
@@ -65,6 +68,8 @@ class Rung:
     tuned: str | None = None
     longer: Sequence[float] | None = None
     over: Mapping[str, Sequence[Any]] | None = None
+    tokens_per_parameter: float | None = None
+    seeds: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -200,11 +205,22 @@ class Study:
             require(_above(1, listed), place, "a list of numbers above 1", listed)
         require(0 <= self.warmup < 1, "warmup", "a number from 0, below 1", self.warmup)
         require(self.evaluations >= 1, "evaluations", "at least 1", self.evaluations)
-        good = 0 < self.tokens_per_parameter < math.inf
-        require(good, "tokens_per_parameter", "a number above 0", self.tokens_per_parameter)
+        for place, tokens in (
+            ("tokens_per_parameter", self.tokens_per_parameter),
+            *((f"rungs.{name}.tokens_per_parameter", self.tokens_at(name)) for name in self.rungs),
+        ):
+            require(fits(tokens, float) and 0 < tokens < math.inf, place, "a number above 0", tokens)
         tuned = [name for name, rung in self.rungs.items() if rung.tuned is None]
         again = [name for name, rung in self.rungs.items() if rung.over is not None]
         for rung in self.rungs.values():
+            own = rung.seeds
+            good = own is None or (
+                isinstance(own, list | tuple)
+                and len(own) >= 2
+                and all(fits(seed, int) and seed in self.seeds and own.count(seed) == 1 for seed in own)
+            )
+            expected = f"at least 2 of the study's ({', '.join(map(str, self.seeds))}), each once"
+            require(good, f"rungs.{rung.name}.seeds", expected, own)
             known = tuned if rung.over is not None else [*tuned, *again]
             expected = f"a size that is tuned by itself ({', '.join(known) or 'none is there'})"
             require(rung.tuned in (None, *known), f"rungs.{rung.name}.tuned", expected, rung.tuned)
@@ -230,6 +246,16 @@ class Study:
         own = self.rungs[rung].longer
         return self.longer if own is None else own
 
+    def tokens_at(self, rung: str) -> float:
+        """Tokens a parameter of the runs at a rung."""
+        own = self.rungs[rung].tokens_per_parameter
+        return self.tokens_per_parameter if own is None else own
+
+    def seeds_at(self, rung: str) -> Sequence[int]:
+        """The seeds of the reported runs at a rung."""
+        own = self.rungs[rung].seeds
+        return self.seeds if own is None else own
+
     def searches(self, rung: str) -> list[str]:
         """The rungs whose searches give the settings of one, in their order: each starts where the last ended."""
         one = self.rungs[rung]
@@ -241,8 +267,13 @@ class Study:
         over = self.rungs[rung].over
         return self.tuning if over is None else replace(self.tuning, over=over, length=1.0, finalists=1, final_seeds=())
 
-    def further_seeds(self, scheme: str) -> list[int]:
-        """Further seeds of a scheme: of the questions that compare it with others, if the study has all of these."""
+    def further_seeds(self, rung: str, scheme: str) -> list[int]:
+        """Further seeds of a scheme: of the questions that compare it with others, if the study has all of these.
+
+        None at a rung that has seeds of its own.
+        """
+        if self.rungs[rung].seeds is not None:
+            return []
         asked = [q for q in self.questions.values() if scheme in q.schemes and set(q.schemes) <= self.schemes.keys()]
         return sorted({seed for question in asked for seed in question.seeds})
 
@@ -306,7 +337,7 @@ class Plan:
             config = self._config(rung, first, {}, 0, 1)
             train = config.train
             per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
-            self.steps[rung.name] = max(1, round(study.tokens_per_parameter * self._count(config) / per_step))
+            self.steps[rung.name] = max(1, round(study.tokens_at(rung.name) * self._count(config) / per_step))
             longest = max([1.0, *(study.longer_at(rung.name) if rung.name in self.rungs else ())])
             needed = round(longest * self.steps[rung.name]) * per_step + 2 * train.sequence_length
             if needed > len(self.prepared.train):
@@ -346,7 +377,7 @@ class Plan:
                         yield from self.reported(rung.name, name, chosen[name], factor)
             for name, point in chosen.items():
                 if point is not None:
-                    yield from self.reported(rung.name, name, point, seeds=self.study.further_seeds(name))
+                    yield from self.reported(rung.name, name, point, seeds=self.study.further_seeds(rung.name, name))
 
     @cached_property
     def most(self) -> int:
@@ -356,9 +387,10 @@ class Plan:
         for tuning in (study.tuning_at(rung) for rung in study.rungs if rung in study.searches(rung)):
             found += schemes * tuning.runs + baselines * (tuning.baseline_runs - tuning.runs)
             found += schemes * (tuning.finalists * len(tuning.judges) if tuning.finalists > 1 else 0)
-        longer = sum(len(study.longer_at(name)) for name in self.rungs)
-        further = len(self.rungs) * sum(len(study.further_seeds(name)) for name in study.schemes)
-        return found + len(study.seeds) * (len(self.rungs) * schemes + baselines * longer) + further
+        for rung in self.rungs:
+            found += len(study.seeds_at(rung)) * (schemes + baselines * len(study.longer_at(rung)))
+            found += sum(len(study.further_seeds(rung, name)) for name in study.schemes)
+        return found
 
     def tuning(self, rung: str, scheme: str, finished: Mapping[Any, Record]) -> list[Run]:
         """The tuning runs of a scheme at a rung that has a search, as far as the finished ones tell."""
@@ -379,7 +411,7 @@ class Plan:
         """The runs of all seeds at a point, or of other `seeds`, with `longer` times as many steps if given."""
         steps = round((longer or 1.0) * self.steps[rung])
         entry = self.study.schemes[scheme]
-        for seed in self.study.seeds if seeds is None else seeds:
+        for seed in self.study.seeds_at(rung) if seeds is None else seeds:
             config = self._config(self.study.rungs[rung], entry, point, seed, steps)
             yield Run("longer" if longer else "report", rung, scheme, point, config)
 
@@ -584,8 +616,9 @@ def read_study(document: Any, source: str) -> Study:
     rungs = {}
     for name, keys in _mapping(values["rungs"], "rungs").items():
         keys = dict(_mapping(keys, f"rungs.{name}"))
-        tuned, longer, over = (keys.pop(key, None) for key in ("tuned", "longer", "over"))
-        rungs[str(name)] = Rung(str(name), keys, None if tuned is None else str(tuned), longer, over)
+        own = {item.name: keys.pop(item.name, None) for item in fields(Rung) if item.name not in ("name", "keys")}
+        own["tuned"] = None if own["tuned"] is None else str(own["tuned"])
+        rungs[str(name)] = Rung(str(name), keys, **own)
     schemes = {}
     for name, keys in _mapping(values["schemes"], "schemes").items():
         keys = dict(_mapping(keys or {}, f"schemes.{name}"))

@@ -48,7 +48,7 @@ def _ranking(found: Results, published: Published, rung: str, samples: int) -> R
         for row in found.rows
         if row.rung == rung and row.scheme in published.differences and row.whole and row.loss is not None
     }
-    names, seeds = tuple(losses), list(found.study.seeds)
+    names, seeds = tuple(losses), list(found.study.seeds_at(rung))
     if len(names) < LEAST:
         return Ranking(published, rung, names, None, None, None)
 

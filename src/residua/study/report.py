@@ -89,6 +89,11 @@ def _setting(found: Results) -> list[str]:
             for rung in study.rungs.values()
             if rung.over is not None
         ),
+        *(
+            f"- {name}: {study.tokens_at(name):g} tokens a parameter, seeds {_list(study.seeds_at(name))}."
+            for name, rung in study.rungs.items()
+            if rung.tokens_per_parameter is not None or rung.seeds is not None
+        ),
         f"- Device: {_list(found.devices)}, one thread a run. Code: {_list([_short(one) for one in found.commits])}; "
         f"PyTorch {_list(found.torches)}.",
         *_processors(found),

@@ -255,7 +255,7 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
             for size in study.searches(rung.name):
                 tuning_here, best = _searched(study, size, at[size], best)
                 tuning += tuning_here
-            known = [r for r in own if r["kind"] in ("report", "longer") and r["seed"] in study.seeds]
+            known = [r for r in own if r["kind"] in ("report", "longer") and r["seed"] in study.seeds_at(rung.name)]
             point = next((r["point"] for r in known if r["point"] in best), None)
             reported = [r for r in known if r["kind"] == "report" and r["point"] == point]
             if not reported:
@@ -263,7 +263,7 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
                 continue
             own_costs = measured.get((rung.name, name, entry.connection), [])
             row = _row(study, rung.name, name, reported, tuning, own_costs)
-            seeds = study.further_seeds(name)
+            seeds = study.further_seeds(rung.name, name)
             row.further = [r for r in own if r["kind"] == "report" and r["point"] == point and r["seed"] in seeds]
             if name in study.baselines:
                 more = [r for r in known if r["kind"] == "longer" and r["point"] == point]
@@ -371,7 +371,7 @@ def _answers(
                 difference, missing = known.get(measure), None
                 if not waiting and difference is None:
                     missing = _not_measured(measure, scheme, to)
-                elif not waiting and (difference.estimate is None or difference.estimate.count < len(study.seeds)):
+                elif not waiting and (difference.estimate is None or difference.estimate.count < row.seeds):
                     missing = f"{to} has no runs {difference.cost:.2f} times as long as {scheme}, or one diverged"
                 there = None if missing else difference
                 answers.append(Answer(question, rung, scheme, to, measure, there, waiting, missing))
@@ -464,7 +464,7 @@ def _row(
         first["steps"],
         next((record.get("tokens") for record in by_seed.values()), None),
         facts.get("parameters"),
-        len(study.seeds),
+        len(study.seeds_at(rung)),
         sum(record["kind"] == "tune" for record in tuning),
     )
 

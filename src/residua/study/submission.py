@@ -145,7 +145,7 @@ def expect_valid(found: Results, scheme: str, where: str) -> None:
 
 def _expect_valid_row(study: Study, row: Row, where: str) -> None:
     if not row.whole:
-        raise InputError(f"{where}: expected the seeds {list(study.seeds)}, found {list(row.losses)}")
+        raise InputError(f"{where}: expected the seeds {list(study.seeds_at(row.rung))}, found {list(row.losses)}")
     if row.loss is None:
         raise InputError(f"{where}: expected a loss of every seed, found a run that diverged")
     budget = study.tuning.baseline_runs if row.scheme in study.baselines else study.tuning.runs
