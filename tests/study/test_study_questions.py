@@ -1,5 +1,6 @@
 """What a study is asked, it answers from its records: with an interval, a verdict, or what it waits for."""
 
+import io
 import statistics
 
 import pytest
@@ -8,6 +9,7 @@ from residua.connections import PRESETS
 from residua.connections.options import named
 from residua.errors import InputError
 from residua.runs.statistics import spearman
+from residua.study.picture import draw_answers
 from residua.study.plan import load_study
 from residua.study.ranking import rankings
 from residua.study.report import markdown, payload, questions
@@ -38,6 +40,34 @@ def shifted(ahead):
         *(r for r in records() if r not in mine),
         *({**r, "val_loss": 4 + 0.01 * r["seed"] - ahead - 1e-4 * r["seed"]} for r in mine),
     ]
+
+
+def test_the_answers_are_drawn_under_their_questions_a_panel_for_each_size():
+    small = DOCUMENT["rungs"]["small"]
+    rungs = {"small": small, "large": {**small, "tuned": "small"}, "none": {**small, "tuned": "small"}}
+    other = {"cost": {"ask": "Is it at $1 or $2?", "compare": [["residual", "ddl"]]}}
+    wanted = study(rungs=rungs, questions={**ASKED, **other})
+    again = [{**one, "rung": "large", "key": one["key"].replace("small", "large")} for one in shifted(0.1)]
+    found = results(wanted, [*records(), *again], costs())
+    figure = draw_answers(found)
+    first, second = figure.axes
+    assert [panel.get_title() for panel in figure.axes] == ["small", "large"]
+    labels = [label.get_text() for label in reversed(first.get_yticklabels())]
+    assert labels == ["", "ddl \N{MINUS SIGN} residual", "", "residual \N{MINUS SIGN} ddl"]
+    asks = {text.get_position()[1]: text.get_text() for text in figure.texts if text.get_weight() == "bold"}
+    assert asks == {3: "Is ddl ahead?", 1: "Is it at $1 or $2?"}
+    for panel, size, filled in ((first, "small", False), (second, "large", True)):
+        marks, hollow = ({*zip(*line.get_data())} for line in panel.lines if line.get_marker() == "o")
+        means = {
+            (one.difference.estimate.mean, 2 if one.question.name == "gain" else 0)
+            for one in found.answers
+            if (one.rung, one.measure) == (size, "tokens")
+        }
+        assert marks == means
+        assert hollow == (set() if filled else means)
+    figure.savefig(io.BytesIO())  # a dollar in a question is no formula
+    assert draw_answers(results(study(), records(), costs())) is None
+    assert draw_answers(results(asked(at=["seconds"]), records(), costs())) is None
 
 
 @pytest.mark.parametrize(("ahead", "verdict"), [(0.1, "ahead"), (-0.1, "behind")])

@@ -1,9 +1,11 @@
-"""The pictures of a study: every difference with its interval, those at several sizes side by side, the gates."""
+"""The pictures of a study: every difference with its interval, those at several sizes side by side, the answers, the
+gates.
+"""
 
 import itertools
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from residua.errors import extra
 from residua.runs.figures import COLOURS
@@ -102,18 +104,7 @@ def draw_sizes(found: Results) -> Figure | None:
         panel.set_yticks(range(len(names)), names, family="monospace", fontsize=8.5)
         panel.grid(axis="x", color="#dddddd", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
-    shown = [
-        one.estimate
-        for (name, _), row in rows.items()
-        for one in row.differences
-        if name in names and one.estimate and one.estimate.half_width is not None
-    ]
-    means = [one.mean for one in shown]
-    ends = [one.mean + sign * one.half_width for one in shown for sign in (-1, 1)]
-    # An interval around a run that failed would press all others together, so it leaves the panel; no mean does.
-    low, *_, high = statistics.quantiles([*ends, 0.0, 0.0], n=40)
-    low, high = min(low, 0.0, *means), max(high, 0.0, *means)
-    panels[0][0].set_xlim(low - 0.12 * (high - low), high + 0.12 * (high - low))
+    panels[0][0].set_xlim(_limits([one for (name, _), row in rows.items() if name in names for one in row.differences]))
     for panel, measure in zip(panels[0], found.measures):
         panel.set_title(f"equal {measure}", fontsize=10)
     for (panel, *_), baseline in zip(panels, baselines):
@@ -136,6 +127,66 @@ def _marks(panel: Axes, there: Mapping[float, Difference | None], colour: str, m
     )
     hollow = {y: d.estimate.mean for y, d in known.items() if not d.clear}
     panel.plot([*hollow.values()], [*hollow], mark, color=colour, markersize=4.5, markerfacecolor="white", zorder=3)
+
+
+def draw_answers(found: Results) -> Figure | None:
+    """Draw the answers at equal tokens: a row for each comparison under its question, a panel for each size.
+
+    None where no comparison has an interval yet.
+    """
+    answers = [one for one in found.answers if one.measure == "tokens" and one.difference and one.difference.estimate]
+    by_size = {rung: [one for one in answers if one.rung == rung] for rung in found.study.rungs}
+    by_size = {rung: own for rung, own in by_size.items() if _limits([one.difference for one in own])}
+    if not by_size:
+        return None
+    lines: list[str | tuple[str, str, str]] = []  # from the top down: a question, and the comparisons below it
+    for question in found.study.questions.values():
+        own = [one for some in by_size.values() for one in some if one.question.name == question.name]
+        pairs = dict.fromkeys((question.name, one.scheme, one.to) for one in own)
+        lines += [question.ask, *(pair for pair in pairs)] if own else []
+    lines.reverse()
+    labels = ["" if isinstance(line, str) else f"{line[1]} − {line[2]}" for line in lines]
+    size = 0.07 * max(map(len, labels)) + 2.2 * len(by_size), 0.21 * len(lines) + 1.0
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    panels = figure.subplots(1, len(by_size), sharey=True, squeeze=False)[0]
+    for panel, (rung, own) in zip(panels, by_size.items()):
+        panel.axvline(0, color="#222222", linewidth=1.2)
+        there = {lines.index((one.question.name, one.scheme, one.to)): one.difference for one in own}
+        _marks(panel, there, *STYLES["tokens"], rung)
+        panel.set_title(rung, fontsize=10)
+        panel.set_xlim(_limits(list(there.values())))
+        panel.set_yticks(range(len(lines)), labels, family="monospace", fontsize=7.5)
+        panel.tick_params(axis="y", length=0)
+        panel.grid(axis="x", color="#dddddd", linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylim(-0.7, len(lines) - 0.3)
+    for place, line in enumerate(lines):
+        if isinstance(line, str):  # over all panels, as it is longer than a label
+            line = line.replace("`", "")
+            ask = figure.text(-0.02, place, line, transform=panels[0].get_yaxis_transform(), parse_math=False)
+            ask.set(fontsize=8.5, weight="bold", verticalalignment="center", in_layout=False)
+            ask.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1.5})
+    figure.supxlabel(
+        "Loss of the first minus that of the second at equal tokens (nats per token), 95 % intervals; each size has a "
+        f"scale of its own. {FILLED}",
+        fontsize=9,
+    )
+    return figure
+
+
+def _limits(differences: Sequence[Difference | None]) -> tuple[float, float] | None:
+    """The ends of an axis for differences; None without an interval among them.
+
+    An interval around a run that failed would press all others together, so it leaves the panel; no mean does.
+    """
+    shown = [one.estimate for one in differences if one and one.estimate and one.estimate.half_width is not None]
+    if not shown:
+        return None
+    means = [one.mean for one in shown]
+    ends = [one.mean + sign * one.half_width for one in shown for sign in (-1, 1)]
+    low, *_, high = statistics.quantiles([*ends, 0.0, 0.0], n=40)
+    low, high = min(low, 0.0, *means), max(high, 0.0, *means)
+    return low - 0.12 * (high - low), high + 0.12 * (high - low)
 
 
 def draw_gates(found: Results) -> Figure | None:

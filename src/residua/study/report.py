@@ -14,7 +14,7 @@ from residua.runs.folder import writable
 from residua.runs.statistics import Estimate
 from residua.runs.sweep import Record
 from residua.study.page import page
-from residua.study.picture import draw, draw_gates, draw_sizes
+from residua.study.picture import draw, draw_answers, draw_gates, draw_sizes
 from residua.study.questions import Question
 from residua.study.ranking import Ranking, rankings
 from residua.study.results import BELOW, COMPILED, SIGNIFICANT, Answer, Difference, Results, Row, begun, gates_of
@@ -32,7 +32,12 @@ def write_report(found: Results, out: str | Path) -> list[Path]:
         Path(out).mkdir(parents=True, exist_ok=True)
         for path, text in zip(paths, texts):
             write_text(path, text)
-        drawn = {"differences.png": draw(found), "sizes.png": draw_sizes(found), "gates.png": draw_gates(found)}
+        drawn = {
+            "differences.png": draw(found),
+            "sizes.png": draw_sizes(found),
+            "answers.png": draw_answers(found),
+            "gates.png": draw_gates(found),
+        }
         pictures = {name: figure for name, figure in drawn.items() if figure is not None}
         for name in drawn.keys() - pictures.keys():
             (Path(out) / name).unlink(missing_ok=True)
