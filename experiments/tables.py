@@ -618,6 +618,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/results.md": {"demo": demo_table, "sweep": sweep_table, "results": results_table},
     "docs/resbench.md": {
         "standings": resbench_standings,
+    },
+    "docs/resbench-tables.md": {
         "resbench": resbench_table,
         "questions": resbench_questions,
         "rates": resbench_rates,

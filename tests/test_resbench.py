@@ -2,16 +2,20 @@
 
 import itertools
 import json
+import re
 import statistics
+from pathlib import Path
 
 import pytest
 
 from residua.runs.statistics import paired
 from residua.study.plan import load_study
 from residua.study.ranking import rankings
+from residua.study.report import estimate_text
 from residua.study.results import results
 from support.pages import records
 
+ROOT = Path(__file__).parents[1]
 SHAPES = "0.1M", "0.1M-wide", "0.1M-deep"
 BASELINES = "residual", "lambdas"
 MEASURES = "tokens", "FLOPs", "seconds", "compiled seconds"
@@ -81,6 +85,29 @@ def jumped(rows):
     (seed,) = (seed for seed, loss in failed.losses.items() if loss > best[seed])
     (run,) = (run for run in failed.runs if (run["kind"], run["seed"]) == ("report", seed))
     return run
+
+
+def test_every_interval_on_the_page_is_of_two_schemes_that_its_section_names(found, rows):
+    """Nobody types a number twice: "-0.0841 ± 0.0155" is a difference of the records, at equal tokens or else."""
+    known = {}  # by the names of both
+    for one in found.answers:
+        if one.difference and one.difference.estimate:
+            known.setdefault((one.scheme, one.to), set()).add(estimate_text(one.difference.estimate, "+.4f"))
+    for row in (row for own in rows.values() for row in own.values()):
+        for one in row.differences:
+            if one.estimate:
+                known.setdefault((row.scheme, one.baseline), set()).add(estimate_text(one.estimate, "+.4f"))
+    page = (ROOT / "docs/resbench.md").read_text(encoding="utf-8")
+    counts = []
+    for section in re.split(r"^##+ ", page, flags=re.MULTILINE):
+        text = " ".join(section.split())
+        names = {*re.findall(r"`([^` ]+)`", text), *BASELINES}
+        names |= {f"{name}-muon" for name in names} if "Muon" in text else set()
+        there = {number for pair, numbers in known.items() if names >= {*pair} for number in numbers}
+        told = re.findall(r"[-+]?\d\.\d+ ± \d\.\d+", text)
+        assert not {*told} - there, text[:60]
+        counts.append(len(told))
+    assert sum(counts) > 40
 
 
 def test_the_sizes_that_have_rows(rows):

@@ -179,12 +179,15 @@ def questions(found: Results) -> list[str]:
         if sizes:
             lines += [*_answers(at, sizes, len(found.study.seeds)), ""]
         waiting: dict[str, list[str]] = {}
-        for rung, here in at.items():
-            names = _names(dict.fromkeys(name for answer in here for name in answer.waiting))
-            if names and (rung in sizes or not sizes):
+        for rung in sizes:
+            if names := _names(dict.fromkeys(name for answer in at[rung] for name in answer.waiting)):
                 waiting.setdefault(names, []).append(rung)
         for names, rungs in waiting.items():
             lines += [f"Waiting for {names}{_where(rungs, at)}.", ""]
+        if not sizes and (
+            names := _names(dict.fromkeys(n for here in at.values() for one in here for n in one.waiting))
+        ):
+            lines += [f"Waiting for {names}.", ""]
         missing: dict[str, list[str]] = {}
         for rung, here in at.items():
             for reason in dict.fromkeys(answer.missing for answer in here if answer.missing):
