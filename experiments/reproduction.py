@@ -128,16 +128,17 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def draw(found: list[Result], path: Path) -> None:
     """The differences with their confidence intervals, best at equal tokens on top."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+
+    from residua.runs.figures import COLOURS, plain, save
 
     rows = sorted((row for row in found if row.variant != "residual"), key=lambda row: -statistics.mean(row.at_tokens))
     figure = Figure(figsize=(9, 0.42 * len(rows) + 1.5), dpi=130, layout="constrained")
     axes = figure.add_subplot()
     axes.axvline(0, color="#222222", linewidth=1.2)
     for offset, name, label, style in (
-        (0.14, "at_tokens", "same tokens", {"color": "#0072B2", "fmt": "o"}),
-        (-0.14, "at_seconds", "same seconds", {"color": "#D55E00", "fmt": "s", "markerfacecolor": "white"}),
+        (0.14, "at_tokens", "same tokens", {"color": COLOURS[0], "fmt": "o"}),
+        (-0.14, "at_seconds", "same seconds", {"color": COLOURS[1], "fmt": "s", "markerfacecolor": "white"}),
     ):
         points = [interval(getattr(row, name)) for row in rows]
         places = [i + offset for i in range(len(rows))]
@@ -145,10 +146,9 @@ def draw(found: list[Result], path: Path) -> None:
                       capsize=2.5, linewidth=1.3, markersize=5.5, label=label, **style)  # fmt: skip
     axes.set_yticks(range(len(rows)), [row.variant for row in rows], family="monospace", fontsize=8.5)
     axes.set_xlabel("Validation loss minus that of the plain residual (nats per token): left of the line is better")
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes, "x")
     figure.legend(loc="outside upper right", ncols=2, frameon=False)
-    FigureCanvasAgg(figure).print_png(path)
+    save({path.name: figure}, path.parent)
 
 
 def main() -> None:

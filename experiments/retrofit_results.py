@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.runs import jsonlines
-from residua.runs.durable import replacing, write_text
+from residua.runs.durable import write_text
 from residua.runs.statistics import Estimate, holm, paired
 
 FOLDER = Path(__file__).with_name("retrofit")
@@ -127,8 +127,9 @@ def _at(curve: list[Mapping[str, float]], step: float) -> float | None:
 
 def draw(found: list[Row], path: Path) -> None:
     """Draw the differences at equal tokens, a panel for each mode; bars are the intervals over documents."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+
+    from residua.runs.figures import COLOURS, plain, save
 
     modes = {"connections": "connections alone, to the norms' gains", "all": "all weights, to the plain residual"}
     compared = [row for row in found if row.tokens is not None]
@@ -137,7 +138,7 @@ def draw(found: list[Row], path: Path) -> None:
     figure = Figure(figsize=(9.6, 0.5 * len(names) + 1.6), dpi=130, layout="constrained")
     for panel, (mode, title) in zip(figure.subplots(1, len(modes), sharey=True), modes.items()):
         panel.axvline(0, color="#222222", linewidth=1.2)
-        for i, (steps, colour) in enumerate(zip(lengths, ("#0072B2", "#D55E00", "#009E73"))):
+        for i, (steps, colour) in enumerate(zip(lengths, COLOURS)):
             own = [row for row in compared if (row.mode, row.steps) == (mode, steps)]
             aside = 0.16 * (len(lengths) - 1 - 2 * i)
             y = [names.index(row.scheme) + aside for row in own]
@@ -148,11 +149,9 @@ def draw(found: list[Row], path: Path) -> None:
         panel.set_title(title, fontsize=10)
         panel.set_yticks(range(len(names)), names, family="monospace", fontsize=8.5)
         panel.set_xlabel("Difference of the loss (nats per token)")
-        panel.grid(axis="x", color="#dddddd", linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
+        plain(panel, "x")
     figure.legend(*panel.get_legend_handles_labels(), loc="outside lower right", ncols=3, frameon=False)
-    with replacing(path) as file:
-        FigureCanvasAgg(figure).print_png(file)
+    save({path.name: figure}, path.parent)
 
 
 def collect(folders: list[Path]) -> None:

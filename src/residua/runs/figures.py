@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from residua.errors import extra
 from residua.runs.durable import replacing
@@ -16,10 +17,10 @@ with extra("lab"):
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
-def plain(panel: Axes) -> None:
-    """Leave out the upper and the right edge of a panel, and draw pale lines behind what it shows."""
+def plain(panel: Axes, axis: Literal["x", "y"] = "y") -> None:
+    """Leave out the upper and the right edge of a panel; draw pale lines at the ticks of an axis, behind the rest."""
     panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    panel.grid(axis=axis, color="#e6e6e6", linewidth=0.8)
     panel.set_axisbelow(True)
 
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from residua.errors import extra
-from residua.runs.figures import COLOURS
+from residua.runs.figures import COLOURS, plain
 from residua.study.results import Difference, Results, Row, gates_of
 
 with extra("lab"):
@@ -59,8 +59,7 @@ def draw(found: Results) -> Figure | None:
             panel.axhline(place + 0.5, color="#999999", linewidth=0.6)
         panel.set_ylim(-0.7, len(lines) - 0.5)
         panel.set_xlabel(f"Loss minus that of {baseline} (nats per token)")
-        panel.grid(axis="x", color="#dddddd", linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
+        plain(panel, "x")
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2 * len(baselines), frameon=False
     )
@@ -102,8 +101,7 @@ def draw_sizes(found: Results) -> Figure | None:
             }
             _marks(panel, there, COLOURS[number % len(COLOURS)], "osD^vP"[number % 6], rung)
         panel.set_yticks(range(len(names)), names, family="monospace", fontsize=8.5)
-        panel.grid(axis="x", color="#dddddd", linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
+        plain(panel, "x")
     panels[0][0].set_xlim(_limits([one for (name, _), row in rows.items() if name in names for one in row.differences]))
     for panel, measure in zip(panels[0], found.measures):
         panel.set_title(f"equal {measure}", fontsize=10)
@@ -157,8 +155,7 @@ def draw_answers(found: Results) -> Figure | None:
         panel.set_xlim(_limits(list(there.values())))
         panel.set_yticks(range(len(lines)), labels, family="monospace", fontsize=7.5)
         panel.tick_params(axis="y", length=0)
-        panel.grid(axis="x", color="#dddddd", linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
+        plain(panel, "x")
     panels[0].set_ylim(-0.7, len(lines) - 0.3)
     for place, line in enumerate(lines):
         if isinstance(line, str):  # over all panels, as it is longer than a label
