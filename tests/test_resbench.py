@@ -111,7 +111,7 @@ def test_every_interval_on_the_page_is_of_two_schemes_that_its_section_names(fou
 
 
 def test_the_sizes_that_have_rows(rows):
-    assert rows.keys() == {*SHAPES, "0.1M-muon", "0.3M"}
+    assert rows.keys() == {*SHAPES, "0.1M-muon", "0.3M", "0.3M-long"}
 
 
 def test_at_the_second_size_every_form_with_a_convolution_is_ahead_of_both_baselines(rows):
