@@ -152,6 +152,18 @@ def test_at_the_second_size_scales_add_to_the_convolution(rows):
     assert [round(min(smaller), 2), round(max(smaller), 2)] == [0.05, 0.10]
 
 
+def test_the_lead_lasts_with_three_times_the_tokens(rows):
+    long, larger = rows["0.3M-long"], rows["0.3M"]
+    assert long["residual"].steps == 3 * larger["residual"].steps
+    assert {row.seeds for row in long.values()} == {3}
+    for name in long.keys() - {*BASELINES}:
+        assert {to(long[name], baseline, "tokens") for baseline in BASELINES} == {"ahead"}
+        assert not any(long[name].difference(baseline, "tokens").clear for baseline in BASELINES)
+        assert min(leads(long[name])) > 0.3
+    assert [round(long[name].loss.mean, 2) for name in ("lambdas", "residual")] == [3.94, 3.95]
+    assert round(larger["lambdas+tc"].loss.mean, 2) == 3.78
+
+
 def test_the_leads_are_on_repeated_labels():
     runs = {one["scheme"]: one for one in records("resbench/repeats.jsonl")}
     points = {name: {point["step"]: point for point in one["points"]} for name, one in runs.items()}
