@@ -95,9 +95,9 @@ def joined(study: Study, out: Path) -> Study:
     before = read_folder(out)
     pairs = {name: (getattr(before, name), getattr(study, name)) for name in SHARED}
     pairs |= {f"tuning.{name}": (getattr(before.tuning, name), getattr(study.tuning, name)) for name in TUNED}
-    rungs = before.rungs.keys() & study.rungs.keys()
+    rungs = [name for name in study.rungs if name in before.rungs]
     pairs |= {f"rungs.{name}": tuple(replace(one.rungs[name], seeds=None) for one in (before, study)) for name in rungs}
-    schemes = before.schemes.keys() & study.schemes.keys()
+    schemes = [name for name in study.schemes if name in before.schemes]
     pairs |= {f"schemes.{name}": (before.schemes[name], study.schemes[name]) for name in schemes}
     for name, (earlier, now) in pairs.items():
         if plain(earlier) != plain(now):

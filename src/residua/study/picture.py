@@ -141,7 +141,7 @@ def draw_answers(found: Results) -> Figure | None:
     for question in found.study.questions.values():
         own = [one for some in by_size.values() for one in some if one.question.name == question.name]
         pairs = dict.fromkeys((question.name, one.scheme, one.to) for one in own)
-        lines += [question.ask, *(pair for pair in pairs)] if own else []
+        lines += [question.ask, *pairs] if own else []
     lines.reverse()
     labels = ["" if isinstance(line, str) else f"{line[1]} − {line[2]}" for line in lines]
     size = 0.07 * max(map(len, labels)) + 2.2 * len(by_size), 0.21 * len(lines) + 1.0
