@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from residua.models import ResiduaForCausalLM, load_authors_checkpoint
+from residua.models.memory import CACHE
 from support.authors_reference import authors_logits
 from support.tolerances import assert_close
 from support.variants import normal
@@ -134,8 +135,8 @@ def test_a_loaded_checkpoint_is_a_model_like_any_other(case, tmp_path):
     assert_close(ResiduaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)(ids).logits, expected)
     cache, pieces = None, []
     for token in ids.split(1, 1):
-        out = model(token, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(token, cache=cache, use_cache=True)
+        cache = out[CACHE]
         pieces.append(out.logits)
     assert_close(torch.cat(pieces, 1), expected)
     with torch.enable_grad():

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import StaticCache
 
-from residua.models.memory import cache_slots
+from residua.models.memory import CACHE, cache_slots
 from support.tiny_models import PAD, left_padded, prompt, tiny_config, tiny_model
 from support.tolerances import assert_close
 from support.variants import ALL, LOOKING_BACK
@@ -46,8 +46,8 @@ def test_token_by_token_equals_the_full_pass(name):
     model, ids = tiny_model(name), prompt(2, 7)
     cache, pieces = None, []
     for token in ids.split(1, 1):
-        out = model(token, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(token, cache=cache, use_cache=True)
+        cache = out[CACHE]
         pieces.append(out.logits)
     assert_close(torch.cat(pieces, 1), model(ids, use_cache=False).logits)
 
@@ -59,7 +59,7 @@ def test_any_split_equals_the_full_pass(name, split):
     model, ids = tiny_model(name), prompt(2, 7)
     cache, pieces = DynamicCache(config=model.config), []
     for piece in ids.split(split, 1):
-        pieces.append(model(piece, past_key_values=cache).logits)
+        pieces.append(model(piece, cache=cache).logits)
     assert_close(torch.cat(pieces, 1), model(ids).logits)
 
 
@@ -75,7 +75,7 @@ def test_split_with_left_padding(name):
         cache, pieces, end = DynamicCache(config=model.config), [], 0
         for piece in ids.split(split, 1):
             end += piece.shape[1]
-            pieces.append(model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits)
+            pieces.append(model(piece, attention_mask=mask[:, :end], cache=cache).logits)
         pieces = torch.cat(pieces, 1)
         assert_close(pieces[0], full[0])
         assert_close(pieces[1, 4:], full[1, 4:])
@@ -138,15 +138,15 @@ def test_a_second_turn_after_a_row_that_ended_early(name, cached):
     first = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     whole = torch.cat([first, torch.ones(2, 2)], 1).long()
     cache = cached(config=model.config)
-    model(ids, attention_mask=first, past_key_values=cache)
+    model(ids, attention_mask=first, cache=cache)
     if name in LOOKING_BACK:
         with pytest.raises(ValueError, match=r"got padding between them: .* begin with an empty cache"):
-            model(reply, attention_mask=whole, past_key_values=cache)
+            model(reply, attention_mask=whole, cache=cache)
         text, options = torch.cat([ids, reply], 1), {"max_new_tokens": 2, "disable_compile": True}
         with pytest.raises(ValueError, match="got padding between them"):
-            model.generate(text, attention_mask=whole, past_key_values=cache, **options)
+            model.generate(text, attention_mask=whole, **{CACHE: cache}, **options)
     else:
-        logits = model(reply, attention_mask=whole, past_key_values=cache).logits
+        logits = model(reply, attention_mask=whole, cache=cache).logits
         assert_close(logits[:1], model(torch.cat([ids[:1, :3], reply[:1]], 1)).logits[:, 3:])
         assert_close(logits[1:], model(torch.cat([ids[1:], reply[1:]], 1)).logits[:, 5:])
 
@@ -178,15 +178,15 @@ def test_attention_implementations_agree(name, implementation):
 def test_a_cache_can_be_continued_twice(name):
     """Copies of a cache go their own ways; the same continuation twice gives the same numbers, the original is kept."""
     model, ids = tiny_model(name), prompt(1, 5)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True)[CACHE]
     first, second = prompt(1, 3, seed=5), prompt(1, 3, seed=6)
     for _ in range(2):
         for branch in (first, second):
             twin = copy.deepcopy(cache)
-            logits = torch.cat([model(token, past_key_values=twin).logits for token in branch.split(1, 1)], 1)
+            logits = torch.cat([model(token, cache=twin).logits for token in branch.split(1, 1)], 1)
             assert_close(logits, model(torch.cat([ids, branch], 1)).logits[:, 5:])
     assert cache.get_seq_length() == 5
-    assert_close(model(first, past_key_values=cache).logits, model(torch.cat([ids, first], 1)).logits[:, 5:])
+    assert_close(model(first, cache=cache).logits, model(torch.cat([ids, first], 1)).logits[:, 5:])
 
 
 @torch.no_grad()
@@ -194,11 +194,11 @@ def test_a_cache_can_be_continued_twice(name):
 def test_reordering_a_cache_moves_everything_in_it(name):
     """What beam search does: convolution states move with keys and values."""
     model, ids = tiny_model(name), prompt(3, 5)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True)[CACHE]
     order = torch.tensor([2, 0, 0])
     cache.reorder_cache(order)
     token = prompt(3, 1, seed=8)
-    assert_close(model(token, past_key_values=cache).logits, model(torch.cat([ids[order], token], 1)).logits[:, 5:])
+    assert_close(model(token, cache=cache).logits, model(torch.cat([ids[order], token], 1)).logits[:, 5:])
 
 
 @torch.no_grad()
@@ -206,7 +206,7 @@ def test_reordering_a_cache_moves_everything_in_it(name):
 def test_a_static_cache_equals_the_full_pass(name):
     model, ids = tiny_model(name), prompt(2, 7)
     cache = StaticCache(config=model.config, max_cache_len=16)
-    pieces = [model(piece, past_key_values=cache).logits for piece in ids.split((2, 1, 4), 1)]
+    pieces = [model(piece, cache=cache).logits for piece in ids.split((2, 1, 4), 1)]
     assert_close(torch.cat(pieces, 1), model(ids).logits)
 
 
@@ -285,7 +285,7 @@ def test_documents_that_attention_would_mix_are_refused():
     ):
         model(ids, position_ids=POSITIONS, use_cache=True)
     with pytest.raises(ValueError, match=r"use_cache: expected False with packed documents \(seq_idx\), got a cache"):
-        model(ids, seq_idx=SEQ_IDX, past_key_values=DynamicCache(config=model.config))
+        model(ids, seq_idx=SEQ_IDX, cache=DynamicCache(config=model.config))
     with pytest.raises(ValueError, match=r"attention_mask: expected None with packed documents \(cu_seq_lens_q\)"):
         model(ids, cu_seq_lens_q=CU_SEQ_LENS, attention_mask=torch.ones(1, 9))
     with pytest.raises(ValueError, match="position_ids: expected the borders of documents that seq_idx has"):

@@ -26,6 +26,7 @@ from residua.errors import InputError
 from residua.models import convert as converting
 from residua.models.convert import stream_of
 from residua.models.convert_probe import probe, same_bits
+from residua.models.memory import CACHE
 from support.converted_models import IDS, PLAIN, PRESERVING, VOCAB, WINDOWED, converted, lively, llama, model_of
 from support.families import randomised
 from support.tiny_models import tiny_model
@@ -154,7 +155,7 @@ def test_token_by_token_is_all_at_once(connection, cache):
         "static": lambda: StaticCache(config=model.config, max_cache_len=12),
     }[cache]()
     with torch.no_grad():
-        pieces = [model(piece, past_key_values=keep).logits for piece in IDS.split([4, 1, 3, 1], dim=1)]
+        pieces = [model(piece, **{CACHE: keep}).logits for piece in IDS.split([4, 1, 3, 1], dim=1)]
         assert_close(torch.cat(pieces, 1), model(IDS).logits)
 
 
@@ -186,9 +187,9 @@ def test_a_model_of_which_no_layer_counts_tokens_generates_from_its_cache(connec
     if connection == WINDOWED:
         torch.manual_seed(0)
         plain = Mamba2ForCausalLM(Mamba2Config(**sizes, **options)).eval()
-        cache = plain(IDS[:, :5], use_cache=True).cache_params
+        cache = plain(IDS[:, :5], use_cache=True)[CACHE if CACHE == "cache" else "cache_params"]
         with pytest.raises(ValueError, match="filled without the memory of this model's residual scheme"):
-            model(IDS[:, 5:6], cache_params=cache)
+            model(IDS[:, 5:6], **{CACHE if CACHE == "cache" else "cache_params": cache})
 
 
 @torch.no_grad()
@@ -199,13 +200,13 @@ def test_padding_between_tokens_is_refused():
     with pytest.raises(ValueError, match="got padding between them"):
         model(IDS, attention_mask=gap)
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)):
-        padded = model(IDS[:, :8], attention_mask=gap[:, :8], past_key_values=cache).logits
+        padded = model(IDS[:, :8], attention_mask=gap[:, :8], **{CACHE: cache}).logits
         assert_close(padded[:1, :6], model(IDS[:1, :6]).logits)
         with pytest.raises(ValueError, match="got padding between them"):
-            model(IDS[:, 8:], attention_mask=gap, past_key_values=cache)
+            model(IDS[:, 8:], attention_mask=gap, **{CACHE: cache})
         options = {"max_new_tokens": 2, "disable_compile": True}
         with pytest.raises(ValueError, match="got padding between them"):
-            model.generate(IDS, attention_mask=gap, past_key_values=cache, **options)
+            model.generate(IDS, attention_mask=gap, **{CACHE: cache}, **options)
 
 
 @pytest.mark.parametrize(
@@ -221,13 +222,13 @@ def test_a_mask_as_long_as_a_static_cache(build, name, given):
     cache = StaticCache(config=model.config, max_cache_len=16)
     positions = (mask.cumsum(1) - 1).clamp_min(0)[:, :11]
     pieces = [
-        model(ids, attention_mask=mask, position_ids=places, past_key_values=cache).logits
+        model(ids, attention_mask=mask, position_ids=places, **{CACHE: cache}).logits
         for ids, places in zip(padded.split([6, 5], 1), positions.split([6, 5], 1) if given else (None, None))
     ]
     assert_close(torch.cat(pieces, 1)[:, 2:], model(IDS).logits)
-    kept = model(IDS[:, :4], use_cache=True).past_key_values
+    kept = model(IDS[:, :4], use_cache=True)[CACHE]
     with pytest.raises(ValueError, match=r"attention_mask: expected \(batch, 9\), 4 tokens in the cache and 5"):
-        model(IDS[:, 4:], attention_mask=torch.ones(2, 5).long(), past_key_values=kept)
+        model(IDS[:, 4:], attention_mask=torch.ones(2, 5).long(), **{CACHE: kept})
 
 
 @torch.no_grad()
@@ -236,7 +237,7 @@ def test_the_memory_of_the_stream_beside_the_states_of_a_hybrid():
     model = model_of(Lfm2Config, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"])
     model = lively(model, WINDOWED).eval()
     cache = DynamicCache(config=model.config)
-    pieces = [model(piece, past_key_values=cache).logits for piece in IDS.split([4, 1, 3, 1], dim=1)]
+    pieces = [model(piece, **{CACHE: cache}).logits for piece in IDS.split([4, 1, 3, 1], dim=1)]
     assert_close(torch.cat(pieces, 1), model(IDS, use_cache=False).logits)
 
 
@@ -246,12 +247,20 @@ def test_a_causal_model_whose_tokens_are_computed_in_groups_is_causal():
     residua.convert(model_of(MixtralConfig, torch.float32, **options), WINDOWED, start="fresh")
 
 
+def test_a_layer_refuses_a_cache_and_a_mask_that_nothing_in_it_takes():
+    """It would compute without them: `cache` before transformers 5.24, or what a new release calls them."""
+    layer, flow = converted(PLAIN).model.layers[0], torch.zeros(1, 3, 16).double()
+    for name, item in {"kept": DynamicCache(), "padding_mask_2d": torch.ones(1, 3)}.items():
+        with pytest.raises(TypeError, match=f"takes no '{name}', and would compute without it"):
+            layer(flow, **{name: item})
+
+
 def test_a_cache_that_was_filled_without_the_memory_of_the_stream_is_refused():
     model = converted(WINDOWED).eval()
     cache = DynamicCache()
-    llama().eval()(IDS, past_key_values=cache)
+    llama().eval()(IDS, **{CACHE: cache})
     with pytest.raises(ValueError, match="filled without the memory"):
-        model(IDS[:, :1], past_key_values=cache)
+        model(IDS[:, :1], **{CACHE: cache})
 
 
 @torch.no_grad()

@@ -331,10 +331,3 @@ def test_a_width_that_a_scheme_cannot_divide_is_refused():
     with pytest.raises(InputError, match="num_fractions"):
         residua.convert(model, "frac:num_fractions=3")
     assert torch.equal(model(IDS).logits, before)
-
-
-def test_a_paged_cache_is_refused_where_the_scheme_reads_earlier_tokens():
-    """It would keep keys and values, and every new token would stand alone for the scheme."""
-    model = converted(WINDOWED)
-    with pytest.raises(ValueError, match="expected generate, got generate_batch"):
-        model.model(IDS, cache=object(), use_cache=False)

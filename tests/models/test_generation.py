@@ -1,13 +1,16 @@
 """`generate` in all its modes equals recomputing the whole text for every token."""
 
 import copy
+import logging
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
-from residua.models.memory import cache_slots
+import residua
+from residua.models.memory import CACHE, cache_slots
+from support.converted_models import llama
 from support.tiny_models import EOS, PAD, VOCAB, left_padded, prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import LOOKING_BACK, PRESETS
@@ -135,10 +138,10 @@ def test_going_on_from_a_kept_cache(name):
     model, ids = lively(name), prompt(1, 5)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :4], past_key_values=cache)
+        model(ids[:, :4], cache=cache)
     for seed in (1, 2):
         text = torch.cat([ids[:, :4], prompt(1, 2, seed=seed)], 1)
-        assert torch.equal(generate(model, text, past_key_values=copy.deepcopy(cache)), greedily(model, text, 6))
+        assert torch.equal(generate(model, text, **{CACHE: copy.deepcopy(cache)}), greedily(model, text, 6))
 
 
 @pytest.mark.parametrize("name", ["residual", "ddl-ec"])
@@ -188,7 +191,7 @@ def test_hidden_states_of_speculative_decoding(name, draft):
     model, passes = lively(name), []
 
     def keep(module, args, inputs, out):
-        passes.append((inputs["input_ids"], inputs["past_key_values"].get_seq_length(), out.hidden_states))
+        passes.append((inputs["input_ids"], inputs[CACHE].get_seq_length(), out.hidden_states))
 
     hook = model.model.register_forward_hook(keep, with_kwargs=True)
     ids = torch.cat([prompt(1, 4, seed=3)] * 3, 1)
@@ -225,8 +228,8 @@ def test_scores_and_states_can_be_asked_for(name):
 @torch.no_grad()
 def test_a_cache_without_room_for_convolutions_is_refused():
     with pytest.raises(ValueError, match=r"expected a cache .* DynamicCache\(config=model.config\)"):
-        tiny_model("ddl-tc")(prompt(1, 3), past_key_values=DynamicCache(), use_cache=True)
-    tiny_model("ddl-cc")(prompt(1, 3), past_key_values=DynamicCache(), use_cache=True)
+        tiny_model("ddl-tc")(prompt(1, 3), cache=DynamicCache(), use_cache=True)
+    tiny_model("ddl-cc")(prompt(1, 3), cache=DynamicCache(), use_cache=True)
 
 
 @torch.no_grad()
@@ -234,8 +237,66 @@ def test_a_cache_without_room_for_convolutions_is_refused():
 def test_token_compression_remembers_a_vector_for_each_earlier_tap(name, vectors):
     """Sums over the channels, in float32, in the place of the channels of the earlier tokens."""
     model = tiny_model(name, torch.bfloat16)
-    cache = model(prompt(1, 6), use_cache=True).past_key_values
+    cache = model(prompt(1, 6), use_cache=True)[CACHE]
     slot = cache_slots(model.model.stream, 2).parts[1]
     state = cache.layers[slot.layer].conv_states[slot.conv_state]
     assert state.numel() == vectors * model.config.hidden_size
     assert state.dtype == torch.float32
+
+
+@torch.no_grad()
+@keeping
+def test_the_cache_may_have_its_old_name_and_not_both(name):
+    model, ids = lively(name), prompt(1, 6)
+    for keyword in ("cache", "past_key_values"):
+        cache = DynamicCache(config=model.config)
+        pieces = [model(piece, **{keyword: cache}).logits for piece in ids.split((4, 1, 1), 1)]
+        assert_close(torch.cat(pieces, 1), model(ids, use_cache=False).logits)
+    with pytest.raises(ValueError, match="cache and past_key_values are names of one argument"):
+        model(ids, cache=cache, past_key_values=cache)
+    with pytest.raises(ValueError, match="cache must be a Cache of transformers, such as DynamicCache, got tuple"):
+        model(ids, cache=(1, 2))
+
+
+def test_a_keyword_that_nothing_takes_is_refused():
+    """A cache, a mask or labels under another name would be missed, and the numbers would be wrong without an error."""
+    model, ids = tiny_model("ddl"), prompt(1, 4)
+    for keyword in ("past", "cache_params", "padding_mask", "token_type_ids", "use_cash"):
+        with pytest.raises(TypeError, match=f"takes no keyword argument '{keyword}'"):
+            model(ids, **{keyword: ids})
+
+
+def a_converted_llama(name):
+    return residua.convert(llama(torch.float32), name, start="fresh").eval()
+
+
+@pytest.mark.parametrize("name", ["residual", "hc"])
+@pytest.mark.parametrize("make", [lively, a_converted_llama])
+def test_continuous_batching(name, make):
+    """Prompts of several lengths, each as if it were alone."""
+    model, prompts = make(name).float(), [prompt(5, seed=1), prompt(3, seed=2)]
+    texts = model.generate_batch(
+        [ids.tolist() for ids in prompts],
+        generation_config=GenerationConfig(**PLAIN),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32),
+        progress_bar=False,
+    )
+    expected = [greedily(model, ids[None], 6)[0, len(ids) :].tolist() for ids in prompts]
+    assert [text.generated_tokens for text in texts.values()] == expected
+
+
+@pytest.mark.parametrize("make", [lively, a_converted_llama])
+def test_pages_are_refused_where_the_scheme_reads_earlier_tokens(make):
+    """They keep keys and values, and every new token would stand alone for the scheme."""
+    with pytest.raises(ValueError, match="call generate, not generate_batch"):
+        make("ddl-tc")(prompt(1, 4), cache=object(), write_index=[], use_cache=False)
+
+
+@pytest.mark.parametrize("make", [lively, a_converted_llama])
+def test_a_first_run_warns_of_nothing(make, recwarn, caplog):
+    logging.getLogger("transformers").propagate = True
+    model, ids = make("ddl-tc"), prompt(1, 4)
+    model(ids, labels=ids).loss.backward()
+    generate(model, ids)
+    assert not [str(warning.message) for warning in recwarn if "deprecat" in str(warning.message)]
+    assert "deprecat" not in caplog.text

@@ -5,6 +5,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
+from residua.models.memory import CACHE
 from support.tiny_models import prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import PRESETS
@@ -68,8 +69,8 @@ def test_layers_really_are_recomputed():
 def test_no_cache_while_checkpointing():
     model, ids = tiny_model("ddl-tc").train(), prompt(2, 6)
     model.gradient_checkpointing_enable()
-    assert model(ids, use_cache=True).past_key_values is None
-    assert model.eval()(ids).past_key_values is not None, "evaluation is not affected"
+    assert model(ids, use_cache=True).get(CACHE) is None
+    assert model.eval()(ids)[CACHE] is not None, "evaluation is not affected"
 
 
 @pytest.mark.parametrize("name", ["ddl-tc", "pooled-householder"])
@@ -79,8 +80,8 @@ def test_a_cache_that_is_given_is_not_filled_twice(name):
     expected = gradients(model, ids)
     model.gradient_checkpointing_enable()
     cache = DynamicCache(config=model.config)
-    for key, grad in gradients(model, ids, past_key_values=cache).items():
+    for key, grad in gradients(model, ids, cache=cache).items():
         assert torch.equal(grad, expected[key]), key
-    model.eval()(ids, past_key_values=cache, use_cache=True)
-    with pytest.raises(ValueError, match="past_key_values: gradient checkpointing needs the whole sequence"):
-        model.train()(ids, past_key_values=cache)
+    model.eval()(ids, cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="cache: gradient checkpointing needs the whole sequence"):
+        model.train()(ids, cache=cache)

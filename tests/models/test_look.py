@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import residua
 from residua.connections import registry
 from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.models.memory import CACHE
 from support.looking import Look
 from support.tiny_models import EOS, PAD, VOCAB, left_padded, prompt
 from support.tolerances import assert_close
@@ -40,8 +41,8 @@ def test_pieces_shorter_than_the_window_and_left_padding(model, split):
     for length in split:
         begin, end = end, end + length
         given = {"attention_mask": mask[:, :end], "position_ids": (mask.cumsum(1) - 1).clamp_min(0)[:, begin:end]}
-        out = model(ids[:, begin:end], **given, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(ids[:, begin:end], **given, **{CACHE: cache}, use_cache=True)
+        cache = out[CACHE]
         found.append(out.logits)
     found = torch.cat(found, 1)
     assert_close(found[:1], alone[0])

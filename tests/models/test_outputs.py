@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from residua.models import ResiduaForCausalLM, ResiduaModel
+from residua.models.memory import CACHE
 from support.tiny_models import VOCAB, left_padded, prompt, tiny_config, tiny_model
 from support.tolerances import assert_close
 from support.variants import ALL, PRESETS
@@ -24,7 +25,7 @@ def test_a_plain_call_returns_the_logits_of_every_position():
     assert isinstance(out, CausalLMOutputWithPast)
     assert out.logits.shape == (2, 5, VOCAB)
     assert out.loss is None
-    assert out.past_key_values is not None
+    assert out[CACHE] is not None
     trunk = model.model(ids)
     assert isinstance(trunk, BaseModelOutputWithPast)
     assert trunk.last_hidden_state.shape == (2, 5, 16)
@@ -74,9 +75,9 @@ def test_hidden_states_while_decoding(name):
     full = model(ids, attention_mask=mask, output_hidden_states=True, output_states=True)
     cache, pieces = None, []
     for end in range(1, 7):
-        inputs = {"attention_mask": mask[:, :end], "past_key_values": cache, "use_cache": True}
+        inputs = {"attention_mask": mask[:, :end], "cache": cache, "use_cache": True}
         out = model(ids[:, end - 1 : end], **inputs, output_hidden_states=True, output_states=True)
-        cache = out.past_key_values
+        cache = out[CACHE]
         pieces.append(out)
     for found in ("hidden_states", "states"):
         for layer, expected in enumerate(full[found]):
@@ -88,20 +89,20 @@ def test_hidden_states_while_decoding(name):
 def test_hidden_states_with_a_cache_that_began_without():
     """A readout that looks back would lack the tokens before: an error. Once begun, readouts go on unasked."""
     model, ids = tiny_model("ddl-tc"), prompt(2, 6)
-    cache = model(ids[:, :4], use_cache=True).past_key_values
+    cache = model(ids[:, :4], use_cache=True)[CACHE]
     with pytest.raises(ValueError, match=r"output_hidden_states: the readout looks back .* from the first token"):
-        model(ids[:, 4:], past_key_values=cache, output_hidden_states=True)
+        model(ids[:, 4:], cache=cache, output_hidden_states=True)
     cache.reset()
     if cache.get_seq_length():  # transformers 5.17 does not empty a cache that grows
         cache = None
-    full = model(ids, past_key_values=cache, output_hidden_states=True).hidden_states
-    cache = model(ids[:, :3], use_cache=True, output_hidden_states=True).past_key_values
-    model(ids[:, 3:5], past_key_values=cache)
-    last = model(ids[:, 5:], past_key_values=cache, output_hidden_states=True).hidden_states
+    full = model(ids, cache=cache, output_hidden_states=True).hidden_states
+    cache = model(ids[:, :3], use_cache=True, output_hidden_states=True)[CACHE]
+    model(ids[:, 3:5], cache=cache)
+    last = model(ids[:, 5:], cache=cache, output_hidden_states=True).hidden_states
     assert_close(last[1], full[1][:, 5:])
     narrow = tiny_model("ddl-cc-ec")  # its readout does not look back
-    cache = narrow(ids[:, :4], use_cache=True).past_key_values
-    last = narrow(ids[:, 4:], past_key_values=cache, output_hidden_states=True).hidden_states
+    cache = narrow(ids[:, :4], use_cache=True)[CACHE]
+    last = narrow(ids[:, 4:], cache=cache, output_hidden_states=True).hidden_states
     assert_close(last[1], narrow(ids, output_hidden_states=True).hidden_states[1][:, 4:])
 
 
@@ -128,8 +129,8 @@ def test_attention_weights():
     for weights in out.attentions:
         assert_close(weights.sum(-1), torch.ones(2, 2, 5).double())
         assert (weights.triu(1) == 0).all()
-    cache = model(ids[:, :4], use_cache=True).past_key_values
-    last = model(ids[:, 4:], past_key_values=cache, output_attentions=True)
+    cache = model(ids[:, :4], use_cache=True)[CACHE]
+    last = model(ids[:, 4:], cache=cache, output_attentions=True)
     assert_close(last.attentions[1], out.attentions[1][:, :, 4:])
 
 
@@ -246,8 +247,8 @@ def test_narrow_models(name, dtype):
     assert logits.dtype == dtype
     expected = exact(ids, attention_mask=mask).logits
     assert_close(logits[real], expected[real], factor=4)  # a dozen operations, each rounded once
-    cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
-    last = model(ids[:, 5:], attention_mask=mask, past_key_values=cache).logits
+    cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True)[CACHE]
+    last = model(ids[:, 5:], attention_mask=mask, cache=cache).logits
     assert_close(last, expected[:, 5:], factor=4)
 
 
@@ -350,8 +351,8 @@ def test_training_mode_changes_nothing_but_the_cache():
     expected = model(ids).logits
     out = model.train()(ids)
     assert torch.equal(out.logits, expected)
-    assert out.past_key_values is None
-    assert model(ids, use_cache=True).past_key_values is not None
+    assert out.get(CACHE) is None
+    assert model(ids, use_cache=True)[CACHE] is not None
 
 
 @torch.no_grad()

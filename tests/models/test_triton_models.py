@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from residua.models import ResiduaForCausalLM
+from residua.models.memory import CACHE
 from support.interpreter import prepared_once  # noqa: F401
 from support.tiny_models import prompt, tiny_config
 from support.tolerances import assert_close
@@ -79,8 +80,8 @@ def test_recomputing_states_changes_no_bit(name):
 def test_generation_is_left_to_the_reference():
     """A kernel keeps no memory of earlier tokens."""
     model, ids = model_of(KERNELS["token"]).eval(), prompt(1, 4).to(DEVICE)
-    cache = model(ids[:, :3], use_cache=True).past_key_values
-    assert_close(model(ids[:, 3:], past_key_values=cache).logits, model(ids).logits[:, 3:])
+    cache = model(ids[:, :3], use_cache=True)[CACHE]
+    assert_close(model(ids[:, 3:], cache=cache).logits, model(ids).logits[:, 3:])
 
 
 @pytest.mark.parametrize("name", ["channel", "token"])

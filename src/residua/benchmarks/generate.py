@@ -72,7 +72,7 @@ class Decoding:
         """Read the prompt."""
         self.cache.reset()
         prompt = self.tokens[:, : self.settings.prompt_length]
-        logits = self.model(input_ids=prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        logits = self.model(input_ids=prompt, cache=self.cache, use_cache=True, logits_to_keep=1).logits
         self.next = logits.argmax(-1)
 
     @torch.inference_mode()
@@ -83,7 +83,7 @@ class Decoding:
     def _step(self, ids: Tensor) -> Tensor:
         if self.settings.compile and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        return self.forward(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
+        return self.forward(input_ids=ids, cache=self.cache, use_cache=True).logits
 
     @torch.inference_mode()
     def check(self) -> float:

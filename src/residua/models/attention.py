@@ -16,7 +16,6 @@ from residua.models.linear import linear
 from residua.ops import at_least_float32
 
 with extra("lab"):
-    from transformers.cache_utils import Cache
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
@@ -45,15 +44,22 @@ class Rotary(NamedTuple):
         return torch.cat([(a * cos - b * sin).to(x.dtype), (a * sin + b * cos).to(x.dtype), rest], -1)
 
 
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "is_causal")
+CONTINUOUS = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
+OLDER = ("max_seqlen_q", "max_seqlen_k")  # of continuous batching in transformers 5.17
+OPTIONS = frozenset(PACKED + CONTINUOUS + OLDER)
+"""The keywords of packed documents and of continuous batching, for the attention functions of transformers."""
+
+
 class AttentionContext(NamedTuple):
     """The inputs of attention besides x: angles, mask, cache, the dtype in which sublayers compute, what is called with
     the weights (or None), and options for an attention function of transformers, such as positions and the borders of
-    packed documents.
+    packed documents. The cache may be paged, for continuous batching.
     """
 
     rotary: Rotary
     mask: Tensor | None
-    cache: Cache | None
+    cache: Any
     dtype: torch.dtype
     keep_weights: Callable[[Tensor], None] | None = None
     options: Mapping[str, Any] = MappingProxyType({})
@@ -115,11 +121,15 @@ class Attention(nn.Module):
         q, k = context.rotary.rotate(q), context.rotary.rotate(k)
         if config.qk_norm == "post_rope":
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.cache is not None:
+        options = context.options
+        if "write_index" in options:  # since transformers 5.24, pages change the options of each layer
+            options = dict(options)
+            k, v = context.cache.update(k, v, self.layer_idx, kwargs=options) if context.cache is not None else (k, v)
+        elif context.cache is not None:
             k, v = context.cache.update(k, v, self.layer_idx)
 
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention)
-        y, weights = attend(self, q, k, v, context.mask, scaling=self.scaling, dropout=0.0, **context.options)
+        y, weights = attend(self, q, k, v, context.mask, scaling=self.scaling, dropout=0.0, **options)
         if context.keep_weights is not None and weights is not None:
             context.keep_weights(weights)
         if config.attention_output_gate:

@@ -73,7 +73,7 @@ class ResiduaConfig(PreTrainedConfig):
     """
 
     model_type = "residua"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     vocab_size: int = 50304
     hidden_size: int = 768

@@ -25,6 +25,7 @@ from residua.models.convert_flow import (
     LayerStream,
     Reader,
     UnknownUse,
+    keywords_of,
     layer_streams,
     swap,
     swap_back,
@@ -239,12 +240,13 @@ def _trunk(model: Any, path: str) -> tuple[nn.Module, nn.ModuleList]:
     return model.base_model.get_submodule(path.rpartition(".")[0]), stack
 
 
-def attach_streams(model: nn.Module, conversion: Conversion, streams: Sequence[nn.Module]) -> None:
+def attach_streams(model: nn.Module, conversion: Conversion, streams: Sequence[LayerStream]) -> None:
     """Give every layer of a model its part of the stream, and let it run on that."""
     trunk, stack = _trunk(model, conversion.stack)
     attach(model, trunk)
     for layer, found, stream in zip(stack, conversion.anatomy, streams, strict=True):
         stream.train(layer.training)
+        stream.keywords = keywords_of(layer)
         setattr(layer, STREAM, stream)
         swap(layer, ConvertedLayer)
         for sublayer in found:

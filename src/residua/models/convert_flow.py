@@ -12,6 +12,7 @@ A layer may also see its tokens along other axes, and scale the whole residual b
 Whatever else it would do to its residual, such as normalising it, is not defined and raises an error.
 """
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -25,8 +26,13 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from residua.connections import Carry, Connection, Memory
 from residua.connections.base import State
+from residua.errors import extra
+from residua.models.memory import CACHE, CACHE_NAMES
 from residua.ops.precision import under_autocast
 from residua.ops.recompute import cut
+
+with extra("lab"):
+    from transformers.cache_utils import Cache
 
 MEMORY = "residua_memory"
 """The keyword in which the trunk hands the memories of all parts of the stream to its layers."""
@@ -210,8 +216,11 @@ def is_number(factor: Any) -> bool:
 class LayerStream(nn.Module):
     """The part of the stream that a layer owns: its connections; in the first layer expand, in the last collapse.
 
-    first: the index of its first connection in the whole stream; looks_back: whether the scheme reads earlier tokens.
+    first: the index of its first connection in the whole stream; looks_back: whether the scheme reads earlier tokens;
+    keywords: the names of arguments that the layer or a module in it takes.
     """
+
+    keywords: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -286,6 +295,7 @@ class ConvertedLayer(Swapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stream: LayerStream = getattr(self, STREAM)
         memories = kwargs.pop(MEMORY, None)
+        expect_taken(stream.keywords, kwargs)
         if stream.looks_back and memories is None:
             raise UnknownUse(
                 "is not handed the padding and the cache by its model, and this scheme reads earlier tokens"
@@ -324,6 +334,20 @@ class ConvertedLayer(Swapped):
             return x if item.lead is None else x.reshape(item.shape)
 
         return tuple(map(ended, out)) if isinstance(out, tuple) else ended(out)
+
+
+def keywords_of(layer: nn.Module) -> frozenset[str]:
+    """Return the names of arguments that a layer or a module in it takes."""
+    names = {name for module in layer.modules() for name in inspect.signature(module.forward).parameters}
+    # Since transformers 5.24 a decorator gives the cache its new name.
+    return frozenset(names | set(CACHE_NAMES) if "cache" in names and CACHE == "cache" else names)
+
+
+def expect_taken(keywords: frozenset[str], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError for a cache or a mask under a name that a layer would swallow: it would compute without it."""
+    for name, item in kwargs.items():
+        if item is not None and name not in keywords and ("mask" in name or isinstance(item, Cache)):
+            raise TypeError(f"a layer of this model takes no {name!r}, and would compute without it")
 
 
 def reads(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow | None:

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from residua.connections.memory import positions_in, window_of
 from residua.errors import extra
 from residua.models.convert_flow import MEMORY, ConvertedLayer, Flow, layer_streams
-from residua.models.memory import CacheSlot, documents_of, expect_told_apart, memory_at, padding_of
+from residua.models.memory import (
+    CACHE,
+    CACHE_NAMES,
+    PAGED,
+    CacheSlot,
+    cache_of,
+    documents_of,
+    expect_told_apart,
+    memory_at,
+    padding_of,
+)
 
 with extra("lab"):
     from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
@@ -74,12 +84,10 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     tokens: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if tokens is None and not looking:  # an image
         return None
-    if given.get("cache") is not None:  # the pages of continuous batching, which keep keys and values alone
-        raise ValueError(
-            "expected generate, got generate_batch: this scheme reads earlier tokens, which it does not keep"
-        )
-    place_of_cache = "past_key_values" if "past_key_values" in names or "cache_params" not in names else "cache_params"
-    cache, mask = given.get(place_of_cache), given.get("attention_mask")
+    cache, pages = cache_of(given)
+    if pages is not None:
+        raise ValueError(PAGED)
+    mask = given.get("attention_mask")
     if given.get("output_hidden_states") or getattr(config, "output_hidden_states", False):
         raise ValueError(NO_HIDDEN_STATES)
     use_cache = given.get("use_cache")
@@ -97,7 +105,7 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
     if trunk.training:  # a cache would only be filled and dropped, and a recomputed layer would fill it twice
         if cache is not None and _filled(cache):
-            raise ValueError("past_key_values: training needs whole sequences, got a filled cache")
+            raise ValueError("cache: training needs whole sequences, got a filled cache")
         cache = None
     if trunk.training or documents is not None:
         use_cache = False
@@ -107,7 +115,7 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         cache = DynamicCache(config=config)
         if getattr(config, "is_encoder_decoder", False):
             cache = EncoderDecoderCache(cache, DynamicCache(config=config))
-        kwargs = {**kwargs, place_of_cache: cache}
+        kwargs = {**kwargs, next((name for name in CACHE_NAMES if name in names), CACHE): cache}
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     padding = padding_of(tokens, mask, cache, documents)
@@ -185,16 +193,14 @@ def _room(cache: Any, states: int, num_layers: int) -> int:
     """Return the index of the layer of the cache that remembers this many parts; add it to a new cache."""
     layers = getattr(cache, "layers", None)
     if not isinstance(cache, Cache) or not isinstance(layers, list):
-        raise ValueError(
-            f"past_key_values: expected a cache with layers, such as DynamicCache, got {type(cache).__name__}"
-        )
+        raise ValueError(f"cache: expected a cache with layers, such as DynamicCache, got {type(cache).__name__}")
     found = next((i for i, layer in enumerate(layers) if isinstance(layer, StreamLayer)), None)
     if found is not None:
         if layers[found].number_of_states != states:
-            raise ValueError("past_key_values: this cache was filled by a model with another residual scheme")
+            raise ValueError("cache: this cache was filled by a model with another residual scheme")
         return found
     if layers and _filled(cache):
-        raise ValueError("past_key_values: this cache was filled without the memory of this model's residual scheme")
+        raise ValueError("cache: this cache was filled without the memory of this model's residual scheme")
     if cache.layer_class_to_replicate is not None:  # the cache adds a layer for every index that it has not got yet
         while len(layers) < num_layers:
             layers.append(cache.layer_class_to_replicate())

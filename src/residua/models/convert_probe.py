@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from residua.errors import InputError, extra, first_line
 from residua.evaluating import evaluating
+from residua.models.memory import CACHE
 
 with extra("lab"):
     import numpy as np
@@ -133,8 +134,8 @@ def _in_pieces(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
     past = None
     for ids in inputs["input_ids"].split([5, 1, 2], dim=1):
         with torch.no_grad():
-            out = model(**{**inputs, "input_ids": ids, "use_cache": True, "past_key_values": past})
-        past = out.past_key_values
+            out = model(**{**inputs, "input_ids": ids, "use_cache": True, CACHE: past})
+        past = out[CACHE]
         found += _floats(out[0])
     return found
 

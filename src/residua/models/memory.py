@@ -14,6 +14,36 @@ from residua.errors import extra
 
 with extra("lab"):
     from transformers.cache_utils import Cache
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""The keywords for the cache: since transformers 5.24, before it, and before it of Mamba."""
+
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The keyword for the cache in the transformers that is installed, in inputs and in outputs."""
+
+
+PAGED = "cache must not be paged for this scheme, which reads earlier tokens; call generate, not generate_batch"
+
+
+def cache_of(given: Mapping[str, Any]) -> tuple[Cache | None, Any]:
+    """Return the cache among the arguments of a call, under whichever name, and the pages of continuous batching.
+
+    At least one of the two is None. Pages keep keys and values alone, and come with the places to write to.
+
+    Raises:
+        ValueError: two caches, or something that is not a cache of transformers.
+    """
+    caches = {name: given[name] for name in CACHE_NAMES if given.get(name) is not None}
+    if len(caches) > 1:
+        raise ValueError(f"{' and '.join(caches)} are names of one argument, got both; leave one out")
+    for name, cache in caches.items():
+        if isinstance(cache, Cache):
+            return cache, None
+        if "write_index" in given:
+            return None, cache
+        raise ValueError(f"{name} must be a Cache of transformers, such as DynamicCache, got {type(cache).__name__}")
+    return None, None
 
 
 class CacheSlot(NamedTuple):
@@ -132,7 +162,7 @@ def memories(
         used = [slot for slot in (*slots.parts, *slots.readouts) if slot]
         if any(slot.layer >= len(room) or slot.conv_state >= room[slot.layer] for slot in used):
             raise ValueError(
-                "past_key_values: expected a cache that keeps convolution states, as DynamicCache(config=model.config) "
+                "cache: expected a cache that keeps convolution states, as DynamicCache(config=model.config) "
                 f"does, got {type(cache).__name__} without them"
             )
         kept = [_kept(layers[slot.layer], slot.conv_state) for slot in slots.readouts if slot]

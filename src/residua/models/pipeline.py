@@ -133,12 +133,6 @@ class Stage(nn.Module):
         """Return what attention gets beside x: (batch, seq, dim)."""
         past = 0 if cache is None else cache.length
         positions = (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=x,
-            attention_mask=None,
-            past_key_values=None if cache is None else cache.attention,
-            position_ids=None,
-        )
+        mask = create_causal_mask(self.config, x, None, None if cache is None else cache.attention)
         rotary = Rotary.at(positions, self.config, x.dtype)
-        return AttentionContext(rotary, mask, cache, x.dtype, None, {"position_ids": positions})  # type: ignore[arg-type]
+        return AttentionContext(rotary, mask, cache, x.dtype, None, {"position_ids": positions})

@@ -22,10 +22,19 @@ from residua.connections import Carry, Connection, Memory, Projection, Readout, 
 from residua.connections.base import as_inputs
 from residua.connections.memory import positions_in, window_of
 from residua.errors import extra
-from residua.models.attention import Attention, AttentionContext, Rotary
+from residua.models.attention import OPTIONS, Attention, AttentionContext, Rotary
 from residua.models.configuration import ResiduaConfig
 from residua.models.linear import initialise
-from residua.models.memory import cache_slots, documents_of, expect_told_apart, memories, of_current
+from residua.models.memory import (
+    CACHE,
+    PAGED,
+    cache_of,
+    cache_slots,
+    documents_of,
+    expect_told_apart,
+    memories,
+    of_current,
+)
 from residua.models.mlp import MLP
 from residua.ops import at_least_float32
 from residua.ops.recompute import cut
@@ -143,7 +152,7 @@ class ResiduaPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Layer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -197,13 +206,14 @@ class ResiduaModel(ResiduaPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | dict[str, Tensor | None] | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         output_attentions: bool | None = None,
         output_states: bool = False,
         watch: Callable[[list[Connection | Readout]], Sequence[Connection | Readout]] | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> ResiduaModelOutput:
         """Run the trunk, with the interface of every decoder of transformers.
@@ -212,8 +222,15 @@ class ResiduaModel(ResiduaPreTrainedModel):
         normalised: (batch, seq, hidden_size) each; indices instead of True choose some, and None stands for the others.
         `output_states` asks for the states themselves. `output_attentions` needs attention that computes the weights,
         "eager"; other kinds warn and return none. `watch` maps the list of connections and readout to a list of
-        replacements.
+        replacements. `past_key_values` is the name of `cache` before transformers 5.24. Other keywords go to the
+        attention function; `residua.models.attention.OPTIONS` names them.
+
+        Raises:
+            TypeError: a keyword that nothing takes.
         """
+        for name in kwargs:
+            if name not in OPTIONS:
+                raise TypeError(f"{type(self).__name__}.forward() takes no keyword argument {name!r}")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
         config: ResiduaConfig = self.config  # type: ignore[assignment]
@@ -226,32 +243,42 @@ class ResiduaModel(ResiduaPreTrainedModel):
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is not None and position_ids.dim() != 2:
             raise ValueError(f"position_ids: expected (1 or batch, seq), got {tuple(position_ids.shape)}")
-        cached = bool(use_cache) or past_key_values is not None
-        documents = documents_of(embeddings, attention_mask, position_ids, kwargs, cached=cached)
+        cache, pages = cache_of({**kwargs, "cache": cache, "past_key_values": past_key_values})
+        if pages is not None and any(map(window_of, self.stream.parts)):
+            raise ValueError(PAGED)
+        documents = documents_of(
+            embeddings, attention_mask, position_ids, kwargs, cached=bool(use_cache) or cache is not None
+        )
         self._expect_told_apart(attention_mask, documents)
         if documents is not None and position_ids is None:
             position_ids = positions_in(documents)
         if use_cache is None:
             use_cache = config.use_cache and not self.training and documents is None
-        if (use_cache or past_key_values is not None) and self.gradient_checkpointing and self.training:
+        if (use_cache or cache is not None) and self.gradient_checkpointing and self.training:
             # A recomputed layer would add its tokens to the cache a second time.
-            if past_key_values is not None and past_key_values.get_seq_length():
-                raise ValueError("past_key_values: gradient checkpointing needs the whole sequence, got a filled cache")
+            if cache is not None and cache.get_seq_length():
+                raise ValueError("cache: gradient checkpointing needs the whole sequence, got a filled cache")
             logger.warning_once("gradient checkpointing does not keep a cache: use_cache is set to False")
             use_cache = False
-            past_key_values = None
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=config)
+            cache = None
+        if use_cache and cache is None:
+            cache = DynamicCache(config=config)
 
-        mask, padding, positions = self._masks(embeddings, attention_mask, position_ids, past_key_values)
+        mask, padding, positions = self._masks(embeddings, attention_mask, position_ids, cache)
         attentions: list[Tensor] | None = [] if output_attentions else None
         rotary = Rotary.at(positions, config, embeddings.dtype)
-        options = {**kwargs, "position_ids": positions, **({"output_attentions": True} if output_attentions else {})}
+        options = {**kwargs, "position_ids": positions}
+        if output_attentions:
+            options["output_attentions"] = True
+        if pages is not None and CACHE != "cache":  # before transformers 5.24, attention functions wrote to the pages
+            options["cache"], pages = pages, None
         keep_weights = None if attentions is None else attentions.append
-        context = AttentionContext(rotary, mask, past_key_values, embeddings.dtype, keep_weights, options)
+        context = AttentionContext(
+            rotary, mask, cache if pages is None else pages, embeddings.dtype, keep_weights, options
+        )
         remembered = memories(
             cache_slots(self.stream, depth),
-            past_key_values,
+            cache,
             padding,
             embeddings,
             documents=documents,
@@ -284,10 +311,10 @@ class ResiduaModel(ResiduaPreTrainedModel):
         return ResiduaModelOutput(
             last_hidden_state=hidden,
             penalty=total_penalty(penalties, padding),
-            past_key_values=past_key_values if use_cache else None,
             hidden_states=selected if chosen else None,  # type: ignore[arg-type]  # as transformers, None where not chosen
             attentions=tuple(attentions) if attentions is not None else None,
             states=tuple(states) if output_states else None,
+            **{CACHE: cache if use_cache else None},
         )
 
     def _expect_told_apart(self, mask: Tensor | dict[str, Tensor | None] | None, documents: Tensor | None) -> None:
@@ -327,13 +354,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         else:
             if attention_mask is not None and attention_mask.dim() == 2:
                 padding = of_current(attention_mask, length, cache)
-            mask = create_causal_mask(
-                config=self.config,
-                inputs_embeds=embeddings,
-                attention_mask=attention_mask,
-                past_key_values=cache,
-                position_ids=position_ids,
-            )
+            mask = create_causal_mask(self.config, embeddings, attention_mask, cache, position_ids)
         if position_ids is None:
             if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
                 position_ids = of_current((attention_mask.long().cumsum(-1) - 1).clamp_min(0), length, cache)
@@ -416,7 +437,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | dict[str, Tensor | None] | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -425,6 +446,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         output_states: bool = False,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> ResiduaCausalLMOutput:
         """Return logits (batch, seq or logits_to_keep, vocab_size), and the loss if `labels` (shifted here) or
@@ -438,6 +460,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            cache=cache,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
@@ -464,8 +487,8 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
             loss=loss,
             penalty=outputs.penalty,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             states=outputs.states,
+            **{CACHE: outputs.get(CACHE)},
         )
