@@ -188,7 +188,11 @@ class ResiduaModel(ResiduaPreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         # Loading in a narrow dtype goes by the parameters, quantizers go by the modules.
-        self._keep_in_fp32_modules_strict = {f"stream.{name}" for name in self.stream.float32_parameters()}
+        kept = set(self.stream.float32_parameters())
+        self._keep_in_fp32_modules_strict = {f"stream.{name}" for name in kept}
+        for name, parameter in self.stream.named_parameters():
+            if name in kept:  # also where the model is built in a narrow dtype
+                parameter.data = at_least_float32(parameter.data)
         self._keep_in_fp32_modules = {
             f"stream.{name}" for name, module in self.stream.named_modules() if isinstance(module, WideProjection)
         }
