@@ -317,7 +317,6 @@ WRONG = {
     "the_norm_is_the_one_given": (scheme_of(OwnNorm), "was given for sublayer 0 is not used"),
     "shapes_without_numbers": (scheme_of(LooksAtNumbers), "meta"),
     "padding_changes_no_token": (scheme_of(CountsPadding), "padding on the left changes the outputs"),
-    "traffic": (scheme_of(Scaled, state_size=lambda *_: 0), "traffic"),
     "declares_itself": (scheme_of(Scaled, equation=""), "equation: expected a text"),
     "preserving_is_the_plain_residual": (scheme_of(LooksAhead, preserving=lambda self: self), "as the plain residual"),
 }
@@ -328,18 +327,6 @@ def test_a_check_names_what_is_wrong(check):
     scheme, words = WRONG[check]
     with pytest.raises((AssertionError, RuntimeError), match=words):  # `check_scheme` reports both alike
         CONTRACT[check](scheme)
-
-
-@pytest.mark.parametrize(
-    ("separate", "words"),
-    [((8, 8), "reads back what the first wrote"), ((10, 7), "backward, separate kernels move no less")],
-)
-def test_separate_kernels_are_not_said_to_move_what_one_moves(separate, words):
-    def traffic(self, boundary, *, state_bytes, fused=True):
-        return tuple(state_bytes * moved for moved in ((8, 8) if fused else separate))
-
-    with pytest.raises(AssertionError, match=words):
-        CONTRACT["traffic"](scheme_of(Scaled, traffic=traffic))
 
 
 @pytest.mark.parametrize(

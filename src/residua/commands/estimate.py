@@ -10,7 +10,7 @@ from residua.tables import print_table
 if TYPE_CHECKING:
     from residua.estimate import Estimate
 
-HELP = "what a run will cost: parameters, memory per GPU, tokens/s, days"
+HELP = "what a run will cost: parameters, FLOPs, memory per GPU"
 EXAMPLES = """\
 residua estimate --config small --model.connection ddl-tc --gpus 4 --gpu h200
 residua estimate --config medium --gpus 8 --train.parallel fsdp --json"""
@@ -55,16 +55,13 @@ def _print(found: "Estimate") -> None:
     print()
     print_table(["MFLOP per token", ""], [[name, f"{x / 1e6:,.1f}"] for name, x in found.flops_per_token.items()])
     print()
-    print_table(["kB per token", ""], [[name, f"{x / 1e3:,.0f}"] for name, x in found.bytes_per_token.items()])
-    print()
     ways = list(found.memory)
     header = ["GiB per GPU", *(f"states: {way}" for way in ways)]
     rows = [[part, *(f"{found.memory[way][part] / GIB:.2f}" for way in ways)] for part in found.memory[ways[0]]]
     rows.append(["largest batch_size", *(f"{found.largest_batch_size[way]}" for way in ways)])
     print_table(header, rows)
     print()
-    speed = [[name, f"{rate:,.0f}", f"{found.days[name]:.2f}"] for name, rate in found.tokens_per_second.items()]
-    print_table([f"{found.tokens / 1e9:.3g} billion tokens", "tokens/s", "days"], speed)
+    print(f"{found.tokens / 1e9:.3g} billion tokens, {found.tokens * sum(found.flops_per_token.values()):.3g} FLOPs")
     print()
     for line in found.assumptions:
         print(f"assumed: {line}")

@@ -14,7 +14,6 @@ from residua.connections.base import (
     Scheme,
     Stream,
     TensorSpec,
-    Traffic,
 )
 from residua.connections.deep_delta import DeepDelta
 from residua.connections.delta_attnres import DeltaAttentionResiduals
@@ -83,7 +82,6 @@ __all__ = [
     "Stream",
     "StreamMemory",
     "TensorSpec",
-    "Traffic",
     "WideProjection",
     "describe",
     "named",

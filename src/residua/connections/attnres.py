@@ -24,7 +24,6 @@ from residua.connections.base import (
     State,
     Stream,
     TensorSpec,
-    Traffic,
 )
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
@@ -55,14 +54,6 @@ class SourcesScheme(Scheme):
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return (TensorSpec((dim,)),) * (1 + -(-boundary // self.block_size))
-
-    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Return (n + 1) P + 4 forward, which reads n sources and writes one, and 3 n P + 6 backward.
-
-        Separate, P more forward, as in the plain residual.
-        """
-        sources = self.state_size(boundary, 1)
-        return Traffic((sources + (1 if fused else 2)) * state_bytes + 4, 3 * sources * state_bytes + 6)
 
 
 @dataclass(frozen=True)

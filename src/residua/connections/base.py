@@ -8,7 +8,7 @@ connection owns the norm before the sublayer and works in two phases around it:
 
 The state is an opaque pytree of tensors: (batch, seq, dim), (batch, seq, streams, dim), or a tuple that grows with
 depth. Only the scheme looks inside. All other code asks the scheme or the connection: `Scheme.state_spec` for shapes,
-`Scheme.traffic` for bytes, `Connection.shortcut` for the linear map that was applied to the state,
+`Connection.shortcut` for the linear map that was applied to the state,
 `Connection.depth_weights` for what was read of earlier sublayers, `Connection.streams` for what stands side by side.
 """
 
@@ -351,13 +351,6 @@ class TensorSpec:
     dtype: torch.dtype | None = None
 
 
-class Traffic(NamedTuple):
-    """Bytes of memory traffic per token and feature, in the forward and in the backward pass."""
-
-    forward: float
-    backward: float
-
-
 def _described(build: Callable[..., Stream]) -> Callable[..., Stream]:
     """Return `build` of a scheme, which also tells every connection the state that it takes and if it is causal."""
 
@@ -416,22 +409,6 @@ class Scheme(ABC):
     def state_size(self, boundary: int, dim: int) -> int:
         """Return how many numbers the state holds per token after `boundary` sublayers."""
         return sum(math.prod(spec.shape) for spec in tree_leaves(self.state_spec(boundary, dim)))
-
-    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Estimate the bytes that the write of sublayer `boundary` - 1 and the next read and norm move.
-
-        fused: in one kernel; if not, in one for the write and one for read and norm, which reads the state back and,
-        backward, adds its gradient to the one that came past it. Whether such a kernel exists does not matter.
-
-        The state has `state_bytes` per number, everything else is bfloat16. With P bytes of state: fused 2 P + 4
-        forward (state in and out, y in, x out) and 3 P + 6 backward; separate 3 P + 6 and 6 P + 10, of which 2 and 4
-        keep what is read before its norm: a state of one vector is kept anyway.
-        """
-        size = self.state_size(boundary, 1)
-        passes = size * state_bytes
-        if fused:
-            return Traffic(2 * passes + 4, 3 * passes + 6)
-        return Traffic(3 * passes + 6, 6 * passes + 10) if size > 1 else Traffic(3 * passes + 4, 6 * passes + 6)
 
     def num_memories(self, dim: int, num_sublayers: int) -> int:
         """Return how many parts of the built stream read earlier tokens and need a memory."""

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from residua.connections.base import Connection, State, Stream, TensorSpec, Traffic
-from residua.connections.compressing import CompressingConnection, read_over_tokens
+from residua.connections.base import Connection, State, Stream, TensorSpec
+from residua.connections.compressing import CompressingConnection
 from residua.connections.ends import (
     ChannelCompress,
     Collapse,
@@ -82,17 +82,6 @@ class ChannelScheme(RecomputingScheme):
 
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
         return TensorSpec((self.value_channels, dim) if self.has_stream_axis else (dim,))
-
-    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Estimate as the base class does, with a convolution over tokens. Fused, keeping every m-th state only adds
-        m - 1 backward.
-        """
-        moved = super().traffic(boundary, state_bytes=state_bytes, fused=fused)
-        if self.compress == "token":
-            kept = not fused and self.value_channels > 1  # as the base class counts
-            moved = read_over_tokens(moved, self.value_channels * state_bytes, kept=kept)
-        replayed = self.keeps_every - 1 if fused and self.value_channels > 1 else 0
-        return Traffic(moved.forward, moved.backward + replayed)
 
     @property
     def has_stream_axis(self) -> bool:

@@ -5,7 +5,7 @@ from typing import Literal, TypeVar
 
 from torch import Tensor, nn
 
-from residua.connections.base import Connection, State, Traffic, called
+from residua.connections.base import Connection, State, called
 from residua.connections.memory import Memory, window_of
 
 
@@ -60,12 +60,3 @@ def connected(
             connections.append(connection(i, compressor(made)))
             made += 1
     return connections, compressor(made)
-
-
-def read_over_tokens(moved: Traffic, passes: float, *, kept: bool = False) -> Traffic:
-    """Return `moved` with what a convolution over tokens adds, for `passes` bytes P of state.
-
-    P / 8 each, because neighbours read tokens twice, and unless x_in is `kept` anyway, 2 forward and 4 backward for it.
-    """
-    forward, backward = (0, 0) if kept else (2, 4)
-    return Traffic(moved.forward + passes / 8 + forward, moved.backward + passes / 8 + backward)

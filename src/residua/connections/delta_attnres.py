@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.attnres import DepthRead, SourcesScheme, attention_weights, summed, with_output
-from residua.connections.base import Carry, Connection, DepthWeights, Norm, State, Stream, TensorSpec, Traffic
+from residua.connections.base import Carry, Connection, DepthWeights, Norm, State, Stream, TensorSpec
 from residua.connections.ends import Copies
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
@@ -57,15 +57,6 @@ class DeltaAttentionResiduals(SourcesScheme):
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return (*super().state_spec(boundary, dim), TensorSpec((dim,)))
-
-    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Return (n + 3) P + 4 forward: h and n sources are read, h and a source written; 3 (n + 1) P + 6 backward.
-
-        Separate, P more forward for h, and for a source that is complete: no sublayer reads the sum of a running block.
-        """
-        sources = self.state_size(boundary, 1) - 1
-        again = 0 if fused else 1 + (boundary % self.block_size == 0)
-        return Traffic((sources + 3 + again) * state_bytes + 4, 3 * (sources + 1) * state_bytes + 6)
 
     def preserving(self) -> "DeltaAttentionResiduals":
         return replace(self, gate="scalar")

@@ -21,7 +21,6 @@ from residua.connections.base import (
     State,
     Stream,
     TensorSpec,
-    Traffic,
 )
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
@@ -58,11 +57,6 @@ class DenseFormer(Scheme):
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return block_outputs(boundary, dim)
 
-    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Return the cost of the average over n outputs where a block begins, else of the plain residual."""
-        sources = len(self.taken(boundary // 2)) if boundary % 2 == 0 else 0
-        return block_traffic(sources, state_bytes, fused)
-
     def preserving(self) -> "DenseFormer":
         return self
 
@@ -87,14 +81,6 @@ def block_outputs(boundary: int, dim: int) -> tuple[TensorSpec, ...]:
 def outputs_of(taken: range) -> tuple[range, ...]:
     """Return the sublayers that wrote these outputs: 0 is the embedding, j what block j, counted from 1, put out."""
     return tuple(range(2 * j - 2, 2 * j) if j else EMBEDDING for j in taken)
-
-
-def block_traffic(sources: int, state_bytes: int, fused: bool) -> Traffic:
-    """Return the bytes of a boundary that reads n sources: n + 2 passes forward, 2 n + 2 backward, and y and x.
-
-    Separate, one pass more forward, as in the plain residual.
-    """
-    return Traffic((sources + (2 if fused else 3)) * state_bytes + 4, (2 * sources + 2) * state_bytes + 4)
 
 
 class DepthAverage(nn.Module):

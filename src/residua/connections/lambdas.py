@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, GateFacts, Mixing, Norm, State, Stream, TensorSpec, Traffic
+from residua.connections.base import Carry, GateFacts, Mixing, Norm, State, Stream, TensorSpec
 from residua.connections.compressing import CompressingConnection
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory, window_of
@@ -107,16 +107,6 @@ class Lambdas(SingleStreamScheme):
 
     def state_spec(self, boundary: int, dim: int) -> Any:
         return TensorSpec((dim,)) if self.kept == 1 else (TensorSpec((dim,)),) * self.kept
-
-    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Return 2 P + 4 forward and 3 P + 6 backward with P bytes of x, and P more each where x0 is read.
-
-        Separate, P more forward, and P more each where r or z scales x: one kernel writes it, the next its scaled form.
-        """
-        again = 0 if fused else 1
-        more = (self.z is not None) + again * (self.r is not None or self.z is not None)
-        moved = Traffic((2 + more + again) * state_bytes + 4, (3 + more) * state_bytes + 6)
-        return self.convolved(moved, state_bytes)
 
     @property
     def gates(self) -> Mapping[str, GateFacts]:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, DepthWeights, Norm, Scheme, State, Stream, TensorSpec, Traffic
-from residua.connections.denseformer import BlockCollapse, BlockConnection, block_outputs, block_traffic, outputs_of
+from residua.connections.base import Carry, DepthWeights, Norm, Scheme, State, Stream, TensorSpec
+from residua.connections.denseformer import BlockCollapse, BlockConnection, block_outputs, outputs_of
 from residua.connections.ends import OpenSources
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
@@ -60,11 +60,6 @@ class MultiwayDynamicDense(Scheme):
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return block_outputs(boundary, dim)
-
-    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Return the cost of an average for each way where a block begins, else of the plain residual."""
-        sources = 1 + boundary // 2 if boundary and boundary % 2 == 0 else 0
-        return block_traffic(sources * len(self.ways), state_bytes, fused)
 
     def preserving(self) -> "MultiwayDynamicDense":
         return self

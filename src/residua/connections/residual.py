@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Norm, State, Stream, Traffic
+from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.compressing import CompressingConnection
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
@@ -36,14 +36,6 @@ class Residual(SingleStreamScheme):
 
     equation: ClassVar[str] = "x + F(norm(x))"
     paper: ClassVar[str] = "arXiv 1512.03385"
-
-    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Return 2 P + 4 in both directions: the gradient does not need the state.
-
-        Separate, P more forward. Not backward: the gradient of a sum is the gradient of the state, without a kernel.
-        """
-        passes = 2 * state_bytes + 4
-        return self.convolved(Traffic(passes + (0 if fused else state_bytes), passes), state_bytes)
 
     def preserving(self) -> "Residual":
         return self

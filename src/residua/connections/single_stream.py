@@ -6,8 +6,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from residua.connections.base import Scheme, State, Stream, Traffic
-from residua.connections.compressing import C, CompressingConnection, connected, read_over_tokens
+from residua.connections.base import Scheme, State, Stream
+from residua.connections.compressing import C, CompressingConnection, connected
 from residua.connections.ends import Collapse, ConvExpand, Copies, Same, TokenCompress
 from residua.connections.memory import Memory, expect_tokens
 from residua.connections.options import check_types, expect_used, require_option
@@ -57,14 +57,6 @@ class SingleStreamScheme(Scheme):
         """Return the stream of `connection(i, compress)` for each sublayer."""
         connections, readout = self.connected(dim, num_sublayers, connection)
         return Stream(self.expander(dim), connections, Collapse(readout))
-
-    def traffic(self, boundary: int, *, state_bytes: int, fused: bool = True) -> Traffic:
-        """Estimate as the base class does, with `compress`."""
-        return self.convolved(super().traffic(boundary, state_bytes=state_bytes, fused=fused), state_bytes)
-
-    def convolved(self, moved: Traffic, state_bytes: int) -> Traffic:
-        """Return `moved`, the traffic of sublayers that read the stream itself, with what `compress` adds."""
-        return moved if self.compress is None else read_over_tokens(moved, state_bytes)
 
 
 class ConvEmbedding(ConvExpand):

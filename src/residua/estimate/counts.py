@@ -1,4 +1,4 @@
-"""Parameters, arithmetic and memory traffic of one token, counted on models without storage."""
+"""Parameters, and the arithmetic of one token, counted on models without storage."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -73,23 +73,3 @@ def _products(config: PreTrainedConfig, length: int) -> float:
     counter = FlopCounterMode(display=False)
     step_on_meta(config, length, counter)
     return counter.get_total_flops() / length - EAGER * _attention(config, length)
-
-
-def bytes_per_token(config: ResiduaConfig, *, state_bytes: int, fused: bool = True) -> dict[str, float]:
-    """Model the memory traffic of one token in a training step, forward and backward, besides the matrix products.
-
-    connections  `Scheme.traffic` of every boundary between sublayers, for a state of `state_bytes` per number
-    sublayers    20 bytes per feature and layer to rotate and normalise queries and keys, 16 per feature of the SwiGLU
-    logits       8 bytes each
-
-    fused: whether one kernel does all that lies between two sublayers, or one writes and another reads and normalises.
-        Eager PyTorch has a kernel for each operation and moves more than either.
-    """
-    boundaries = range(1, 2 * config.num_hidden_layers + 1)
-    moved = (sum(config.scheme.traffic(i, state_bytes=state_bytes, fused=fused)) for i in boundaries)
-    width = config.num_attention_heads * config.head_dim
-    return {
-        "connections": sum(moved) * config.hidden_size,
-        "sublayers": (20 * width + 16 * config.intermediate_size) * config.num_hidden_layers,
-        "logits": 8.0 * config.vocab_size,
-    }

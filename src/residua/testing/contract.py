@@ -7,7 +7,6 @@ Each function is one check of one scheme: it returns, or raises AssertionError w
 perturbed, because a gate that starts at zero hides mistakes in what it multiplies.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -202,20 +201,6 @@ def the_norm_is_the_one_given(scheme: Scheme) -> None:
             norm.weight[0] *= 2
         after = outputs(stream, normal(2, 5, DIM))
         expect(not torch.equal(before, after), f"the norm that build() was given for sublayer {i} is not used")
-
-
-@CONTRACT.add
-def traffic(scheme: Scheme) -> None:
-    """The bytes that a boundary moves are positive numbers; wide states and separate kernels move more of them."""
-    for boundary in range(1, SUBLAYERS + 1):
-        for fused in (True, False):
-            narrow, wide = (scheme.traffic(boundary, state_bytes=size, fused=fused) for size in (2, 4))
-            for small, large in zip(narrow, wide, strict=True):
-                expect(0 < small < large < math.inf, f"traffic(fused={fused}): {small} with 2 bytes, {large} with 4")
-        one, two = (scheme.traffic(boundary, state_bytes=2, fused=fused) for fused in (True, False))
-        words = f"traffic({boundary}): {one} with fused=True, {two} with fused=False"
-        expect(one[0] < two[0], f"{words}: forward, a second kernel reads back what the first wrote")
-        expect(one[1] <= two[1], f"{words}: backward, separate kernels move no less")
 
 
 @CONTRACT.add
