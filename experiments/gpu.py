@@ -96,7 +96,7 @@ def _checks(place: Place) -> Iterator[Step]:
 def _benchmarks(place: Place) -> Iterator[Step]:
     import torch
 
-    from residua.benchmarks.cases import CASES, Draw, Sizes, make
+    from benchmarks.cases import CASES, Draw, Sizes, make
     from residua.connections import PRESETS, SCHEMES
 
     tiny = Sizes(2, 2, 4, 2, "float32")
@@ -108,7 +108,8 @@ def _benchmarks(place: Place) -> Iterator[Step]:
 
     def bench(kind: str, *arguments: str) -> tuple[str, ...]:
         where = ("--device", place.device, "--out", str(place.path("bench.jsonl")))
-        return (sys.executable, "-m", "residua", "bench", kind, *arguments, *sizes[kind], *where)
+        command = ("residua", "bench") if kind in ("models", "memory") else ("benchmarks",)
+        return (sys.executable, "-m", *command, kind, *arguments, *sizes[kind], *where)
 
     def presets(*names: str) -> tuple[str, ...]:
         return "--presets", *names
@@ -264,7 +265,7 @@ def _result_of_tests(xml: Path, status: int, log: Path) -> tuple[str, str]:
 
 def _environment(place: Place) -> dict[str, str]:
     known = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), known.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), known.get("PYTHONPATH")]))
     # In a dry run, kernels run in Triton's interpreter.
     return known | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | ({"TRITON_INTERPRET": "1"} if place.dry else {})
 
@@ -320,7 +321,7 @@ def check_compile(place: Place) -> int:
 def check_graphs(place: Place) -> int:
     import torch
 
-    from residua.benchmarks.generate import Decoding, GenerateSettings
+    from benchmarks.generate import Decoding, GenerateSettings
 
     tiny = {"layers": 2, "dim": 128, "heads": 2, "head_dim": 64, "vocab_size": 512, "prompt_length": 16}
     settings = GenerateSettings(device=place.device, compile=not place.dry, new_tokens=4, **tiny)
@@ -516,7 +517,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     out = arguments.out or ROOT / "runs" / ("gpu-dry" if arguments.dry_run else "gpu")
     place = Place(out.resolve(), arguments.dry_run)
-    sys.path.insert(0, str(ROOT / "src"))
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import torch
 
     if not (arguments.dry_run or arguments.list or torch.cuda.is_available()):

@@ -39,12 +39,8 @@ STARTS = [
     ["analyze", NOWHERE, "{}"],
     ["analyze", NOWHERE, "--prompt", "a", "{}"],
     ["demo", "--steps", "0", "stray", "{}"],
-    ["mup-check", "--connection", NOWHERE, "{}"],
-    ["bench", "ops", "--operations", NOWHERE, "{}"],
     ["bench", "models", "--presets", NOWHERE, "{}"],
     ["bench", "memory", "--presets", NOWHERE, "{}"],
-    ["bench", "generate", "--presets", NOWHERE, "{}"],
-    ["bench", "peers", "--packages", NOWHERE, "{}"],
     ["geometry", "reflection", "--models", NOWHERE, "{}"],
     ["geometry", "quick", "--models", NOWHERE, "{}"],
     ["geometry", "sizes", "--models", NOWHERE, "{}"],
@@ -73,7 +69,7 @@ VALUES = [
 
 
 def options_of(capsys, start):
-    words = [word for word in start[:2] if word.isalpha() or word == "mup-check"]
+    words = [word for word in start[:2] if word.isalpha()]
     if start[0] == "{}":
         return ["--help", "--version", "train"]
     command = words if start[0] in ("bench", "geometry") else words[:1]
@@ -232,10 +228,7 @@ def test_an_interrupt_while_the_command_line_is_imported_is_one_line():
 
 
 def test_sizes_that_no_machine_holds_are_one_line(capsys):
-    for argv in (
-        ["estimate", "--config", "tiny", "--train.batch_size", str(2**62)],
-        ["bench", "ops", "--operations", "rms_norm", "--rounds", "1", "--dims", str(10**12)],
-    ):
+    for argv in (["estimate", "--config", "tiny", "--train.batch_size", str(2**62)],):
         assert main(argv) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("residua: not enough memory: ")

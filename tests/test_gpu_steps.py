@@ -1,5 +1,6 @@
 """`make gpu`: each step is tried within its time, once, and what is said at the end is what the records say."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import BENCHMARKS
 from residua.commands import bench
 from residua.commands.base import Parser
 
@@ -93,30 +95,28 @@ def test_tests_are_counted_and_named(gpu, tmp_path):
 
 
 @pytest.mark.parametrize("dry", [False, True])
-def test_every_benchmark_is_one_that_the_command_takes(dry, gpu, tmp_path):
+def test_every_benchmark_is_one_that_its_command_takes(dry, gpu, tmp_path):
     place = gpu.Place(tmp_path, dry)
     steps = gpu.steps(place)
     assert len({step.name for step in steps}) == len(steps)
-    commands = [step.command[3:] for step in steps if "bench" in step.command]
-    assert {command[1] for command in commands} == {"ops", "models", "memory", "generate", "peers"}
-    for name, *arguments in commands:
+    commands = [step.command[2:] for step in steps if {"bench", "benchmarks"} & set(step.command)]
+    kinds = set()
+    for command in commands:
+        inside = command[:2] == ("residua", "bench")
+        kind, *options = command[2 if inside else 1 :]
+        kinds.add(kind)
+        subcommand = (bench.SUBCOMMANDS if inside else BENCHMARKS)[kind]
         parser = Parser()
-        bench.add_arguments(parser)
-        assert name == "bench"
-        found = parser.parse_args(arguments)
-        assert found.device == place.device
-        found.device = "cpu"  # otherwise refused here
-        assert bench._chosen(found, bench_settings(arguments[0])).steps > 0
+        subcommand.add_arguments(parser)
+        arguments = parser.parse_args(options)
+        assert arguments.device == place.device
+        arguments.device = "cpu"  # otherwise refused here
+        module, settings = subcommand.run.args
+        assert bench.chosen(arguments, getattr(importlib.import_module(module), settings)).steps > 0
+    assert kinds == {"ops", "models", "memory", "generate", "peers"}
     for step in steps:
         if step.tests:
             assert Path(next(part for part in step.command if part.endswith(".py"))).is_file()
-
-
-def bench_settings(kind):
-    from residua.benchmarks import generate, memory, models, ops, peers
-
-    kinds = {"ops": ops.OpSettings, "models": models.ModelSettings, "peers": peers.PeerSettings}
-    return (kinds | {"memory": memory.MemorySettings, "generate": generate.GenerateSettings})[kind]
 
 
 def test_the_faster_implementation_is_named(gpu, place):

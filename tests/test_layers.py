@@ -36,7 +36,6 @@ LEVELS = {
     "testing": 2,
     "experiment": 4,
     "estimate": 4,
-    "mup_check": 4,
     "explorer": 5,
     "demo": 6,
     "export": 5,

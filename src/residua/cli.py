@@ -35,7 +35,6 @@ COMMANDS = (
     "explore",
     "analyze",
     "demo",
-    "mup-check",
     "bench",
     "geometry",
 )

@@ -4,9 +4,8 @@ import json
 import pytest
 import torch
 
-from residua.benchmarks.generate import Decoding, GenerateSettings, benchmark
-from residua.commands import bench
-from residua.commands.base import Parser
+from benchmarks.__main__ import run as run_benchmark
+from benchmarks.generate import Decoding, GenerateSettings, benchmark
 from residua.connections import PRESETS
 from residua.errors import InputError, RunError
 
@@ -19,13 +18,11 @@ def settings(*presets, **changes):
 
 
 def command(*arguments):
-    """Run `residua bench generate` with a tiny model."""
-    parser = Parser()
-    bench.add_arguments(parser)
+    """Run `python -m benchmarks generate` with a tiny model."""
     sizes = []
     for name, value in TINY.items():
         sizes += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return bench.run(parser.parse_args(["generate", *sizes, *arguments]))
+    return run_benchmark(["generate", *sizes, *arguments])
 
 
 @pytest.mark.parametrize("preset", PRESETS)

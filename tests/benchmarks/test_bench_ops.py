@@ -4,11 +4,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from residua.benchmarks import ops
-from residua.benchmarks.cases import CASES, CONNECTIONS, Draw, Sizes, make
-from residua.benchmarks.ops import OpSettings, benchmark, check, model_bytes
-from residua.commands import bench
-from residua.commands.base import Parser
+from benchmarks import ops
+from benchmarks.__main__ import run as run_benchmark
+from benchmarks.cases import CASES, CONNECTIONS, Draw, Sizes, make
+from benchmarks.ops import OpSettings, benchmark, check, model_bytes
 from residua.errors import InputError, RunError
 
 TINY = {"tokens": (12,), "dims": (16,), "channels": (4,), "sequence_length": 6, "rounds": 2, "warmup": 1}
@@ -19,11 +18,9 @@ def settings(*operations, **changes):
 
 
 def command(*arguments):
-    """Run `residua bench ops` at a tiny size."""
-    parser = Parser()
-    bench.add_arguments(parser)
+    """Run `python -m benchmarks ops` at a tiny size."""
     sizes = "--tokens 12 --dims 16 --channels 4 --sequence-length 6 --rounds 2 --warmup 1"
-    return bench.run(parser.parse_args(["ops", *sizes.split(), *arguments]))
+    return run_benchmark(["ops", *sizes.split(), *arguments])
 
 
 @pytest.fixture

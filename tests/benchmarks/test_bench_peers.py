@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from residua.benchmarks import peers
-from residua.benchmarks.adapters import PEERS
-from residua.benchmarks.peers import PeerSettings, benchmark, chains
-from residua.commands import bench
-from residua.commands.base import Parser
+from benchmarks import peers
+from benchmarks.__main__ import run as run_benchmark
+from benchmarks.adapters import PEERS
+from benchmarks.peers import PeerSettings, benchmark, chains
 from residua.errors import InputError
 from residua.testing.checks import run
 from residua.testing.module import CHECKS
@@ -21,11 +20,9 @@ BY_NAME = {peer.name: peer for peer in PEERS}
 
 
 def command(*arguments):
-    """Run `residua bench peers` at a tiny size."""
-    parser = Parser()
-    bench.add_arguments(parser)
+    """Run `python -m benchmarks peers` at a tiny size."""
     sizes = [text for name, value in TINY.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return bench.run(parser.parse_args(["peers", *sizes, *arguments]))
+    return run_benchmark(["peers", *sizes, *arguments])
 
 
 class Right(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from residua.benchmarks.roofline import TRAFFIC, Passes
+from benchmarks.roofline import TRAFFIC, Passes
 
 
 def per_feature(operation: str, channels: int, *, state_bytes: int, vector_bytes: int = 2) -> tuple[float, float]:

@@ -13,13 +13,10 @@ from residua.commands.base import Arguments, Parser, SubCommand, add_json, print
 from residua.tables import print_table
 from residua.terminal import one_line
 
-HELP = "measure speed and memory of the schemes, and of single operations"
+HELP = "measure the speed and the memory of a training step under each scheme"
 EXAMPLES = """\
 residua bench models --device cpu --presets ddl-cc ddl-tc
-residua bench memory --presets ddl-cc ddl-cc:recompute=none
-residua bench generate --presets ddl ddl-cc
-residua bench ops --device cuda
-residua bench peers --packages hyper-connections"""
+residua bench memory --presets ddl-cc ddl-cc:recompute=none"""
 MOST_THREADS = 4096
 
 NUMBERS: Mapping[str, str] = {
@@ -55,7 +52,7 @@ def run(arguments: Arguments) -> int | None:
     return arguments.chosen(arguments)
 
 
-def _shared(parser: Parser, settings: type) -> None:
+def add_shared(parser: Parser, settings: type) -> None:
     """Add the device, everything of `settings` that `NUMBERS` and `LISTS` explain, and where results go."""
     from residua.benchmarks.settings import Device
 
@@ -73,7 +70,7 @@ def _shared(parser: Parser, settings: type) -> None:
     add_json(parser)
 
 
-def _of_models(parser: Parser, settings: type, precision: str, compiled: str = "") -> None:
+def add_models(parser: Parser, settings: type, precision: str, compiled: str = "") -> None:
     from residua.benchmarks.settings import BASELINE, Precision
 
     parser.add_argument(
@@ -84,7 +81,7 @@ def _of_models(parser: Parser, settings: type, precision: str, compiled: str = "
         help=f"schemes to measure beside {BASELINE}, with options where wanted, as in ddl-cc:recompute=none "
         "(default: all that residua schemes lists)",
     )
-    _shared(parser, settings)
+    add_shared(parser, settings)
     parser.add_argument(
         "--precision",
         default=settings.precision,
@@ -101,7 +98,7 @@ def _of_models(parser: Parser, settings: type, precision: str, compiled: str = "
 def _models_arguments(parser: Parser) -> None:
     from residua.benchmarks import models
 
-    _of_models(parser, models.ModelSettings, "bfloat16 is autocast")
+    add_models(parser, models.ModelSettings, "bfloat16 is autocast")
     _base(parser)
 
 
@@ -112,83 +109,33 @@ def _base(parser: Parser) -> None:
     parser.add_argument("--base", default=ModelSettings.base, choices=get_args(Base), help=what)
 
 
-def _generate_arguments(parser: Parser) -> None:
-    from residua.benchmarks import generate
-
-    _of_models(parser, generate.GenerateSettings, "of the weights", "; with CUDA graphs on a CUDA device")
-
-
 def _memory_arguments(parser: Parser) -> None:
     from residua.benchmarks import memory
 
-    _of_models(parser, memory.MemorySettings, "bfloat16 is autocast")
+    add_models(parser, memory.MemorySettings, "bfloat16 is autocast")
     _base(parser)
     parser.add_argument(
         "--no-peak", dest="peak", action="store_false", help="only count what is kept, without running a step"
     )
 
 
-def _ops_arguments(parser: Parser) -> None:
-    from residua.benchmarks import ops
-    from residua.benchmarks.cases import CASES, CONNECTIONS, Dtype
-
-    parser.add_argument(
-        "--operations",
-        nargs="+",
-        default=ops.OpSettings.operations,
-        metavar="NAME",
-        help=f"of {', '.join(CASES)}, and {CONNECTIONS[0]} or another preset: the connection around a sublayer "
-        "(default: all, and some connections)",
-    )
-    parser.add_argument(
-        "--implementation",
-        dest="implementations",
-        nargs="+",
-        default=ops.OpSettings.implementations,
-        choices=get_args(ops.Implementation),
-        help="(default: auto)",
-    )
-    parser.add_argument(
-        "--dtypes", nargs="+", default=ops.OpSettings.dtypes, choices=get_args(Dtype), help="(default: float32)"
-    )
-    _shared(parser, ops.OpSettings)
-
-
-def _peers_arguments(parser: Parser) -> None:
-    from residua.benchmarks import peers
-    from residua.benchmarks.settings import Precision
-
-    parser.add_argument(
-        "--packages",
-        nargs="+",
-        default=peers.PeerSettings.packages,
-        metavar="NAME",
-        help=f"of {', '.join(peers.PeerSettings.packages)} (default: all)",
-    )
-    _shared(parser, peers.PeerSettings)
-    default = peers.PeerSettings.precision
-    parser.add_argument(
-        "--precision", default=default, choices=get_args(Precision), help="bfloat16 is autocast (default: %(default)s)"
-    )
-
-
-def _chosen(arguments: Arguments, settings: type) -> Any:
+def chosen(arguments: Arguments, settings: type) -> Any:
     values = {
         field.name: getattr(arguments, field.name) for field in fields(settings) if hasattr(arguments, field.name)
     }
     return settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-def _benchmark(module: str, kind: str, arguments: Arguments) -> int:
-    """Run the benchmark of a module, with settings of this kind, behind a bar; append its records to --out as they
+def measure(module: str, kind: str, arguments: Arguments) -> int:
+    """Run the benchmark of a module, with its settings of this kind, behind a bar; append its records to --out as they
     come, print its results, and its notes on stderr.
     """
     from residua.runs.folder import writable
     from residua.runs.jsonlines import JsonLines
     from residua.runs.progress import Progress
 
-    found = import_module(f"residua.benchmarks.{module}")
-    settings = _chosen(arguments, getattr(found, kind))
+    found = import_module(module)
+    settings = chosen(arguments, getattr(found, kind))
     with ExitStack() as stack:
         lines = None
         if arguments.out is not None:
@@ -217,40 +164,18 @@ def _benchmark(module: str, kind: str, arguments: Arguments) -> int:
 
 
 SUBCOMMANDS: Mapping[str, SubCommand] = {
-    "ops": SubCommand(
-        "single operations against the bandwidth of a copy",
-        "Time operations, forward and with backward, from cold caches, and say what share of the bandwidth of a copy "
-        "they reach with the bytes that they must move. Check every implementation against float64 first.",
-        _ops_arguments,
-        partial(_benchmark, "ops", "OpSettings"),
-    ),
     "models": SubCommand(
         "training step of whole language models",
         "Time the training step (forward, backward, fused AdamW) of language models under each scheme, and its ratio "
         "to the plain residual's in the same rounds. Check all models against float64 first.",
         _models_arguments,
-        partial(_benchmark, "models", "ModelSettings"),
-    ),
-    "generate": SubCommand(
-        "writing a token, after a prompt",
-        "Time the writing of a token under each scheme, with a cache of constant size, and its ratio to the plain "
-        "residual's in the same rounds. Check all models against float64 first.",
-        _generate_arguments,
-        partial(_benchmark, "generate", "GenerateSettings"),
+        partial(measure, "residua.benchmarks.models", "ModelSettings"),
     ),
     "memory": SubCommand(
         "memory of a training step",
         "Count what each scheme keeps for the backward pass, in vectors of the model's width for each token and layer, "
         "and measure the peak of a training step. Check all models against float64 first.",
         _memory_arguments,
-        partial(_benchmark, "memory", "MemorySettings"),
-    ),
-    "peers": SubCommand(
-        "other packages' implementations beside ours",
-        "Check what other packages compute against the paper's scheme, with the kit of residua.testing, and say what "
-        "differs. Time the ones that agree, forward and backward, and count what they keep, beside ours with the same "
-        "parameters. A package that is not installed is named.",
-        _peers_arguments,
-        partial(_benchmark, "peers", "PeerSettings"),
+        partial(measure, "residua.benchmarks.memory", "MemorySettings"),
     ),
 }

@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from residua.benchmarks.cases import CASES, CONNECTION, CONNECTIONS, MEASURED, Case, Draw, Dtype, Sizes, make
-from residua.benchmarks.roofline import TRAFFIC
+from benchmarks.cases import CASES, CONNECTION, CONNECTIONS, MEASURED, Case, Draw, Dtype, Sizes, make
+from benchmarks.roofline import TRAFFIC
 from residua.benchmarks.settings import Measuring, expect_at_least, threads
 from residua.benchmarks.timing import Clock, Quartiles, Timing, cold, compare
 from residua.checks import require
@@ -36,16 +37,17 @@ def model_bytes(operation: str, sizes: Sizes, kind: Pass) -> int:
 
 
 def _bytes_per_token(operation: str, sizes: Sizes) -> tuple[int, ...]:
-    width = getattr(torch, sizes.dtype).itemsize
+    width, rows = getattr(torch, sizes.dtype).itemsize, sizes.channels
     if operation.startswith(CONNECTION):
         scheme = resolve(operation.removeprefix(CONNECTION))
-        if not isinstance(scheme.state_spec(MEASURED, 1), TensorSpec):  # of several tensors the scheme knows which move
-            # With a state of two bytes a number, as `traffic` counts everything else, bytes are proportional to width.
-            return tuple(int(moved * sizes.dim * width / 2) for moved in scheme.traffic(MEASURED, state_bytes=2))
-        operation = "residual" if scheme.state_size(MEASURED, 1) == 1 else "channel_boundary"
+        spec = scheme.state_spec(MEASURED, 1)
+        if not isinstance(spec, TensorSpec):
+            operation, rows = "sources", len(tree_leaves(spec))
+        else:
+            operation = "residual" if scheme.state_size(MEASURED, 1) == 1 else "channel_boundary"
     return tuple(
         passes.bytes(dim=sizes.dim, channels=sizes.channels, state_bytes=width, vector_bytes=width)
-        for passes in TRAFFIC[operation](sizes.channels)
+        for passes in TRAFFIC[operation](rows)
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from residua.benchmarks.adapters import PEERS, Peer, PeerAdapter
+from benchmarks.adapters import PEERS, Peer, PeerAdapter
 from residua.benchmarks.memory import storages_kept
 from residua.benchmarks.settings import Measuring, Precision, expect_at_least, perturb, threads
 from residua.benchmarks.timing import Timing, compare

@@ -2,23 +2,29 @@
 
 Under muP (arXiv 2203.03466, appendix D.1) both stay the same as the width grows; with one learning rate for everything
 the change after a few steps grows with the width, most of all in the logits. The models learn one fixed batch.
+
+    python experiments/mup_check.py
+    python experiments/mup_check.py --connection residual --widths 64 128 256 --out mup.png
 """
 
+import argparse
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from residua.checks import require
-from residua.errors import InputError, extra
+from residua.errors import InputError
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from residua.runs.jsonlines import finite
+from residua.runs.figures import plain, save
+from residua.tables import print_table
 from residua.training import TrainConfig, make_optimizer
 
 VOCABULARY, SEQUENCES, LENGTH, LAYERS, HEAD_DIM = 256, 8, 64, 2, 32
@@ -90,18 +96,8 @@ def check(
     return [Coordinate(name, site, *values) for (name, site), values in found.items()]
 
 
-def to_json(coordinates: Sequence[Coordinate]) -> list[dict[str, Any]]:
-    """Return plain values; numbers that are not finite become None."""
-    return [finite({**asdict(c), "slope": c.slope, "verdict": c.verdict}) for c in coordinates]
-
-
 def draw(coordinates: Sequence[Coordinate], path: str | Path) -> None:
     """Draw the change of every activation against the width, one panel for each parameterisation."""
-    with extra("lab"):
-        from matplotlib.figure import Figure
-
-        from residua.runs.figures import plain, save
-
     figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(PARAMETERISATIONS), sharey=True)
     for panel, name in zip(panels, PARAMETERISATIONS):
@@ -179,3 +175,33 @@ def _slope(values: Mapping[int, float]) -> float:
     x, y = [math.log(width) for width in values], [math.log(value) for value in values.values()]
     middle, level = fmean(x), fmean(y)
     return sum((a - middle) * (b - level) for a, b in zip(x, y)) / sum((a - middle) ** 2 for a in x)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--connection", default="ddl-tc", help="the scheme (%(default)s)")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="multiples of 32")
+    parser.add_argument("--steps", type=int, default=4, help="of Adam (%(default)s)")
+    parser.add_argument("--lr", type=float, default=0.01, help="at the smallest width (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=2, help="runs to average over (%(default)s)")
+    parser.add_argument("--out", type=Path, help="draw a picture here")
+    options = vars(parser.parse_args(argv))
+    out = options.pop("out")
+    try:
+        coordinates = check(**options)
+    except InputError as error:
+        parser.error(str(error))
+    if out is not None:
+        draw(coordinates, out)
+    rows = [
+        [c.parameterisation, c.site, *(f"{change:.4g}" for change in c.change.values()), f"{c.slope:+.2f}", c.verdict]
+        for c in coordinates
+    ]
+    print_table(["parameters", "activation", *map(str, coordinates[0].change), "slope", ""], rows)
+    print(
+        f"\nRoot mean square of the change of each activation in {options['steps']} steps, by width; slope in log-log."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -50,4 +50,6 @@ TRAFFIC: Mapping[str, Callable[[int], Traffic]] = {
     "token_boundary": lambda n: Traffic(Passes(2, 2, 2 * (n + 1)), Passes(3, 3, 3 * (n + 1))),
     # The plain residual between two sublayers, x + y and its norm: x, y -> x, c;  gx', gc, x -> gx (= gy)
     "residual": lambda n: Traffic(Passes(0, 4), Passes(0, 4)),
+    # Attention over n sources: all of them, y -> x and one source more;  gx, n sources, their gradients -> gradients
+    "sources": lambda n: Traffic(Passes(0, n + 3), Passes(0, 3 * n + 3)),
 }
