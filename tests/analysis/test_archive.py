@@ -119,20 +119,3 @@ def test_a_failed_save_leaves_the_old_trace(saved, monkeypatch):
         trace(small_model("residual"), [1, 2]).save(saved)
     assert saved.read_bytes() == before
     assert len(list(saved.parent.iterdir())) == 1
-
-
-@pytest.mark.parametrize("name", ["residual", "ddl", "edelta", "gated-orthogonal", "gated-delta"])
-def test_an_older_file_without_the_names_of_its_gates_opens(name, tmp_path):
-    found = trace(small_model(name), words(8), text=TEXT)
-    path = found.save(tmp_path / "trace.safetensors")
-    older = {key: value for key, value in found.facts.items() if key != "gates"}
-    if name == "gated-delta":
-        older["beta_range"] = [-2.0, 2.0]
-    rewritten(path, facts=json.dumps(older))
-    again = Trace.load(path)
-    gates = found.facts["gates"]
-    assert again.facts["gates"].keys() == gates.keys()
-    assert set(summary(again).header) == set(summary(found).header)
-    if name != "gated-orthogonal":  # such files do not tell its range
-        assert again.facts["gates"] == gates
-    assert warnings(again) == warnings(found)

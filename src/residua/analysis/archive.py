@@ -6,7 +6,6 @@ tensors:  `Trace.values`, by name
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,20 +94,8 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
     with undamaged(path, "a trace", "make it again"):
         facts, tokens = (parse_json(metadata[name], f"{path}: {name}") for name in ("facts", "tokens"))
         _check(facts, tokens, values)
-        facts = facts if "gates" in facts else {**facts, "gates": _older_gates(facts, values)}
         _check_gates(facts["gates"], values, (len(facts["sublayers"]), len(tokens)))
     return facts, tokens, values
-
-
-def _older_gates(facts: Mapping[str, Any], values: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Return the fact "gates" of a file from before it was written: the gates that schemes had then."""
-    ranges = {"beta": facts.get("beta_range", [0.0, 2.0]), "gamma": [0.0, 1.0]}
-    scheme = facts.get("scheme") or {}
-    return {
-        name: {"range": ranges.get(name), "start": scheme.get(f"{name}_init") if name in ranges else None}
-        for name in sorted(values)
-        if re.fullmatch(r"beta|gamma|angle|cayley_beta|gate(_\d+)?", name)
-    }
 
 
 def _check(facts: Any, tokens: Any, values: Mapping[str, Tensor]) -> None:
