@@ -64,7 +64,7 @@ def test_a_module_of_ones_own_is_checked(capsys):
 
 def test_a_scheme_of_ones_own_starts_as_the_plain_residual_and_trains(capsys, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES / "custom_scheme")
-    for table in ("SCHEMES", "PRESETS", "_PACKAGES"):  # other tests find the names as they were
+    for table in ("SCHEMES", "PRESETS"):  # other tests find the names as they were
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     out = printed("custom_scheme/use.py", capsys)
     numbers = re.findall(r"step 0: ([\d.]+), at step 30: ([\d.]+)", out)

@@ -19,7 +19,7 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_at
 
 @pytest.fixture(params=["residua", "llama"])
 def model(request, monkeypatch):
-    for table in ("SCHEMES", "PRESETS", "_PACKAGES"):
+    for table in ("SCHEMES", "PRESETS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     residua.register("look", Look)
     torch.manual_seed(0)

@@ -313,7 +313,7 @@ def test_a_scheme_that_the_folder_has_is_not_counted_twice(finished, tmp_path, c
 def test_a_scheme_of_another_package_is_submitted_with_the_file_that_its_runs_had(
     finished, data, tmp_path, capsys, monkeypatch
 ):
-    for table in ("SCHEMES", "PRESETS", "_PACKAGES"):
+    for table in ("SCHEMES", "PRESETS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     (tmp_path / "mine.py").write_text("from residua import Residual\n\n\nclass Mine(Residual):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)

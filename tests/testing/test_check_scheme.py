@@ -501,7 +501,7 @@ def test_the_numbers_of_the_caller_are_left_alone():
 
 
 def test_the_plugin_makes_a_test_of_each_check(pytester, monkeypatch):
-    for table in ("SCHEMES", "PRESETS", "_PACKAGES"):
+    for table in ("SCHEMES", "PRESETS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     register("wrong-for-the-plugin", scheme_of(LooksAhead))
     pytester.makepyfile(

@@ -154,7 +154,7 @@ class Penal(Residual):
 
 def test_a_penalty_of_somebody_elses_scheme_is_refused(config, prepared, monkeypatch):
     """It is no option: only a connection can say that it has one."""
-    for table in ("SCHEMES", "PRESETS", "_PACKAGES"):
+    for table in ("SCHEMES", "PRESETS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     residua.register("penal", Penal)
     with pytest.raises(InputError, match=r"model\.connection: expected a scheme without a penalty.* leaves out$"):

@@ -3,23 +3,13 @@
 from residua.connections.altup import AlternatingUpdates
 from residua.connections.attnres import AttentionResiduals
 from residua.connections.attnres_inkling import InklingAttentionResiduals
-from residua.connections.base import (
-    Carry,
-    Connection,
-    DepthWeights,
-    GateFacts,
-    Mixing,
-    RankOne,
-    Readout,
-    Scheme,
-    Stream,
-    TensorSpec,
-)
+from residua.connections.base import Carry, Connection, Readout, Scheme, Stream
 from residua.connections.deep_delta import DeepDelta
 from residua.connections.delta_attnres import DeltaAttentionResiduals
 from residua.connections.delta_residual import DeltaResidual
 from residua.connections.denseformer import DenseFormer
 from residua.connections.edelta import EDelta, EDeltaStream
+from residua.connections.facts import DepthWeights, GateFacts, Mixing, RankOne
 from residua.connections.frac import FracConnections
 from residua.connections.gated_delta import GatedDelta
 from residua.connections.gated_orthogonal import GatedOrthogonal
@@ -40,6 +30,7 @@ from residua.connections.projection import Projection, WideProjection
 from residua.connections.registry import PRESETS, SCHEMES, describe, presets, register, resolve
 from residua.connections.residual import Residual
 from residua.connections.siamese import SiameseNorm
+from residua.connections.spec import TensorSpec
 
 __all__ = [
     "PRESETS",

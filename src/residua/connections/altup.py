@@ -15,13 +15,15 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Norm, State, Stream, TensorSpec, called
+from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import MeanStreams, Repeat
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import expect_used, require_option
+from residua.connections.phases import called
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.connections.recomputing import RecomputingScheme
+from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, hyper_mix, hyper_write, rms_norm
 from residua.ops.norm import mean_square
 from residua.ops.precision import linear

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.attnres import SourcesScheme, attention_weights, summed, with_output
-from residua.connections.base import Carry, Connection, DepthWeights, Norm, State, Stream
+from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import OpenSources
+from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import require_option

@@ -8,8 +8,8 @@ connection owns the norm before the sublayer and works in two phases around it:
 
 The state is an opaque pytree of tensors: (batch, seq, dim), (batch, seq, streams, dim), or a tuple that grows with
 depth. Only the scheme looks inside. All other code asks the scheme or the connection: `Scheme.state_spec` for shapes,
-`Connection.shortcut` for the linear map that was applied to the state,
-`Connection.depth_weights` for what was read of earlier sublayers, `Connection.streams` for what stands side by side.
+`Connection.shortcut` for the linear map that was applied to the state, `Connection.depth_weights` for what was read of
+earlier sublayers, `Connection.streams` for what stands side by side.
 """
 
 import functools
@@ -24,8 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from residua.connections.facts import DepthWeights, GateFacts, Mixing, RankOne
 from residua.connections.memory import Memory, StreamMemory, memory_of, window_of
+from residua.connections.phases import as_call, open_to_phases
 from residua.connections.projection import WideProjection
+from residua.connections.spec import TensorSpec
 from residua.ops.shapes import expect_shape
 
 State = Any  # a pytree of tensors
@@ -37,130 +40,6 @@ class Carry(NamedTuple):
 
     residual: State
     coefficients: Any
-
-
-class RankOne(NamedTuple):
-    """A shortcut that moves every row of the state along one direction: X -> X - beta (X k) k^T, then + beta v k^T.
-
-    beta: (batch, seq); k: (batch, seq, dim), of length 1 up to its guard; readout = X k: (batch, seq, rows);
-    v: (batch, seq, rows), what the write moves the readout towards, or None where beta does not gate what is written.
-    read_share: (rows,), the weight of each row in the sublayer's input, with sum 1; None without such weights.
-    A sequence axis of size 1 means that all tokens share the coefficients.
-    """
-
-    beta: Tensor
-    k: Tensor
-    readout: Tensor
-    v: Tensor | None = None
-    read_share: Tensor | None = None
-
-
-class Mixing(NamedTuple):
-    """A shortcut that mixes the rows of the state: X'[o] = sum_i h_res[o, i] X[i].
-
-    h_res: (batch, seq, n, n), target row first; h_pre, h_post: (batch, seq, n), the weights that read and write the
-    rows, or None where a scheme has no such weights. Leading axes may be missing or 1 where tokens share the
-    coefficients. gates: the gates (batch, seq) that h_res depends on, by name. left_out: the mappings and gates that
-    this connection omits, because they could not change anything or because its scheme has none; the tensors then hold
-    their trivial values.
-    """
-
-    h_res: Tensor
-    h_pre: Tensor | None = None
-    h_post: Tensor | None = None
-    gates: Mapping[str, Tensor] = {}
-    left_out: tuple[str, ...] = ()
-
-
-class GateFacts(NamedTuple):
-    """What is known of a gate. range: its ends, near which it has nearly no gradient; start: its initial value.
-
-    None: the gate has no such ends, or no initial value that all tokens share.
-    """
-
-    range: tuple[float, float] | None = None
-    start: float | None = None
-
-
-class DepthWeights(NamedTuple):
-    """The weights with which a connection reads what stood in the stream before: the embedding, outputs, sums of them.
-
-    weights: (batch, seq, reads, sources); leading axes may be missing or 1 where tokens share the coefficients.
-    sources: for each source the sublayers that wrote it: range(-1, 0) for the embedding, None for one that is learned.
-    reads: names of the reads where a connection has several, such as ("q", "k", "v").
-    """
-
-    weights: Tensor
-    sources: tuple[range | None, ...]
-    reads: tuple[str, ...] = ()
-
-
-EMBEDDING = range(-1, 0)
-"""The embedding as a source of `DepthWeights`: before sublayer 0."""
-
-
-class _Phase:
-    """What runs inside a call of a connection, in place of the sublayer: a function of it, such as `read`."""
-
-    def __init__(self, method: Callable[..., Any]):
-        self.method = method
-
-
-def _as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method `name` of a connection as a call of it, so that hooks on the module run around it."""
-    phase = _Phase(method)
-
-    @functools.wraps(method)
-    def call(self: "Connection", *args: Any, **kwargs: Any) -> Any:
-        if getattr(type(self), name) is not call:  # super().read(...), which is inside a call
-            return method(self, *args, **kwargs)
-        if name == "read" and self.takes is not None:
-            expect_state(args[0] if args else kwargs["state"], self.takes)
-        return self((args, kwargs), phase)
-
-    call.phase = phase  # type: ignore[attr-defined]
-    return call
-
-
-def _open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` of a connection, which runs a phase instead where it gets one; `state` holds its arguments."""
-
-    @functools.wraps(forward)
-    def call(self: "Connection", state: Any, sublayer: Any, **options: Any) -> Any:
-        if isinstance(sublayer, _Phase):
-            args, kwargs = state
-            return sublayer.method(self, *args, **kwargs)
-        return forward(self, state, sublayer, **options)
-
-    return call
-
-
-def expect_state(state: State, spec: Any) -> None:
-    """Raise ValueError unless the tensors of `state` end with the shapes of `spec`, a pytree of `TensorSpec`."""
-    if isinstance(spec, TensorSpec):
-        rank = len(spec.shape)
-        if isinstance(state, Tensor) and state.dim() >= rank and tuple(state.shape[-rank:]) == spec.shape:
-            return
-        expected = f"(batch, seq, {', '.join(map(str, spec.shape))})"
-    elif isinstance(spec, dict):
-        if isinstance(state, dict) and state.keys() == spec.keys():
-            for name, described in spec.items():
-                expect_state(state[name], described)
-            return
-        expected = f"a dict of {', '.join(map(str, spec))}"
-    else:
-        if isinstance(state, (tuple, list)) and len(state) == len(spec):
-            for part, described in zip(state, spec):
-                expect_state(part, described)
-            return
-        expected = f"a {type(spec).__name__} of {len(spec)} tensors"
-    found = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
-    raise ValueError(f"state: expected {expected}, from stream.expand or the connection before, got {found}")
-
-
-def called(connection: "Connection", function: Callable[..., Any], *args: Any) -> Any:
-    """Return function(*args), run inside a call of `connection`: for modules that others borrow from it."""
-    return connection((args, {}), _Phase(lambda _, *inputs: function(*inputs)))
 
 
 class Connection(nn.Module, ABC):
@@ -180,9 +59,9 @@ class Connection(nn.Module, ABC):
         for name in ("read", "write"):
             method = getattr(cls, name)
             if not hasattr(method, "phase"):
-                setattr(cls, name, _as_call(name, method))
+                setattr(cls, name, as_call(name, method))
         if "forward" in vars(cls):
-            cls.forward = _open_to_phases(cls.forward)  # type: ignore[method-assign]
+            cls.forward = open_to_phases(cls.forward)  # type: ignore[method-assign]
 
     @abstractmethod
     def read(self, state: State, memory: Memory | None = None) -> tuple[Any, Carry]:
@@ -229,7 +108,7 @@ class Connection(nn.Module, ABC):
         """
         return None
 
-    @_open_to_phases
+    @open_to_phases
     def forward(
         self,
         state: State,
@@ -341,14 +220,6 @@ class Stream(nn.Module):
         for connection, sublayer in zip(self.connections, sublayers):
             state = connection(state, sublayer, memory=memory, attention_mask=attention_mask, documents=documents)
         return self.collapse(state, memory_of(self.collapse, memory, attention_mask, documents))
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a state: (batch, seq, *shape), in `dtype`, or in the embedding's dtype if `dtype` is None."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None = None
 
 
 def _described(build: Callable[..., Stream]) -> Callable[..., Stream]:

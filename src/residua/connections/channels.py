@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from residua.connections.base import Connection, State, Stream, TensorSpec
+from residua.connections.base import Connection, State, Stream
 from residua.connections.compressing import CompressingConnection
 from residua.connections.ends import (
     ChannelCompress,
@@ -20,6 +20,7 @@ from residua.connections.ends import (
 )
 from residua.connections.options import require_option
 from residua.connections.recomputing import RecomputingScheme
+from residua.connections.spec import TensorSpec
 
 Compressor = TokenCompress | ChannelCompress | OnlyStream
 

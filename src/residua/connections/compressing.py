@@ -5,8 +5,9 @@ from typing import Literal, TypeVar
 
 from torch import Tensor, nn
 
-from residua.connections.base import Connection, State, called
+from residua.connections.base import Connection, State
 from residua.connections.memory import Memory, window_of
+from residua.connections.phases import called
 
 
 class CompressingConnection(Connection):

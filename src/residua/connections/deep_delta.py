@@ -12,19 +12,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from residua.connections.base import (
-    Carry,
-    Connection,
-    Norm,
-    RankOne,
-    Readout,
-    State,
-    Stream,
-)
+from residua.connections.base import Carry, Connection, Norm, Readout, State, Stream
 from residua.connections.branches import Direction, Gate, Pool, Value
 from residua.connections.channels import ChannelConnection, ChannelScheme, Compressor
 from residua.connections.compressing import connected
 from residua.connections.ends import ChannelCompress, OnlyStream, TokenCompress
+from residua.connections.facts import RankOne
 from residua.connections.memory import Memory, current, remembered
 from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import expect_used, require_option

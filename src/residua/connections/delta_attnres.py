@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.attnres import DepthRead, SourcesScheme, attention_weights, summed, with_output
-from residua.connections.base import Carry, Connection, DepthWeights, Norm, State, Stream, TensorSpec
+from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import Copies
+from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import require_option
+from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32
 from residua.ops.derived import derive
 

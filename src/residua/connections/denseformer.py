@@ -11,21 +11,13 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import (
-    EMBEDDING,
-    Carry,
-    Connection,
-    DepthWeights,
-    Norm,
-    Scheme,
-    State,
-    Stream,
-    TensorSpec,
-)
+from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream
 from residua.connections.ends import OpenSources
+from residua.connections.facts import EMBEDDING, DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import check_types, require_option
+from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, depth_mix
 
 

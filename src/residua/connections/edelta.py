@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Mixing, Norm, Scheme, State, Stream
+from residua.connections.base import Carry, Norm, Scheme, State, Stream
 from residua.connections.context import Context, PooledConnection
 from residua.connections.ends import MeanStreams, Same
 from residua.connections.expanding import ExpandingScheme
+from residua.connections.facts import Mixing
 from residua.connections.gates import logit
 from residua.connections.memory import Memory
 from residua.connections.norm import LayerNorm, norms

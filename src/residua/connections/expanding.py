@@ -6,9 +6,9 @@ from typing import Literal
 
 from torch import nn
 
-from residua.connections.base import TensorSpec
 from residua.connections.ends import ConvExpand, Repeat
 from residua.connections.recomputing import RecomputingScheme
+from residua.connections.spec import TensorSpec
 
 
 @dataclass(frozen=True)

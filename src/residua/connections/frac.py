@@ -12,8 +12,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Mixing, Norm, State, Stream
+from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.ends import Same
+from residua.connections.facts import Mixing
 from residua.connections.hyper import CutConnection, MixingCoefficients, WeightedConnection, WeightedScheme
 from residua.connections.norm import norms
 from residua.connections.options import require_option

@@ -16,10 +16,11 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, GateFacts, Norm, RankOne, State, Stream
+from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.branches import Gate, Value
 from residua.connections.channels import ChannelConnection, ChannelScheme, Compressor
 from residua.connections.compressing import connected
+from residua.connections.facts import GateFacts, RankOne
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms

@@ -15,8 +15,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, GateFacts, Mixing, Norm, State, Stream
+from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.compressing import CompressingConnection
+from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import FixedGate, StaticGate, TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms

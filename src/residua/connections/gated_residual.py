@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from residua.connections.base import Carry, Connection, Mixing, Norm, State, Stream
+from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import MeanStreams
 from residua.connections.expanding import ExpandingScheme
+from residua.connections.facts import Mixing
 from residua.connections.hyper import MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm

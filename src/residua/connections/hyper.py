@@ -12,9 +12,10 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Mixing, Norm, State, Stream
+from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import MeanStreams, SumStreams
 from residua.connections.expanding import ExpandingScheme
+from residua.connections.facts import Mixing
 from residua.connections.memory import Memory
 from residua.connections.norm import Gain, norms
 from residua.connections.options import require_factor, require_option

@@ -16,13 +16,15 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, GateFacts, Mixing, Norm, State, Stream, TensorSpec
+from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.compressing import CompressingConnection
+from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory, window_of
 from residua.connections.norm import norms
 from residua.connections.options import expect_used, require_option
 from residua.connections.single_stream import SingleStreamScheme
+from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, orthogonal_update, residual_scale, scaled_sum
 
 

@@ -12,13 +12,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Norm, Stream, TensorSpec
+from residua.connections.base import Norm, Stream
 from residua.connections.ends import MeanStreams, Same
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import CutConnection, MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.norm import Gain, norms
 from residua.connections.options import expect_used, require_factor, require_option
 from residua.connections.projection import WideProjection, project_normalised
+from residua.connections.spec import TensorSpec
 from residua.connections.stream_logits import reading_biases, scaled_groups
 from residua.ops import hyper_read, permutation_mixture, sinkhorn
 from residua.ops.derived import flattened

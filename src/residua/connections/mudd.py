@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, DepthWeights, Norm, Scheme, State, Stream, TensorSpec
+from residua.connections.base import Carry, Norm, Scheme, State, Stream
 from residua.connections.denseformer import BlockCollapse, BlockConnection, block_outputs, outputs_of
 from residua.connections.ends import OpenSources
+from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import check_types, require_option
 from residua.connections.projection import WideProjection
+from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, depth_mix
 from residua.ops.derived import derive
 from residua.ops.norm import mean_square

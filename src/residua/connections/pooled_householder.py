@@ -15,11 +15,12 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Norm, RankOne, Scheme, State, Stream
+from residua.connections.base import Carry, Norm, Scheme, State, Stream
 from residua.connections.branches import Gate
 from residua.connections.context import Context, PooledConnection
 from residua.connections.edelta import K_EPS, gelu_parts
 from residua.connections.ends import Same
+from residua.connections.facts import RankOne
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import check_types, require_option

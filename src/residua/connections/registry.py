@@ -1,18 +1,17 @@
 """The names of schemes: built in, registered, and declared by installed packages.
 
 A configuration holds names and plain options. A name refers to a scheme that is registered here or that an installed
-package declares in the entry-point group `residua.schemes`. A configuration never names a module to import.
+package declares in the entry-point group `residua.schemes`. A configuration never names a module to import. The
+description of a scheme that is not ours names the top-level module that it comes from.
 """
 
 import functools
 import json
-import re
 import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from importlib import metadata
-from importlib.util import find_spec
 from typing import Any
 
 from residua.connections.altup import AlternatingUpdates
@@ -105,8 +104,6 @@ PRESETS: dict[str, Scheme] = {
     "mudd": MultiwayDynamicDense(),
 }
 
-_PACKAGES: dict[type[Scheme], str] = {}  # the package of each scheme that is not built in
-
 
 def register(name: str, scheme: type[Scheme] | Scheme) -> None:
     """Give a scheme a name that works like a preset's in configurations, commands and checkpoints.
@@ -120,11 +117,6 @@ def register(name: str, scheme: type[Scheme] | Scheme) -> None:
         ValueError: the name is taken or has marks that a preset's name must not have; an option has a reserved name,
             or is not of a type that files keep.
     """
-    _register(name, scheme, package=None)
-
-
-def _register(name: str, scheme: type[Scheme] | Scheme, *, package: str | None) -> None:
-    """Register `scheme` as a part of `package`; None for the top-level package of its module."""
     kind = _kind(scheme)
     if not issubclass(kind, Scheme):
         raise TypeError(f"register {name!r}: expected a Scheme, its class or an instance, got {scheme!r}")
@@ -137,9 +129,8 @@ def _register(name: str, scheme: type[Scheme] | Scheme, *, package: str | None) 
         raise ValueError(f"register: {name!r} is the name of another scheme; choose another name")
     written(instance)
     PRESETS[name] = instance
-    if kind in _PACKAGES or kind not in SCHEMES.values():
+    if _package(kind) or kind not in SCHEMES.values():
         SCHEMES[name] = kind
-        _PACKAGES.setdefault(kind, package or _module(kind))
 
 
 def presets() -> dict[str, Scheme]:
@@ -147,9 +138,9 @@ def presets() -> dict[str, Scheme]:
 
     Warns of a declaration that cannot be used, and leaves it out.
     """
-    for name in _installed():
+    for point in _entry_points():
         try:
-            _find("preset", name, None)
+            _find("preset", point.name, None)
         except ValueError as error:
             warnings.warn(str(error), stacklevel=2)
     return PRESETS
@@ -200,14 +191,14 @@ def describe(scheme: Scheme) -> dict[str, Any]:
     option that files do not keep.
     """
     kind = type(scheme)
-    name = next((name for name, found in SCHEMES.items() if found is kind), None)
+    name = next((name for name, registered in SCHEMES.items() if registered is kind), None)
     if name is None:
         raise ValueError(
             f"connection: {kind.__name__} has no name: call residua.register(name, {kind.__name__}) first, "
             f"or declare it in the entry-point group {ENTRY_POINTS} of its package"
         )
-    package = {"package": _PACKAGES[kind]} if kind in _PACKAGES else {}
-    return {"scheme": name, **package, **written(scheme)}
+    package = _package(kind)
+    return {"scheme": name, **({"package": package} if package else {}), **written(scheme)}
 
 
 def _built(kind: type[Scheme], options: Mapping[str, Any]) -> Scheme:
@@ -254,124 +245,87 @@ def _find(key: str, name: Any, package: Any) -> Any:
     Raises:
         ValueError: there is none, or not of this package, or of several packages; or it cannot be used.
     """
-    known: Mapping[str, Any] = PRESETS if key == "preset" else SCHEMES
-    if not isinstance(name, str):
-        raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, [*known, *_installed()])}")
+    schemes: Mapping[str, Any] = PRESETS if key == "preset" else SCHEMES
     if package is not None and not isinstance(package, str):
         raise ValueError(f"connection {name!r}: package: expected the name of a package, got {package!r}")
-    if name not in known:
-        _installed_on.cache_clear()  # perhaps it was installed meanwhile
-    declared = _installed().get(name, {})
-    if package is None and name in known and _kind(known[name]) not in _PACKAGES:
-        if declared and key == "preset":  # what is spelt out with the key "scheme" names its package
+    if name not in schemes:
+        _entry_points_on.cache_clear()  # perhaps it was installed meanwhile
+    packages = sorted({_module(point) for point in _entry_points() if point.name == name})
+    if name in schemes and not _package(_kind(schemes[name])):
+        if packages and package is None and key == "preset":
             warnings.warn(
-                f"connection: {name!r} is residua's; the scheme of the same name of the package "
-                f"{' and '.join(map(repr, declared))} is not used, and its entry point needs another name",
+                f"connection: {name!r} is residua's; the scheme of this name in the package "
+                f"{' and '.join(map(repr, packages))} is not used, and its entry point needs another name",
                 stacklevel=3,
             )
-    elif package is None and len(declared) > 1:
+    elif package is None and len(packages) > 1:
         raise ValueError(
-            f"connection: expected one package with a scheme {name!r}, got {', '.join(map(repr, sorted(declared)))}; "
-            f"choose one with the key 'package': {{{key!r}: {name!r}, 'package': {min(declared)!r}}}"
+            f"connection: expected one package with a scheme {name!r}, got {', '.join(map(repr, packages))}; choose "
+            f"one with the key 'package': {{{key!r}: {name!r}, 'package': {packages[0]!r}}}"
         )
-    if name not in known:
-        for point in declared.values():
-            if package is None or _comes_from(point.value, _package(point), package):
-                _load(name, _package(point))
-    if name not in known and package is None:
-        raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, [*known, *_installed()])}")
-    if name not in known:
-        missing = "which is not installed"
-        if _is_here(package):
-            missing = f"which can be imported but has not registered it: call residua.register({name!r}, ...) first"
-        raise ValueError(f"connection: the scheme {name!r} comes with the package {package!r}, {missing}")
-    scheme = known[name]
-    kind = _kind(scheme)
-    owner = _PACKAGES.get(kind, "residua")
-    if package is not None and not _comes_from(kind.__module__, owner, package):
+    elif name not in schemes and packages and package in (None, *packages):
+        _load(name, package or packages[0])
+    if name not in schemes:
+        if package is not None:
+            raise ValueError(
+                f"connection: the scheme {name!r} comes with the package {package!r}, which is not installed or has "
+                "not registered it; install it, or import the module that does"
+            )
+        choices = [*schemes, *(point.name for point in _entry_points())]
+        raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, choices)}")
+    owner = _package(_kind(schemes[name])) or "residua"
+    of_a_script = package == "__main__" and owner != "residua"  # nobody can tell in which module it is now
+    if package not in (None, owner) and not of_a_script:
         raise ValueError(
             f"connection: expected the scheme {name!r} of the package {package!r}, got that of {owner!r}, which has "
             f"the same name here; open it in a process that uses {package!r} alone"
         )
-    return scheme
-
-
-def _installed() -> dict[str, dict[str, metadata.EntryPoint]]:
-    """Return the entry points of installed packages, by name and by package."""
-    return _installed_on(tuple(map(str, sys.path)))
-
-
-@functools.cache
-def _installed_on(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPoint]]:
-    found: dict[str, dict[str, metadata.EntryPoint]] = {}
-    for point in metadata.entry_points(group=ENTRY_POINTS):
-        found.setdefault(point.name, {})[_package(point)] = point
-    return found
+    return schemes[name]
 
 
 def _load(name: str, package: str) -> None:
-    """Register the schemes of an installed package that declares `name`.
-
-    Register all of them, classes first, so that a scheme's description does not depend on which one was used first.
+    """Register all schemes that an installed package declares: classes first, so that their order does not matter.
 
     Raises:
-        ValueError: the object that the package declares under this name cannot be imported or is not a scheme.
+        ValueError: the object that it declares under `name` cannot be imported or is not a scheme.
     """
     loaded = []
-    for other, points in _installed().items():
-        if package in points:
+    for point in _entry_points():
+        if _module(point) == package:
             try:
-                loaded.append((other, points[package].load()))
+                loaded.append((point.name, point.load()))
             except Exception as error:
-                if other == name:
+                if point.name == name:
                     raise _unusable(name, package, error) from error
-    for other, scheme in sorted(loaded, key=lambda found: (not isinstance(found[1], type), found[0])):
+    for other, scheme in sorted(loaded, key=lambda pair: (not isinstance(pair[1], type), pair[0])):
         try:
-            _register(other, scheme, package=package)
+            register(other, scheme)
         except (TypeError, ValueError) as error:
             if other == name:
                 raise _unusable(name, package, error) from error
 
 
-def _package(point: metadata.EntryPoint) -> str:
-    return point.dist.name if point.dist else point.value.partition(":")[0]
+def _entry_points() -> tuple[metadata.EntryPoint, ...]:
+    return _entry_points_on(tuple(map(str, sys.path)))
+
+
+@functools.cache
+def _entry_points_on(path: tuple[str, ...]) -> tuple[metadata.EntryPoint, ...]:
+    return tuple(metadata.entry_points(group=ENTRY_POINTS))
+
+
+def _module(point: metadata.EntryPoint) -> str:
+    return point.value.partition(":")[0].partition(".")[0]
 
 
 def _kind(scheme: Any) -> type:
     return scheme if isinstance(scheme, type) else type(scheme)
 
 
-def _module(kind: type[Scheme]) -> str:
-    return kind.__module__.partition(".")[0]
-
-
-def _comes_from(module: str, owner: str, package: str) -> bool:
-    """Return whether a scheme of `module`, a part of `owner`, may be recorded as one of `package`.
-
-    A record has the name of a distribution where the scheme was declared by one, otherwise that of a module. Of a
-    scheme of a script, "__main__", nobody can tell where it is now.
-    """
-    top = re.match(r"\w*", module)[0]  # type: ignore[index]
-    if _canonical(package) in (_canonical(owner), _canonical(top)):
-        return True
-    if package == "__main__":
-        return owner != "residua"
-    return _canonical(package) in map(_canonical, metadata.packages_distributions().get(top, []))
-
-
-def _canonical(package: str) -> str:
-    """Return the name of a distribution or module in the spelling that all its spellings have in common."""
-    return re.sub(r"[-_.]+", "-", package).lower()
-
-
-def _is_here(package: str) -> bool:
-    """Return whether a module or a distribution of this name could be imported. Nothing is."""
-    if package in sys.modules or (package.isidentifier() and find_spec(package) is not None):
-        return True
-    try:
-        return metadata.distribution(package) is not None
-    except (metadata.PackageNotFoundError, ValueError):
-        return False
+def _package(kind: type) -> str | None:
+    """Return the top-level module that a scheme comes from; None for residua's own."""
+    top = kind.__module__.partition(".")[0]
+    return None if top == "residua" else top
 
 
 def _unusable(name: str, package: str, error: Exception) -> ValueError:

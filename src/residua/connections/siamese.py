@@ -13,11 +13,12 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream, TensorSpec
+from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream
 from residua.connections.ends import Copies
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import check_types
+from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, rms_norm, scaled_sum
 from residua.ops.derived import derive
 

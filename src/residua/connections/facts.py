@@ -1,0 +1,66 @@
+"""What a connection tells about itself, for spectra and telemetry: its shortcut, its gates and what it reads."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class RankOne(NamedTuple):
+    """A shortcut that moves every row of the state along one direction: X -> X - beta (X k) k^T, then + beta v k^T.
+
+    beta: (batch, seq); k: (batch, seq, dim), of length 1 up to its guard; readout = X k: (batch, seq, rows);
+    v: (batch, seq, rows), what the write moves the readout towards, or None where beta does not gate what is written.
+    read_share: (rows,), the weight of each row in the sublayer's input, with sum 1; None without such weights.
+    A sequence axis of size 1 means that all tokens share the coefficients.
+    """
+
+    beta: Tensor
+    k: Tensor
+    readout: Tensor
+    v: Tensor | None = None
+    read_share: Tensor | None = None
+
+
+class Mixing(NamedTuple):
+    """A shortcut that mixes the rows of the state: X'[o] = sum_i h_res[o, i] X[i].
+
+    h_res: (batch, seq, n, n), target row first; h_pre, h_post: (batch, seq, n), the weights that read and write the
+    rows, or None where a scheme has no such weights. Leading axes may be missing or 1 where tokens share the
+    coefficients. gates: the gates (batch, seq) that h_res depends on, by name. left_out: the mappings and gates that
+    this connection omits, because they could not change anything or because its scheme has none; the tensors then hold
+    their trivial values.
+    """
+
+    h_res: Tensor
+    h_pre: Tensor | None = None
+    h_post: Tensor | None = None
+    gates: Mapping[str, Tensor] = {}
+    left_out: tuple[str, ...] = ()
+
+
+class GateFacts(NamedTuple):
+    """What is known of a gate. range: its ends, near which it has nearly no gradient; start: its initial value.
+
+    None: the gate has no such ends, or no initial value that all tokens share.
+    """
+
+    range: tuple[float, float] | None = None
+    start: float | None = None
+
+
+class DepthWeights(NamedTuple):
+    """The weights with which a connection reads what stood in the stream before: the embedding, outputs, sums of them.
+
+    weights: (batch, seq, reads, sources); leading axes may be missing or 1 where tokens share the coefficients.
+    sources: for each source the sublayers that wrote it: range(-1, 0) for the embedding, None for one that is learned.
+    reads: names of the reads where a connection has several, such as ("q", "k", "v").
+    """
+
+    weights: Tensor
+    sources: tuple[range | None, ...]
+    reads: tuple[str, ...] = ()
+
+
+EMBEDDING = range(-1, 0)
+"""The embedding as a source of `DepthWeights`: before sublayer 0."""

@@ -1,0 +1,53 @@
+"""Let `read` and `write` run inside a call of the connection's module, so that hooks run around them.
+
+FSDP gathers a module's parameters, and accelerate's offload brings them back, in hooks on the call of the module. Two
+methods that somebody calls directly would run without them, so each is turned into such a call: the module is called
+with the method in the sublayer's place.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from residua.connections.spec import expect_state
+
+
+class Phase:
+    """What runs inside a call of a connection, in place of the sublayer: a function of it, such as `read`."""
+
+    def __init__(self, method: Callable[..., Any]):
+        self.method = method
+
+
+def as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method `name` of a connection as a call of it, so that hooks on the module run around it."""
+    phase = Phase(method)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(type(self), name) is not call:  # super().read(...), which is inside a call
+            return method(self, *args, **kwargs)
+        if name == "read" and self.takes is not None:
+            expect_state(args[0] if args else kwargs["state"], self.takes)
+        return self((args, kwargs), phase)
+
+    call.phase = phase  # type: ignore[attr-defined]
+    return call
+
+
+def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward` of a connection, which runs a phase instead where it gets one; `state` holds its arguments."""
+
+    @functools.wraps(forward)
+    def call(self: Any, state: Any, sublayer: Any, **options: Any) -> Any:
+        if isinstance(sublayer, Phase):
+            args, kwargs = state
+            return sublayer.method(self, *args, **kwargs)
+        return forward(self, state, sublayer, **options)
+
+    return call
+
+
+def called(connection: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Return function(*args), run inside a call of `connection`: for modules that others borrow from it."""
+    return connection((args, {}), Phase(lambda _, *inputs: function(*inputs)))
