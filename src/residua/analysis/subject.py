@@ -1,5 +1,6 @@
 """What an analysis asks of a language model, be it one of ours or a converted one."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -70,17 +71,20 @@ class Subject:
             head,
         )
 
-    def run(self, ids: Tensor, record: Record, **options: Any) -> Any:
+    def run(self, ids: Tensor, record: Record, *, logits_to_keep: int = 0) -> Any:
         """Run the model on token ids (rows, T), calling `record` after every write; return its output.
 
-        options: further arguments of a model of ours.
+        logits_to_keep: for how many of the last tokens to compute logits, if the model can choose; 0 for all.
         """
+        options: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            options["logits_to_keep"] = logits_to_keep
         watch = watching(record)
         with torch.no_grad(), as_written(self.model):
             if isinstance(self.model, (ResiduaForCausalLM, ResiduaModel)):
-                return self.model(input_ids=ids, use_cache=False, watch=watch, **options)
+                return self.model(**options, watch=watch)
             with replaced(self.model, watch):
-                return self.model(input_ids=ids, use_cache=False)
+                return self.model(**options)
 
     def losses(self, ids: Tensor, record: Record) -> Tensor:
         """Run the model on T token ids as `run` does; return -log p of the token after each, (T).
