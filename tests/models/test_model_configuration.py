@@ -116,6 +116,26 @@ def test_a_wrong_value_is_one_clear_line(options, words):
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize("name", ["hiden_size", "num_key_value_heads", "attention_bias", "hidden_act"])
+def test_an_argument_that_nothing_takes_is_refused(name):
+    with pytest.raises(TypeError, match=f"ResiduaConfig takes no argument '{name}'"):
+        ResiduaConfig(**{name: 4})
+
+
+def test_what_every_configuration_of_transformers_takes_is_taken():
+    given = {"eos_token_id": 5, "num_labels": 3, "attn_implementation": "eager", "torch_dtype": "bfloat16"}
+    given |= {"name_or_path": "here", "output_attentions": False, "return_dict": False, "temperature": 0.5}
+    config = ResiduaConfig(**given)
+    assert (config.eos_token_id, config.num_labels, config.dtype) == (5, 3, torch.bfloat16)
+
+
+def test_a_saved_configuration_may_name_what_another_version_of_transformers_takes(tmp_path):
+    config = tiny_config()
+    config.of_later = 1
+    config.save_pretrained(tmp_path)
+    assert ResiduaConfig.from_pretrained(tmp_path).of_later == 1
+
+
 def test_a_wrong_scheme_set_later_is_refused():
     config = tiny_config()
     with pytest.raises(ValueError, match="did you mean 'ddl-tc'"):

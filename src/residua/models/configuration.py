@@ -42,6 +42,10 @@ def refuse_unsafe(config: Any, source: object) -> None:
             refuse_unsafe(value, source)
 
 
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Arguments of every configuration of transformers, which its base class does not declare."""
+
+
 class ResiduaConfig(PreTrainedConfig):
     """Configuration of `ResiduaModel` and `ResiduaForCausalLM`.
 
@@ -69,7 +73,7 @@ class ResiduaConfig(PreTrainedConfig):
     mup_base_width           the width at which muP changes nothing
     use_cache                keep keys and values while generating
 
-    Raises ValueError for a value of the wrong type or out of range.
+    Raises ValueError for a value of the wrong type or out of range, TypeError for an argument that nothing takes.
     """
 
     model_type = "residua"
@@ -131,6 +135,10 @@ class ResiduaConfig(PreTrainedConfig):
         self._spell_out()
         vars(self)["base_model_tp_plan"] = self._tensor_parallel_plan()
         super().__post_init__(**kwargs)
+        if "model_type" not in kwargs:  # a saved configuration may name what another version of transformers takes
+            for name in kwargs:
+                if name in vars(self) and name not in TOKENS and not hasattr(type(self), name):
+                    raise TypeError(f"{type(self).__name__} takes no argument {name!r}")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
