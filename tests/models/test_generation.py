@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import residua
 from residua.models.memory import CACHE, cache_slots
@@ -261,9 +263,16 @@ def test_the_cache_may_have_its_old_name_and_not_both(name):
 def test_a_keyword_that_nothing_takes_is_refused():
     """A cache, a mask or labels under another name would be missed, and the numbers would be wrong without an error."""
     model, ids = tiny_model("ddl"), prompt(1, 4)
-    for keyword in ("past", "cache_params", "padding_mask", "token_type_ids", "use_cash"):
+    for keyword in ("past", "cache_params", "padding_mask", "token_type_ids", "use_cash", "is_causal"):
         with pytest.raises(TypeError, match=f"takes no keyword argument '{keyword}'"):
             model(ids, **{keyword: ids})
+
+
+def test_the_old_name_of_the_cache_is_deprecated_where_transformers_says_so(recwarn):
+    model, ids = tiny_model("ddl-tc"), prompt(1, 4)
+    model(ids, past_key_values=DynamicCache(config=model.config))
+    said = [str(warning.message) for warning in recwarn if "`past_key_values` is deprecated" in str(warning.message)]
+    assert len(said) == (CACHE == "cache")
 
 
 def a_converted_llama(name):
@@ -290,6 +299,25 @@ def test_pages_are_refused_where_the_scheme_reads_earlier_tokens(make):
     """They keep keys and values, and every new token would stand alone for the scheme."""
     with pytest.raises(ValueError, match="call generate, not generate_batch"):
         make("ddl-tc")(prompt(1, 4), cache=object(), write_index=[], use_cache=False)
+    with pytest.raises(ValueError, match="or an engine such as vLLM"):
+        make("ddl-tc")(prompt(1, 4), attention_instances={}, use_cache=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [lively, a_converted_llama])
+def test_an_attention_function_of_an_engine_gets_what_the_engine_hands_the_model(make, monkeypatch):
+    model, ids, places, heard = make("hc"), prompt(1, 4), dict(enumerate("abc")), []
+
+    def attend(module, query, key, value, mask, *, attention_instances, **options):
+        heard.append(attention_instances[module.layer_idx])
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "engine", attend)
+    expected = model(ids, use_cache=False).logits
+    model.config._attn_implementation = "engine"
+    found = model(ids, use_cache=False, attention_instances=places, return_dict=False)[0]
+    assert heard == [*places.values()][: model.config.num_hidden_layers]
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("make", [lively, a_converted_llama])

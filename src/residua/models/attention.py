@@ -44,11 +44,14 @@ class Rotary(NamedTuple):
         return torch.cat([(a * cos - b * sin).to(x.dtype), (a * sin + b * cos).to(x.dtype), rest], -1)
 
 
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "is_causal")
-CONTINUOUS = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
-OLDER = ("max_seqlen_q", "max_seqlen_k")  # of continuous batching in transformers 5.17
-OPTIONS = frozenset(PACKED + CONTINUOUS + OLDER)
-"""The keywords of packed documents and of continuous batching, for the attention functions of transformers."""
+PACKED = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"))
+"""The keywords of packed documents, for the attention functions of transformers."""
+
+CONTINUOUS = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal")
+OLDER = ("max_seqlen_q", "max_seqlen_k")  # of continuous batching in transformers 5.17 and 5.18
+ENGINES = ("attention_instances", "forward_batch")  # of vLLM and SGLang
+PAGED = PACKED.union(CONTINUOUS, OLDER, ENGINES)
+"""The keywords beside paged keys and values, for the attention functions of transformers and of engines."""
 
 
 class AttentionContext(NamedTuple):

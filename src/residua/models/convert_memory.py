@@ -17,10 +17,10 @@ from residua.models.convert_flow import MEMORY, ConvertedLayer, Flow, layer_stre
 from residua.models.memory import (
     CACHE,
     CACHE_NAMES,
-    PAGED,
     CacheSlot,
     cache_of,
     documents_of,
+    expect_no_pages,
     expect_told_apart,
     memory_at,
     padding_of,
@@ -84,9 +84,8 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     tokens: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if tokens is None and not looking:  # an image
         return None
-    cache, pages = cache_of(given)
-    if pages is not None:
-        raise ValueError(PAGED)
+    expect_no_pages(given)
+    cache, _ = cache_of(given)
     mask = given.get("attention_mask")
     if given.get("output_hidden_states") or getattr(config, "output_hidden_states", False):
         raise ValueError(NO_HIDDEN_STATES)

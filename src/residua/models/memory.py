@@ -23,7 +23,17 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 """The keyword for the cache in the transformers that is installed, in inputs and in outputs."""
 
 
-PAGED = "cache must not be paged for this scheme, which reads earlier tokens; call generate, not generate_batch"
+PAGES = ("write_index", "attention_instances")
+"""The keywords of those who keep keys and values in pages: continuous batching of transformers, vLLM and SGLang."""
+
+
+def expect_no_pages(given: Mapping[str, Any]) -> None:
+    """Raise ValueError if the arguments of a call come with pages: these keep nothing for a scheme that looks back."""
+    if any(given.get(name) is not None for name in PAGES):
+        raise ValueError(
+            "cache must not be paged for this scheme, which reads earlier tokens; call generate, not generate_batch or "
+            "an engine such as vLLM"
+        )
 
 
 def cache_of(given: Mapping[str, Any]) -> tuple[Cache | None, Any]:

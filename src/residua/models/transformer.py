@@ -8,6 +8,7 @@ A layer maps x to x, so that `write_read`, a write and the following read, can b
 `expand` makes the state from the embeddings; after the last, the readout collapses it, then norm and head follow.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,15 +23,16 @@ from residua.connections import Carry, Connection, Memory, Projection, Readout, 
 from residua.connections.base import as_inputs
 from residua.connections.memory import positions_in, window_of
 from residua.errors import extra
-from residua.models.attention import OPTIONS, Attention, AttentionContext, Rotary
+from residua.models.attention import PACKED, PAGED, Attention, AttentionContext, Rotary
 from residua.models.configuration import ResiduaConfig
 from residua.models.linear import initialise
 from residua.models.memory import (
     CACHE,
-    PAGED,
+    PAGES,
     cache_of,
     cache_slots,
     documents_of,
+    expect_no_pages,
     expect_told_apart,
     memories,
     of_current,
@@ -227,13 +229,15 @@ class ResiduaModel(ResiduaPreTrainedModel):
         `output_states` asks for the states themselves. `output_attentions` needs attention that computes the weights,
         "eager"; other kinds warn and return none. `watch` maps the list of connections and readout to a list of
         replacements. `past_key_values` is the name of `cache` before transformers 5.24. Other keywords go to the
-        attention function; `residua.models.attention.OPTIONS` names them.
+        attention function: those of packed documents (`PACKED` in residua.models.attention) always, those of
+        continuous batching and of serving engines (`PAGED`) together with the pages.
 
         Raises:
             TypeError: a keyword that nothing takes.
         """
+        taken = PAGED if any(name in kwargs for name in PAGES) else PACKED
         for name in kwargs:
-            if name not in OPTIONS:
+            if name not in taken:
                 raise TypeError(f"{type(self).__name__}.forward() takes no keyword argument {name!r}")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
@@ -247,9 +251,11 @@ class ResiduaModel(ResiduaPreTrainedModel):
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is not None and position_ids.dim() != 2:
             raise ValueError(f"position_ids: expected (1 or batch, seq), got {tuple(position_ids.shape)}")
+        if past_key_values is not None and CACHE == "cache" and not torch.compiler.is_compiling():
+            warnings.warn("`past_key_values` is deprecated; use `cache` instead", FutureWarning, stacklevel=2)
         cache, pages = cache_of({**kwargs, "cache": cache, "past_key_values": past_key_values})
-        if pages is not None and any(map(window_of, self.stream.parts)):
-            raise ValueError(PAGED)
+        if any(map(window_of, self.stream.parts)):
+            expect_no_pages(kwargs)
         documents = documents_of(
             embeddings, attention_mask, position_ids, kwargs, cached=bool(use_cache) or cache is not None
         )
