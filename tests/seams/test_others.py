@@ -1,0 +1,91 @@
+"""What we use of smaller libraries beyond the few functions that everybody calls."""
+
+import pytest
+from torch import nn
+
+from support.seams import Seam, check
+
+SEAMS = [
+    Seam(
+        "lm_eval.simple_evaluate",
+        "the tasks of the paper",
+        parameters=("model", "tasks", "num_fewshot", "task_manager", "limit", "log_samples"),
+    ),
+    Seam(
+        "lm_eval.models.huggingface.HFLM",
+        "the tasks of the paper",
+        parameters=(
+            "pretrained",
+            "tokenizer",
+            "backend",
+            "device",
+            "batch_size",
+            "max_length",
+            "mixed_precision_dtype",
+        ),
+    ),
+    Seam("lm_eval.tasks.TaskManager", "the tasks of the paper", ("match_tasks",), ("include_path",)),
+    Seam(
+        "huggingface_hub.errors",
+        "a data set that cannot be reached is one line",
+        ("HFValidationError", "HTTPError", "RepositoryNotFoundError", "RevisionNotFoundError"),
+    ),
+    Seam(
+        "torch.utils.tensorboard.SummaryWriter",
+        "a run that goes on takes back its later events",
+        ("add_scalar", "close", "flush"),
+        ("log_dir", "purge_step"),
+    ),
+    Seam("safetensors.safe_open", "weights are read without executing anything"),
+    Seam("safetensors.SafetensorError", "damaged weights are one line"),
+    Seam("plotly.offline.get_plotlyjs", "the explorer's pages need no network"),
+]
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.path)
+def test_it_has_what_we_use(seam):
+    check(seam)
+
+
+def test_jsonargparse_converts_a_nested_mapping():
+    """So values of YAML and options become settings."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--train.steps", type=int, default=1)
+    parser.add_argument("--train.precision", type=str, default="float32")
+    settings = parser.parse_object({"train": {"steps": "2"}}, env=False).as_dict()
+    assert settings == {"train": {"steps": 2, "precision": "float32"}}
+
+
+def test_accelerate_puts_the_forward_of_its_hooks_into_the_module():
+    """By that we see that a module is not plain, and leave the kernel that reads its weights."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    from residua.connections.projection import is_plain
+
+    module = nn.Linear(2, 2)
+    assert is_plain(module, nn.Linear)
+    assert not is_plain(add_hook_to_module(module, ModelHook()), nn.Linear)
+
+
+def test_peft_keeps_what_it_adapts_under_base_layer():
+    """`save_connection` refuses a model with adapters by that name."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))
+    assert any(".base_layer." in name for name in model.state_dict())
+
+
+def test_triton_interprets_kernels_if_the_environment_says_so(monkeypatch):
+    triton = pytest.importorskip("triton", reason="Triton is for Linux")
+    from triton.runtime.interpreter import InterpretedFunction
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    def kernel():
+        pass
+
+    jitted = triton.jit(kernel)
+    assert isinstance(jitted, InterpretedFunction)
+    assert not isinstance(jitted, triton.JITFunction)

@@ -1,0 +1,80 @@
+"""Seams: the places where we reach below the public surface of another library, and what must be there."""
+
+import ast
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import residua
+
+
+class Seam(NamedTuple):
+    """A name in a library and what we use of it.
+
+    purpose: what stops working without it. attributes: of the object, or of what `make` makes from it. parameters: that
+    we pass by name, or by position where `ordered`. mentions: names in its source, of what it reads in our classes.
+    """
+
+    path: str
+    purpose: str
+    attributes: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
+    ordered: bool = False
+    make: Callable[[Any], Any] | None = None
+
+
+def find(path: str, purpose: str) -> Any:
+    """Return what stands at a dotted path; fail with the name of the part that is gone."""
+    names = path.split(".")
+    value = importlib.import_module(names[0])
+    for i, name in enumerate(names[1:], 1):
+        if not hasattr(value, name):
+            try:
+                importlib.import_module(".".join(names[: i + 1]))
+            except ImportError:
+                pytest.fail(f"{'.'.join(names[:i])} no longer has {name}: {purpose}", pytrace=False)
+        value = getattr(value, name)
+    return value
+
+
+def check(seam: Seam) -> None:
+    """Fail with the name of what a library no longer has."""
+    value = find(seam.path, seam.purpose)
+    if seam.parameters:
+        taken = list(inspect.signature(value).parameters)
+        taken = [name for name in taken if name != "self"]
+        missing = [name for name in seam.parameters if name not in taken]
+        if missing or (seam.ordered and tuple(taken[: len(seam.parameters)]) != seam.parameters):
+            pytest.fail(f"{seam.path} takes {taken}, no longer {list(seam.parameters)}: {seam.purpose}", pytrace=False)
+    if seam.mentions:
+        source = inspect.getsource(value)
+        for name in seam.mentions:
+            if name not in source:
+                pytest.fail(f"{seam.path} no longer uses {name}: {seam.purpose}", pytrace=False)
+    made = value if seam.make is None else seam.make(value)
+    for name in seam.attributes:
+        if not hasattr(made, name):
+            pytest.fail(f"{seam.path} no longer has {name}: {seam.purpose}", pytrace=False)
+
+
+def reached(library: str) -> set[str]:
+    """Return the names below the public surface of a library that our source imports or spells out.
+
+    Below it are names with an underscore and, in transformers, everything that is not in the top module.
+    """
+    names = set()
+    for file in Path(residua.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names |= {f"{node.module}.{name.name}" for name in node.names}
+            elif isinstance(node, ast.Attribute):
+                names.add(ast.unparse(node))
+    names = {name for name in names if name.startswith(f"{library}.")}
+    private = {name for name in names if any(part.startswith("_") and part[1] != "_" for part in name.split("."))}
+    deep = {name for name in names if library == "transformers" and name.count(".") > 1}
+    return {name for name in private | deep if not any(other.startswith(f"{name}.") for other in private)}
