@@ -2,24 +2,29 @@
 PYTHON ?= python3
 WORKERS ?= 2
 VENV := .venv
+LAB := $(VENV)/.lab
 READY := $(VENV)/.ready
-PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --use-pep517 \
+  --constraint requirements.txt
+PYTEST := $(VENV)/bin/python -m pytest
+PARALLEL := -n $(WORKERS) --dist worksteal
+FAST := --hypothesis-profile quick -m "not (interpreter or compiler or processes or browser or variant or slow)"
 
 # Workers, and the processes that tests start, read what one of them has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test gpu testers lint types docs clean
+.PHONY: demo check test gpu testers lint types docs lock newest lowest clean
 
-demo: $(READY)
+demo: $(LAB)
 	$(VENV)/bin/residua demo --out runs/demo
 
 # The fast lane: everything but Triton's interpreter, compilers, other processes, the browser, tests that take long, and
 # of tests for all schemes those for variants and, on whole models, for most presets. Property tests draw fewer examples.
 check: $(READY)
-	$(PYTEST) --hypothesis-profile quick -m "not (interpreter or compiler or processes or browser or variant or slow)"
+	$(PYTEST) $(PARALLEL) $(FAST)
 
 test: $(READY)
-	$(PYTEST)
+	$(PYTEST) $(PARALLEL)
 
 # All that a CPU cannot show, within 25 minutes, and a summary. It runs with the torch that the machine has: the
 # virtual environment if there is one, else PYTHON. DRY=1 tries every step on a CPU; a second call goes on.
@@ -42,15 +47,31 @@ types: $(READY)
 	$(VENV)/bin/mypy
 
 docs: $(READY)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(PIP) --editable '.[docs]'
 	$(VENV)/bin/mkdocs build --strict
 
-clean:
-	rm -rf $(VENV) runs
+# requirements.txt anew, with the newest of everything but torch: TORCH=2.14.1 changes that.
+lock:
+	$(PYTHON) experiments/versions.py lock $(if $(TORCH),--torch $(TORCH))
 
-# torch first and alone: resolved together with the rest, pip may look at builds of several gigabytes.
-$(READY): pyproject.toml constraints.txt
+# The fast lane, or TESTS, with the newest of every package, and with the lower bounds of pyproject.toml. The tables are
+# in runs/versions. torch stays as it is locked, or at its lower bound, unless TORCH names another version.
+newest lowest:
+	$(PYTHON) experiments/versions.py $@ $(if $(TORCH),--torch $(TORCH)) -- $(PARALLEL) $(or $(TESTS),$(FAST))
+
+clean:
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest runs
+
+# torch first and alone: resolved together with the rest, pip may look at builds of several gigabytes. The build of PyPI
+# for Linux brings the libraries of CUDA. uv knows where the others are, and takes the one for the CPU if there is no GPU.
+$(LAB): pyproject.toml requirements.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	command -v uv >/dev/null && uv pip install --quiet --python $(VENV) --torch-backend auto --constraint requirements.txt torch \
+	  || $(PIP) torch
+	$(PIP) hatchling
+	$(PIP) --editable '.[lab]'
+	touch $@
+
+$(READY): $(LAB)
+	$(PIP) --editable '.[dev]'
 	touch $@

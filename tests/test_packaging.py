@@ -1,14 +1,21 @@
-"""What pyproject.toml says agrees with the package: its version and its extras."""
+"""What pyproject.toml says agrees with the package, its version and its extras, and with the lock."""
 
 import itertools
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-import residua
+import residua.models
 
 ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+LOCK = [line.partition("  #")[0].strip() for line in TEXT.splitlines() if not line.startswith("#")]
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+CUDA = re.compile(r"(nvidia|cuda)-")
 
 
 def project():
@@ -39,7 +46,88 @@ def test_there_are_few_extras_and_every_hint_names_one_of_them():
     assert hinted <= extras.keys()
 
 
-def test_versions_are_lower_bounds_only():
-    found = project()["project"]
-    for requirement in itertools.chain(found["dependencies"], *found["optional-dependencies"].values()):
-        assert re.fullmatch(r"residua\[[\w,]+\]|[\w-]+>=[\d.]+(; .*)?", requirement), requirement
+def requirements():
+    """All requirements of pyproject.toml: {"transformers": ">=5.17,<5.25"}."""
+    source = project()
+    table = source["project"]
+    lines = itertools.chain(
+        source["build-system"]["requires"], table["dependencies"], *table["optional-dependencies"].values()
+    )
+    found = [Requirement(line) for line in lines if not line.startswith("residua[")]
+    return {requirement.name: requirement for requirement in found}
+
+
+def locked(python):
+    """The versions of the lock for one Python on Linux, by normalised name."""
+    environment = {"python_version": python, "python_full_version": f"{python}.20", "sys_platform": "linux"}
+    pins = {}
+    for line in LOCK:
+        pin = Requirement(line)
+        if pin.marker is None or pin.marker.evaluate(environment):
+            assert pin.name not in pins, f"{pin.name} stands twice for Python {python}"
+            pins[pin.name] = next(iter(pin.specifier)).version
+    return pins
+
+
+def test_a_requirement_has_a_lower_bound_and_transformers_alone_an_upper_one():
+    for name, requirement in requirements().items():
+        operators = {bound.operator for bound in requirement.specifier}
+        assert operators == ({">=", "<"} if name == "transformers" else {">="}), requirement
+
+
+def test_one_package_has_the_same_bound_in_every_extra():
+    table = project()["project"]
+    bounds = {}
+    for line in itertools.chain(table["dependencies"], *table["optional-dependencies"].values()):
+        name = re.match(r"[\w-]+", line)[0]
+        if name != "residua":
+            assert bounds.setdefault(name, line) == line
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_lock_has_everything_that_we_install_and_all_that_this_needs(python):
+    """Every requirement but those of wandb, which nothing installs, and those of installed packages in turn."""
+    pins = locked(python)
+    for name, requirement in requirements().items():
+        if name != "wandb":
+            version = pins[canonicalize_name(name)]
+            assert requirement.specifier.contains(version, prereleases=True), (requirement, version)
+    environment = {"python_version": python, "python_full_version": f"{python}.20", "extra": ""}
+    for name in pins:
+        try:
+            needed = metadata.requires(name) or ()
+        except metadata.PackageNotFoundError:
+            continue
+        for requirement in map(Requirement, needed):
+            if requirement.marker is None or requirement.marker.evaluate(environment):
+                assert canonicalize_name(requirement.name) in pins or CUDA.match(requirement.name), (name, requirement)
+
+
+def test_every_line_of_the_lock_pins_one_version_without_an_address_or_a_hash():
+    assert len(LOCK) > 100
+    for line in LOCK:
+        assert re.fullmatch(r"[a-z0-9-]+==[\w.!+]+( ; [^#@]+)?", line), line
+        assert not CUDA.match(line), line
+    assert "://" not in TEXT
+    assert "--" not in "\n".join(LOCK)
+
+
+def test_the_upper_bound_of_transformers_is_the_newest_minor_that_is_locked():
+    major, minor = map(int, locked(PYTHONS[-1])["transformers"].split(".")[:2])
+    assert f"<{major}.{minor + 1}" in str(requirements()["transformers"].specifier)
+    assert (major, minor) == residua.models.TESTED
+
+
+def test_a_transformers_newer_than_tested_is_said_in_one_line(caplog):
+    """Once per process, as `residua.models` does it when it is imported."""
+    major, minor = residua.models.TESTED
+    for version in (f"{major}.{minor}.9", f"{major}.{minor - 1}.0", f"{major - 1}.99"):
+        residua.models._say_if_newer(version)
+    assert not caplog.records
+    for version in (f"{major}.{minor + 1}.0.dev0", f"{major + 1}.0.0"):
+        residua.models._say_if_newer(version)
+        (record,) = caplog.records
+        assert record.getMessage().startswith(f"transformers {version} is newer than {major}.{minor}, the newest")
+        assert record.levelname == "WARNING"
+        assert "\n" not in record.getMessage()
+        caplog.clear()

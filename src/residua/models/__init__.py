@@ -1,5 +1,7 @@
 """Language models on transformers, with any residual scheme in their trunk."""
 
+import logging
+
 from residua.errors import extra
 from residua.models import convert_loading
 from residua.models.authors import load_authors_checkpoint
@@ -10,7 +12,23 @@ from residua.models.transformer import ResiduaForCausalLM, ResiduaModel
 from residua.sizes import SIZES
 
 with extra("lab"):
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, __version__
+
+TESTED = (5, 24)
+"""The newest minor release of transformers that the tests ran with; the extra `lab` stops there."""
+
+
+def _say_if_newer(installed: str) -> None:
+    """Say that this version of transformers is newer than any that was tested, if it is."""
+    if tuple(map(int, installed.split(".")[:2])) > TESTED:
+        newest = ".".join(map(str, TESTED))
+        logging.getLogger("residua").warning(
+            f"transformers {installed} is newer than {newest}, the newest that residua was tested with; "
+            "pip install 'residua[lab]' goes back to that"
+        )
+
+
+_say_if_newer(__version__)
 
 # Here and not beside the classes: exported code, which transformers loads under other names, must not register again.
 AutoConfig.register("residua", ResiduaConfig)
