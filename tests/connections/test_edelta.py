@@ -112,10 +112,8 @@ def edelta_stream(scheme: EDeltaStream, connection: nn.Module, x: Tensor, sublay
         g = operator(*heads(p, [features] * 4), gamma) @ x[t]
         routed = layer_norm(g.flatten(), p["router.norm.weight"], p["router.norm.bias"])
         logits = list((p["router.project.weight"] @ routed).view(-1, n, n) + p["router.bias"])
-        h_pre = h_post = torch.full((n, n), 1 / n, dtype=x.dtype)
-        if connection.selects:
-            raw = logits.pop(0)
-            h_pre = raw.exp() / raw.exp().sum(1, keepdim=True)
+        raw, h_post = logits.pop(0), torch.full((n, n), 1 / n, dtype=x.dtype)
+        h_pre = raw.exp() / raw.exp().sum(1, keepdim=True)
         if connection.distributes:
             raw = logits.pop(0)
             h_post = raw.exp() / raw.exp().sum(0, keepdim=True)
@@ -476,27 +474,39 @@ def test_nothing_is_computed_and_thrown_away(name, context):
     for i, coefficients in enumerate(kept):
         for symbol, value in coefficients._asdict().items():
             if value is None:
-                assert (i, symbol) in ((0, "h_pre"), (2, "h_post"))
-            else:
+                assert (i, symbol) == (2, "h_post")
+            elif (i, symbol) != (0, "h_pre"):  # its rows point one way at the start: only the eps tells them apart
                 assert value.grad.abs().flatten(0, 1).max(0).values.min() > 1e-6, (i, symbol)
 
 
 @pytest.mark.parametrize("n", [2, 4])
 @torch.no_grad()
+def test_the_first_read_decides_on_the_sign_once_the_gate_reflects(n):
+    """The rows of g are multiples c_i x of the embedding. A reflection turns some of them around."""
+    (connection,) = perturbed(EDeltaStream(num_streams=n).build(DIM, 1)).double().connections
+    connection.heads.k.weight.zero_()
+    connection.heads.frame.rows[2] = torch.eye(n)[0]
+    with_gate(connection, -800.0)
+    x = normal(2, 5, DIM)
+    seen = []
+    for row in (0, 1):
+        connection.router.project.weight.zero_()
+        connection.router.bias.copy_(50 * torch.eye(n)[row].expand(1, n, n))
+        seen.append(connection.read(Repeat(n)(x))[0])
+    gain = connection.norm.weight
+    assert_close(seen[0], -nn.functional.rms_norm(x, (DIM,), gain, EPS))
+    assert_close(seen[1], nn.functional.rms_norm(x, (DIM,), gain, EPS))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@torch.no_grad()
 def test_what_is_left_out_could_not_matter(n):
-    """Rows that are multiples of one vector have one direction, and a mean over the rows knows how much is written to
-    all of them, not to whom."""
-    scheme = EDeltaStream(num_streams=n)
-    first, last = perturbed(scheme.build(DIM, 2)).double().connections
-    assert (first.selects, first.distributes, last.selects, last.distributes) == (False, True, True, False)
+    """A mean over the rows knows how much is written to all of them, not to whom."""
+    first, last = perturbed(EDeltaStream(num_streams=n).build(DIM, 2)).double().connections
+    assert (first.distributes, last.distributes) == (True, False)
     state = Repeat(n)(normal(2, 5, DIM))
-    g = first.read(state)[1].residual
-    one, other = (nn.functional.normalize(g[:, :, i], dim=-1).abs() for i in (0, 1))
-    assert_close(one, other)
-    (alone,) = perturbed(scheme.build(DIM, 1)).double().connections
-    assert alone.router is None
-    seen, carry = alone.read(state)
-    assert_close(alone.write(seen, carry).mean(2), carry.residual.mean(2) + seen)
+    seen, carry = last.read(state)
+    assert_close(last.write(seen, carry).mean(2), carry.residual.mean(2) + seen)
 
 
 @pytest.mark.parametrize("scheme", [EDelta, EDeltaStream])

@@ -53,7 +53,7 @@ class EDeltaStreamCoefficients(NamedTuple):
 
     The read is averaged over the rows and all rows get the same output, so the matrices in the equation reduce to these
     vectors: h_pre is the mean of the rows of softmax(P, -1), h_post has the row sums of softmax(R, -2).
-    h_pre is None in the first sublayer and h_post in the last, see `EDeltaStreamConnection`.
+    h_post is None in the last sublayer, see `EDeltaStreamConnection`.
     """
 
     gamma: Tensor
@@ -61,7 +61,7 @@ class EDeltaStreamCoefficients(NamedTuple):
     k: Tensor
     u: Tensor
     v: Tensor
-    h_pre: Tensor | None
+    h_pre: Tensor
     h_post: Tensor | None
 
 
@@ -141,7 +141,7 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
     The options are as in `EDelta`; `hidden` is the width of the one net. As published: context "sequence", gamma_init
     0.5, and no penalty, because their training loop never adds it for this variant (`penalty=0.0`). Their state is made
     and read by linear maps of width num_streams * dim; here the embedding is repeated and the rows are averaged, so the
-    first H_pre and the last H_post could not change anything and are omitted.
+    last H_post could not change anything and is omitted.
 
     start         "random": u, v and k are drawn; "residual": they start orthogonal to the mean of at least 3 rows, the
                   same for all tokens, so that Q and H keep the mean, which is then exactly the plain residual
@@ -169,9 +169,8 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         last, norm = num_sublayers - 1, norms(dim, norm_eps, norm)
-        differ = self.streams_differ
         connections = [
-            EDeltaStreamConnection(self, dim, norm(i), selects=i > 0 or differ, distributes=i < last, norm_eps=norm_eps)
+            EDeltaStreamConnection(self, dim, norm(i), distributes=i < last, norm_eps=norm_eps)
             for i in range(num_sublayers)
         ]
         return Stream(self.expander(dim), connections, MeanStreams())
@@ -287,10 +286,9 @@ class _HybridConnection(PooledConnection):
         if not routing:
             return Mixing(h_res, gates=gates)
         h_pre, h_post = routing
-        left_out = tuple(name for name, found in (("h_pre", h_pre), ("h_post", h_post)) if found is None)
-        h_pre = gamma.new_full((n,), 1 / n) if h_pre is None else h_pre
-        h_post = gamma.new_ones(n) if h_post is None else h_post
-        return Mixing(h_res, h_pre, h_post, gates, left_out)
+        if h_post is None:
+            return Mixing(h_res, h_pre, gamma.new_ones(n), gates, left_out=("h_post",))
+        return Mixing(h_res, h_pre, h_post, gates)
 
 
 class EDeltaConnection(_HybridConnection):
@@ -335,40 +333,26 @@ def _gelu_part(i: int, count: int, x: Tensor) -> Tensor:
 class EDeltaStreamConnection(_HybridConnection):
     """One hybrid shortcut and one router around one sublayer, state: (batch, seq, num_streams, dim).
 
-    `selects=False` omits H_pre in the first sublayer: there the rows of g are multiples of one vector, and the norm
-    makes all their mixtures equal; it gets their mean. `distributes=False` omits H_post in the last one: the mean of
-    the rows grows by y for any H_post.
+    `distributes=False` omits H_post in the last sublayer: the mean of the rows grows by y for any H_post. The first one
+    has H_pre: the rows of its g are multiples c_i x of one vector, and c = G 1 has negative entries once the gate
+    reflects, so that H_pre decides whether the sublayer sees x or -x.
     """
 
-    def __init__(
-        self,
-        scheme: EDeltaStream,
-        dim: int,
-        norm: nn.Module,
-        *,
-        selects: bool,
-        distributes: bool,
-        norm_eps: float,
-    ):
+    def __init__(self, scheme: EDeltaStream, dim: int, norm: nn.Module, *, distributes: bool, norm_eps: float):
         super().__init__(scheme, norm, norm_eps=norm_eps)
         self.scheme: EDeltaStream = scheme
         n = scheme.num_streams
-        self.selects, self.distributes = selects, distributes
+        self.distributes = distributes
         self.context_norm = LayerNorm(n * dim, eps=norm_eps)
         self.up = WideProjection(n * dim, scheme.hidden, bias=0.0)
         self.heads = Heads(scheme.hidden, n, beta_init=scheme.beta_init, centred=scheme.start == "residual")
         self.gamma = BlendGate(scheme.hidden, gamma_init=scheme.gamma_init)
-        self.router = None
-        if selects or distributes:
-            random_bias = int(selects) if distributes else None
-            self.router = Router(dim, n, int(selects) + int(distributes), random_bias=random_bias, norm_eps=norm_eps)
+        self.router = Router(dim, n, 1 + distributes, random_bias=1 if distributes else None, norm_eps=norm_eps)
 
-    def routing(self, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def routing(self, g: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute h_pre and h_post for the rows of g."""
-        logits = [] if self.router is None else list(self.router(g).unbind(-3))
-        h_pre = logits.pop(0).softmax(-1).mean(-2) if self.selects else None
-        h_post = logits.pop(0).softmax(-2).sum(-1) if self.distributes else None
-        return h_pre, h_post
+        pre, *post = self.router(g).unbind(-3)
+        return pre.softmax(-1).mean(-2), post[0].softmax(-2).sum(-1) if post else None
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         context = self.context_norm(self.pooled(flattened(state), memory))
@@ -377,8 +361,7 @@ class EDeltaStreamConnection(_HybridConnection):
         gamma = self.gamma(hidden)
         g = self.scheme.derive(hybrid, state, u, v, beta, k, gamma)
         h_pre, h_post = self.routing(g)
-        x = g.mean(-2) if h_pre is None else hyper_read(g, h_pre)
-        return self.norm(x), Carry(g, EDeltaStreamCoefficients(gamma, beta, k, u, v, h_pre, h_post))
+        return self.norm(hyper_read(g, h_pre)), Carry(g, EDeltaStreamCoefficients(gamma, beta, k, u, v, h_pre, h_post))
 
     def write(self, y: Tensor, carry: Carry) -> State:
         g, h_post = carry.residual, carry.coefficients.h_post
