@@ -9,6 +9,8 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
     DynamicCache,
     Lfm2Config,
     Mamba2Config,
@@ -17,6 +19,7 @@ from transformers import (
     Olmo2Config,
     Qwen2_5_VLTextConfig,
     Qwen3VLTextConfig,
+    StableLmConfig,
     StaticCache,
 )
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -28,7 +31,7 @@ from residua.models.convert import stream_of
 from residua.models.convert_probe import probe, same_bits
 from residua.models.memory import CACHE
 from support.converted_models import IDS, PLAIN, PRESERVING, VOCAB, WINDOWED, converted, lively, llama, model_of
-from support.families import randomised
+from support.families import randomised, tiny
 from support.tiny_models import tiny_model
 from support.tolerances import assert_close
 
@@ -135,6 +138,43 @@ def test_every_scheme_preserves_the_model_or_says_why_not(connection):
         else:
             residua.convert(model, connection)
             assert (model(IDS).logits - before).abs().max() <= 1e-9 * before.abs().max()
+
+
+def parallel(name):
+    """A model whose layers add attention and MLP one after the other to one read."""
+    if name == "longcat_flash":
+        return tiny(name).double()
+    config = {"cohere": CohereConfig, "cohere2": Cohere2Config, "stablelm": StableLmConfig}[name]
+    options = {"use_parallel_residual": True} if name == "stablelm" else {}
+    return model_of(config, num_key_value_heads=2, intermediate_size=24, **options)
+
+
+@pytest.mark.parametrize("connection", [*PRESERVING, {"preset": "lambdas", "z": None, "backout": None}])
+@pytest.mark.parametrize("family", ["cohere", "cohere2", "stablelm", "longcat_flash"])
+def test_every_scheme_that_preserves_takes_what_is_added_in_two_steps(family, connection):
+    model = parallel(family)
+    ids = IDS.clamp(max=model.config.vocab_size - 1)
+    before = model(ids).logits
+    residua.convert(model, connection)
+    assert (model(ids).logits - before).abs().max() <= 1e-9 * before.abs().max()
+
+
+@pytest.mark.parametrize("connection", ["mhc", "ddl", "attnres", "altup"])
+def test_what_is_added_in_two_steps_is_one_sublayer(connection):
+    model = lively(parallel("cohere"), connection)
+    inner = model.model
+    rotary = inner.rotary_emb(inner.embed_tokens(IDS), position_ids=torch.arange(9)[None])
+    mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+
+    def sublayer(layer):
+        return lambda x: layer.self_attn(x, attention_mask=mask, position_embeddings=rotary)[0] + layer.mlp(x)
+
+    hidden = stream_of(model)(inner.embed_tokens(IDS), [sublayer(layer) for layer in inner.layers])
+    expected, logits = model.lm_head(inner.norm(hidden)) * model.config.logit_scale, model(IDS).logits
+    assert_close(logits, expected)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for grad, other in zip(*(torch.autograd.grad(x.square().sum(), parameters) for x in (logits, expected))):
+        assert_close(grad, other, factor=10)  # sums over all tokens
 
 
 def test_a_reader_without_a_norm_before_it_gets_the_state_as_it_is():

@@ -26,6 +26,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from residua.connections import Carry, Connection, Memory
 from residua.connections.base import State
+from residua.connections.residual import ResidualCoefficients
 from residua.errors import extra
 from residua.models.memory import CACHE, CACHE_NAMES
 from residua.ops.precision import under_autocast
@@ -63,12 +64,12 @@ class Flow:
         state: State,
         connections: Sequence[Connection] = (),
         memories: Sequence[Memory | None] = (),
-        written: tuple[Connection, Carry] | None = None,
+        written: tuple[Connection, Carry, Tensor] | None = None,
     ):
         self.state = state
         self.connections = connections
         self.memories = memories
-        self.written = written  # the last connection that wrote, for a layer that adds twice after one read
+        self.written = written  # the last connection that wrote, and what: for a layer that adds twice after one read
         self.x: Tensor | None = None
         self.carry: Carry | None = None
         self.lead: tuple[int, ...] | None = None  # the axes before dim as the layer sees them; None: (batch, seq)
@@ -115,13 +116,16 @@ class Flow:
             return (self.seen(None) + y.expand(self.shape).reshape(self._sizes)).seen(self.lead)
         if self.carry is not None:
             connection, carry = self.connections[0], self.carry
-            return Flow(connection.write(y, carry), self.connections[1:], self.memories[1:], (connection, carry))
+            return Flow(connection.write(y, carry), self.connections[1:], self.memories[1:], (connection, carry, y))
         if self.written is None:
             raise UnknownUse("adds to its residual before it reads it")
-        # Attention and MLP in parallel, x + a + m: both outputs are written with the coefficients of the one read.
-        connection, carry = self.written
-        written = connection, carry._replace(residual=self.state)
-        return Flow(connection.write(y, written[1]), self.connections, self.memories, written)
+        # Attention and MLP in parallel, x + a + m, are one sublayer: its output a + m takes the place of a.
+        connection, carry, before = self.written
+        if isinstance(carry.coefficients, ResidualCoefficients):  # (x + a) + m has other bits than x + (a + m)
+            state = connection.write(y, carry._replace(residual=self.state))
+        else:
+            state = connection.write(before + y, carry)
+        return Flow(state, self.connections, self.memories, (connection, carry, before + y))
 
     __radd__ = __add__
 
