@@ -232,6 +232,38 @@ def test_a_model_of_which_no_layer_counts_tokens_generates_from_its_cache(connec
             model(IDS[:, 5:6], **{CACHE if CACHE == "cache" else "cache_params": cache})
 
 
+MAMBAS = ["mamba", "mamba2", "falcon_mamba"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("family", MAMBAS)
+def test_a_layer_that_keeps_its_residual_in_float32_changes_no_bit(family, dtype, tmp_path):
+    """Its norm reads the residual in the dtype of its weights. In float64 the residual is rounded to float32."""
+    model = tiny(family).to(dtype)
+    before = model(IDS, output_hidden_states=True)
+    residua.convert(model, "residual")
+    after = model(IDS, output_hidden_states=True)
+    assert torch.equal(after.logits, before.logits)
+    assert [x.dtype for x in after.hidden_states] == [x.dtype for x in before.hidden_states]
+    assert all(map(torch.equal, after.hidden_states, before.hidden_states))
+    tiny_again = residua.convert(tiny(family), "residual")  # found in float32, opened in this dtype
+    tiny_again.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert torch.equal(opened(IDS).logits, before.logits)
+
+
+@pytest.mark.parametrize("connection", PRESERVING)
+@pytest.mark.parametrize("family", MAMBAS)
+def test_every_scheme_that_preserves_keeps_the_residual_in_float32(family, connection):
+    model = residua.convert(tiny(family).bfloat16(), connection)
+    out = model(IDS, labels=IDS, output_hidden_states=True)
+    assert out.hidden_states[-2].dtype == torch.float32
+    exact = residua.convert(tiny(family).bfloat16().float(), connection)(IDS).logits
+    assert_close(out.logits.float(), exact, dtype=torch.bfloat16)
+    out.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
 @torch.no_grad()
 def test_padding_between_tokens_is_refused():
     """In a batch, or behind a row that ended before a second turn; padding at the end is not in the way."""

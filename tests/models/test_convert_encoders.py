@@ -129,7 +129,11 @@ def test_blocks_that_add_inside_are_opened():
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 32}
     encoder_half = encoder(T5Config(**sizes)).get_encoder()
     residua.convert(encoder_half, "residual")
-    assert encoder_half.config.residua["layers"][0][0] == {"readers": ("layer.0.layer_norm",), "normed": True}
+    assert encoder_half.config.residua["layers"][0][0] == {
+        "readers": ("layer.0.layer_norm",),
+        "normed": True,
+        "cast": False,
+    }
 
 
 @pytest.mark.parametrize("connection", ["residual", "hc", "attnres", "mhc"])

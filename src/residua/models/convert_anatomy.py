@@ -27,10 +27,14 @@ STACKS = ("layers", "h", "blocks", "layer", "block")
 
 @dataclass(frozen=True)
 class Sublayer:
-    """One connection of a layer: the names of the modules that read for it, and whether the only one is its norm."""
+    """One connection of a layer: the names of the modules that read for it, and whether the only one is its norm.
+
+    cast: whether the layer casts the residual to the dtype of that norm before it reads.
+    """
 
     readers: tuple[str, ...]
     normed: bool
+    cast: bool = False
 
 
 Anatomy = tuple[tuple[Sublayer, ...], ...]
@@ -38,11 +42,17 @@ Anatomy = tuple[tuple[Sublayer, ...], ...]
 
 
 class Observed(Flow):
-    """A flow with the plain residual, a tensor, that notes what a layer does."""
+    """A flow with the plain residual, a tensor, that notes what a layer does.
 
-    def __init__(self, state: Tensor, events: list[str | None]):
+    events: the name of a reader, or None for an addition; casts: readers for which the layer casts the residual to the
+    dtype of their weights; asked: the dtype of the last cast.
+    """
+
+    def __init__(self, state: Tensor, events: list[str | None], casts: set[str], asked: torch.dtype | None = None):
         super().__init__(state)
-        self.events = events  # the name of a reader, or None for an addition
+        self.events = events
+        self.casts = casts
+        self.asked = asked
 
     def __add__(self, y: Any) -> "Observed":
         if not isinstance(y, Tensor):
@@ -50,23 +60,26 @@ class Observed(Flow):
         if not any(self.events):
             raise UnknownUse("adds to its residual before any of its modules reads it")
         self.events.append(None)
-        return Observed(self.state + y, self.events)
+        return Observed(self.state + y, self.events, self.casts)
 
     __radd__ = __add__
 
     def __mul__(self, factor: Any) -> "Observed":
         if not is_number(factor) or not self.events or self.events[-1] is not None:
             self._refuse()
-        return Observed((self.state * factor).to(self.state.dtype), self.events)
+        return Observed((self.state * factor).to(self.state.dtype), self.events, self.casts)
 
     __rmul__ = __mul__
 
     def reshape(self, *shape: Any) -> "Observed":
         if (tuple(shape[0]) if len(shape) == 1 else shape)[-1] != self.state.shape[-1]:
             raise UnknownUse("reshapes its residual across its width")
-        return Observed(self.state.reshape(*shape), self.events)
+        return Observed(self.state.reshape(*shape), self.events, self.casts, self.asked)
 
     view = reshape
+
+    def cast(self, dtype: torch.dtype) -> "Observed":
+        return Observed(self.state.to(dtype), self.events, self.casts, dtype)
 
     @property
     def shape(self) -> torch.Size:
@@ -137,6 +150,7 @@ class Watch:
         self.stack = stack
         self.opened = opened
         self.events: dict[int, list[str | None]] = {}
+        self.casts: dict[int, set[str]] = {}
         self.incoming: dict[int, Tensor] = {}
 
     def run(self, inputs: Mapping[str, Any]) -> tuple[Anatomy, list[Tensor]]:
@@ -183,13 +197,13 @@ class Watch:
     def _open(self, i: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         if i in self.events:
             raise UnknownUse("runs twice in one pass")
-        self.events[i] = []
+        self.events[i], self.casts[i] = [], set()
         name = next((name for name in INPUTS if name in kwargs), None)
         incoming = args[0] if args else kwargs.get(name)
         if not isinstance(incoming, Tensor) or not 2 <= incoming.dim() <= 5:
             raise UnknownUse("does not get its residual as one tensor (batch, seq, dim)")
         self.incoming[i] = incoming
-        flow = Observed(incoming, self.events[i])
+        flow = Observed(incoming, self.events[i], self.casts[i])
         return ((flow, *args[1:]), kwargs) if args else (args, {**kwargs, name: flow})
 
     def _close(self, i: int, layer: nn.Module, args: Any, out: Any) -> Any:
@@ -204,7 +218,7 @@ class Watch:
             raise UnknownUse("does not return its residual")
         if any(item.shape != self.incoming[i].shape for item in items if isinstance(item, Observed)):
             raise UnknownUse("changes the shape of its residual")
-        plain = tuple(self.incoming[i] if isinstance(item, Observed) else item for item in items)
+        plain = tuple(self.incoming[i].to(item.dtype) if isinstance(item, Observed) else item for item in items)
         return plain if isinstance(out, tuple) else plain[0]
 
     def _sublayers(self, i: int) -> tuple[Sublayer, ...]:
@@ -216,7 +230,8 @@ class Watch:
                 readers.append(event)
             elif readers:
                 normed = len(set(readers)) == 1 and _is_norm(self._module(i, readers[0]))
-                found.append(Sublayer(tuple(dict.fromkeys(readers)), normed))
+                cast = normed and readers[0] in self.casts[i]
+                found.append(Sublayer(tuple(dict.fromkeys(readers)), normed, cast))
                 readers = []
         if readers or not found:
             raise InputError(f"{type(self.model).__name__}: {self._place(i)} reads its residual and does not add to it")
@@ -235,6 +250,8 @@ def _note(name: str, child: nn.Module, args: Any, kwargs: Any) -> Any:
     if not isinstance(flow, Observed):
         return None
     flow.events.append(name)
+    if flow.asked is not None and flow.asked == next((p.dtype for p in child.parameters()), None):
+        flow.casts.add(name)
     args = tuple(item.state if isinstance(item, Observed) else item for item in args)
     return args, {key: item.state if isinstance(item, Observed) else item for key, item in kwargs.items()}
 

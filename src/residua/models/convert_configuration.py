@@ -52,7 +52,10 @@ class Conversion:
         """Read what `as_json` returned. Raises InputError for anything else, or if the scheme is not installed."""
         try:
             anatomy = tuple(
-                tuple(Sublayer(tuple(map(_text, item["readers"])), item["normed"] is True) for item in layer)
+                tuple(
+                    Sublayer(tuple(map(_text, item["readers"])), item["normed"] is True, item.get("cast") is True)
+                    for item in layer
+                )
                 for layer in found["layers"]
             )
             return cls(resolve(found["connection"]), _text(found["stack"]), anatomy)

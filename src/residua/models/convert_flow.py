@@ -8,7 +8,8 @@ with it reads, and adding an output to it writes.
     hidden_states = self.self_attn(hidden_states)        y, from the tensor x
     hidden_states = residual + hidden_states             the flow with state = connection.write(y, carry)
 
-A layer may also see its tokens along other axes, and scale the whole residual by one number after it was written.
+A layer may also see its tokens along other axes, scale the whole residual by one number after it was written, and keep
+it in another dtype than it reads, as Mamba does.
 Whatever else it would do to its residual, such as normalising it, is not defined and raises an error.
 """
 
@@ -72,6 +73,7 @@ class Flow:
         self.written = written  # the last connection that wrote, and what: for a layer that adds twice after one read
         self.x: Tensor | None = None
         self.carry: Carry | None = None
+        self.read_dtype: torch.dtype | None = None  # in which the layer asks for x; None: that of the state
         self.lead: tuple[int, ...] | None = None  # the axes before dim as the layer sees them; None: (batch, seq)
 
     def read(self) -> Tensor:
@@ -82,10 +84,8 @@ class Flow:
             self.x, self.carry = self.connections[0].read(self.state, self.memories[0])
             if not isinstance(self.x, Tensor):
                 raise UnknownUse("takes one input, and this scheme reads several for every sublayer")
-            if not under_autocast(self.x.device):
-                self.x = self.x.to(
-                    self.dtype
-                )  # a scheme that reads in float32 does so in a model of half precision too
+            if not under_autocast(self.x.device):  # a scheme may read in float32 in a model of half precision too
+                self.x = self.x.to(self.read_dtype or self.dtype)
         assert self.x is not None
         return self.x if self.lead is None else self.x.reshape(self.shape)
 
@@ -154,18 +154,42 @@ class Flow:
         return self.state
 
     def to(self, *where: Any, **options: Any) -> "Flow":
-        """Return the flow, between layers on another device, where a model is spread over several."""
-        asked = [item for item in (*where, *options.values()) if item is not None and not isinstance(item, bool)]
-        if any(item != self.dtype for item in asked if not isinstance(item, (str, int, torch.device))):
-            raise UnknownUse(f"moves its residual to {', '.join(map(str, asked))}")
-        here = self.device
-        for item in asked:
-            device = here if isinstance(item, torch.dtype) else torch.device(item)
-            if device.type != here.type or device.index not in (None, here.index):
-                if self.connections or self.carry is not None:
-                    raise UnknownUse(f"moves its residual to {device}")
-                return Flow(tree_map(lambda x, device=device: x.to(device), self.state)).seen(self.lead)
-        return self
+        """Return the flow in another dtype, or between layers on another device, if a model is spread over several."""
+        flow, here = self, self.device
+        for item in (*where, *options.values()):
+            if isinstance(item, torch.dtype):
+                flow = flow.cast(item)
+            elif isinstance(item, (str, int, torch.device)) and not isinstance(item, bool):
+                device = torch.device(item)
+                if device.type != here.type or device.index not in (None, here.index):
+                    if self.connections or self.carry is not None:
+                        raise UnknownUse(f"moves its residual to {device}")
+                    return Flow(tree_map(lambda x, device=device: x.to(device), self.state)).seen(self.lead)
+            elif item is not None and not isinstance(item, bool):
+                raise UnknownUse(f"moves its residual to {type(item).__name__}")
+        return flow
+
+    def cast(self, dtype: torch.dtype) -> "Flow":
+        """Return the flow as a layer wants it that keeps its residual in another dtype than it reads.
+
+        A narrower one before the read is the dtype of x, in which `Borrowed` reads too. All else is for the residual:
+        it becomes wider, or is rounded to a narrower dtype before it is added to a wider output.
+        """
+        if dtype == self.dtype:
+            return self
+        wider = torch.promote_types(dtype, self.dtype) == dtype
+        if self.carry is None and not wider:
+            self.read_dtype = dtype
+            return self
+
+        def moved(x: Tensor) -> Tensor:
+            return x.to(dtype) if wider else x.to(dtype).to(x.dtype)
+
+        other = copy(self)
+        other.state = tree_map(moved, self.state)
+        if self.carry is not None:
+            other.carry = self.carry._replace(residual=tree_map(moved, self.carry.residual))
+        return other
 
     @property
     def _leaf(self) -> Tensor:
@@ -258,12 +282,14 @@ class Borrowed(nn.Module):
     """The model's own norm as the norm of a connection. It stays where it was: its parameters keep their names.
 
     Asked itself it names them too: a connection that computes its norm once more in the backward pass needs them.
-    What stands in its place later, such as an adapter around it, is the norm then.
+    What stands in its place later, such as an adapter around it, is the norm then. `cast`: it reads in the dtype of its
+    weights, whatever that of the residual is.
     """
 
-    def __init__(self, layer: nn.Module, name: str):
+    def __init__(self, layer: nn.Module, name: str, *, cast: bool):
         super().__init__()
         self._place = [layer], name  # a list does not register a submodule
+        self.cast = cast
 
     @property
     def owner(self) -> nn.Module:
@@ -278,7 +304,7 @@ class Borrowed(nn.Module):
             yield from self.owner.named_parameters(where, remove_duplicate=remove_duplicate)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.owner(x)
+        return self.owner(x.to(next(self.owner.parameters()).dtype) if self.cast else x)
 
 
 class Swapped:
@@ -334,7 +360,7 @@ class ConvertedLayer(Swapped):
             settled = item.settled()
             if stream.collapse is None:
                 return Flow(settled).seen(item.lead)
-            x = stream.collapse(settled, None if memories is None else memories[-1]).to(flow.dtype)
+            x = stream.collapse(settled, None if memories is None else memories[-1]).to(item.dtype)
             return x if item.lead is None else x.reshape(item.shape)
 
         return tuple(map(ended, out)) if isinstance(out, tuple) else ended(out)
