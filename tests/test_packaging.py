@@ -9,7 +9,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import residua
 import residua.models
+from residua.errors import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "requirements.txt").read_text(encoding="utf-8")
@@ -131,3 +133,17 @@ def test_a_transformers_newer_than_tested_is_said_in_one_line(caplog):
         assert record.levelname == "WARNING"
         assert "\n" not in record.getMessage()
         caplog.clear()
+
+
+def test_the_hints_know_the_packages_of_the_extras():
+    extras = project()["project"]["optional-dependencies"]
+    imported = {"pyyaml": "yaml"}
+    for name, packages in PACKAGES.items():
+        brought = {re.split(r"[>\[]", requirement)[0] for requirement in extras[name]} - {"residua"}
+        assert {imported.get(package, package) for package in brought} <= packages
+
+
+def test_versions_are_lower_bounds_only():
+    found = project()["project"]
+    for requirement in itertools.chain(found["dependencies"], *found["optional-dependencies"].values()):
+        assert re.fullmatch(r"residua\[[\w,]+\]|[\w-]+>=[\d.]+(; .*)?", requirement), requirement

@@ -3,6 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_LAB = {
+    *("datasets", "filelock", "huggingface_hub", "jsonargparse", "matplotlib", "numpy", "plotly", "pyarrow", "rich"),
+    *("safetensors", "tensorboard", "tokenizers", "transformers", "yaml"),
+}
+PACKAGES = {"lab": _LAB, "eval": _LAB | {"lm_eval", "accelerate"}}
+"""What the extras bring, by the names that are imported."""
+
 
 class InputError(ValueError):
     """The user's input cannot be used. The message says what was expected, what came and what to do. Exit status 2."""
@@ -34,12 +41,12 @@ def extra(name: str) -> Iterator[None]:
     """Import optional packages of the extra `name` in this context.
 
     Raises:
-        ModuleNotFoundError: a package is missing; the message has the command that installs it.
+        ModuleNotFoundError: a package is missing; if the extra brings it, the message has the command that installs it.
     """
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name and error.name.partition(".")[0] == "residua":
+        if error.name not in PACKAGES[name]:
             raise
         raise ModuleNotFoundError(
             f"{error.name} is not installed; it comes with: pip install 'residua[{name}]'", name=error.name

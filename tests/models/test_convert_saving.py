@@ -304,6 +304,32 @@ def test_connections_of_another_model_are_refused(tmp_path):
             residua.load_connection(llama(), tmp_path)
 
 
+@pytest.mark.parametrize("forge", [lambda x: x.long(), lambda x: x * torch.nan, lambda x: x.double() + 1e300])
+@pytest.mark.parametrize("plain", [True, False])
+def test_connections_that_are_no_finite_numbers_are_refused(plain, forge, tmp_path):
+    residua.save_connection(converted("hc", torch.float32), tmp_path)
+    weights = load_file(tmp_path / "connection.safetensors")
+    name = sorted(weights)[0]
+    save_file({**weights, name: forge(weights[name])}, tmp_path / "connection.safetensors", {"format": "pt"})
+    model = llama(torch.float32) if plain else converted("hc", torch.float32)
+    before = model(IDS).logits
+    with pytest.raises(InputError, match=f"must be finite numbers .*{name}"):
+        residua.load_connection(model, tmp_path)
+    assert torch.equal(model(IDS).logits, before)
+
+
+@pytest.mark.parametrize("forged", ["false", None, 1])
+def test_a_description_whose_flag_is_no_bool_is_refused(forged, tmp_path):
+    """The text "false" would be taken for one of the two silently."""
+    residua.save_connection(converted("hc"), tmp_path)
+    file = tmp_path / "connection.json"
+    description = json.loads(file.read_text())
+    description["layers"][0][0]["normed"] = forged
+    file.write_text(json.dumps(description))
+    with pytest.raises(InputError, match="expected the configuration of a converted model"):
+        residua.load_connection(llama(), tmp_path)
+
+
 def test_connections_are_not_saved_beside_adapters(tmp_path):
     """No model could load them: the weights that they belong to have other names there."""
     peft = pytest.importorskip("peft", reason="peft is not installed")

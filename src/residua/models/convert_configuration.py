@@ -53,7 +53,7 @@ class Conversion:
         try:
             anatomy = tuple(
                 tuple(
-                    Sublayer(tuple(map(_text, item["readers"])), item["normed"] is True, item.get("cast") is True)
+                    Sublayer(tuple(map(_text, item["readers"])), _bool(item["normed"]), _bool(item.get("cast", False)))
                     for item in layer
                 )
                 for layer in found["layers"]
@@ -255,5 +255,11 @@ def _told(config: Any, how: Mapping[str, Any]) -> Any:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
         raise TypeError
     return value

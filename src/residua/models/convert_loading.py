@@ -182,6 +182,17 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
         raise InputError(
             f"{folder / WEIGHTS}: expected the parameters of the connections, these differ: {shown(wrong)}"
         )
+    loaded = {name: tensors[name].to(tensor.dtype) for name, tensor in own.items()}
+    wrong = sorted(
+        name
+        for name, tensor in own.items()
+        if tensors[name].is_floating_point() != tensor.is_floating_point() or not loaded[name].isfinite().all()
+    )
+    if wrong:
+        raise InputError(
+            f"{folder / WEIGHTS}: parameters must be finite numbers in floating point, got others in {shown(wrong)}; "
+            "save the connections again"
+        )
     if not _is_signature_of(model, description.get(WEIGHTS_OF_BASE)):
         raise InputError(
             f"{folder}: these connections are another model's: they were saved beside other weights than those of "
@@ -189,7 +200,7 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
         )
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+            tensor.copy_(loaded[name])
     if plain:
         attach_streams(model, conversion, streams)
         mark(model, conversion)
