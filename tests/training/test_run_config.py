@@ -55,6 +55,11 @@ def test_round_trip(name, overrides, tmp_path):
     assert load_config(write(tmp_path, config.to_yaml())) == config
 
 
+def test_a_file_may_name_a_value_and_use_it_again(tmp_path):
+    text = "train:\n  evaluate_every: &often 10\n  checkpoint_every: *often\n"
+    assert load_config(write(tmp_path, text)).train.checkpoint_every == 10
+
+
 def test_a_connection_is_a_name_or_a_mapping(tmp_path):
     wanted = {"preset": "ddl-cc", "beta_init": 0.5}
     assert load_config(None, ["--model.connection", "ddl-cc"]).model.connection == "ddl-cc"
@@ -140,20 +145,19 @@ MISTAKES = [
     (["--train.lr=.nan"], "train.lr: expected a positive number, got nan"),
     (["--train.lr=1" + 400 * "0"], f"train.lr: expected a number, got '{'1' + 298 * '0'}..."),
     ([f"--train.seed={2**63}"], f"train.seed: expected a whole number of at most 64 bits, got {2**63}"),
-    (
-        ["--train.seed=0x" + 5000 * "f"],
-        "train.seed: expected a whole number of at most 64 bits, got a number with thousands of digits",
-    ),
     (["--data.vocab_size=1000000000000"], "data.vocab_size: expected at most 16777216, got 1000000000000"),
     (["--model.num_hidden_layers=1000000"], "model.num_hidden_layers: expected at most 16384, got 1000000"),
     (["--model.hidden_size=1000000000000"], "model.hidden_size: expected at most 268435456, got 1000000000000"),
     (["--model.connection=" + 200 * "["], None),
     ("train:\n  lr: " + 5000 * "9", None),
+    (["--train.steps=1:30"], "train.steps: expected a whole number, got '1:30'"),
+    ("train:\n  steps: 1:30\n", "train.steps: expected a whole number, got '1:30'"),
+    (["--train.steps=010"], "train.steps: expected a whole number, got '010'"),
     (
-        "train: {lr: " + 3000 * "[" + 3000 * "]" + "}",
-        "FILE: expected YAML, got: values nested deeper than 64",
+        ["--model.connection={preset: hc, num_streams: 1:30}"],
+        "model.connection: HyperConnections: num_streams: expected a whole number, got '1:30'",
     ),
-    ("train: {lr: &a 1, adam_eps: *a}", None),
+    (["--train.lr=1:30.5"], "train.lr: expected a number, got '1:30.5'"),
     ("train: !!python/object/apply:os.system [false]", None),
     ("train:\n  lr: 2020-01-01\n", "train.lr: expected a number, got datetime.date(2020, 1, 1)"),
     ("train:\n  lr: 2020-99-01\n", None),

@@ -1,22 +1,16 @@
 """JSON and YAML files that somebody else may have written: plain data comes out, or one InputError names the file.
 
-Nothing in a file is executed, and a small file cannot fill the memory: YAML with tags or aliases is refused, and so are
-values nested deeper than `MAX_DEPTH` and integers of more than 64 bits.
+Nothing in a file is executed: YAML is read as by `yaml.safe_load`.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from residua.errors import InputError, extra
-
-MAX_DEPTH = 64
-MAX_DIGITS = 20
-"""Digits of the largest unsigned integer of 64 bits."""
 
 
 def read_text(path: str | os.PathLike[str], what: str = "text") -> str:
@@ -38,9 +32,9 @@ def read_text(path: str | os.PathLike[str], what: str = "text") -> str:
         raise InputError(f"{path}: expected {what}, got: {reason}") from error
 
 
-def read_json(path: str | os.PathLike[str], *, max_digits: int = MAX_DIGITS) -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
     """Return the value of a JSON file. Raises InputError as `read_text` and `parse_json` do."""
-    return parse_json(read_text(path, "JSON"), path, max_digits=max_digits)
+    return parse_json(read_text(path, "JSON"), path)
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
@@ -51,41 +45,33 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 def read_json_files(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the value of every JSON file of a folder by name, before a library reads them that checks less.
 
-    Raises InputError as `read_json` does, but takes the integer of 31 digits by which transformers says "no limit".
+    Raises InputError as `read_json` does.
     """
-    return {path.name: read_json(path, max_digits=31) for path in sorted(Path(folder).glob("*.json"))}
+    return {path.name: read_json(path) for path in sorted(Path(folder).glob("*.json"))}
 
 
-def parse_json(text: str, source: object, *, max_digits: int = MAX_DIGITS) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        InputError: it is not JSON, is nested too deeply, or holds an integer of more than `max_digits` digits or half a
-            surrogate pair. `source` names it in the message.
-    """
+def parse_json(text: str, source: object) -> Any:
+    """Return the value of a JSON text. Raises InputError for anything else; `source` names it in the message."""
     try:
-        value = json.loads(text, parse_int=partial(_integer, max_digits=max_digits))
-        _check_depth(value)
-        if re.search(r"\\u[dD][89a-fA-F]", text):
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{source}: expected JSON, got: {_reason(error)}") from error
 
 
 def parse_yaml(text: str, source: object) -> Any:
-    """Return the value of a YAML document of plain values. 3e-4 is a number, as in YAML 1.2.
+    """Return the value of a YAML document of plain values.
+
+    Numbers are those of YAML 1.2: 3e-4 is one, and 1:30, which YAML 1.1 takes for 90, is text.
 
     Raises:
-        InputError: it is not YAML, holds a tag, an alias or a key twice, is nested too deeply, or holds an integer of
-            more than 64 bits. `source` names it in the message.
+        InputError: it is not YAML, or holds a tag of another language or a key twice. `source` names it in the message.
     """
     with extra("lab"):
         import yaml
 
     try:
         return yaml.load(text, _loader())
-    except (yaml.YAMLError, ValueError, OverflowError, LookupError, TypeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(f"{source}: expected YAML, got: {_reason(error)}") from error
 
 
@@ -120,30 +106,9 @@ def file_name(folder: str | os.PathLike[str], name: object) -> str:
     return name
 
 
-def _integer(digits: str, *, max_digits: int = MAX_DIGITS) -> int:
-    if len(digits.lstrip("-")) > max_digits:
-        raise ValueError(f"an integer of {len(digits)} digits")
-    return int(digits)
-
-
-def _check_depth(value: Any) -> None:
-    """Raise ValueError for containers that are nested deeper than `MAX_DEPTH`."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [child for parent in level for child in _children(parent)]
-        if not level:
-            return
-    raise ValueError(f"values nested deeper than {MAX_DEPTH}")
-
-
-def _children(value: Any) -> Iterator[Any]:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return (child for child in inner if isinstance(child, dict | list))
-
-
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return f"values nested deeper than {MAX_DEPTH}"
+        return "values nested too deeply"
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem:  # an error of PyYAML prints several lines
         return f"{problem}, line {mark.line + 1}" if mark else str(problem)
@@ -155,36 +120,23 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        depth = 0
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                event = self.peek_event()
-                problem = f"an alias (*{event.anchor}), which is not read; write the value out"
-                raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
-            if self.depth > MAX_DEPTH:
-                raise ValueError(f"values nested deeper than {MAX_DEPTH}")
-            self.depth += 1
-            node = super().compose_node(parent, index)
-            self.depth -= 1
-            return node
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            names = [key.value for key, _ in node.value]
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
                 raise ValueError(f"the key {twice} twice in a mapping")
-            return super().construct_mapping(node, deep=deep)
+            return node
 
-        def construct_yaml_int(self, node: Any) -> int:
-            text = self.construct_scalar(node)
-            if len(text) > 3 * MAX_DIGITS:  # binary digits and underscores included
-                raise ValueError(f"an integer of {len(text)} characters")
-            value = super().construct_yaml_int(node)
-            return _integer(str(value))
-
-    # YAML 1.1 takes 3e-4 for text; here it is the number that everybody means.
-    number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
-    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+    numbers = {
+        "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$",
+        "tag:yaml.org,2002:float": r"""(?x)[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$
+            | [-+]?[0-9]+[eE][-+]?[0-9]+$ | [-+]?\.(inf|Inf|INF)$ | \.(nan|NaN|NAN)$""",
+    }
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in numbers]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for tag, pattern in numbers.items():
+        Loader.add_implicit_resolver(tag, re.compile(pattern), list("-+.0123456789"))
     return Loader

@@ -405,7 +405,8 @@ def _nearest(key: str) -> str:
 def _parser(based: bool) -> Any:
     with extra("lab"):
         import jsonargparse
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    jsonargparse.set_loader("residua", lambda text: parse_yaml(text, "value"), exceptions=(InputError,))
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, parser_mode="residua")
     for key, item in _keys(BASE_SECTIONS if based else SECTIONS).items():
         parser.add_argument(f"--{key}", type=item.type, default=None if item.default is MISSING else item.default)
     return parser
@@ -417,10 +418,21 @@ def _read(values: Mapping[str, Any], *, based: bool) -> dict[str, dict[str, Any]
     jsonargparse would name the wrong one in its own words, so the caller looks for it.
     """
     nested: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    keys = _keys(BASE_SECTIONS if based else SECTIONS)
     for key, value in values.items():
         section, _, name = key.partition(".")
         nested[section][name] = value
+        if isinstance(value, str) and not fits(value, keys[key].type) and _is_text(value):
+            return None  # jsonargparse reads numbers as YAML 1.1 does: 1:30 is 90 there
     try:
         return _parser(based).parse_object(nested, env=False).as_dict()
     except (argparse.ArgumentError, ArithmeticError, ValueError, RecursionError):
         return None
+
+
+def _is_text(value: str) -> bool:
+    """Return whether a text stands for nothing but itself, as 30 and null do not."""
+    try:
+        return isinstance(parse_yaml(value, "value"), str)
+    except InputError:
+        return True
