@@ -1,5 +1,6 @@
 """The configuration of a language model: its sizes, and the residual scheme as a mapping with all its options."""
 
+import warnings
 from dataclasses import fields
 from math import inf
 from typing import Any
@@ -11,35 +12,57 @@ from residua.models.memory import states_per_layer
 
 with extra("lab"):
     from transformers import PreTrainedConfig
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 # Far beyond what any machine holds, and small enough that sizes multiply without overflow.
 MOST_LAYERS, MOST_ROWS = 2**14, 2**28
 
 ATTENTION = ("eager", "sdpa", "flex_attention")
 """Implementations of attention that are part of transformers and torch."""
+FLASH_ATTENTION = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+"""Those of packages that may be installed, and whether they are."""
 
 
-def refuse_unsafe(config: Any, source: object) -> None:
-    """Check the implementations of attention and the numbers of layers in a configuration file and in its parts.
+def usable(config: Any, source: object) -> Any:
+    """Return the content of a configuration file without flash attention where that is not installed.
 
-    For any attention not in `ATTENTION` transformers may download a kernel and run it. Pass such a one to
-    `from_pretrained`. Layers are built until there is no memory.
+    The model then runs with what there is, and a warning says so. For any other attention not in `ATTENTION`
+    transformers may download a kernel and run it. Pass such a one to `from_pretrained`. Layers are built until there is
+    no memory.
 
     Raises:
-        ValueError: the file names an attention that is not in `ATTENTION`, or more than `MOST_LAYERS` layers.
+        ValueError: the file names such an attention, or more than `MOST_LAYERS` layers.
     """
-    for key, value in config.items() if isinstance(config, dict) else ():
+    content = _usable(config, source)
+    if content != config:
+        warnings.warn(
+            f"{source}: flash attention is not installed; the model runs with the attention that transformers chooses",
+            stacklevel=3,
+        )
+    return content
+
+
+def _usable(config: Any, source: object) -> Any:
+    if not isinstance(config, dict):
+        return config
+    content = {}
+    for key, value in config.items():
         if key.lstrip("_").startswith("attn_implementation"):
-            for name in value.values() if isinstance(value, dict) else [value]:
-                if name is not None and name not in ATTENTION:
+            names = [name for name in (value.values() if isinstance(value, dict) else [value]) if name is not None]
+            for name in names:
+                if name not in ATTENTION and name not in FLASH_ATTENTION:
                     raise ValueError(
                         f"{source}: expected {key} {', '.join(ATTENTION)} or none, got {name!r}, for which code may be "
                         "downloaded; remove it from the file, and give attn_implementation= to from_pretrained instead"
                     )
+            if all(name in ATTENTION or FLASH_ATTENTION[name]() for name in names):
+                content[key] = value
         elif key.endswith(("layer", "layers")) and fits(value, int):
             require(value <= MOST_LAYERS, f"{source}: {key}", f"at most {MOST_LAYERS}", value)
+            content[key] = value
         else:
-            refuse_unsafe(value, source)
+            content[key] = _usable(value, source)
+    return content
 
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -142,9 +165,8 @@ class ResiduaConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class does. Raises ValueError as `refuse_unsafe` does."""
-        refuse_unsafe(config_dict, "config.json")
-        return super().from_dict(config_dict, **kwargs)
+        """As the base class does. Raises ValueError, and warns, as `usable` does."""
+        return super().from_dict(usable(config_dict, "config.json"), **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -17,7 +17,7 @@ from torch import nn
 from residua.checks import shown
 from residua.connections import Scheme, describe, resolve
 from residua.errors import InputError, extra, first_line
-from residua.models.configuration import refuse_unsafe
+from residua.models.configuration import usable
 from residua.models.convert_anatomy import Anatomy, Sublayer
 from residua.models.convert_flow import Swapped, layer_streams, swapped_class
 
@@ -128,7 +128,7 @@ class ConvertedConfig(PreTrainedConfig):
         Raises:
             ValueError: the file names code to download, or more layers than any machine holds.
         """
-        refuse_unsafe(config_dict, "config.json")
+        config_dict = usable(config_dict, "config.json")
         found: Any = config_dict.get(KEY)
         base = base_in(found)
         taken: dict[str, Any] = {}

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from residua.errors import InputError, extra, first_line
-from residua.models.configuration import refuse_unsafe
+from residua.models.configuration import usable
 from residua.runs.reading import file_name, read_json_files
 
 with extra("lab"):
     from transformers import (
+        CONFIG_MAPPING,
         AutoModelForCausalLM,
         AutoTokenizer,
         PreTrainedConfig,
@@ -39,9 +40,13 @@ def read_model(
     files = read_json_files(folder)
     try:
         _refuse_what_leads_elsewhere(folder, files)
+        settings = usable(files["config.json"], folder / "config.json")
+        changed = settings != files["config.json"]
+        config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings) if changed else None
         with quiet():
             opened: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
+                config=config,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -49,7 +54,9 @@ def read_model(
                 dtype="auto" if dtype is None else dtype,
             )
             model, found = opened
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, config=config, local_files_only=True, trust_remote_code=False
+            )
     except InputError:
         raise
     except Exception as error:  # transformers and tokenizers raise many kinds
@@ -98,9 +105,8 @@ def _refuse_what_leads_elsewhere(folder: Path, files: Mapping[str, Any]) -> None
     """Check that no JSON file of a model folder makes transformers read or download anything outside the folder.
 
     Raises:
-        InputError, ValueError: weights in another folder, an adapter of another model, or what `refuse_unsafe` refuses.
+        InputError: weights in another folder, or an adapter of another model.
     """
-    refuse_unsafe(files["config.json"], folder / "config.json")
     if "adapter_config.json" in files:
         raise InputError(f"{folder}: expected a whole model, found an adapter (adapter_config.json); merge it first")
     for name, index in files.items():
