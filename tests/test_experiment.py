@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import residua.experiment
 from residua import PRESETS, SCHEMES, Carry, Connection, Scheme, Stream
+from residua.cli import main
 from residua.connections import RMSNorm
 from residua.connections.ends import Same
 from residua.data import PreparedData, prepare
@@ -308,6 +310,27 @@ def test_what_is_unusual_in_a_configuration_is_said(section, key, value, said, c
     err = capsys.readouterr().err
     assert said in err
     assert len(err.splitlines()) == bool(said)
+
+
+def test_a_batch_that_no_memory_holds_is_refused_with_what_it_would_take(config, tmp_path, monkeypatch):
+    """Its list of windows filled the memory for minutes before."""
+    large = replace(config, train=replace(config.train, batch_size=900_000_000))
+    # Two token ids of 8 bytes, and 16 and 320 numbers of 4.
+    message = f"train.batch_size must .* got 900000000: .* take {900_000_000 * 16 * (16 + 4 * (16 + 320)):,} bytes"
+    with pytest.raises(InputError, match=message):
+        run(large, tmp_path / "run", progress=False)
+    monkeypatch.setattr(residua.experiment, "physical_memory", lambda: 2 * 16 * (16 + 4 * (16 + 320)))
+    run(config, tmp_path / "run", progress=False)
+
+
+def test_a_kernel_that_cannot_run_here_is_refused_in_one_line(config, tmp_path, capsys, monkeypatch):
+    launch = pytest.importorskip("residua.ops.kernels.launch", exc_type=ModuleNotFoundError)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    triton = replace(config, model=replace(config.model, connection="ddl-tc:implementation=triton"))
+    path = tmp_path / "config.yaml"
+    path.write_text(triton.to_yaml())
+    assert main(["train", "--config", str(path), "--run", str(tmp_path / "run")]) == 2
+    assert "residua: implementation must be 'auto' or 'reference'" in capsys.readouterr().err
 
 
 def test_a_prompt_that_is_not_unicode_is_refused(config, tmp_path):

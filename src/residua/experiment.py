@@ -21,6 +21,7 @@ from residua.evaluation.loss import held_out_loss, shard_batches
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.models.base_model import base_connection, base_sha256, freeze_base, open_base, rebuild_base
 from residua.models.opening import context_of, read_model
+from residua.provenance import physical_memory
 from residua.runs.folder import writable
 from residua.runs.progress import say
 from residua.training import (
@@ -117,6 +118,7 @@ def run(
                     with writable(held.model, "a place for the model's configuration"):
                         model.config.save_pretrained(held.model)
                 model.config.get_text_config().use_cache = False  # it would be filled in every step
+            _require_memory(config, model, shard.rows_here)
             if ranks.first:
                 for remark in _remarks(config, data, ranks):
                     say(remark)
@@ -189,6 +191,21 @@ def _remarks(config: RunConfig, data: PreparedData, ranks: Ranks) -> Iterator[st
         yield (
             f"model.rope_ratio: {config.model.rope_ratio:g} rotates no dimension of a head; only the causal mask tells "
             "the model the order of tokens"
+        )
+
+
+def _require_memory(config: RunConfig, model: PreTrainedModel, rows: int) -> None:
+    """Raise InputError if no machine like this one can hold the tokens, one state and the logits of a micro-batch."""
+    device = pick_device(config.train.device)
+    memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else physical_memory()
+    vocabulary, dim = model.get_input_embeddings().weight.shape
+    number = 2 if config.train.precision == "bfloat16" else 4
+    needed = rows * config.train.sequence_length * (2 * 8 + number * (dim + vocabulary))
+    if needed > memory:
+        raise InputError(
+            f"train.batch_size must leave a micro-batch that fits into memory, got {config.train.batch_size}: the "
+            f"tokens, one state and the logits of {rows} x {config.train.sequence_length} take {needed:,} bytes, "
+            f"{device.type} has {memory:,}; use a smaller one and train.gradient_accumulation"
         )
 
 

@@ -1,5 +1,6 @@
 """Record which code ran, on what machine, and when: what makes a number believable."""
 
+import math
 import os
 import platform
 import subprocess
@@ -14,6 +15,13 @@ import torch
 def available_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def physical_memory() -> float:
+    """Return the bytes of memory of this machine; infinity where it does not tell."""
+    if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= getattr(os, "sysconf_names", {}).keys():
+        return math.inf
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Naming a scheme, spelling it out, and the errors of wrong names, types and values."""
 
 import json
+import re
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
@@ -50,6 +51,23 @@ def test_spelt_out_and_read_again(name):
     assert described.keys() == {"scheme", *(field.name for field in fields(scheme))}
     assert resolve(json.loads(json.dumps(described))) == scheme
     assert describe(resolve(described)) == described
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("mhc:iterations=", "mhc-deepseek:iterations=", "jpmhc:steps=", "hc:num_streams=", "ddl-tc:value_channels="),
+        *(
+            "ddl-tc:compress_kernel=",
+            "ddl-ec:expand_kernel=",
+            "residual:compress=token,compress_kernel=",
+            "frac:num_fractions=",
+        ),
+    ],
+)
+def test_a_size_that_would_loop_or_allocate_without_end_is_refused(text):
+    with pytest.raises(ValueError, match=rf": {re.split('[:,]', text)[-1][:-1]}: expected at most \d+, got 1000000$"):
+        resolve(f"{text}1000000")
 
 
 def test_three_ways_to_name_a_scheme():

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from residua.errors import InputError
 from residua.ops import delta_write, dispatch, hyper_mix, hyper_read, hyper_write, sinkhorn
 from residua.ops.dispatch import choose
 from residua.ops.write_read import channel_boundary, token_boundary
@@ -79,7 +80,7 @@ def test_auto_takes_kernels_where_they_can_run(monkeypatch):
 def test_triton_without_a_gpu_is_an_error(monkeypatch):
     launch = pytest.importorskip("residua.ops.kernels.launch", exc_type=ModuleNotFoundError)
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="expected tensors on a CUDA device, got one on cpu"):
+    with pytest.raises(InputError, match="not on a CUDA device, got 'triton' and one on cpu"):
         choose("triton", OnGPU(1, 2, 4, 8), STATE)
 
 

@@ -30,9 +30,22 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
+LARGEST = {
+    **dict.fromkeys(("num_streams", "num_fractions", "value_channels"), 256),
+    **dict.fromkeys(("compress_kernel", "expand_kernel"), 1024),
+    **dict.fromkeys(("iterations", "steps"), 1000),
+}
+"""Far beyond what anybody trains, and small enough that no typing error fills the memory or loops for hours."""
+
+
 def check_types(scheme: Any) -> None:
-    """Raise ValueError for the first field of the dataclass `scheme` whose value is not of the declared type."""
-    check_options(type(scheme), {field.name: getattr(scheme, field.name) for field in fields(scheme)})
+    """Raise ValueError for the first field of the dataclass `scheme` whose value is not of the declared type, or larger
+    than `LARGEST` has it.
+    """
+    options = {field.name: getattr(scheme, field.name) for field in fields(scheme)}
+    check_options(type(scheme), options)
+    for name in LARGEST.keys() & options.keys():
+        require_option(scheme, name, (options[name] or 0) <= LARGEST[name], f"at most {LARGEST[name]}")
 
 
 def check_options(kind: type, options: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from residua.errors import InputError
 from residua.ops.transforms import transformed
 
 Implementation = Literal["auto", "reference", "triton"]
@@ -16,7 +17,7 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
     """Return the implementation that runs for these tensors; None among them is ignored.
 
     "reference" is the plain PyTorch definition. "triton" is the kernel, and an error where it cannot run: raises
-    ModuleNotFoundError without triton, ValueError for tensors that are not on a CUDA device. "auto" is "triton" where
+    ModuleNotFoundError without triton, InputError for tensors that are not on a CUDA device. "auto" is "triton" where
     triton is installed and the kernels take the tensors: all on a CUDA device, in float32, bfloat16 or float16, with 1
     to 16 value channels or streams in the last axis but one of `state`; otherwise, and inside a transform of
     `torch.func`, it is "reference". Raises ValueError for any other name.
@@ -42,8 +43,8 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
         return "triton" if taken and not INTERPRETED else "reference"
     for x in () if INTERPRETED else tensors:
         if not x.is_cuda:
-            raise ValueError(
-                "implementation='triton': expected tensors on a CUDA device, "
-                f"got one on {x.device}: move it there, or use 'auto' or 'reference'"
+            raise InputError(
+                f"implementation must be 'auto' or 'reference' for tensors that are not on a CUDA device, got 'triton' "
+                f"and one on {x.device}"
             )
     return "triton"
