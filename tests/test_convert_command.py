@@ -53,6 +53,15 @@ def test_what_does_not_fit_is_one_line(arguments, says, folder, tmp_path, capsys
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_without_a_tokenizer_is_one_whole_line_that_says_what_to_do(tmp_path, capsys):
+    llama(torch.float32, vocab_size=257).save_pretrained(tmp_path / "llama")
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "llama"), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "must have the model's tokenizer, got none that opens (Couldn't instantiate" in line
+    assert line.endswith("; copy the files of the tokenizer, such as tokenizer.json, into the folder")
+
+
 @pytest.mark.parametrize("size", [100, 3000, 50_000])
 def test_a_full_disk_is_one_line_and_leaves_nothing(size, folder, tmp_path, capsys):
     """As in the export: a limit on the size of files fails first a text, then the tokenizer, then the weights."""

@@ -141,9 +141,3 @@ def test_the_hints_know_the_packages_of_the_extras():
     for name, packages in PACKAGES.items():
         brought = {re.split(r"[>\[]", requirement)[0] for requirement in extras[name]} - {"residua"}
         assert {imported.get(package, package) for package in brought} <= packages
-
-
-def test_versions_are_lower_bounds_only():
-    found = project()["project"]
-    for requirement in itertools.chain(found["dependencies"], *found["optional-dependencies"].values()):
-        assert re.fullmatch(r"residua\[[\w,]+\]|[\w-]+>=[\d.]+(; .*)?", requirement), requirement

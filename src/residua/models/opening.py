@@ -54,9 +54,7 @@ def read_model(
                 dtype="auto" if dtype is None else dtype,
             )
             model, found = opened
-            tokenizer = AutoTokenizer.from_pretrained(
-                folder, config=config, local_files_only=True, trust_remote_code=False
-            )
+            tokenizer = _read_tokenizer(folder, config)
     except InputError:
         raise
     except Exception as error:  # transformers and tokenizers raise many kinds
@@ -65,6 +63,16 @@ def read_model(
     if differences:
         raise InputError(f"{folder}: expected the weights of the model in config.json, found {'; '.join(differences)}")
     return model, tokenizer
+
+
+def _read_tokenizer(folder: Path, config: PreTrainedConfig | None) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise InputError(
+            f"{folder}: must have the model's tokenizer, got none that opens ({first_line(error).rstrip(': ')}); copy "
+            "the files of the tokenizer, such as tokenizer.json, into the folder"
+        ) from error
 
 
 def new_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
