@@ -2,13 +2,15 @@
 
 import itertools
 import json
+import math
 import re
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from residua.runs.statistics import paired
+from residua.runs.statistics import paired, spearman
 from residua.study.plan import load_study
 from residua.study.ranking import rankings
 from residua.study.report import estimate_text
@@ -77,6 +79,36 @@ def ratio(row):
     return round(row.cost["time_ratio"]["median"], 2)
 
 
+def ends(rung, scheme, kind, **point):
+    """The last losses of runs by seed, at one point of the tuning."""
+    return {
+        run["seed"]: run["val_loss"]
+        for run in records("resbench/records.jsonl")
+        if (run["rung"], run["scheme"], run["kind"]) == (rung, scheme, kind) and point.items() <= run["point"].items()
+    }
+
+
+def longer(rung, baseline):
+    """Of the runs with 1.5 times the tokens."""
+    return ends(rung, baseline, "longer")
+
+
+def plain(rows):
+    return rows["0.1M"]["residual"].losses
+
+
+def second_point():
+    """The losses of `gated-orthogonal` at the point that tuning did not choose."""
+    return ends("0.1M", "gated-orthogonal", "report", **{"train.connection_lr_factor": 0.25})
+
+
+def shared_noise(rows, rung):
+    """The standard deviation of a run that all rows of a size share, without what scheme and seed explain."""
+    table = np.array([[row.losses[seed] for seed in sorted(row.losses)] for row in rows[rung].values()])
+    rest = table - table.mean(1, keepdims=True) - table.mean(0, keepdims=True) + table.mean()
+    return math.sqrt((rest**2).sum() / ((table.shape[0] - 1) * (table.shape[1] - 1)))
+
+
 def jumped(rows):
     """The one run of the row that failed which is not ahead of all others of its seed."""
     failed = rows[FAILED[0]][FAILED[1]]
@@ -89,7 +121,10 @@ def jumped(rows):
 
 def test_every_interval_on_the_page_is_of_two_schemes_that_its_section_names(found, rows):
     """Nobody types a number twice: "-0.0841 ± 0.0155" is a difference of the records, at equal tokens or else."""
-    known = {}  # by the names of both
+    known = {("gated-orthogonal", "residual"): {estimate_text(paired(second_point(), plain(rows)), "+.4f")}}
+    for rung, name in itertools.product(SHAPES, CONVOLVED):  # to longer runs of the baseline
+        difference = paired(rows[rung][name].losses, longer(rung, "lambdas"))
+        known.setdefault((name, "lambdas"), set()).add(estimate_text(difference, "+.4f"))
     for one in found.answers:
         if one.difference and one.difference.estimate:
             known.setdefault((one.scheme, one.to), set()).add(estimate_text(one.difference.estimate, "+.4f"))
@@ -152,7 +187,169 @@ def test_at_the_second_size_scales_add_to_the_convolution(rows):
     assert [round(min(smaller), 2), round(max(smaller), 2)] == [0.05, 0.10]
 
 
-def test_the_lead_lasts_with_three_times_the_tokens(rows):
+def test_the_convolution_by_shape(rows):
+    leads = [-rows[rung]["residual+tc"].difference("residual", "tokens").estimate.mean for rung in (*SHAPES, "0.3M")]
+    assert [round(min(leads[:3]), 2), round(max(leads[:3]), 2), round(leads[3], 2)] == [0.06, 0.08, 0.25]
+    parts = {}  # of the lead of the convolution before every sublayer, what one behind the embedding has
+    for rung in (*SHAPES, "0.3M"):
+        once, always = (rows[rung][name].difference("lambdas", "tokens") for name in ("lambdas+conv", "lambdas+tc"))
+        parts[rung] = round(once.estimate.mean / always.estimate.mean, 2)
+    assert parts == {"0.1M": 0.59, "0.1M-wide": 0.85, "0.1M-deep": 0.11, "0.3M": 0.92}
+
+
+def test_four_channels_that_only_write_are_ahead_of_scales_at_the_second_size_alone(rows):
+    sides = {rung: against(rows[rung]["ddl-tc-write-only"], rows[rung]["lambdas+tc"]) for rung in (*SHAPES, "0.3M")}
+    assert sides == {"0.1M": "level", "0.1M-wide": "level", "0.1M-deep": "behind", "0.3M": "ahead"}
+    assert {against(rows[rung]["ddl-tc-write-only"], rows[rung]["residual+tc"]) for rung in SHAPES} == {"level"}
+
+
+def test_one_longer_run_of_a_baseline_leaves_the_others(rows):
+    larger, runs = rows["0.3M"], longer("0.3M", "lambdas")
+    learned = runs.pop(2)
+    assert round(learned, 3) == 3.854
+    assert [round(min(runs.values()), 3), round(max(runs.values()), 3)] == [4.010, 4.038]
+    assert min(longer("0.3M", "residual").values()) > 3.99
+    long = [loss for name in BASELINES for loss in rows["0.3M-long"][name].losses.values()]
+    assert (len(long), round(min(long), 3), round(max(long), 3)) == (6, 3.926, 3.968)
+    curves = {run["seed"]: dict(run["curve"]) for run in records("resbench/records.jsonl")
+              if (run["rung"], run["scheme"], run["kind"]) == ("0.3M", "lambdas", "longer")}  # fmt: skip
+    first, *others = curves.pop(2), *curves.values()
+    ahead = {step: min(one[step] for one in others) - loss for step, loss in first.items()}
+    assert max(lead for step, lead in ahead.items() if step < 2405) < 0.01
+    assert [round(ahead[step], 2) for step in (2405, 3367, 4804)] == [0.02, 0.05, 0.16]
+    for name, same, other in (("lambdas+tc", 0.07, 0.24), ("residual+tc", 0.01, 0.18)):
+        assert round(learned - larger[name].losses[2], 2) == same
+        assert round(statistics.fmean(loss - larger[name].losses[seed] for seed, loss in runs.items()), 2) == other
+    assert larger["lambdas+tc"].steps * 3 // 2 == larger["residual"].steps * 3 // 2 == 4804
+
+
+def test_how_the_learning_rate_may_decide_when_a_run_learns(rows):
+    rates = {rate: ends("0.3M", "lambdas+tc", "tune", **{"train.lr": rate})[0] for rate in (0.016, 0.032)}
+    assert [round(loss, 3) for loss in rates.values()] == [3.769, 4.048]
+    assert rows["0.3M"]["lambdas"].point["train.lr"] == rows["0.3M-long"]["lambdas"].point["train.lr"] == 0.032
+    slow = [
+        loss
+        for name, kind, rate in itertools.product(BASELINES, ("tune", "report"), (0.008, 0.016))
+        for loss in ends("0.3M", name, kind, **{"train.lr": rate}).values()
+    ]
+    assert min(slow) > 4.05
+    chosen = {name: row.loss.mean - ends("0.3M", name, "tune", **row.point)[0] for name, row in rows["0.3M"].items()}
+    assert len(chosen) == 8
+    assert min(chosen.values()) > 0
+    assert round(statistics.fmean(chosen.values()), 2) == 0.03
+    assert max(chosen, key=chosen.get) == "lambdas"
+    assert round(chosen["lambdas"], 2) == 0.06
+
+
+def test_what_a_seed_that_learned_does_to_a_mean(rows):
+    row = rows["0.3M"]["ddl-tc"].difference("lambdas", "seconds")
+    share = math.log(row.cost) / math.log(1.5)
+    short, long = rows["0.3M"]["lambdas"].losses, longer("0.3M", "lambdas")
+    ours = rows["0.3M"]["ddl-tc"].losses
+    by_seed = {seed: ours[seed] - loss - share * (long[seed] - loss) for seed, loss in short.items()}
+    assert statistics.fmean(by_seed.values()) == pytest.approx(row.estimate.mean, abs=1e-4)  # steps are whole
+    assert round(by_seed.pop(2), 2) == -0.11
+    assert [round(min(by_seed.values()), 2), round(max(by_seed.values()), 2)] == [-0.35, -0.26]
+
+
+def test_erasing_was_compared_at_two_settings_at_the_second_size(rows):
+    erasing, control = (rows["0.3M"][name].point for name in ("ddl-tc", "ddl-tc-write-only"))
+    assert {key: (value, control[key]) for key, value in erasing.items() if value != control[key]} == {
+        "train.lr": (0.032, 0.016),
+        "model.embedding_init_std": (0.24, 0.12),
+    }
+    assert rows["0.1M"]["ddl-tc"].edges == ["model.embedding_init_std"]
+
+
+def test_no_cost_of_erasing_is_clear_after_the_correction(found):
+    erasing = [one for one in found.answers if one.question.name.startswith("erasing")]
+    seen = [one.difference for one in erasing if one.difference and one.difference.estimate and one.difference.seen]
+    assert len(seen) == 4
+    assert min(one.estimate.mean for one in seen) > 0
+    assert not any(one.clear for one in seen)
+
+
+def test_intervals_that_are_narrow_by_luck(rows, answers):
+    half = 2.0 * shared_noise(rows, "0.1M-wide") * math.sqrt(2 / 5)  # Student's t of 60 degrees of freedom
+    assert round(half, 3) == 0.017
+    narrow = answers["0.1M-wide", "ddl-tc", "residual+tc", "tokens"].difference.estimate
+    assert narrow.half_width < half / 3
+    assert -0.017 < rows["0.1M-wide"]["lambdas"].difference("residual", "tokens").estimate.mean < 0
+    error = half / 2.0
+    p = math.erfc(abs(narrow.mean) / error / math.sqrt(2))
+    assert p * sum(one.difference is not None for one in answers.values()) > 1
+
+
+def test_the_scales_on_the_convolution_by_seed(rows):
+    ours, theirs = (rows["0.3M"][name].losses for name in ("lambdas+tc", "residual+tc"))
+    leads = sorted(theirs[seed] - loss for seed, loss in ours.items())
+    assert [round(lead, 2) for lead in leads] == [0.03, 0.04, 0.05, 0.05, 0.12]
+
+
+def test_the_second_point_of_the_gated_orthogonal_update(rows):
+    difference = paired(second_point(), plain(rows))
+    assert (side(difference), difference.count) == ("ahead", 5)
+    chosen, other = (
+        statistics.fmean(ends("0.1M", "gated-orthogonal", "final", **{"train.connection_lr_factor": factor}).values())
+        for factor in (4.0, 0.25)
+    )
+    assert round(other - chosen, 4) == 0.0065
+
+
+def test_how_much_was_trained(found, rows):
+    begun = {run["scheme"] for run in records("resbench/records.jsonl")}
+    finished = rows["0.1M"].keys() | rows["0.1M-muon"].keys()
+    assert (len(found.study.schemes), len(finished), len(found.study.schemes.keys() - begun)) == (72, 33, 37)
+    assert not begun & {"ddl-cc", "ddl-cc-ec", "ddl-v", "denseformer", "altup", "siamese", "frac"}
+    assert {name: rows["0.1M"][name].tuning_runs for name in BASELINES} == {"residual": 8, "lambdas": 12}
+    assert len(rows["0.3M"]) == 8
+    embedding = {}
+    for rung in (*SHAPES, "0.3M"):
+        plain = rows[rung]["residual"]
+        embedding[rung] = round(2048 * found.study.rungs[rung].keys["model.hidden_size"] / plain.parameters, 2)
+    assert (min(embedding.values()), max(embedding.values())) == (0.40, 0.69)
+    facts = rows["0.1M"]["residual"].runs[0]["facts"]["data"]
+    assert (facts["validation_tokens"], facts["documents"], facts["validation_fraction"]) == (58563, 31174, 0.001)
+
+
+def test_the_most_that_a_row_is_ahead_of_both_baselines(rows):
+    """At 0.1 million, of the baseline that is harder to beat."""
+    most = {rung: max(min(leads(row)) for name, row in rows[rung].items() if name not in BASELINES) for rung in SHAPES}
+    assert {rung: round(lead, 2) for rung, lead in most.items()} == {"0.1M": 0.08, "0.1M-wide": 0.08, "0.1M-deep": 0.05}
+
+
+def test_a_baseline_with_more_tokens_is_level_with_every_convolution(rows):
+    for rung in SHAPES:
+        more = longer(rung, "lambdas")
+        forms = [name for name in rows[rung] if name.startswith("ddl-") and name != "ddl-write-only"]
+        forms += [name for name in rows[rung] if name.endswith(("+conv", "+tc"))]
+        assert "ahead" not in {side(paired(rows[rung][name].losses, more)) for name in forms}
+
+
+def test_one_difference_may_have_two_verdicts(found, rows):
+    twice = [
+        one.scheme
+        for one in found.answers
+        if one.difference and one.difference.estimate and one.scheme in rows[one.rung]
+        for other in rows[one.rung][one.scheme].differences
+        if (other.baseline, other.measure) == (one.to, one.measure) and other.clear and not one.difference.clear
+        if other.estimate == one.difference.estimate
+    ]
+    assert len(twice) == 5
+
+
+def test_a_straight_line_between_two_lengths_flatters_the_schemes(rows):
+    """The plain residual's curve as a parabola through 1, 1.5 and 3 times the steps, in the logarithm."""
+    lengths = rows["0.3M"]["residual"].losses, longer("0.3M", "residual"), rows["0.3M-long"]["residual"].losses
+    means = [statistics.fmean(losses[seed] for seed in (1, 2, 3)) for losses in lengths]
+    curve = np.poly1d(np.polyfit(np.log([1, 1.5, 3]), means, 2))
+    line = np.poly1d(np.polyfit(np.log([1, 1.5]), means[:2], 1))
+    gap = (line - curve)(np.log(np.linspace(1.05, 1.45, 50)))
+    assert gap.min() > 0
+    assert round(gap.max(), 3) == 0.003
+
+
+def test_three_times_the_tokens(rows):
     long, larger = rows["0.3M-long"], rows["0.3M"]
     assert long["residual"].steps == 3 * larger["residual"].steps
     assert {row.seeds for row in long.values()} == {3}
@@ -166,6 +363,7 @@ def test_the_lead_lasts_with_three_times_the_tokens(rows):
         assert (side(four), round(four.mean, 2)) == ("behind", lead)
     assert [round(long[name].loss.mean, 2) for name in ("lambdas", "residual")] == [3.94, 3.95]
     assert round(larger["lambdas+tc"].loss.mean, 2) == 3.78
+    assert sum(long[name].seeds for name in BASELINES) == 6
 
 
 def test_the_leads_are_on_repeated_labels():
@@ -183,6 +381,8 @@ def test_the_leads_are_on_repeated_labels():
     assert min(round(last[name]["repeated"], 1) for name in BASELINES) == 3.4
     others = [one["other"] for one in last.values()]
     assert round(max(others) - min(others), 2) == 0.10
+    leads = [last["residual"]["other"] - last[name]["other"] for name in ("residual+tc", "ddl-tc-write-only")]
+    assert [round(lead, 2) for lead in leads] == [0.01, 0.08]
     share = last["lambdas"]["share"]
     assert round(share, 2) == 0.15
     losses = {name: share * one["repeated"] + (1 - share) * one["other"] for name, one in last.items()}
@@ -350,6 +550,8 @@ def test_the_schemes_of_the_published_ranking(found, rows):
     (ranking,) = (one for one in rankings(found) if one.rung == "0.1M")
     assert len(ranking.schemes) == 7
     assert [round(value, 2) for value in (ranking.correlation, ranking.lower, ranking.upper)] == [0.36, -0.65, 1.00]
+    without = spearman([here[name].loss.mean for name in six], [published[name] for name in six])
+    assert round(without, 2) == -0.03
     _, *close = sorted(published[name] for name in six)
     assert max(close) - min(close) < 0.008
     assert min(here[name].difference("residual", "tokens").estimate.half_width for name in six) > 0.008
