@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import can_return_tuple
 
-from residua.models.attention import OPTIONS
+from residua.models.attention import PACKED
 from residua.models.memory import CACHE
 from support.seams import Seam, check, find, reached
 
@@ -187,9 +187,9 @@ def test_attention_functions_have_the_names_that_we_know():
 
 
 def test_our_forwards_take_every_keyword_of_packed_documents():
-    """A keyword that is missing in `OPTIONS` would be refused."""
+    """A keyword that is missing in `PACKED` would be refused."""
     path = "transformers.modeling_flash_attention_utils.FlashAttentionKwargs"
-    assert find(path, "data collators hand it to models").__annotations__.keys() <= OPTIONS
+    assert find(path, "data collators hand it to models").__annotations__.keys() <= PACKED
 
 
 @pytest.mark.parametrize("name", ["_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"])

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from residua.benchmarks import ops as benchmark
+from benchmarks import ops as benchmark
 from residua.ops import hyper_mix, hyper_read, hyper_write
 from support.kernel_cases import DEVICE, assert_as_good, normal, results
 
