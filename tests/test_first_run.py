@@ -1,0 +1,63 @@
+"""A first run prints no warning of deprecation: here each is an error, since the next release may break the call."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Run with the names of a folder of texts and of an example. Every command ends with status 0.
+COMMANDS = """
+import runpy
+import sys
+from transformers import LlamaConfig, LlamaForCausalLM
+from residua.cli import main
+from residua.data.tokenizer import byte_tokenizer
+
+def run(line):
+    print(line, file=sys.stderr, flush=True)
+    assert main(line.split()) == 0
+
+sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+LlamaForCausalLM(LlamaConfig(vocab_size=257, head_dim=8, **sizes)).save_pretrained("llama")
+byte_tokenizer().save_pretrained("llama")
+run(f"prepare --source {sys.argv[1]} --out data --tokenizer byte")
+for connection in ("ddl-tc", "residual"):
+    run(
+        f"train --run {connection} --config tiny --data.path data --model.connection {connection} --train.device cpu "
+        "--train.steps 2 --train.warmup_steps 1 --train.batch_size 2 --train.sequence_length 16 "
+        "--train.activation_checkpointing true --model.num_hidden_layers 1 --model.hidden_size 16 "
+        "--model.num_attention_heads 1 --model.head_dim 16"
+    )
+run("evaluate ddl-tc")
+run("generate ddl-tc --prompt Text --max-new-tokens 3")
+run("analyze ddl-tc")
+run("explore ddl-tc --out page.html")
+run("compare ddl-tc residual --baseline residual")
+run("export ddl-tc exported --remote-code")
+run("convert llama --connection ddl-tc --start fresh --out converted")
+run("generate converted --prompt Text --max-new-tokens 3")
+sys.path.insert(0, sys.argv[2])
+runpy.run_path(f"{sys.argv[2]}/use.py", run_name="__main__")
+"""
+EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_scheme"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_no_command_warns_of_what_will_be_removed(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
+    strict = [f"error::{kind}" for kind in ("FutureWarning", "DeprecationWarning")]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, str(texts), str(EXAMPLE)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONWARNINGS": ",".join(strict)},  # of processes that a command starts, too
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "deprecat" not in done.stderr.lower()  # transformers warns through its logger too
