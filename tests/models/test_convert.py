@@ -325,6 +325,9 @@ def test_a_layer_refuses_a_cache_and_a_mask_that_nothing_in_it_takes():
     for name, item in {"kept": DynamicCache(), "padding_mask_2d": torch.ones(1, 3)}.items():
         with pytest.raises(TypeError, match=f"takes no '{name}', and would compute without it"):
             layer(flow, **{name: item})
+    for connection in (PLAIN, WINDOWED):
+        with pytest.raises(TypeError, match="takes no 'cache_params', and would compute without it"):
+            converted(connection).eval()(IDS, cache_params=DynamicCache())
 
 
 def test_a_cache_that_was_filled_without_the_memory_of_the_stream_is_refused():

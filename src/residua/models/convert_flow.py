@@ -29,7 +29,6 @@ from residua.connections import Carry, Connection, Memory
 from residua.connections.base import State
 from residua.connections.residual import ResidualCoefficients
 from residua.errors import extra
-from residua.models.memory import CACHE, CACHE_NAMES
 from residua.ops.precision import under_autocast
 from residua.ops.recompute import cut
 
@@ -368,9 +367,7 @@ class ConvertedLayer(Swapped):
 
 def keywords_of(layer: nn.Module) -> frozenset[str]:
     """Return the names of arguments that a layer or a module in it takes."""
-    names = {name for module in layer.modules() for name in inspect.signature(module.forward).parameters}
-    # Since transformers 5.24 a decorator gives the cache its new name.
-    return frozenset(names | set(CACHE_NAMES) if "cache" in names and CACHE == "cache" else names)
+    return frozenset(name for module in layer.modules() for name in inspect.signature(module.forward).parameters)
 
 
 def expect_taken(keywords: frozenset[str], kwargs: Mapping[str, Any]) -> None:
