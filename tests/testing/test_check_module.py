@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import residua
-from residua import AttentionResiduals, ManifoldHyperConnections
+from residua import AttentionResiduals, DeepDelta, HyperConnections, ManifoldHyperConnections
 from residua.connections import resolve
 from residua.testing import CheckFailed, ConnectionAdapter, StreamAdapter, check_module
 from residua.testing.module import checks
@@ -40,13 +40,23 @@ class HyperBlock(nn.Module):
     def mappings(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wide = x.to(torch.bfloat16) if self.bug == "bf16 mapping" else x if x.dtype == torch.float64 else x.float()
         weight = self.proj.to(wide.dtype) if self.bug == "bf16 mapping" else self.proj
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bug == "autocast mapping" and x.dtype != torch.float64):
             z = (wide @ weight).to(self.scale.dtype)
-        z = z * torch.rsqrt(x.to(z.dtype).square().mean(-1, keepdim=True) + 1e-5)
+        square = x.to(z.dtype).square().mean(-1, keepdim=True)
+        z = z / (square.sqrt() + 1e-2) if self.bug == "eps outside the root" else z * torch.rsqrt(square + 1e-5)
         a, b = self.scale, self.base
+        if self.bug == "alphas swapped":
+            a = a[[1, 0, 2]]
+        if self.bug == "slices swapped":
+            z, b = (torch.cat([x[..., N : 2 * N], x[..., :N], x[..., 2 * N :]], -1) for x in (z, b))
         pre = torch.sigmoid(a[0] * z[..., :N] + b[:N])
-        post = torch.sigmoid(a[1] * z[..., N : 2 * N] + b[N : 2 * N])
-        post = post if self.bug == "factor 2 missing" else 2 * post
+        if self.bug == "softmax reads":
+            pre = (a[0] * z[..., :N] + b[:N]).softmax(-1)
+        post = a[1] * z[..., N : 2 * N] + b[N : 2 * N]
+        if self.bug == "1 + tanh":
+            post = 1 + post.tanh()
+        else:
+            post = (1 if self.bug == "factor 2 missing" else 2) * post.sigmoid()
         logits = (a[2] * z[..., 2 * N :] + b[2 * N :]).unflatten(-1, (N, N))
         return pre, self.sinkhorn(logits), post
 
@@ -54,13 +64,14 @@ class HyperBlock(nn.Module):
         if self.bug == "softmax only":
             return logits.softmax(-1)
         first, second = (-2, -1) if self.bug == "Sinkhorn columns first" else (-1, -2)
-        if self.bug == "overflows":
-            m = logits.exp()
+        if self.bug in ("overflows", "eps in Sinkhorn", "largest of the matrix"):
+            largest = logits.amax((-2, -1), keepdim=True) if self.bug == "largest of the matrix" else 0
+            m, eps = (logits - largest).exp(), 1e-2 if self.bug == "eps in Sinkhorn" else 0
             for _ in range(20):
-                m = m / m.sum(-1, keepdim=True)
-                m = m / m.sum(-2, keepdim=True)
+                m = m / (m.sum(-1, keepdim=True) + eps)
+                m = m / (m.sum(-2, keepdim=True) + eps)
             return m
-        for _ in range(7 if self.bug == "Sinkhorn stops early" else 20):
+        for _ in range({"Sinkhorn stops early": 7, "21 iterations": 21}.get(self.bug, 20)):
             logits = logits - logits.logsumexp(first, keepdim=True)
             logits = logits - logits.logsumexp(second, keepdim=True)
         return logits.exp()
@@ -80,6 +91,10 @@ class HyperBlock(nn.Module):
         if self.bug == "norm weight without gradient":
             read = F.rms_norm((pre.unsqueeze(-1) * wide).sum(-2), read.shape[-1:], self.ln.detach(), 1e-5)
         y = layer(read.to(x.dtype)).to(mix.dtype)
+        if self.bug == "writes its input":
+            y = read
+        if self.bug == "dropout":
+            y = F.dropout(y, 0.1)
         with torch.autocast("cpu", enabled=False):
             mixed = wide if self.bug == "thrown away" else mix @ wide
         out = mixed + post.unsqueeze(-1) * y.unsqueeze(-2)
@@ -89,6 +104,8 @@ class HyperBlock(nn.Module):
             out = out + 1e-3 * out.flip(1)
         if self.bug == "in place":
             x.mul_(1.5)
+        if self.bug == "updates the streams in place":
+            x.copy_(out.flatten(-2))
         if self.bug == "remembers":
             self.calls = getattr(self, "calls", 0) + 1
             out = out * self.calls
@@ -133,8 +150,18 @@ NAMED = {
     "frozen H_res": ("gradients", r"h_res is frozen: agrees with h_res.detach\(\)"),
     "frozen by a buffer": ("parameters", "base is a buffer: it stays frozen at its initial value"),
     "norm weight without gradient": ("gradients", "no gradient reaches norm.weight, though the output depends on it"),
-    "bf16 mapping": ("float32_mappings", "the mapping or the mixing is computed in bfloat16 under"),
-    "overflows": ("large_logits", "subtract the largest before exp"),
+    "bf16 mapping": ("float32_mappings", "the mapping or the mixing is computed in bfloat16, whatever the dtype"),
+    "autocast mapping": ("float32_mappings", "the mapping or the mixing is computed in bfloat16 under autocast"),
+    "overflows": ("large_logits", "an exp overflows, or a sum underflows to 0 and divides; normalise in logarithms"),
+    "largest of the matrix": ("large_logits", "a sum underflows to 0 and divides; normalise in logarithms"),
+    "21 iterations": ("forward", "Sinkhorn makes 21 iterations, expected 20"),
+    "alphas swapped": ("forward", "entries 0 and 1 of mappings.alpha are swapped$"),
+    "slices swapped": ("forward", "the rows of H_pre and H_post in mappings.bias and mappings.phi.weight are swapped$"),
+    "softmax reads": ("forward", "H_pre is a softmax over the streams, not a sigmoid"),
+    "1 + tanh": ("forward", r"H_post is 1 \+ tanh\(z\), which is 2 sigmoid\(2 z\)$"),
+    "writes its input": ("forward", "^the output of the sublayer is not written: the state is the same whatever"),
+    "dropout": ("second_call", "a second call gives other numbers"),
+    "updates the streams in place": ("second_call", "the state is changed in place"),
     "looks ahead": ("causal", "a later token changes the results of earlier ones"),
     "in place": ("second_call", "the state is changed in place"),
     "remembers": ("second_call", "a second call gives other numbers"),
@@ -156,6 +183,152 @@ def test_a_public_bug_is_named(bug):
         check_module(Block(bug))
 
 
+def failures(adapter) -> str:
+    """What a report says of a module that is wrong."""
+    with pytest.raises(CheckFailed) as raised:
+        check_module(adapter)
+    return str(raised.value)
+
+
+class HyperConnectionsBlock(nn.Module):
+    """HC around one sublayer as in algorithm 2 of the paper, with one bug if asked."""
+
+    def __init__(self, dim: int, bug: str | None = None):
+        super().__init__()
+        self.bug = bug
+        self.alpha, self.beta = nn.Parameter(torch.eye(N, N + 1).roll(1, 1)), nn.Parameter(torch.ones(N))
+        with torch.no_grad():
+            self.alpha[:, 0] = torch.eye(N)[2]
+        self.w, self.scales = nn.Parameter(torch.zeros(dim, N + 2)), nn.Parameter(torch.full((2,), 0.01))
+        self.gain, self.ln = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor, layer) -> Tensor:
+        wide = x.to(self.w.dtype)
+        last = wide.square().mean((-2, -1) if self.bug == "norm over all streams" else -1, keepdim=True)
+        with torch.autocast("cpu", enabled=False):
+            share = (wide * torch.rsqrt(last + 1e-5) * self.gain) @ self.w
+        share = share if self.bug == "no tanh" else share.tanh()
+        alpha = self.alpha + self.scales[0] * share[..., :-1]
+        beta = self.beta + self.scales[1] * share[..., -1]
+        with torch.autocast("cpu", enabled=False):
+            mixed = alpha.mT @ wide
+        y = layer(F.rms_norm(mixed[..., 0, :], x.shape[-1:], self.ln, 1e-5).to(x.dtype)).to(mixed.dtype)
+        return (mixed[..., 1:, :] + beta.unsqueeze(-1) * y.unsqueeze(-2)).to(x.dtype)
+
+
+class Hyper(ConnectionAdapter):
+    scheme = HyperConnections()
+
+    def __init__(self, bug: str | None = None):
+        self.bug = bug
+
+    def build(self, dim):
+        return HyperConnectionsBlock(dim, self.bug)
+
+    def parameters(self, ours):
+        names = {"alpha": "alpha", "beta": "beta", "scales": "scales", "gain": "stream_norm.weight"}
+        mine = {name: ours[our] for name, our in names.items()}
+        return {**mine, "w": ours["project.weight"].T, "ln": ours["norm.weight"]}
+
+    def connect(self, module, state, sublayer):
+        return module(state, sublayer)
+
+
+class DeltaBlock(nn.Module):
+    """DDL with one value channel around one sublayer, with one bug if asked."""
+
+    def __init__(self, dim: int, bug: str | None = None):
+        super().__init__()
+        self.bug = bug
+        self.ln = nn.Parameter(torch.ones(dim))
+        self.gate, self.gate_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(1))
+        self.value, self.value_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(1))
+        nn.init.normal_(self.value, std=0.5 / dim**0.5)
+
+    def forward(self, x: Tensor, layer) -> Tensor:
+        wide = x.to(self.value.dtype)
+        context = F.rms_norm(wide, wide.shape[-1:], self.ln, 1e-5)
+        beta = 2 * torch.sigmoid((context * self.gate).sum(-1, keepdim=True) + self.gate_bias)
+        v = ((context if self.bug == "v of the context" else wide) * self.value).sum(-1, keepdim=True)
+        v = (1 if self.bug == "v lacks its 4" else 4) * torch.sigmoid(v + self.value_bias)
+        k = layer(context.to(x.dtype)).to(wide.dtype)
+        length = k.square().sum(-1, keepdim=True)
+        if self.bug == "|k| + eps":
+            k = k / (length.sqrt() + 1e-5)
+        elif self.bug != "raw k":
+            k = k * torch.rsqrt(length + 1e-10)
+        held = (k * wide).sum(-1, keepdim=True)
+        if self.bug == "erases without the gate":
+            return (wide + (beta * v - held) * k).to(x.dtype)
+        return (wide + beta * (v - held) * k).to(x.dtype)
+
+
+class Delta(ConnectionAdapter):
+    scheme = DeepDelta()
+
+    def __init__(self, bug: str | None = None):
+        self.bug = bug
+
+    def build(self, dim):
+        return DeltaBlock(dim, self.bug)
+
+    def parameters(self, ours):
+        return {
+            "ln": ours["norm.weight"],
+            "gate": ours["beta.out.weight"][0],
+            "gate_bias": ours["beta.out.bias"],
+            "value": ours["value.project.weight"][0],
+            "value_bias": ours["value.project.bias"],
+        }
+
+    def connect(self, module, state, sublayer):
+        return module(state, sublayer)
+
+
+@pytest.mark.parametrize("adapter", [Hyper, Delta])
+def test_right_modules_of_other_schemes_pass_everything(adapter):
+    assert list(check_module(adapter()).passed) == list(checks())
+
+
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        (Delta("v lacks its 4"), r"forward: agrees with our DeepDelta\(v_scale=1.0\)"),
+        (Delta("v of the context"), r"forward: agrees with our DeepDelta\(v_input='context'\)"),
+        (Delta("|k| + eps"), r"forward: agrees with our DeepDelta\(k_norm='add'\)"),
+        (Delta("raw k"), "forward: k is not normalised"),
+        (Delta("erases without the gate"), r"forward: beta gates only what is written: agrees with X - k k\^T X"),
+        (Hyper("no tanh"), r"forward: agrees with our HyperConnections\(tanh=False\)"),
+    ],
+    ids=lambda value: getattr(value, "bug", ""),
+)
+def test_a_likely_mistake_is_named(adapter, words):
+    with pytest.raises(CheckFailed, match=words):
+        check_module(adapter)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        *(Block(bug) for bug in ("eps outside the root", "eps in Sinkhorn", "21 iterations")),
+        *(Block(bug) for bug in ("updates the streams in place", "writes its input", "dropout", "1 + tanh")),
+        *(Hyper(bug) for bug in ("norm over all streams", "no tanh")),
+        *(Delta(bug) for bug in ("|k| + eps", "raw k", "v lacks its 4")),
+    ],
+    ids=lambda adapter: adapter.bug,
+)
+def test_bfloat16_is_blamed_for_nothing_else(adapter):
+    assert "bfloat16" not in failures(adapter)
+
+
+def test_a_second_mistake_is_not_made_up():
+    said = failures(Block("writes its input"))
+    assert "doubly stochastic" not in said
+    assert "look for a factor" not in said
+    assert "not causal" not in failures(Block("dropout"))
+    assert "subtract the largest" not in failures(Block("largest of the matrix"))
+
+
 class DepthStack(nn.Module):
     """AttnRes as people write it: a list of all outputs, one query and one key norm for each read."""
 
@@ -172,7 +345,9 @@ class DepthStack(nn.Module):
 
     def attend(self, values: list[Tensor], query: Tensor, gain: Tensor) -> Tensor:
         v = torch.stack(values, 2)
-        keys = F.rms_norm(v, v.shape[-1:], gain, 1e-5)
+        if self.bug == "last source missing" and v.shape[2] > 1:
+            v = v[:, :, :-1]
+        keys = v * gain if self.bug == "key norm missing" else F.rms_norm(v, v.shape[-1:], gain, 1e-5)
         if self.bug == "values normalised":
             v = F.rms_norm(v, v.shape[-1:], None, 1e-5)
         scores = (keys * query).sum(-1)
@@ -218,6 +393,8 @@ STACKS = {
     "uninitialised head": ("initial_values", r"never initialised: head_query \(torch.empty"),
     "values normalised": ("forward", "the read of connection 1 differs: the values are normalised"),
     "scaled": ("forward", "the read of connection 1 differs: the logits are divided by sqrt"),
+    "key norm missing": ("forward", "the read of connection 1 differs: the keys are not normalised"),
+    "last source missing": ("forward", "the read of connection 1 differs: the last source is missing"),
     "head sums": ("forward", "the head reads the sum of the sources"),
 }
 

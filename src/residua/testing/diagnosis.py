@@ -4,12 +4,14 @@ A mistake is named only if the module agrees with it, to rounding. Otherwise the
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from itertools import combinations
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 from residua.connections import Carry, Connection, Mixing, RankOne
 from residua.connections.base import as_inputs
@@ -17,7 +19,7 @@ from residua.ops import rms_norm
 from residua.testing.adapter import Pair
 from residua.testing.agreement import agree, disagreement
 from residua.testing.checks import tensors
-from residua.testing.inputs import bare_sublayers, normal
+from residua.testing.inputs import bare_sublayers, normal, recorded
 
 Calls = list[tuple[Tensor, ...]]
 
@@ -28,8 +30,66 @@ def of(pair: Pair, state: Any, got: Any, right: Any, found: Calls, expected: Cal
     got, right: the results; found, expected: the inputs of its sublayers and of ours.
     """
     with torch.no_grad():
+        variant = _variant(pair, state, got, found)
+        if variant is not None:
+            return variant
         wrong = (_of_stream if pair.whole else _of_connection)(pair, state, got, right, found, expected)
     return "; ".join(wrong)
+
+
+def _variant(pair: Pair, state: Any, got: Any, found: Calls) -> str | None:
+    """Return the option of our scheme, or the parts of our parameters in another order, that explain all results."""
+
+    def agrees(part: nn.Module, ours: dict[str, Tensor]) -> bool:
+        sublayers, inputs = recorded(pair.sublayers())
+        result = pair.reference(ours, tree_map(torch.clone, state), sublayers, part)
+        theirs, others = ([*tensors(tree), *tensors(calls)] for tree, calls in ((got, found), (result, inputs)))
+        return len(theirs) == len(others) and all(agree(a, b, dtype=pair.dtype) for a, b in zip(theirs, others))
+
+    for option, value in _other_values(pair.adapter.scheme):
+        try:
+            stream = pair.adapter.reference(replace(pair.adapter.scheme, **{option: value})).to(pair.dtype)
+            part: nn.Module = stream if pair.whole else stream.connections[pair.adapter.index]  # type: ignore[assignment,index]
+            shapes = {name: parameter.shape for name, parameter in part.named_parameters()}
+            if shapes == {name: x.shape for name, x in pair.ours.items()} and agrees(part, pair.ours):
+                return f"agrees with our {type(pair.adapter.scheme).__name__}({option}={value!r})"
+        except Exception:  # a value that the other options, or this machine, exclude
+            continue
+    for words, ours in _swaps(pair):
+        if agrees(pair.part, ours):
+            return words
+    return None
+
+
+def _other_values(scheme: Any) -> Iterator[tuple[str, Any]]:
+    """Yield other values of each option: all choices, and for a number those of a factor that was forgotten."""
+    hints = get_type_hints(type(scheme))
+    for option in (field.name for field in fields(scheme)):
+        value, hint = getattr(scheme, option), hints[option]
+        choices: tuple[Any, ...] = ()
+        if get_origin(hint) is Literal:
+            choices = get_args(hint)
+        elif hint is bool:
+            choices = (False, True)
+        elif hint is float:
+            choices = (0.0, 1.0, value / 2, value * 2)
+        yield from ((option, choice) for choice in choices if choice != value)
+
+
+def _swaps(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield our parameters with two scales exchanged, or with the rows of H_pre and H_post."""
+    for name, value in pair.ours.items():
+        if value.dim() == 1 and 2 <= len(value) <= 3:
+            for i, j in combinations(range(len(value)), 2):
+                order = list(range(len(value)))
+                order[i], order[j] = j, i
+                yield f"entries {i} and {j} of {name} are swapped", {**pair.ours, name: value[order]}
+    n = getattr(pair.adapter.scheme, "num_streams", 0)
+    swapped = {
+        name: torch.cat([x[n : 2 * n], x[:n], x[2 * n :]]) for name, x in pair.ours.items() if len(x) == n * n + 2 * n
+    }
+    if swapped:
+        yield f"the rows of H_pre and H_post in {' and '.join(swapped)} are swapped", {**pair.ours, **swapped}
 
 
 def _of_stream(pair: Pair, x: Tensor, got: Tensor, right: Tensor, found: Calls, expected: Calls) -> list[str]:
@@ -166,7 +226,9 @@ def _of_connection(pair: Pair, state: Any, got: Any, right: Any, found: Calls, e
         )
     )
     if not all(agree(a, b, dtype=pair.dtype) for a, b in zip(tensors(after), tensors(fixed))):
-        if _is_mixing(shortcut, state):
+        if all(agree(a, b, dtype=pair.dtype) for a, b in zip(tensors(after), tensors(still))):
+            wrong.append("the output of the sublayer is not written: the state is the same whatever it returns")
+        elif _is_mixing(shortcut, state):
             wrong += _mixer(pair, shortcut, state, still, truth)
             wrong += _write(pair, shortcut, y, after - still)
         elif isinstance(shortcut, RankOne) and isinstance(state, Tensor):
@@ -234,7 +296,11 @@ def _write(pair: Pair, m: Mixing, y: Tensor, written: Tensor) -> list[str]:
     ratio = ((written * expected).sum() / expected.square().sum()).item()
     if agree(written, ratio * expected, dtype=pair.dtype):
         return [f"the write is {ratio:.4g} times H_post y: look for a factor, such as the 2 of 2 sigmoid"]
-    mistakes = {"H_pre takes the place of H_post in the write": m.h_pre, "H_post is dropped": torch.ones_like(m.h_post)}
+    mistakes = {
+        "H_pre takes the place of H_post in the write": m.h_pre,
+        "H_post is dropped": torch.ones_like(m.h_post),
+        "H_post is 1 + tanh(z), which is 2 sigmoid(2 z)": 1 + (m.h_post / (2 - m.h_post)).log().tanh(),
+    }
     for words, weights in mistakes.items():
         if weights is not None and agree(written, weights.unsqueeze(-1) * y.unsqueeze(-2), dtype=pair.dtype):
             return [words]
@@ -270,6 +336,15 @@ def _known_read(pair: Pair, connection: Connection, state: Any, found: tuple, ex
         mixtures["it reads the last source alone"] = rows[..., -1, :]
         weights = getattr(carry.coefficients, "weights", None)
         if isinstance(weights, Tensor) and weights.shape == rows.shape[:-1]:
+            for i, which in ((0, "first"), (-1, "last")):
+                kept = weights.clone()
+                kept[..., i] = 0
+                read = ((kept / kept.sum(-1, keepdim=True)).unsqueeze(-1) * rows).sum(-2)
+                mixtures[f"the {which} source is missing"] = read
+            attend = getattr(connection, "attend", None)
+            if attend is not None and getattr(attend, "heads", 0) == 1:
+                scores = (rows * attend.gain * attend.query).sum(-1)
+                mixtures["the keys are not normalised"] = (scores.softmax(-1).unsqueeze(-1) * rows).sum(-2)
             unit = (weights.unsqueeze(-1) * rms_norm(rows, None, 1e-5)).sum(-2)
             mixtures["the values are normalised, not the keys alone"] = unit
             scaled = (weights.log() / rows.shape[-1] ** 0.5).softmax(-1)
@@ -283,6 +358,10 @@ def _known_read(pair: Pair, connection: Connection, state: Any, found: tuple, ex
             for i in range(state.shape[-2]):
                 mixtures[f"H_pre is dropped: it reads stream {i}"] = state[..., i, :]
             mixtures["H_post takes the place of H_pre in the read"] = (shortcut.h_post.unsqueeze(-1) * state).sum(-2)
+            if shortcut.h_pre is not None:
+                odds = shortcut.h_pre / (1 - shortcut.h_pre)
+                shares = odds / odds.sum(-1, keepdim=True)
+                mixtures["H_pre is a softmax over the streams, not a sigmoid"] = (shares.unsqueeze(-1) * state).sum(-2)
             if shortcut.h_pre is not None and agree(
                 got, (shortcut.h_pre.unsqueeze(-1) * state).sum(-2), dtype=pair.dtype
             ):
@@ -301,9 +380,13 @@ def _rank_one(pair: Pair, connection: Connection, state: Tensor, carry: Any, y: 
     assert isinstance(shortcut, RankOne)
     beta, k, readout, v, _ = shortcut
     wide = state if state.dim() == k.dim() + 1 else state.unsqueeze(-2)
+    gate = beta.unsqueeze(-1)
+
+    def moved(values: Tensor, direction: Tensor = k) -> Tensor:
+        return (wide + values.unsqueeze(-1) * direction.unsqueeze(-2)).view_as(state)
 
     def step(values: Tensor, factor: float = 1.0) -> Tensor:
-        return (wide + factor * (beta.unsqueeze(-1) * values).unsqueeze(-1) * k.unsqueeze(-2)).view_as(state)
+        return moved(factor * gate * values)
 
     if v is not None and agree(step(v - readout), right, dtype=pair.dtype):
         for words, mistaken in {
@@ -311,6 +394,9 @@ def _rank_one(pair: Pair, connection: Connection, state: Tensor, carry: Any, y: 
             "nothing is written: agrees with X - beta k k^T X": step(-readout),
             "beta lacks its factor 2: agrees with half the step": step(v - readout, 0.5),
             "the delta has the wrong sign": step(readout - v),
+            "beta gates only what is written: agrees with X - k k^T X + beta k v^T": moved(gate * v - readout),
+            "beta gates only what is erased: agrees with X - beta k k^T X + k v^T": moved(v - gate * readout),
+            "k is not normalised": moved(gate * (v - (wide * y.unsqueeze(-2)).sum(-1)), y),
         }.items():
             if agree(after, mistaken, dtype=pair.dtype):
                 return words

@@ -1,6 +1,7 @@
 """What checks feed to a connection: random numbers, perturbed parameters, plain sublayers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,3 +43,17 @@ class _Bare:
         for i, other in enumerate(others, start=1):
             y = y + torch.tanh(other @ self.weight.roll(i, 0).to(x.dtype))
         return y
+
+
+def recorded(sublayer: Any) -> tuple[Any, list[tuple[Tensor, ...]]]:
+    """Return the sublayer, or the list of sublayers, and a list that fills with the inputs of each call."""
+    seen: list[tuple[Tensor, ...]] = []
+
+    def record(one: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*inputs: Tensor) -> Tensor:
+            seen.append(inputs)
+            return one(*inputs)
+
+        return call
+
+    return ([record(one) for one in sublayer] if isinstance(sublayer, list) else record(sublayer)), seen

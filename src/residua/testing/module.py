@@ -45,7 +45,7 @@ from residua.testing.checks import (
     seeded,
     tensors,
 )
-from residua.testing.inputs import normal
+from residua.testing.inputs import normal, recorded
 
 
 def check_module(adapter: Adapter, *, compiled: bool = False) -> Report:
@@ -74,20 +74,6 @@ CHECKS = Suite()
 def checks(*, compiled: bool = False) -> dict[str, Check]:
     """Return the checks of a module by name; `compiled` adds the one that calls a compiler."""
     return CHECKS | ({"compiles": seeded(compiles)} if compiled else {})
-
-
-def recorded(sublayer: Any) -> tuple[Any, list[tuple[Tensor, ...]]]:
-    """Return the sublayer, or the list of sublayers, and a list that fills with the inputs of each call."""
-    seen: list[tuple[Tensor, ...]] = []
-
-    def record(one: Sublayer) -> Sublayer:
-        def call(*inputs: Tensor) -> Tensor:
-            seen.append(inputs)
-            return one(*inputs)
-
-        return call
-
-    return ([record(one) for one in sublayer] if isinstance(sublayer, list) else record(sublayer)), seen
 
 
 @CHECKS.add
@@ -268,45 +254,67 @@ def rms(x: Tensor) -> float:
 def float32_mappings(adapter: Adapter) -> None:
     """Gates and mappings are computed in float32: under autocast, and with a bfloat16 state beside float32 parameters.
 
-    Measured against the exact result in float64, with the error of our own module for scale.
+    Measured against the module's own result in the adapter's dtype, with the error of our own module for scale: what
+    else a module computes is for `forward` to say.
     """
     agrees_forward(Pair(adapter), dtype=torch.bfloat16)
-    exact = Pair(adapter, dtype=torch.float64, scale=0.5)
+    exact = Pair(adapter, scale=0.5)
+    expect(not _in_steps(exact), "the mapping or the mixing is computed in bfloat16, whatever the dtype of the state")
     pair = Pair(adapter, dtype=torch.float32, scale=0.5)
     values = {name: value.detach() for name, value in pair.ours.items()}
-    wide = {name: value.double() for name, value in values.items()}
+    wide = {name: value.to(exact.dtype) for name, value in values.items()}
     for narrow in (False, True):
         dtype = torch.bfloat16 if narrow else torch.float32
         state = tree_map(lambda x: x.to(dtype), pair.state())  # noqa: B023
         cast = nullcontext() if narrow else torch.autocast("cpu", torch.bfloat16)
         where = "beside a bfloat16 state" if narrow else "under autocast"
         kept, sublayer = ([], pair.sublayers()) if pair.whole else quiet(dtype)
-        kept_right, sublayer_right = ([], exact.sublayers()) if pair.whole else quiet(torch.float64)
+        results, inputs = {}, {}
         with torch.no_grad():
-            right = exact.reference(wide, tree_map(lambda x: x.double(), state), sublayer_right)
-            with cast:
-                ours = pair.reference(values, state, sublayer)
-                ours_kept = [*kept]
-                kept.clear()
-                try:
-                    got = pair.candidate(values, state, sublayer)
-                except RuntimeError as error:
-                    if narrow and "dtype" in str(error):
-                        raise NotChecked(f"a bfloat16 state with float32 parameters is an error: {error}") from error
-                    raise
-        rows = [*zip(tensors(got), tensors(ours), tensors(right)), *zip(kept, ours_kept, kept_right)]
-        for one, other, truth in rows:
-            if narrow and one.dtype != other.dtype:
-                raise CheckFailed(f"{where} the result is {one.dtype}, expected {other.dtype}")
+            for side in ("reference", "candidate"):
+                for precise, one, given in ((True, exact, wide), (False, pair, values)):
+                    kept, sublayer = ([], one.sublayers()) if pair.whole else quiet(one.dtype if precise else dtype)
+                    start = tree_map(lambda x: x.to(exact.dtype) if precise else x.clone(), state)  # noqa: B023
+                    try:
+                        with nullcontext() if precise else cast:
+                            results[side, precise] = tensors(getattr(one, side)(given, start, sublayer))
+                    except RuntimeError as error:
+                        if narrow and "dtype" in str(error):
+                            raise NotChecked(
+                                f"a bfloat16 state with float32 parameters is an error: {error}"
+                            ) from error
+                        raise
+                    inputs[side, precise] = kept
+        sides = [[*results[key], *inputs[key]] for key in results]
+        for our_truth, ours, truth, got in zip(*sides):
+            if narrow and got.dtype != ours.dtype:
+                raise CheckFailed(f"{where} the result is {got.dtype}, expected {ours.dtype}")
             # A norm may hand its result on in the dtype of autocast. A float64 cast does not hide that rounding.
-            rounding = 2e-3 * rms(truth) if one.dtype == torch.bfloat16 else 0.0
-            allowed = 3 * rms(other.double() - truth) + rounding + 2e-6 * rms(truth)
-            error = rms(one.double() - truth)
-            if error > allowed:
+            rounding = 2e-3 * rms(truth) if got.dtype == torch.bfloat16 else 0.0
+            error, usual = rms(got.double() - truth), rms(ours.double() - our_truth)
+            if error > 3 * usual + rounding + 2e-6 * rms(truth):
                 raise CheckFailed(
                     f"the mapping or the mixing is computed in bfloat16 {where}: error {error:.2g}, "
-                    f"ours {rms(other.double() - truth):.2g}; keep gates and mappings in float32, weights and inputs"
+                    f"ours {usual:.2g}; keep gates and mappings in float32, weights and inputs"
                 )
+
+
+def _in_steps(pair: Pair) -> bool:
+    """Return whether results go in steps, as rounding to bfloat16 makes them: twice as far in is not twice as far out.
+
+    Raises NotChecked for a module that says something else in a second call.
+    """
+
+    def moved(length: float) -> list[Tensor]:
+        start = tree_map(lambda x: x + length * x.flip(-1), pair.state())
+        kept, sublayer = ([], pair.sublayers()) if pair.whole else quiet(pair.dtype)
+        return [*tensors(pair.candidate(pair.ours, start, sublayer)), *kept]
+
+    with torch.no_grad():
+        here, again, near, far = (moved(length) for length in (0.0, 0.0, 1e-4, 2e-4))
+    if not equal(here, again):
+        raise NotChecked("a second call gives other numbers")
+    return any(rms(c - 2 * b + a) > 0.1 * rms(b - a) for a, b, c in zip(here, near, far))
 
 
 def quiet(dtype: torch.dtype) -> tuple[list[Tensor], Sublayer]:
@@ -329,7 +337,11 @@ def causal(adapter: Adapter) -> None:
     state = pair.state()
     other = tree_map(lambda x: torch.cat([x[:, :3], x[:, 3:] + 1], 1), state)
     with torch.no_grad():
-        before, after = (pair.candidate(pair.ours, one, pair.sublayers()) for one in (state, other))
+        before, again, after = (
+            pair.candidate(pair.ours, tree_map(torch.clone, one), pair.sublayers()) for one in (state, state, other)
+        )
+    if not equal(before, again):
+        raise NotChecked("a second call gives other numbers")
     same = all(torch.equal(a[:, :3], b[:, :3]) for a, b in zip(tensors(before), tensors(after)))
     expect(same, "not causal: a later token changes the results of earlier ones")
 
@@ -395,7 +407,8 @@ def large_logits(adapter: Adapter) -> None:
         finite[side] = all(x.isfinite().all() for x in [*tensors(out), *(grad for grad in grads if grad is not None)])
     if not finite["ours"]:
         raise NotChecked("ours overflows too")
-    expect(finite["theirs"], "not finite with logits of a hundred, where ours is: subtract the largest before exp")
+    words = "an exp overflows, or a sum underflows to 0 and divides; normalise in logarithms"
+    expect(finite["theirs"], f"not finite with logits of a hundred, where ours is: {words}")
 
 
 def compiles(adapter: Adapter) -> None:
