@@ -77,9 +77,10 @@ COMPASS_ROPE = {
 ODD: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4},
     },
+    "xmod": {"default_language": "en_XX"},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 3},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
