@@ -1,4 +1,8 @@
 import json
+import os
+import signal
+import threading
+import time
 from dataclasses import asdict
 
 import pytest
@@ -7,7 +11,9 @@ import residua.demo
 from residua.cli import main
 from residua.demo import PROMPT, RECIPES, shortened
 from residua.errors import InputError
+from residua.runs.jsonlines import read_metrics
 from residua.training import load_config
+from residua.training.checkpoint import saved_steps
 
 # What may be tuned for a scheme; in all else the comparison holds the runs equal.
 TUNED = {"model.connection", "model.embedding_init_std", "model.hidden_init_std_factor", "train.lr"}
@@ -53,7 +59,8 @@ def test_three_runs_on_the_same_tokens_a_table_pictures_and_texts(small, tmp_pat
     out = tmp_path / "out"
     assert main(["demo", "--out", str(out), "--steps", "4"]) == 0
     printed = capsys.readouterr()
-    assert "2 of 3: ddl-tc" in printed.err
+    assert "training 3 models side by side: residual, ddl-tc, residual-tc" in printed.err
+    assert all(f"/3 runs, {name} finished" in printed.err for name in RECIPES)
     for name, connection in CONNECTIONS.items():
         assert f"\n{connection} " in printed.out
         assert f"{name} writes:\n  {PROMPT}" in printed.out
@@ -93,25 +100,24 @@ def test_again_it_trains_only_what_is_missing_and_gives_the_same(small, tmp_path
 
 
 @pytest.mark.slow
-def test_interrupted_it_says_how_to_go_on_and_does(small, tmp_path, capsys, monkeypatch):
+@pytest.mark.processes
+def test_interrupted_it_saves_what_is_done_says_how_to_go_on_and_does(small, tmp_path, capsys):
     out = tmp_path / "out"
-    argv = ["demo", "--out", str(out), "--steps", "4"]
-    trained = []
-    run = residua.demo.run
+    argv = ["demo", "--out", str(out), "--steps", "2000"]
+    rows = out / "ddl-tc" / "metrics.jsonl"
 
-    def interrupted(config, folder, **options):
-        result = run(config, folder, **options)
-        trained.append(folder.name)
-        return result | {"interrupted": folder.name == "ddl-tc"}
+    def press():
+        while not rows.exists() or len(rows.read_bytes().splitlines()) < 3:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(residua.demo, "run", interrupted)
+    threading.Thread(target=press, daemon=True).start()
     assert main(argv) == 130
-    assert f"residua demo --out {out} --steps 4" in capsys.readouterr().err
-    assert trained == ["residual", "ddl-tc"]
+    assert f"residua demo --out {out} --steps 2000" in capsys.readouterr().err
     assert not (out / "explorer.html").exists()
-    monkeypatch.setattr(residua.demo, "run", run)
-    assert main(argv) == 0
-    assert (out / "explorer.html").is_file()
+    (step,) = saved_steps(out / "ddl-tc")
+    assert 3 <= step < 1000, "before the first checkpoint that it would have made anyway"
+    assert [row["step"] for row in read_metrics(rows)] == list(range(1, step + 1))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from residua.data import PreparedData, prepare
 from residua.errors import InputError
 from residua.evaluation.generate import complete
 from residua.experiment import build_model, evaluate, open_run, run, trace_run
-from residua.training import DataConfig, ModelConfig, RunConfig, TrainConfig
+from residua.training import DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
 
 STEPS = 6
 
@@ -331,6 +331,53 @@ def test_a_kernel_that_cannot_run_here_is_refused_in_one_line(config, tmp_path, 
     path.write_text(triton.to_yaml())
     assert main(["train", "--config", str(path), "--run", str(tmp_path / "run")]) == 2
     assert "residua: implementation must be 'auto' or 'reference'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "expected"),
+    [
+        ([], None, 1),
+        ([], "3", 3),
+        (["--train.threads=2"], None, 2),
+        (["--train.threads=2"], "3", 2),
+        (["--model.hidden_size=4096"], None, 3),
+    ],
+)
+def test_a_small_model_trains_on_one_thread_unless_asked_otherwise(
+    options, environment, expected, three_threads, config, tmp_path, monkeypatch
+):
+    def trained(*arguments, **settings):
+        seen.append(torch.get_num_threads())
+        return {"step": 1, "val_loss": 1.0, "bits_per_byte": 1.0, "interrupted": False}
+
+    seen = []
+    monkeypatch.setattr(residua.experiment, "train", trained)
+    monkeypatch.setattr(residua.experiment, "build_model", lambda *arguments: tiny)
+    tiny = build_model(config, PreparedData.open(config.data.path))
+    if environment is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    batch = "--train.batch_size=16"  # with this 4096 is beyond what counts as small
+    assert main(["train", "--config", str(path), "--run", str(tmp_path / "run"), batch, *options]) == 0
+    assert seen == [expected]
+    assert torch.get_num_threads() == 3, "as it was"
+
+
+def test_what_counts_as_small():
+    assert load_config("nano").small
+    assert load_config("nano-ddl-tc").small
+    assert not load_config("small").small
 
 
 def test_a_prompt_that_is_not_unicode_is_refused(config, tmp_path):

@@ -1,9 +1,12 @@
 """The demonstration of what ResBench found: three schemes on the same tokens, each with its tuned settings."""
 
 import importlib
-from collections.abc import Iterator
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from residua.errors import extra
 from residua.evaluation.compare import Comparison, compare
@@ -13,6 +16,7 @@ from residua.experiment import open_or_prepare, open_run, run
 from residua.explorer import write_page
 from residua.explorer.collect import collect
 from residua.runs.progress import say
+from residua.runs.sweep import Job, Records, run_jobs
 from residua.training import RunConfig, load_config
 
 RECIPES = {"residual": "nano", "ddl-tc": "nano-ddl-tc", "residual-tc": "nano-residual-tc"}
@@ -35,7 +39,7 @@ class Demonstration:
 
 
 def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
-    """Train whatever is not trained yet into `out`, one run after the other, and compare.
+    """Train whatever is not trained yet into `out`, and compare.
 
     Args:
         out: a folder. Runs that were begun resume; finished ones stay as they are.
@@ -44,24 +48,47 @@ def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
     Raises:
         InputError: `out` holds runs with other settings.
         RunError: a run failed.
-        KeyboardInterrupt: a run was interrupted; its work is saved.
+        KeyboardInterrupt: the runs were interrupted; their work is saved.
     """
     out = Path(out)
     with extra("lab"):  # before minutes are spent on what it will show
         importlib.import_module("plotly")
-    configs = {name: shortened(load_config(recipe), steps) for name, recipe in RECIPES.items()}
-    data = open_or_prepare(configs["residual"].data, out / "data", progress=True)
-    for number, (name, config) in enumerate(configs.items(), start=1):
-        say(f"{number} of {len(configs)}: {name}")
-        config = replace(config, data=replace(config.data, path=str(data.folder)))
-        begun = (out / name / "config.yaml").is_file()
-        if run(config, out / name, resume=begun)["interrupted"]:
-            raise KeyboardInterrupt
-
-    runs = [out / name for name in configs]
+    runs = train_side_by_side(out, steps)
     comparison = compare(runs)
     page = write_page(out / PAGE, *collect(runs))
     return Demonstration(comparison, draw(comparison, out), page, dict(_texts(out)))
+
+
+def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
+    """Train the runs of `demonstrate`, each in a process of one thread; return their folders."""
+    configs = {name: shortened(load_config(recipe), steps) for name, recipe in RECIPES.items()}
+    data = open_or_prepare(configs["residual"].data, out / "data", progress=True)
+    jobs = []
+    for name, config in configs.items():
+        config = replace(config, data=replace(config.data, path=str(data.folder)))
+        jobs.append(Job(name, _train, (config, out / name), config.train.steps))
+    say(f"training {len(jobs)} models side by side: {', '.join(configs)}")
+    with tempfile.TemporaryDirectory() as folder, Records(Path(folder) / "runs.jsonl", lambda row: row["run"]) as done:
+        run_jobs(jobs, done, processes=len(jobs))
+    return [out / name for name in configs]
+
+
+def _train(config: RunConfig, folder: Path, *, place: Any, report: Callable[[int], None]) -> dict[str, Any]:
+    """Train one run to its end, or until the demonstration is interrupted, which closes the pipe of `report`."""
+    listening = True
+
+    def tell(step: int) -> None:
+        nonlocal listening
+        try:
+            if listening:
+                report(step)
+        except OSError:
+            listening = False
+            signal.raise_signal(signal.SIGTERM)  # training saves its state and ends
+
+    if run(config, folder, resume=(folder / "config.yaml").is_file(), progress=tell)["interrupted"]:
+        raise KeyboardInterrupt
+    return {"run": folder.name}
 
 
 def shortened(config: RunConfig, steps: int | None) -> RunConfig:

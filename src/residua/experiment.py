@@ -24,6 +24,7 @@ from residua.models.opening import context_of, read_model
 from residua.provenance import physical_memory
 from residua.runs.folder import writable
 from residua.runs.progress import say
+from residua.runs.threads import threads
 from residua.training import (
     BaseModelConfig,
     DataConfig,
@@ -97,6 +98,7 @@ def run(
         RunError: training or writing failed; the older checkpoints stay.
     """
     with ExitStack() as stack:
+        stack.enter_context(threads(config.train.threads))
         ranks = stack.enter_context(join(config.train.device))
         with ranks.raise_together():
             config = resolved(config)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from residua.benchmarks.models import Errors, ModelSettings, TrainingStep
-from residua.benchmarks.settings import BASELINE, threads
+from residua.benchmarks.settings import BASELINE
 from residua.connections import PRESETS
 from residua.errors import InputError, RunError
 from residua.provenance import circumstances
+from residua.runs.threads import threads
 
 MEBIBYTE = 2**20
 STATUS = Path("/proc/self/status")

@@ -1,8 +1,7 @@
 """Sizes, names and PyTorch settings that the benchmarks of whole language models share."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -154,17 +153,6 @@ def in_float64(model: Any) -> Any:
         reference = ResiduaForCausalLM(config)
     reference.load_state_dict(model.state_dict())
     return reference.to(model.device, torch.float64).train(model.training)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Run PyTorch with `count` threads on the CPU."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def many_graphs(count: int) -> AbstractContextManager:

@@ -1,5 +1,6 @@
 """The command `residua train`."""
 
+import os
 from pathlib import Path
 
 from residua.commands.base import Arguments, Parser, stopped_by
@@ -52,9 +53,11 @@ def run(arguments: Arguments) -> int:
         raise InputError("expected --run DIR, the folder for the run")
 
     from residua import experiment
+    from residua.runs.threads import threads
     from residua.training.distributed import is_first
 
-    result = experiment.run(config, arguments.run, resume=arguments.resume)
+    with threads(1 if config.small and "OMP_NUM_THREADS" not in os.environ else None):
+        result = experiment.run(config, arguments.run, resume=arguments.resume)
     if result["interrupted"]:
         return stopped_by(result["signal"])
     if is_first():

@@ -29,6 +29,7 @@ FREE_KEYS = LOGGING_KEYS | {
     "train.keep_checkpoints",
     "train.log_every",
     "train.parallel",
+    "train.threads",
 }
 """Settings that may change when a run resumes, as no step's numbers depend on them. The data may move, because their
 fingerprint is compared instead, which covers the tokenizer, and so may a base, whose sha256 is compared."""

@@ -30,6 +30,7 @@ from residua.runs.durable import remove, remove_partials, write_text
 from residua.runs.folder import hold, read_object, refuse_changes, writable
 from residua.runs.jsonlines import JsonLines, finite
 from residua.runs.progress import Progress
+from residua.runs.threads import threads
 
 GRACE_SECONDS = 5.0
 Record = dict[str, Any]
@@ -223,17 +224,11 @@ class _Work:
 
 
 def _run_here(work: _Work) -> None:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         while job := work.next():
             place = work.records.place(job.key)
             record = job.function(*job.arguments, place=place, report=lambda step, job=job: work.update(job, step))
             work.finished(job, record)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _run_in_processes(work: _Work, count: int) -> None:

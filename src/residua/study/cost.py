@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from residua.benchmarks.memory import kept_bytes, peak_of
-from residua.benchmarks.settings import many_graphs, threads
+from residua.benchmarks.settings import many_graphs
 from residua.benchmarks.timing import compare, cuda_clock, process_clock
 from residua.errors import extra
 from residua.estimate.counts import products_per_token, step_on_meta
 from residua.models.base_model import freeze_base
 from residua.models.opening import new_model
 from residua.provenance import circumstances
+from residua.runs.threads import threads
 from residua.training import BaseModelConfig, RunConfig, make_optimizer, pick_device
 
 with extra("lab"):

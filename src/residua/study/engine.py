@@ -18,7 +18,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from residua.benchmarks.settings import threads
 from residua.checks import require
 from residua.connections import describe, resolve
 from residua.errors import InputError
@@ -28,6 +27,7 @@ from residua.runs.folder import read_object, writable
 from residua.runs.jsonlines import JsonLines, finite
 from residua.runs.progress import Progress, say
 from residua.runs.sweep import Job, Record, open_runs, run_jobs
+from residua.runs.threads import threads
 from residua.study.cost import ROUNDS, WARMUP, measure
 from residua.study.folder import SHARED, plain, read_folder
 from residua.study.plan import Plan, Run, Study

@@ -16,6 +16,9 @@ from residua.errors import InputError, extra
 from residua.runs.reading import parse_yaml, read_text, write_yaml
 
 LARGEST_VOCABULARY = 2**24
+SMALL = 2**17
+"""Tokens of a micro-batch times width, up to which one thread trains nearly as fast as two on a quiet machine, and
+several times as fast on a busy one, where threads wait for each other: experiments/threads.py."""
 
 
 def _setting(default: Any, explanation: str) -> Any:
@@ -156,6 +159,9 @@ class TrainConfig(_Section):
     parallel: Literal["auto", "ddp", "fsdp", "none"] = _setting(
         "auto", "under torchrun: replicate the model (ddp, the choice of auto) or shard it (fsdp)"
     )
+    threads: int | None = _setting(
+        None, "threads of PyTorch on the CPU; null for one if the model is small, else for PyTorch's choice"
+    )
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "auto picks cuda if available")
     log_every: int = _setting(1, "steps between two rows of metrics")
     evaluate_every: int = _setting(100, "steps between two evaluations; the last step has one")
@@ -173,6 +179,7 @@ class TrainConfig(_Section):
         counts = ("steps", "batch_size", "sequence_length", "gradient_accumulation", "log_every", "evaluate_every")
         for name in (*counts, "checkpoint_every", "keep_checkpoints"):
             self._check(name, getattr(self, name) >= 1, "at least 1")
+        self._check("threads", self.threads is None or 1 <= self.threads <= 1024, "1 to 1024, or null")
         self._check("connections_every", self.connections_every >= 0, "at least 0")
         for name in ("lr", "connection_lr_factor", "adam_eps"):
             self._check(name, 0 < getattr(self, name) < math.inf, "a positive number")
@@ -235,6 +242,13 @@ class RunConfig:
             f"at most model.max_position_embeddings ({longest})",
             self.train.sequence_length,
         )
+
+    @property
+    def small(self) -> bool:
+        """Whether the arrays of a layer are so small that a second thread waits more than it computes."""
+        if isinstance(self.model, BaseModelConfig):
+            return False
+        return self.train.batch_size * self.train.sequence_length * self.model.hidden_size <= SMALL
 
     @property
     def from_scratch(self) -> ModelConfig:
