@@ -48,11 +48,14 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def home() -> str:
+    """Return the README with its links as the site has them."""
+    return LINK.sub(lambda match: f"]({inside(match[1])}", readme())
+
+
+def readme() -> str:
     """Return the README with its links seen from docs/."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    text = LINK.sub(lambda match: f"]({seen_from_docs(match[1])}", text)
-    text = re.sub(r"\[docs/([\w-]+)\.md\]", lambda match: f"[{match[1].replace('-', ' ')}]", text)
-    return text.replace("](../examples)", "](examples.md)")
+    return LINK.sub(lambda match: f"]({seen_from_docs(match[1])}", text)
 
 
 def seen_from_docs(target: str) -> str:
@@ -87,7 +90,7 @@ def dedented(block: str) -> str:
 
 def outside() -> set[str]:
     """Return the files of the repository outside docs/ that its pages link to, from the root."""
-    texts = [home(), *(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))]
+    texts = [readme(), *(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))]
     targets = {
         target.removeprefix("../") for text in texts for target in LINK.findall(text) if target.startswith("../")
     }
@@ -100,6 +103,8 @@ def copied(target: str) -> str:
 
 
 def inside(target: str) -> str:
-    """Return the link to the copy of a file outside docs/; other links stay, such as `../results.md` of a scheme."""
+    """Return the link to the copy of a file outside docs/, or to the page of the examples; other links stay."""
+    if target == "../examples":
+        return "examples.md"
     file = target.removeprefix("../")
     return copied(file) if target != file and (ROOT / file).is_file() else target

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import residua
+from residua.connections import resolve
 from residua.evaluation.published import ROWS
 from residua.models import SIZES
+from residua.study.plan import load_study
 
 DOCS = Path(__file__).parent
 
@@ -123,13 +125,12 @@ def page(name: str) -> str:
     about = [
         part for part in cleandoc(kind.__doc__).split("\n\n") if part.split(maxsplit=1)[0].strip(",") not in told(kind)
     ]
-    paper = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", kind.paper)
     code = snippet(name)
     parts = [
         f"# {title(name)}",
         f"```text\n{kind.equation}\n```",
-        f"Source: {paper}. Class: `residua.{kind.__name__}`. [Deviations](../deviations.md) lists where papers, code "
-        "and this library differ.",
+        f"Source: {sources(name)}. Class: `residua.{kind.__name__}`. [Deviations](../deviations.md) lists where "
+        "papers, code and this library differ.",
         *map(joined, about),
         "## Use it",
         f"```python\n{code}```",
@@ -148,6 +149,16 @@ def page(name: str) -> str:
         ABOUT[name][1],
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def sources(name: str) -> str:
+    """Return the sources of the presets, with links; each with its presets if there are several."""
+    by_source: dict[str, list[str]] = {}
+    for preset, scheme in presets(name).items():
+        by_source.setdefault(scheme.source, []).append(f"`{preset}`")
+    parts = [source if len(by_source) == 1 else f"{source} ({', '.join(own)})" for source, own in by_source.items()]
+    linked = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", "; ".join(parts))
+    return re.sub(r"github\.com/(\S+/(\w+))", r"[\2](https://github.com/\1)", linked)
 
 
 def snippet(name: str) -> str:
@@ -259,27 +270,77 @@ def values(declared) -> str:
     return "`None`" if declared is type(None) else f"`{declared.__name__}`"
 
 
+# Tables of other pages with rows for schemes: page, mark, text before the rows, and their columns (all for none).
+MEASURED = (
+    (
+        "resbench-tables.md",
+        "resbench",
+        "Ours: validation loss of language models of 0.1 and 0.3 million parameters, each scheme tuned under the same "
+        "budget, minus that of two tuned baselines. **Bold**: clear after the correction for the number of comparisons "
+        "([ResBench](../resbench.md)).",
+        ("size", "scheme", "validation loss", "to `residual`, equal tokens", "to `lambdas`, equal tokens", "step time"),
+    ),
+    (
+        "results.md",
+        "results",
+        "Ours: validation loss of a 0.6M-parameter language model, five seeds ([setting](../results.md)).",
+        (),
+    ),
+    (
+        "geometry.md",
+        "ours",
+        "Ours: mean squared error on the geometric tasks, reduced sizes ([setting](../geometry.md)).",
+        (),
+    ),
+    (
+        "retrofit.md",
+        "all",
+        "Ours: a pretrained model of 135 million parameters with this residual, all weights trained on "
+        "([setting](../retrofit.md)).",
+        (),
+    ),
+    ("retrofit.md", "connections", "Ours: the same with frozen weights, only the connections trained.", ()),
+)
+
+
+def measured(name: str, page: str, mark: str, columns: tuple[str, ...]) -> str:
+    """Return the rows of a table that are of the scheme `name`; "" for none."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    lines = re.search(rf"<!-- {mark}: .*?-->\n(.*?)\n<!-- /{mark}", text, re.DOTALL)[1].splitlines()
+    header, _, *rows = [line.strip("| ").split(" | ") for line in lines]
+    labels = [re.search(r"`([^`]+)`|$", " ".join(row))[1] for row in rows]
+    places = [header.index(column) for column in columns] or range(len(header))
+    chosen = [row for row, label in zip(rows, labels) if label and scheme_of(label) == name]
+    return table([[row[place] for place in places] for row in (header, *chosen)]) if chosen else ""
+
+
+@cache
+def scheme_of(label: str) -> str | None:
+    """Return the scheme of a row's label: a preset with options, a label of ResBench or a form of a preset.
+
+    "residual+tc" and "lambdas-gated" are of the preset with which they begin, whatever class computes them.
+    """
+    own = [preset for preset in residua.PRESETS if re.match(rf"{preset}(?=$|[:+-])", label)]
+    entry = studied().get(label)
+    if not own and not entry:
+        return None
+    plain = label.startswith("residual")
+    scheme = resolve(entry.connection) if entry and not plain else residua.PRESETS[max(own, key=len)]
+    return next(name for name, kind in residua.SCHEMES.items() if type(scheme) is kind)
+
+
+@cache
+def studied():
+    return load_study("resbench").schemes
+
+
 def results(name: str) -> str:
-    """Return our rows of the results and geometry pages, then the published averages over the eight tasks."""
+    """Return our rows of the pages with results, then the published averages over the eight tasks."""
     mine = set(presets(name))
     parts = []
-    for path, marker, what in (
-        (
-            "results.md",
-            "results",
-            "Ours: validation loss of a 0.6M-parameter language model, five seeds ([setting](../results.md)).",
-        ),
-        (
-            "geometry.md",
-            "ours",
-            "Ours: mean squared error on the geometric tasks, reduced sizes ([setting](../geometry.md)).",
-        ),
-    ):
-        text = (DOCS / path).read_text(encoding="utf-8")
-        lines = re.search(rf"<!-- {marker}: .*?-->\n(.*?)\n<!-- /{marker}", text, re.DOTALL)[1].splitlines()
-        rows = [line for line in lines[2:] if re.match(r"\| `([^:`]+)", line)[1] in mine]
-        if rows:
-            parts.append(what + "\n\n" + "\n".join([*lines[:2], *rows]))
+    for page, mark, about, columns in MEASURED:
+        if rows := measured(name, page, mark, columns):
+            parts.append(f"{about}\n\n{rows}")
     averages: dict[str, dict[str, str]] = {}
     for row in ROWS:
         if row.preset in {*mine, "residual"}:
@@ -294,7 +355,7 @@ def results(name: str) -> str:
         )
     if name in ("edelta", "jpmhc", "mhc", "pooled_householder"):
         parts.append("[Geometry](../geometry.md) has the rows published in arXiv 2605.06729.")
-    return "\n\n".join(parts) or "None yet."
+    return "\n\n".join(parts) or "We have not trained it in a comparison yet."
 
 
 def joined(paragraph: str) -> str:

@@ -102,7 +102,7 @@ def test_schemes_are_values():
     for name, scheme in SCHEMES.items():
         assert describe(scheme())["scheme"] == name
         assert scheme.equation
-        assert scheme.paper.startswith(("arXiv ", "transformers, models/")), "a publication, or code that is one"
+        assert scheme.paper.startswith(("arXiv ", "transformers, models/", "github.com/")), "a publication, or its code"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def run(arguments: Arguments) -> None:
                 "name": name,
                 "equation": scheme.equation,
                 "options": _options(scheme),
-                "paper": scheme.paper,
+                "paper": scheme.source,
                 "state_per_token": state,
                 "parameters_added": added,
                 "not_built": reasons.get(name),

@@ -70,6 +70,10 @@ class AttentionResiduals(SourcesScheme):
         super().__post_init__()
         require_option(self, "heads", self.heads >= 1, "at least 1")
 
+    @property
+    def source(self) -> str:
+        return self.paper if self.heads == 1 else "arXiv 2607.27230"
+
     def preserving(self) -> "AttentionResiduals":
         """Return this scheme with scale="sum": the start is then the plain residual, and not only up to a norm."""
         return replace(self, scale="sum")

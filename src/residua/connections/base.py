@@ -259,7 +259,7 @@ def _described(build: Callable[..., Stream]) -> Callable[..., Stream]:
 class Scheme(ABC):
     """A residual scheme with all its options: a frozen dataclass that is its own configuration.
 
-    equation, paper: shown by `residua schemes`.
+    equation, paper: shown by `residua schemes`, the paper as `source`, which may depend on the options.
     constraint: what h_res of a `Mixing` must be, "doubly stochastic" or "orthogonal"; None without a constraint.
     derived: for an option that may be None, the options from which it is then derived.
     activations: coefficients that are computed as a sublayer computes, in the dtype of autocast; all others are gates
@@ -276,6 +276,11 @@ class Scheme(ABC):
         super().__init_subclass__(**options)
         if "build" in vars(cls):
             cls.build = _described(cls.build)  # type: ignore[method-assign]
+
+    @property
+    def source(self) -> str:
+        """Return where these options come from, such as "arXiv 2601.00417" or "ours, after arXiv 2601.00417"."""
+        return self.paper
 
     @property
     def causal(self) -> bool:

@@ -113,6 +113,11 @@ class GatedDelta(ChannelScheme):
         )
 
     @property
+    def source(self) -> str:
+        coupled = self.erase == "coupled" and self.write == "value"
+        return self.paper if coupled else f"ours, after {self.paper}"
+
+    @property
     def gates(self) -> Mapping[str, GateFacts]:
         if self.erase == "coupled":
             return super().gates

@@ -64,6 +64,10 @@ class GatedOrthogonal(SingleStreamScheme):
         expect_used(self, {"scale": (self.gate != "one", "gate is 'token' or 'static'")})
 
     @property
+    def source(self) -> str:
+        return self.paper if self.gate == "one" else f"ours, after {self.paper}"
+
+    @property
     def gates(self) -> Mapping[str, GateFacts]:
         if self.gate == "one":
             return {}

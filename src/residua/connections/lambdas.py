@@ -65,7 +65,7 @@ class Lambdas(SingleStreamScheme):
     """
 
     equation: ClassVar[str] = "r x + z x0 + p F(norm(r x + z x0))"
-    paper: ClassVar[str] = "arXiv 2003.04887"
+    paper: ClassVar[str] = "github.com/karpathy/nanochat"
     derived: ClassVar[dict[str, tuple[str, ...]]] = {"r_last": ("r",), "z_last": ("z",)}
 
     r: float | None = 1.0

@@ -47,6 +47,10 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
         super().__post_init__()
         require_option(self, "iterations", self.iterations >= 1, "at least 1")
 
+    @property
+    def source(self) -> str:
+        return self.paper if self.head == "sigmoid" else "transformers, models/glm5_next"
+
     def preserving(self) -> ProductionHyperConnections:
         if self.head == "mean" and self.gate_eps:
             raise ValueError(
