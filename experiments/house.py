@@ -1,13 +1,19 @@
-"""The size of the house at two commits: lines, circles of imports, and the time to start. The time of its tests.
+"""The size of the house beside its budget, of the working tree, and the time of its tests.
 
-    python experiments/house.py BEFORE [AFTER]    append two lines to experiments/house.jsonl; AFTER is HEAD by default
-    python experiments/house.py --tests           append a line: `make check` and `make test` of the working tree
+    python experiments/house.py              a table, within ten seconds
+    python experiments/house.py --record     append it to experiments/house.jsonl too
+    python experiments/house.py --tests      append a line: `make check` and `make test`
 
-lines     lines of Python in src/residua, for each package and for the modules beside them
-circles   groups of modules that import each other in a circle, imports inside functions included
-seconds   user time of a process, the median of interleaved rounds: `residua --help`, `import residua`, and
-          `residua train --help`
-tests     for each of the two: what pytest counted, seconds on the wall, and seconds of all processes that it waited for
+lines      of Python in src/residua, by package, and in tests
+rooms      packages directly in src/residua, and the modules beside them
+commands   those that `residua --help` lists
+checks     places that raise, require or expect, for every 1,000 lines of src
+functions  outside kernels: the longest, the highest cyclomatic number (decisions, `and` and `or` among them, plus 1),
+           and how many are over the budget
+seconds    user time of `residua --help`, the median of five
+tests      for each of the two: what pytest counted, seconds on the wall, and seconds of all processes it waited for
+
+Idioms of validation are not counted: a reader has to.
 """
 
 import ast
@@ -18,124 +24,158 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
-
-from residua.provenance import circumstances
-
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "residua"
 RECORD = Path(__file__).with_name("house.jsonl")
-ROUNDS = 7
-STARTS = {
-    "residua --help": ["-m", "residua", "--help"],
-    "import residua": ["-c", "import residua"],
-    "residua train --help": ["-m", "residua", "train", "--help"],
+LONGEST, HIGHEST = 80, 20
+BUDGET = {
+    "lines": 27_500,
+    "lines of tests": 34_000,
+    "rooms": 9,
+    "modules beside them": 4,
+    "commands": 12,
+    "checks per 1,000 lines": 20,
+    "longest function": LONGEST,
+    "functions that are longer": 0,
+    "highest cyclomatic number": HIGHEST,
+    "functions that are higher": 0,
+    "seconds of residua --help": 0.2,
 }
+DECISIONS = (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.Assert, ast.match_case, ast.comprehension)
 
 
-def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout
+class Function(NamedTuple):
+    """A function: the two numbers, and where it is."""
+
+    lines: int
+    cyclomatic: int
+    place: str
 
 
-def lines(root: Path) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for path in (root / "src/residua").rglob("*.py"):
-        first, *rest = path.relative_to(root / "src/residua").parts
-        package = first if rest else "modules"
-        found[package] = found.get(package, 0) + len(path.read_text(encoding="utf-8").splitlines())
-    return dict(sorted(found.items())) | {"all": sum(found.values())}
+def lines(folder: Path) -> dict[str, int]:
+    """Lines of Python below each folder of a folder, and in the modules beside them."""
+    counts: Counter[str] = Counter()
+    for path in folder.rglob("*.py"):
+        first, *rest = path.relative_to(folder).parts
+        counts[first if rest else "modules"] += len(path.read_text(encoding="utf-8").splitlines())
+    return dict(sorted(counts.items()))
 
 
-def circles(root: Path) -> int:
-    """The strongly connected components of more than one module."""
-    source = root / "src"
-    modules = {}
-    for path in source.rglob("*.py"):
-        parts = path.relative_to(source).with_suffix("").parts
-        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    graph = {name: sorted(imported(path, modules) - {name}) for name, path in modules.items()}
-    reach = {name: reached(name, graph) for name in graph}
-    groups = {frozenset({name, *(other for other in reach[name] if name in reach[other])}) for name in graph}
-    return sum(len(group) > 1 for group in groups)
+def nodes() -> Iterator[tuple[Path, ast.AST]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            yield path.relative_to(SOURCE), node
 
 
-def imported(path: Path, modules: dict[str, Path]) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names if f"{node.module}.{alias.name}" in modules}
-            inside = {alias.name for alias in node.names if f"{node.module}.{alias.name}" not in modules}
-            found |= {node.module} if inside else set()
-    return {name for name in found if name in modules}
+def is_check(node: ast.AST) -> bool:
+    """Whether a statement raises, or calls a function whose name begins with require or expect."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        called = node.value.func
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        return name.lstrip("_").startswith(("require", "expect"))
+    return isinstance(node, ast.Raise)
 
 
-def reached(start: str, graph: dict[str, list[str]]) -> set[str]:
-    seen: set[str] = set()
-    waiting = list(graph[start])
-    while waiting:
-        name = waiting.pop()
-        if name not in seen:
-            seen.add(name)
-            waiting += graph[name]
-    return seen
+def cyclomatic(function: ast.AST) -> int:
+    inside = list(ast.walk(function))
+    operators = sum(len(node.values) - 1 for node in inside if isinstance(node, ast.BoolOp))
+    return 1 + operators + sum(isinstance(node, DECISIONS) for node in inside)
 
 
-def user_seconds(arguments: list[str], root: Path) -> float:
-    environment = {**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    subprocess.run([sys.executable, *arguments], check=True, capture_output=True, env=environment)
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+def functions() -> list[Function]:
+    return [
+        Function((node.end_lineno or node.lineno) - node.lineno + 1, cyclomatic(node), f"{path}::{node.name}")
+        for path, node in nodes()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "kernels" not in path.parts
+    ]
+
+
+def help_seconds(rounds: int = 5) -> tuple[float, int]:
+    """User seconds of `residua --help`, and how many commands it lists."""
+    seconds, text = [], ""
+    for _ in range(rounds):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        text = residua_help()
+        seconds.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)
+    return round(statistics.median(seconds), 3), len(re.findall(r"^  [a-z-]+ {2,}\w", text, re.MULTILINE))
+
+
+def residua_help() -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "residua", "--help"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+
+
+def house() -> dict[str, Any]:
+    by_package, all_functions = lines(SOURCE), functions()
+    packages = by_package.keys() - {"modules"}
+    seconds, commands = help_seconds()
+    total, checks = sum(by_package.values()), sum(is_check(node) for _, node in nodes())
+    longest, highest = max(all_functions), max(all_functions, key=lambda function: function.cyclomatic)
+    return {
+        "lines": total,
+        "lines by package": by_package,
+        "lines of tests": sum(lines(ROOT / "tests").values()),
+        "rooms": len(packages),
+        "modules beside them": len(list(SOURCE.glob("*.py"))),
+        "commands": commands,
+        "checks per 1,000 lines": round(1000 * checks / total, 1),
+        "longest function": longest.lines,
+        "functions that are longer": sum(function.lines > LONGEST for function in all_functions),
+        "highest cyclomatic number": highest.cyclomatic,
+        "functions that are higher": sum(function.cyclomatic > HIGHEST for function in all_functions),
+        "seconds of residua --help": seconds,
+        "places": {"longest": longest.place, "highest": highest.place},
+    }
+
+
+def show(record: dict[str, Any]) -> None:
+    print(f"{'':28}{'today':>9}{'budget':>9}")
+    for name, budget in BUDGET.items():
+        print(f"{name:28}{record[name]:>9,}{budget:>9,}{'' if record[name] <= budget else '   over'}")
+    print("longest:", record["places"]["longest"], "  highest:", record["places"]["highest"])
+    print("  ".join(f"{name} {count:,}" for name, count in record["lines by package"].items()))
 
 
 def lane(target: str) -> dict[str, float]:
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(["make", target], capture_output=True, text=True)
-    out = done.stdout
     if done.returncode:
-        print(out[-5000:], file=sys.stderr)  # the record only counts what failed
+        print(done.stdout[-5000:], file=sys.stderr)  # the record only counts what failed
     wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|error)", out)}
+    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
     process = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return counts | {"wall": round(wall, 1), "process": round(process, 1)}
 
 
-def append(record: dict) -> None:
+def append(record: dict[str, Any]) -> None:
+    import torch
+
+    from residua.provenance import circumstances
+
     here = circumstances(torch.device("cpu"))
     record |= {name: here[name] for name in ("date", "python", "torch", "cpu", "load")}
     with RECORD.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-    print(json.dumps(record))
+        file.write(json.dumps({"commit": here["commit"], **record}) + "\n")
 
 
 def main() -> int:
-    if len(sys.argv) not in (2, 3):
+    if sys.argv[1:] == ["--tests"]:
+        append({"tests": {f"make {target}": lane(target) for target in ("check", "test")}})
+        return 0
+    if sys.argv[1:] not in ([], ["--record"]):
         print(__doc__)
         return 2
-    if sys.argv[1:] == ["--tests"]:
-        commit = git("rev-parse", "HEAD").strip()
-        append({"commit": commit, "tests": {f"make {target}": lane(target) for target in ("check", "test")}})
-        return 0
-    with tempfile.TemporaryDirectory() as temporary:
-        roots = {}
-        for revision in (sys.argv[1], sys.argv[2] if len(sys.argv) == 3 else "HEAD"):
-            roots[git("rev-parse", revision).strip()] = root = Path(temporary) / revision
-            git("worktree", "add", "--detach", str(root), revision)
-        try:
-            times: dict[str, dict[str, list[float]]] = {commit: {name: [] for name in STARTS} for commit in roots}
-            for _ in range(ROUNDS):
-                for commit, root in roots.items():
-                    for name, arguments in STARTS.items():
-                        times[commit][name].append(user_seconds(arguments, root))
-            for commit, root in roots.items():
-                seconds = {name: round(statistics.median(found), 3) for name, found in times[commit].items()}
-                append({"commit": commit, "lines": lines(root), "circles": circles(root), "seconds": seconds})
-        finally:
-            for root in roots.values():
-                git("worktree", "remove", "--force", str(root))
+    record = house()
+    show(record)
+    if sys.argv[1:]:
+        append(record)
     return 0
 
 

@@ -1,0 +1,97 @@
+"""What a change of structure must keep: numbers, cases, typed files, scripts that import. guards.json is the record.
+
+`python experiments/guards.py --write cases numbers` writes it; a count that falls is a commit of its own.
+`python experiments/guards.py BASE` compares far more, to the last bit, with another commit.
+"""
+
+import importlib.util
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(path for folder in ("experiments", "benchmarks") for path in (ROOT / folder).glob("*.py"))
+RELATIVE = 1e-6  # float64 all through: processors differ in the last digits, and a changed formula in the first
+pytestmark = pytest.mark.skipif(not SCRIPTS, reason="experiments/ is not in this archive")
+
+
+@pytest.fixture(scope="module")
+def guards():
+    spec = importlib.util.spec_from_file_location("guards", ROOT / "experiments" / "guards.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["guards"] = module  # a process that is spawned gets functions by the name of their module
+    spec.loader.exec_module(module)
+    sys.path.append(str(ROOT / "experiments"))
+    yield module
+    sys.path.remove(str(ROOT / "experiments"))
+    del sys.modules["guards"]
+
+
+@pytest.fixture(scope="module")
+def record(guards):
+    return json.loads(guards.RECORD.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["models", "generation", "converted"])
+def test_numbers_are_the_recorded_ones(guards, record, part):
+    numbers = guards.numbers(part)
+    assert numbers.keys() == record[part].keys()
+    for name, values in numbers.items():
+        assert values.keys() == record[part][name].keys()
+        for key, value in values.items():
+            recorded = record[part][name][key]
+            assert value == (recorded if key == "tokens" else pytest.approx(recorded, rel=RELATIVE)), (name, key)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_copies_compute_the_same(guards):
+    """By deepcopy, by pickle, from a saved folder, and in a process that is spawned."""
+    expected = guards.logits(guards.tiny("ddl-tc", torch.float32))
+    results = dict(guards.copies(("ddl-tc",)))
+    assert [name.split()[1] for name in results] == ["deepcopy", "pickle", "saved", "spawned"]
+    for name, tensors in results.items():
+        assert torch.equal(tensors["logits"], expected), name
+
+
+def test_no_case_is_lost(guards, record, request):
+    config = request.config
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.markexpr or config.option.keyword:
+        pytest.skip("the cases are counted where all tests run")
+    recorded = {name: count for name, count in record["cases"].items() if name != "typed files"}
+    assert guards.fallen(recorded, guards.cases(request.session.items)) == []
+
+
+def test_no_typed_file_is_lost(guards, record):
+    pytest.importorskip("tomllib", reason="Python reads TOML from 3.11 on")
+    assert guards.typed_files() >= record["cases"]["typed files"]
+
+
+def test_a_difference_and_a_fall_are_named(guards):
+    assert guards.differences({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "4", "d": "5"}) == [
+        "gone     c",
+        "changed  b",
+    ]
+    assert guards.fallen({"all": 7, "slow": 2}, {"all": 8, "slow": 1}) == ["slow: 2 before, 1 now"]
+
+
+def test_the_last_bit_a_name_and_a_dtype_change_the_digest(guards):
+    weight = torch.ones(3)
+    tensors = [{"w": weight}, {"w": weight.nextafter(torch.tensor(2.0))}, {"v": weight}, {"w": weight.bfloat16()}]
+    assert len({guards.digest(each) for each in tensors}) == 4
+    assert guards.digest({"w": weight.clone()}) == guards.digest({"w": weight})
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_is_imported(script, monkeypatch):
+    monkeypatch.syspath_prepend(str(script.parent))
+    before = set(sys.modules)
+    runpy.run_path(str(script), run_name="imported")
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and Path(sys.modules[name].__file__).parent == script.parent:
+            del sys.modules[name]
