@@ -78,6 +78,8 @@ def run_study(
         if costs:
             measure_costs(plan, out, rounds=rounds, progress=progress)
         if progress:
+            for (rung, scheme), error in plan.misfits.items():
+                say(f"study: {scheme} is left out at {rung}: {error}")
             say(f"study: {plan.most} runs at most, {len(made.finished)} finished in {out}")
         run_jobs(lambda finished: jobs(plan, finished), made, processes=processes, finish=_finish, progress=progress)
     return plan
@@ -199,8 +201,8 @@ def measure_costs(
     rows = () if again else checked_costs(jsonlines.read(path), str(path))
     known = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
     for rung in plan.rungs:
-        entries = plan.study.schemes.items()
-        missing = [name for name, entry in entries if (rung, name, entry.connection) not in known]
+        connections = {name: plan.study.schemes[name].connection for name in plan.schemes_at(rung)}
+        missing = [name for name, connection in connections.items() if (rung, name, connection) not in known]
         if not missing:
             continue
         names = list(dict.fromkeys([*plan.study.baselines, *missing]))
@@ -259,7 +261,7 @@ def verify(
     require(0 < share <= 1, "--share", "a number above 0, 1 at most", share)
     plan, rows, _ = open_study(out, data)
     finished = {row.get("key"): row for row in rows}
-    found = [run for run in plan.runs(finished) if run.key in finished]
+    found = [run for run in (*plan.runs(finished), *plan.other_points(finished)) if run.key in finished]
     if not found:
         raise InputError(f"{out}: expected finished runs of the study, found none")
     if strange := finished.keys() - {run.key for run in found}:

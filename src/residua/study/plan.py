@@ -4,6 +4,7 @@ A run is identified by its resolved configuration. What a study still needs is a
 """
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -317,8 +318,11 @@ class Plan:
 
     rungs: the sizes at which runs are reported; at others of the study only those that tune. None for all of them.
 
+    `misfits` says why a scheme cannot be built at a size, such as heads that do not divide its width, by size and
+    scheme. It has no runs there, nor at sizes that take their settings from there.
+
     Raises:
-        InputError: a configuration cannot be used, or the data have too few tokens to show each once.
+        InputError: the data have too few tokens to show each once, a size cannot be used, or a scheme at no size.
     """
 
     def __init__(self, study: Study, data: str | Path, rungs: Sequence[str] | None = None):
@@ -345,14 +349,12 @@ class Plan:
                     f"rungs.{rung.name}: needs {needed:,} tokens so that none is seen twice, {self.data} has "
                     f"{len(self.prepared.train):,}; give more text or leave this rung out with --rungs"
                 )
-        for rung in study.rungs.values():  # every configuration is checked before hours are spent on the first
-            for entry in study.schemes.values():
-                config = self._config(rung, entry, {}, 0, 1)
-                if isinstance(config.model, BaseModelConfig):
-                    try:
-                        self.model(config)
-                    except InputError as error:
-                        raise InputError(f"schemes.{entry.name}: {error}") from error
+        self.misfits: dict[tuple[str, str], InputError] = {}
+        for entry in study.schemes.values():  # every configuration is checked before hours are spent on the first
+            errors = {(name, entry.name): error for name in study.rungs if (error := self._misfit(name, entry))}
+            if len(errors) == len(study.rungs):
+                raise next(iter(errors.values()))
+            self.misfits |= errors
         self.tuning(next(rung.name for rung in study.rungs.values() if rung.tuned is None), study.baselines[0], {})
 
     @property
@@ -360,17 +362,22 @@ class Plan:
         """The metadata of the data, with their fingerprint and the hash of the text."""
         return self.prepared.facts
 
+    def schemes_at(self, rung: str) -> list[str]:
+        """The schemes that have runs at a size: it can be built there, and where its settings come from."""
+        sizes = {rung, *self.study.searches(rung)}
+        return [name for name in self.study.schemes if not any((size, name) in self.misfits for size in sizes)]
+
     def runs(self, finished: Mapping[Any, Record]) -> Iterator[Run]:
         """All runs that the study needs, as far as the finished ones tell, in the order of their worth."""
         for rung in self.study.rungs.values():
             chosen = {}
-            for entry in self.study.schemes.values():
+            for scheme in self.schemes_at(rung.name):
                 if rung.name in self.study.searches(rung.name):
-                    yield from self.tuning(rung.name, entry.name, finished)
+                    yield from self.tuning(rung.name, scheme, finished)
                 if rung.name in self.rungs:
-                    chosen[entry.name] = self.chosen(rung.name, entry.name, finished)
-                if chosen.get(entry.name) is not None:
-                    yield from self.reported(rung.name, entry.name, chosen[entry.name])
+                    chosen[scheme] = self.chosen(rung.name, scheme, finished)
+                if chosen.get(scheme) is not None:
+                    yield from self.reported(rung.name, scheme, chosen[scheme])
             for name in self.study.baselines:
                 if chosen.get(name) is not None:
                     for factor in self.study.longer_at(rung.name):
@@ -379,18 +386,56 @@ class Plan:
                 if point is not None:
                     yield from self.reported(rung.name, name, point, seeds=self.study.further_seeds(rung.name, name))
 
+    def other_points(self, finished: Mapping[Any, Record]) -> Iterator[Run]:
+        """The finished runs of points that the search tried and did not choose.
+
+        A study that grows may choose anew, as when more seeds compare the finalists; the runs of its earlier choice
+        stay, and say what the choice is worth.
+        """
+        study = self.study
+        for rung, scheme in itertools.product(self.rungs, study.schemes):
+            if scheme not in self.schemes_at(rung):
+                continue
+            point = self.chosen(rung, scheme, finished)
+            tried = [run.point for run in self.tuning(study.searches(rung)[-1], scheme, finished)]
+            others = {json.dumps(other): other for other in tried if other != point}.values()
+            seeds = [*study.seeds_at(rung), *study.further_seeds(rung, scheme)]
+            factors = (None, *(study.longer_at(rung) if scheme in study.baselines else ()))
+            for other, factor in itertools.product(others, factors):
+                yield from (run for run in self.reported(rung, scheme, other, factor, seeds) if run.key in finished)
+
     @cached_property
     def most(self) -> int:
         """How many runs there can be at most."""
         study, found = self.study, 0
-        schemes, baselines = len(study.schemes), len(study.baselines)
-        for tuning in (study.tuning_at(rung) for rung in study.rungs if rung in study.searches(rung)):
+        for rung in (rung for rung in study.rungs if rung in study.searches(rung)):
+            tuning = study.tuning_at(rung)
+            schemes, baselines = self._counts(rung)
             found += schemes * tuning.runs + baselines * (tuning.baseline_runs - tuning.runs)
             found += schemes * (tuning.finalists * len(tuning.judges) if tuning.finalists > 1 else 0)
         for rung in self.rungs:
+            schemes, baselines = self._counts(rung)
             found += len(study.seeds_at(rung)) * (schemes + baselines * len(study.longer_at(rung)))
-            found += sum(len(study.further_seeds(rung, name)) for name in study.schemes)
+            found += sum(len(study.further_seeds(rung, name)) for name in self.schemes_at(rung))
         return found
+
+    def _counts(self, rung: str) -> tuple[int, int]:
+        """How many schemes a size has, and how many of them are baselines."""
+        schemes = self.schemes_at(rung)
+        return len(schemes), len({*schemes} & {*self.study.baselines})
+
+    def _misfit(self, rung: str, entry: Entry) -> InputError | None:
+        """Why a scheme cannot be built at a size; None where it can."""
+        try:
+            config = self._config(self.study.rungs[rung], entry, {}, 0, 1)
+        except InputError as error:
+            return error
+        if isinstance(config.model, BaseModelConfig):
+            try:
+                self.model(config)
+            except InputError as error:
+                return InputError(f"schemes.{entry.name}: {error}")
+        return None
 
     def tuning(self, rung: str, scheme: str, finished: Mapping[Any, Record]) -> list[Run]:
         """The tuning runs of a scheme at a rung that has a search, as far as the finished ones tell."""
@@ -515,17 +560,18 @@ class Plan:
         steps: int,
         evaluations: int | None = None,
     ) -> RunConfig:
-        known = rung.name, entry.name, entry.parameters_of, json.dumps(dict(point)), seed, steps, evaluations
-        if known not in self._known:
-            own = {
-                "train.seed": seed,
-                "train.steps": steps,
-                "train.warmup_steps": int(self.study.warmup * steps),
-                "train.evaluate_every": max(1, math.ceil(steps / (evaluations or self.study.evaluations))),
-            }
-            config = load_config(self.study.config, [*self._shared(rung, entry), *_overrides({**point, **own})])
-            self._known[known] = config
-        return self._known[known]
+        settings = rung.name, entry.name, entry.parameters_of, json.dumps(dict(point))
+        if settings not in self._known:
+            self._known[settings] = load_config(self.study.config, [*self._shared(rung, entry), *_overrides(point)])
+        config = self._known[settings]
+        train = replace(
+            config.train,
+            seed=seed,
+            steps=steps,
+            warmup_steps=int(self.study.warmup * steps),
+            evaluate_every=max(1, math.ceil(steps / (evaluations or self.study.evaluations))),
+        )
+        return replace(config, train=train)
 
     def model(self, config: RunConfig) -> PreTrainedConfig:
         """The configuration of the model of a run. Raises InputError for a base that cannot be used."""
