@@ -14,11 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from torch import Tensor
 
-from residua.data.batches import HeldOutBatches
-from residua.evaluation.loss import IGNORED_LABEL, held_out_loss
-from residua.experiment import open_run
+from residua.experiment import evaluate, open_run
 from residua.runs import jsonlines
 from residua.runs.figures import COLOURS, plain, save
 from residua.runs.jsonlines import JsonLines
@@ -28,29 +25,10 @@ from residua.study.audit import train_again
 from residua.study.engine import open_study
 
 
-def repeated(inputs: Tensor, labels: Tensor) -> Tensor:
-    """Return where the pair (inputs[t], labels[t]) stands earlier in its row: (batch, seq) of bool."""
-    pairs = inputs * (1 + max(int(inputs.max()), int(labels.max()))) + labels
-    return (pairs.unsqueeze(-1) == pairs.unsqueeze(-2)).tril(-1).any(-1) & (labels != IGNORED_LABEL)
-
-
 def measured(place: Path, step: int) -> Record:
     """The held-out loss of a checkpoint on repeated pairs and on all others, in nats per token."""
-    opened = open_run(place, step, device="cpu")
-    batches = HeldOutBatches(opened.data.validation, 16, opened.config.train.sequence_length)
-    marked = [(inputs, labels, repeated(inputs, labels)) for inputs, labels in batches]
-
-    def loss(wanted: bool) -> Record:
-        part = [(inputs, labels.where(again == wanted, IGNORED_LABEL)) for inputs, labels, again in marked]
-        with opened.precision():
-            return held_out_loss(opened.model, part)
-
-    again, other = loss(True), loss(False)
-    return {
-        "share": again["tokens"] / (again["tokens"] + other["tokens"]),
-        "repeated": again["val_loss"],
-        "other": other["val_loss"],
-    }
+    losses = evaluate(open_run(place, step, device="cpu"))
+    return {"share": losses["repeated_share"], "repeated": losses["repeated_loss"], "other": losses["other_loss"]}
 
 
 def draw(rows: Sequence[Record]) -> Figure:

@@ -138,6 +138,37 @@ def test_a_run_trains_evaluates_and_can_be_opened_again(config, tmp_path):
     assert opened.tokenizer.decode(opened.tokenizer.encode("Text")) == "Text"
 
 
+def test_a_second_held_out_text_is_evaluated_and_changes_no_step(config, text, prepared, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"Another text, with {number} words in it.\n" * 3)
+    own = {"tokenizer": str(prepared.folder / "tokenizer"), "validation_fraction": 0.9, "progress": False}
+    further = prepare(tmp_path / "texts", tmp_path / "further", **own)
+    both = replace(config, data=replace(config.data, further_validation=str(further.folder)))
+    run(config, tmp_path / "alone", progress=False)
+    run(both, tmp_path / "both", progress=False)
+    varying = {"seconds", "tokens_per_second"}
+    alone, rest = [
+        [{key: value for key, value in row.items() if key not in varying} for row in rows(tmp_path / name)]
+        for name in ("alone", "both")
+    ]
+    assert [{key: value for key, value in row.items() if not key.startswith("further_")} for row in rest] == alone
+    assert rest[-1]["further_tokens"] == len(further.validation) - 1
+    assert rest[-1]["further_val_loss"] != rest[-1]["val_loss"]
+    assert {"further_repeated_loss", "further_other_loss", "repeated_loss", "other_loss"} <= rest[-1].keys()
+    facts = json.loads((tmp_path / "both" / "facts.json").read_text())
+    assert facts["data"]["further_validation"]["fingerprint"] == further.fingerprint
+    shutil.rmtree(further.folder)
+    assert evaluate(open_run(tmp_path / "both"))["val_loss"] == pytest.approx(alone[-1]["val_loss"], rel=1e-6)
+
+
+def test_a_second_held_out_text_of_another_tokenizer_is_refused(config, text, tmp_path):
+    other = prepare(text, tmp_path / "other", vocab_size=300, progress=False)
+    both = replace(config, data=replace(config.data, further_validation=str(other.folder)))
+    with pytest.raises(InputError, match=r"data\.further_validation must hold tokens of the tokenizer of"):
+        run(both, tmp_path / "run", progress=False)
+
+
 def test_an_earlier_checkpoint_can_be_opened(config, tmp_path):
     run(config, tmp_path / "run", progress=False)
     earlier = open_run(tmp_path / "run", checkpoint=3, device="cpu")

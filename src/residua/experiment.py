@@ -133,6 +133,11 @@ def run(
                 world_size=shard.members,
             )
         evaluator, subject = _evaluator(config, data, ranks), Subject.of(model)
+        facts = data.facts
+        if config.data.further_validation is not None:
+            further = _further_validation(config.data.further_validation, data)
+            facts = {**facts, "further_validation": further.facts}
+            evaluator = _with_further(evaluator, _evaluator(config, further, ranks))
         return train(
             model,
             batches,
@@ -140,7 +145,7 @@ def run(
             held,
             evaluate=evaluator,
             observe=gate_quantiles if has_gates(subject.stream, subject.dim) else None,
-            facts=data.facts,
+            facts=facts,
             progress=progress,
             ranks=ranks,
         )
@@ -151,6 +156,8 @@ def resolved(config: RunConfig) -> RunConfig:
     model, data = config.model, config.data
     if data.path is not None:  # so that the run can be opened from any working directory
         data = replace(data, path=str(Path(data.path).resolve()))
+    if data.further_validation is not None:
+        data = replace(data, further_validation=str(Path(data.further_validation).resolve()))
     if isinstance(model, BaseModelConfig):
         base = Path(model.base).resolve()
         own = data.tokenizer == model.base
@@ -411,6 +418,24 @@ def _evaluator(
     return lambda model: held_out_loss(
         model, shard_batches(batches, ranks.rank, ranks.world_size), bytes=data.validation_bytes, gather=ranks.gather
     )
+
+
+def _further_validation(path: str, data: PreparedData) -> PreparedData:
+    """Open the second held-out text of a run. Raises InputError unless the tokenizer of `data` made its tokens."""
+    further = PreparedData.open(path)
+    if further.facts["tokenizer_fingerprint"] != data.facts["tokenizer_fingerprint"]:
+        raise InputError(
+            f"data.further_validation must hold tokens of the tokenizer of {data.folder}, got those of another in "
+            f"{path}; prepare its text with: residua prepare --tokenizer {data.folder / 'tokenizer'}"
+        )
+    return further
+
+
+def _with_further(
+    evaluator: Callable[[torch.nn.Module], dict[str, float]], further: Callable[[torch.nn.Module], dict[str, float]]
+) -> Callable[[torch.nn.Module], dict[str, float]]:
+    """Evaluate on a second text too, whose numbers are named further_val_loss and so on."""
+    return lambda model: {**evaluator(model), **{f"further_{name}": value for name, value in further(model).items()}}
 
 
 def _data(config: DataConfig, folder: Path, *, restart: bool, progress: bool) -> PreparedData:

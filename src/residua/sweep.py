@@ -17,6 +17,7 @@ from typing import Any
 from residua.checks import require
 from residua.data import PreparedData
 from residua.errors import Diverged, InputError, extra
+from residua.evaluation.loss import transition
 from residua.experiment import open_or_prepare, run
 from residua.runs.durable import remove, write_text
 from residua.runs.folder import FREE_KEYS, RunFolder, flatten, read_object, writable
@@ -383,7 +384,13 @@ def train_point(
     names = ("val_loss", "loss", "tokens", "seconds", "tokens_per_second")
     facts = read_object(folder.facts)
     curve = [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row]
-    return record | finite({name: result[name] for name in names}) | {"curve": curve, "facts": facts}
+    record |= finite({name: result[name] for name in names}) | {"curve": curve, "facts": facts}
+    for prefix in ("", "further_"):
+        names = "step", f"{prefix}repeated_loss", f"{prefix}other_loss"
+        if split := [[row[name] for name in names] for row in rows if row.get(names[1]) is not None]:
+            record |= {f"{prefix}split": split, f"{prefix}transition": transition(split)}
+    further = [[row["step"], row["further_val_loss"]] for row in rows if "further_val_loss" in row]
+    return record | ({"further_curve": further} if further else {})
 
 
 def _job(sweep: Sweep, data: str | None, text: str, seed: int) -> Job:

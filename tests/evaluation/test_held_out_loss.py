@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from residua.errors import InputError
-from residua.evaluation.loss import held_out_loss
+from residua.evaluation.loss import COPYING, held_out_loss, repeated, transition
+from support.pages import records
 
 VOCABULARY = 7
 
@@ -101,3 +102,54 @@ def test_no_label_is_an_input_error(batches):
 def test_no_bytes_is_an_input_error():
     with pytest.raises(InputError, match="bytes"):
         held_out_loss(Bigram(), [], bytes=0)
+
+
+def test_a_label_is_repeated_if_its_pair_stands_earlier_in_the_same_row():
+    tokens = text(400).reshape(8, 50)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    labels[2, 5:9] = labels[:, 40:] = -100
+    pairs = [list(zip(one.tolist(), two.tolist())) for one, two in zip(inputs, labels)]
+    expected = [[b != -100 and (a, b) in row[:t] for t, (a, b) in enumerate(row)] for row in pairs]
+    assert repeated(inputs, labels).tolist() == expected
+    assert any(map(any, expected))
+
+
+def test_the_losses_on_repeated_and_other_labels_are_parts_of_the_whole():
+    model, tokens = Bigram(), text(61)
+    inputs, labels = tokens[None, :-1], tokens[None, 1:]
+    batches = [(inputs[:, :40], labels[:, :40]), (inputs[:, 40:], labels[:, 40:])]
+    result = held_out_loss(model, batches)
+    again = [repeated(*batch) for batch in batches]
+    for name, wanted in (("repeated_loss", True), ("other_loss", False)):
+        part = [(one, two.where(mask == wanted, -100)) for (one, two), mask in zip(batches, again)]
+        assert result[name] == pytest.approx(held_out_loss(model, part)["val_loss"], rel=1e-12)
+    share = result["repeated_share"]
+    assert share == sum(int(mask.sum()) for mask in again) / 60
+    assert share * result["repeated_loss"] + (1 - share) * result["other_loss"] == pytest.approx(result["val_loss"])
+
+
+def test_without_labels_of_both_kinds_the_losses_are_not_split():
+    result = held_out_loss(Bigram(), [(torch.tensor([[0, 1, 2]]), torch.tensor([[1, 2, 3]]))])
+    assert "repeated_loss" not in result
+
+
+@pytest.mark.parametrize(
+    ("points", "step"),
+    [
+        ([(100, 4.2, 4.6), (200, 3.5, 4.4)], None),
+        ([(100, 4.2, 4.7), (200, 2.2, 4.7), (300, 2.0, 4.5)], 150.0),
+        ([(100, 1.0, 4.0)], 100.0),
+    ],
+)
+def test_the_transition_is_where_repeated_labels_become_much_easier(points, step):
+    assert transition(points) == (step if step is None else pytest.approx(step))
+
+
+def test_the_bound_of_the_transition_lies_between_the_runs_that_copy_and_those_that_do_not():
+    """By eye in docs/resbench-repeats.png: the baselines do not copy at their end, the other four do."""
+    ends = {row["scheme"]: row["points"][-1] for row in records("resbench/repeats.jsonl")}
+    leads = {scheme: point["other"] - point["repeated"] for scheme, point in ends.items()}
+    copying = {scheme for scheme, lead in leads.items() if lead > COPYING}
+    assert leads.keys() - copying == {"residual", "lambdas"}
+    assert max(leads[name] for name in leads.keys() - copying) < 0.9
+    assert min(leads[name] for name in copying) > 1.8

@@ -72,6 +72,9 @@ def test_the_same_command_makes_nothing_twice_and_reports(finished, data, capsys
     out = finished / "out"
     before = (out / "records.jsonl").read_bytes()
     assert len(before.splitlines()) == 6
+    for row in map(json.loads, before.splitlines()):
+        assert [step for step, *_ in row["split"]] == [step for step, _ in row["curve"]]
+        assert row["transition"] is None
     argv = ["study", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--no-costs"]
     assert main(argv) == 0
     assert (out / "records.jsonl").read_bytes() == before

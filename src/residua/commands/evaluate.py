@@ -17,6 +17,8 @@ NAMES = {
     "val_loss": "validation loss (nats per token)",
     "perplexity": "perplexity",
     "bits_per_byte": "bits per byte",
+    "repeated_loss": "loss on labels whose pair came before",
+    "other_loss": "loss on all other labels",
     "tokens": "held-out tokens",
 }
 
@@ -56,7 +58,7 @@ def run(arguments: Arguments) -> None:
         print_json(finite(result))
         return
     cells = {key: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for key, value in result.items()}
-    print_table(["what", arguments.run], [[name, cells[key]] for key, name in NAMES.items()])
+    print_table(["what", arguments.run], [[name, cells[key]] for key, name in NAMES.items() if key in cells])
 
 
 def _score(arguments: Arguments) -> None:

@@ -17,6 +17,7 @@ LOCK = ".lock"
 LOGGING_KEYS = frozenset({"train.connections_every", "train.tensorboard", "train.wandb"})
 """Settings that only affect logging. Runs that differ in nothing else are treated as equal."""
 FREE_KEYS = LOGGING_KEYS | {
+    "data.further_validation",
     "data.path",
     "data.tokenizer_fingerprint",
     "model.base",

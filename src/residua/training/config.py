@@ -116,6 +116,9 @@ class DataConfig(_Section):
     tokenizer: str = _setting("bpe", "bpe, byte, or a tokenizer's folder")
     vocab_size: int = _setting(2048, "entries of a trained BPE tokenizer")
     validation_fraction: float = _setting(0.05, "fraction of the text that is held out")
+    further_validation: str | None = _setting(
+        None, "folder written by `residua prepare` with the same tokenizer; its held-out text is evaluated too"
+    )
 
     def __post_init__(self) -> None:
         self._check_types()
