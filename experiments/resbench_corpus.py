@@ -8,6 +8,13 @@ The text itself is not redistributed.
     apt-get update
     python experiments/resbench_corpus.py resbench.jsonl
     residua prepare --source resbench.jsonl --out data/resbench --vocab-size 2048 --validation-fraction 0.001
+
+With `--without resbench.jsonl` it makes a second held-out text: the beginnings of pages of other packages, at most
+`MOST` of each so that no package weighs much, without the paragraphs of the first text.
+
+    python experiments/resbench_corpus.py further.jsonl --without resbench.jsonl
+    residua prepare --source further.jsonl --out data/further --validation-fraction 0.999 \\
+        --tokenizer data/resbench/tokenizer
 """
 
 import argparse
@@ -35,6 +42,17 @@ openmpi-doc postfix-doc postgresql-doc-15 python-astropy-doc python-dask-doc pyt
 python-scipy-doc python-sklearn-doc python-sqlalchemy-doc python-statsmodels-doc python-sympy-doc python-xarray-doc
 python3.11-doc qtbase5-doc-html r-doc-html r-doc-info
 """.split()  # noqa: SIM905
+FURTHER = """
+aptitude-doc-en beets-doc borgbackup-doc brz-doc buildbot-doc cargo-doc ceilometer-doc clisp-doc courier-doc crystal-doc
+csound-doc dbus-1-doc dblatex-doc docker-doc docutils-doc doxygen-doc dpdk-doc ecasound-doc fai-doc ffmpeg-doc flex-doc
+fontforge-doc form-doc freetds-doc frr-doc ganeti-doc gettext-doc ghostscript-doc gnuradio-doc gnutls-doc gprolog-doc
+gpsbabel-doc gretl-doc groonga-doc guile-3.0-doc h2o-doc haproxy-doc heat-doc lilypond-doc-html mailman3-doc ntpsec-doc
+python-celery-doc python-flask-doc python-mpmath-doc python-tornado-doc python-werkzeug-doc rsyslog-doc scons-doc
+shorewall-doc slurm-wlm-doc sphinx-doc sqlite3-doc swi-prolog-doc tcl8.6-doc tk8.6-doc twisted-doc vim-doc yade-doc
+zsh-doc
+""".split()  # noqa: SIM905
+MOST, BEGINNING = 30, 1000
+"""Of the second text: documents of a package, evenly spread over its pages, and characters of each."""
 SHORTEST = 60
 """Characters below which a paragraph is a heading, a button or an entry of a list."""
 COMMON = re.compile(
@@ -127,6 +145,39 @@ def files(folder: Path) -> Iterator[Path]:
             yield path
 
 
+def documents(folder: Path, seen: set[bytes]) -> Iterator[str]:
+    """The texts of an unpacked package's files, without paragraphs that are `seen`, which grows."""
+    for path in files(folder):
+        try:
+            parts = [part for part in paragraphs(path.name, path.read_bytes()) if prose(part)]
+        except (OSError, EOFError, ValueError, AssertionError):
+            continue
+        new = []
+        for part in parts:
+            if key(part) not in seen:
+                seen.add(key(part))
+                new.append(part)
+        text = "\n\n".join(new)
+        if len(text) >= 200:
+            yield text
+
+
+def key(paragraph: str) -> bytes:
+    """What is equal for paragraphs that differ in white space alone."""
+    return hashlib.blake2b(" ".join(paragraph.split()).encode(), digest_size=12).digest()
+
+
+def keys(path: Path) -> set[bytes]:
+    """Those of all paragraphs of a text."""
+    with path.open(encoding="utf-8") as file:
+        return {key(part) for line in file for part in json.loads(line)["text"].split("\n\n")}
+
+
+def beginning(text: str) -> str:
+    """The first `BEGINNING` characters, up to the end of a word."""
+    return text if len(text) <= BEGINNING else text[:BEGINNING].rsplit(None, 1)[0]
+
+
 def licences(folder: Path, debs: Path) -> list[str]:
     """The names in an unpacked package's copyright file, which may be that of a package it depends on."""
     for path in sorted(folder.glob("usr/share/doc/*")):
@@ -184,13 +235,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--debs", type=Path, help="a folder that keeps the downloaded packages")
+    parser.add_argument("--without", type=Path, metavar="FILE", help="make the second text, without what this one has")
     arguments = parser.parse_args()
-    seen: set[bytes] = set()
+    seen = set() if arguments.without is None else keys(arguments.without)
     digest, size, facts, missing = hashlib.sha256(), 0, {}, []
     with arguments.out.open("wb") as out, tempfile.TemporaryDirectory() as temporary:
         debs = (arguments.debs or Path(temporary) / "debs").resolve()
         debs.mkdir(parents=True, exist_ok=True)
-        for package in PACKAGES:
+        for package in PACKAGES if arguments.without is None else FURTHER:
             found = downloaded(package, debs)
             if found is None:
                 missing.append(package)
@@ -198,24 +250,15 @@ def main() -> None:
             version = found.name.split("_")[1].replace("%3a", ":")
             with tempfile.TemporaryDirectory() as home:
                 subprocess.run(["dpkg-deb", "-x", str(found), home], check=True)
-                characters = 0
-                for path in files(Path(home)):
-                    try:
-                        parts = [part for part in paragraphs(path.name, path.read_bytes()) if prose(part)]
-                    except (OSError, EOFError, ValueError, AssertionError):
-                        continue
-                    new = []
-                    for part in parts:
-                        key = hashlib.blake2b(" ".join(part.split()).encode(), digest_size=12).digest()
-                        if key not in seen:
-                            seen.add(key)
-                            new.append(part)
-                    text = "\n\n".join(new)
-                    if len(text) >= 200:
-                        line = (json.dumps({"text": text}, ensure_ascii=False) + "\n").encode()
-                        digest.update(line)
-                        out.write(line)
-                        characters += len(text)
+                texts = list(documents(Path(home), seen))
+                if arguments.without is not None:
+                    chosen = [texts[number * len(texts) // MOST] for number in range(MOST)] if texts[MOST:] else texts
+                    texts = [beginning(text) for text in chosen]
+                characters = sum(map(len, texts))
+                for text in texts:
+                    line = (json.dumps({"text": text}, ensure_ascii=False) + "\n").encode()
+                    digest.update(line)
+                    out.write(line)
                 if characters:
                     facts[package] = {
                         "version": version,
