@@ -135,6 +135,8 @@ SEAMS = [
             "set_verbosity",
         ),
     ),
+    Seam("transformers.utils.is_flash_attn_2_available", "attention that is not installed is replaced"),
+    Seam("transformers.utils.is_flash_attn_3_available", "attention that is not installed is replaced"),
     Seam(
         "transformers.utils.output_capturing",
         "hooks that it leaves on a converted model are removed",
