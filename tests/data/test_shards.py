@@ -358,10 +358,10 @@ def test_out_must_be_new_or_empty(source, tmp_path):
     (tmp_path / "empty").mkdir()
     prepare(source, tmp_path / "empty", tokenizer="byte")
     before = contents(tmp_path / "empty")
-    with pytest.raises(InputError, match="expected a new or empty folder, got"):
+    with pytest.raises(InputError, match="must be a new or empty folder, got"):
         prepare(source, tmp_path / "empty", tokenizer="byte")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(InputError, match="expected a new or empty folder, got"):
+    with pytest.raises(InputError, match="must be a new or empty folder, got"):
         prepare(source, tmp_path / "file", tokenizer="byte")
     with pytest.raises(InputError, match="cannot be made here"):
         prepare(source, tmp_path / "file" / "below", tokenizer="byte")

@@ -1,16 +1,16 @@
-"""Durable writing: the old content or the new, through links and devices as they are, and no planted link followed."""
+"""Durable writing: the old content or the new, and neither a link nor a device in its place is written to."""
 
 import os
 import signal
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import pytest
 
+from residua.errors import InputError
 from residua.runs import durable
 from residua.runs.durable import replacing, unfinished, write_bytes, write_text
+from residua.runs.folder import hold
 
 KILLED = """
 import os, signal, sys
@@ -50,64 +50,12 @@ def test_a_new_file_has_the_mode_of_any_other(tmp_path):
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_no_link_under_a_guessed_name_is_followed(tmp_path, monkeypatch):
-    victim, path = tmp_path / "victim", tmp_path / "file"
-    victim.write_text("precious")
-    (tmp_path / ".file.partial").symlink_to(victim)
-    write_text(path, "new")
-    assert (path.read_text(), victim.read_text()) == ("new", "precious")
-    # Even if a name was guessed: the file is made, or nothing is written.
-    monkeypatch.setattr(durable.secrets, "token_hex", lambda count: "0" * 2 * count)
-    (tmp_path / ".file.00000000.partial").symlink_to(victim)
-    with pytest.raises(FileExistsError):
-        write_text(path, "newer")
-    with pytest.raises(FileExistsError), unfinished(path):
-        pass
-    assert (path.read_text(), victim.read_text()) == ("new", "precious")
-
-
 def test_temporary_names_differ(tmp_path):
     seen = set()
     for _ in range(5):
         with replacing(tmp_path / "file"):
             seen.update(name for name in names(tmp_path) if name.endswith(".partial"))
     assert len(seen) == 5
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
-def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    process = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
-    assert process.returncode == -signal.SIGKILL
-    (stale,) = tmp_path.glob(".*.partial")
-    assert stale.read_text() == "half"
-    assert path.read_text() == "old"
-    write_text(path, "new")
-    assert names(tmp_path) == ["file"]
-    assert path.read_text() == "new"
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
-def test_a_folder_that_a_killed_writer_left_is_removed_by_the_next_one_and_no_other(tmp_path):
-    path = tmp_path / "folder"
-    code = (
-        KILLED.replace("replacing", "unfinished")
-        .replace("file.write(b", "(file / 'a').write_text(")
-        .replace("    file.flush()\n", "")
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -signal.SIGKILL
-    assert len(list(tmp_path.glob(".folder.*.partial"))) == 1
-    with unfinished(path) as temporary:
-        assert list(tmp_path.iterdir()) == [temporary]
-        (temporary / "file").write_text("ours")
-        with unfinished(path) as other:  # of a second writer, which is done first
-            assert temporary.is_dir()
-            (other / "file").write_text("theirs")
-        assert (path / "file").read_text() == "theirs"
-        durable.remove(path)
-    assert names(tmp_path) == ["folder"]
-    assert (path / "file").read_text() == "ours"
 
 
 def test_a_writer_at_work_keeps_its_partial_file(tmp_path):
@@ -118,69 +66,6 @@ def test_a_writer_at_work_keeps_its_partial_file(tmp_path):
         assert path.read_text() == "quick"
     assert path.read_text() == "slow"
     assert names(tmp_path) == ["file"]
-
-
-def test_a_link_stays_and_its_file_is_replaced(tmp_path):
-    (tmp_path / "there").mkdir()
-    target, link = tmp_path / "there" / "target", tmp_path / "link"
-    target.write_text("old")
-    link.symlink_to(target)
-    write_text(link, "new")
-    assert link.is_symlink()
-    assert target.read_text() == "new"
-    assert names(tmp_path / "there") == ["target"]
-    target.unlink()
-    write_text(link, "made")
-    assert link.is_symlink()
-    assert target.read_text() == "made"
-
-
-def test_a_link_to_itself_and_a_folder_are_refused(tmp_path):
-    loop = tmp_path / "loop"
-    loop.symlink_to(loop)
-    for path in (loop, tmp_path):
-        with pytest.raises(OSError, match=r"links|directory"):
-            write_text(path, "x")
-    assert loop.is_symlink()
-    assert names(tmp_path) == ["loop"]
-
-
-@pytest.mark.skipif(not Path("/dev/null").exists(), reason="this system has no device nodes")
-def test_a_device_is_written_to_and_stays(tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to("/dev/null")
-    before = os.stat("/dev/null")
-    for path in (Path("/dev/null"), link):
-        write_text(path, "nothing")
-    after = os.stat("/dev/null")
-    assert (before.st_ino, before.st_rdev) == (after.st_ino, after.st_rdev)
-    assert link.is_symlink()
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_a_named_pipe_is_written_to_and_stays(tmp_path):
-    path, read = tmp_path / "pipe", []
-    os.mkfifo(path)
-    reader = threading.Thread(target=lambda: read.append(path.read_bytes()))
-    reader.start()
-    write_bytes(path, b"through")
-    reader.join()
-    assert read == [b"through"]
-    assert path.is_fifo()
-
-
-@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="this system has no /dev/stdout")
-@pytest.mark.parametrize("into", ["pipe", "file"])
-def test_standard_output_keeps_what_else_is_printed(into, tmp_path):
-    code = (
-        "from pathlib import Path; from residua.runs.durable import write_text; print('before'); "
-        "write_text(Path('/dev/stdout'), 'content\\n'); print('after')"
-    )
-    out = tmp_path / "out"
-    with out.open("wb") as file:
-        target = file if into == "file" else subprocess.PIPE
-        done = subprocess.run([sys.executable, "-c", code], check=True, stdout=target)
-    assert (out.read_bytes() if into == "file" else done.stdout) == b"before\ncontent\nafter\n"
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -207,10 +92,55 @@ def test_partials_of_every_kind_are_removed_without_following_a_link(tmp_path):
     (outside / "file").write_text("precious")
     run = tmp_path / "run"
     run.mkdir()
-    (run / ".step-3.partial").symlink_to(outside)
-    (run / ".step-4.partial").mkdir()
-    (run / ".step-4.partial" / "file").write_text("half")
+    (run / ".step-3.0123abcd.partial").symlink_to(outside)
+    (run / ".step-4.89abcdef.partial").mkdir()
+    (run / ".step-4.89abcdef.partial" / "file").write_text("half")
     (run / ".facts.json.0123abcd.partial").write_text("half")
     durable.remove_partials(run)
     assert names(run) == []
     assert (outside / "file").read_text() == "precious"
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
+def test_what_a_killed_writer_left_is_removed_by_the_next_holder_of_the_folder(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    process = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+    assert process.returncode == -signal.SIGKILL
+    (stale,) = tmp_path.glob(".*.partial")
+    assert (stale.read_text(), path.read_text()) == ("half", "old")
+    with hold(tmp_path, own=["file"]):
+        assert names(tmp_path) == [".lock", "file"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+@pytest.mark.parametrize("target", ["victim", "nowhere", "link"])
+def test_a_link_is_refused_in_one_line(target, tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    with pytest.raises(InputError, match=rf"link: must be no link, .* got one to .*{target}; remove it"):
+        write_text(tmp_path / "link", "new")
+    assert names(tmp_path) == ["link", "victim"]
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_folder_and_a_device_are_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # never a device of the system: root can replace it
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(OSError, match="must be a file"):
+            write_text(tmp_path / name, "x")
+    assert (tmp_path / "pipe").is_fifo()
+    assert names(tmp_path) == ["folder", "pipe"]
+
+
+def test_the_hidden_files_of_a_folder_stay_in_it(tmp_path):
+    (tmp_path / "clone" / ".git").mkdir(parents=True)
+    (tmp_path / "clone" / ".gitattributes").write_text("theirs")
+    with unfinished(tmp_path / "clone") as temporary:
+        (temporary / "file").write_text("x")
+        assert names(tmp_path / "clone") == [".git", ".gitattributes"]
+    assert names(tmp_path) == ["clone"]
+    assert names(tmp_path / "clone") == [".git", ".gitattributes", "file"]

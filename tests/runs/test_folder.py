@@ -50,21 +50,32 @@ def test_a_holder_may_wait_for_a_process_that_is_ending(tmp_path):
 def test_a_holder_removes_what_killed_writers_left(tmp_path):
     (tmp_path / ".lock").write_text("")
     (tmp_path / ".facts.json.0123abcd.partial").write_text("half")
-    (tmp_path / ".step-1.partial").mkdir()
+    (tmp_path / ".step-1.0123abcd.partial").mkdir()
     (tmp_path / "mine").write_text("mine")
-    with hold(tmp_path):
+    with hold(tmp_path, own=["mine"]):
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "mine"]
 
 
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".mine.partial").write_text("mine")
-    refused = "expected a new or empty folder, found other files in it; go away"
+    refused = "must be a new or empty folder, got one with other files in it; go away"
     with pytest.raises(InputError, match=refused), hold(tmp_path, hint="go away"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.partial", "mine"]
     with hold(tmp_path, own=["mine"]):
         pass
+
+
+def test_a_lock_makes_no_folder_ours(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".lock").touch()
+    with pytest.raises(InputError, match="must be a new or empty folder"), hold(tmp_path):
+        pass
+    (tmp_path / "mine").rename(tmp_path / ".DS_Store")
+    with hold(tmp_path):
+        pass
+    assert (tmp_path / ".DS_Store").read_text() == "mine"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
@@ -73,7 +84,7 @@ def test_a_planted_lock_is_not_followed(tmp_path):
     victim.write_text("precious")
     folder.mkdir()
     (folder / ".lock").symlink_to(victim)
-    with pytest.raises(InputError, match="expected a folder to write in"), hold(folder):
+    with pytest.raises(InputError, match=r"\.lock: must be no link"), hold(folder):
         pass
     assert victim.read_text() == "precious"
 
@@ -107,14 +118,14 @@ def test_a_file_that_is_no_json_object(content, tmp_path):
         read_object(tmp_path / "facts.json")
 
 
-def test_a_new_folder_is_not_there_or_empty_and_not_where_one_stands(tmp_path, monkeypatch):
+def test_a_new_folder_is_not_there_or_empty(tmp_path, monkeypatch):
     assert new_folder(tmp_path / "new") == tmp_path / "new"
     (tmp_path / "empty").mkdir()
     assert new_folder(tmp_path / "empty", "--out") == tmp_path / "empty"
     monkeypatch.chdir(tmp_path / "empty")
-    with pytest.raises(InputError, match="--out: expected another folder than the working directory"):
-        new_folder(".", "--out")
+    (tmp_path / "empty" / ".gitattributes").touch()
+    assert new_folder(".", "--out") == tmp_path / "empty"
     (tmp_path / "file").touch()
     for used in (tmp_path, tmp_path / "file"):
-        with pytest.raises(InputError, match="expected a new or empty folder, got"):
+        with pytest.raises(InputError, match="folder must be a new or empty folder, got"):
             new_folder(used)

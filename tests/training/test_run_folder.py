@@ -1,13 +1,17 @@
+import json
 import os
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 import yaml
 
-from residua.errors import InputError
+from residua.errors import InputError, RunError
 from residua.runs.durable import write_bytes, write_text
-from residua.training import claim, log, read_metrics, train
+from residua.runs.folder import hold
+from residua.training import claim, latest_checkpoint, log, read_metrics, train
+from residua.training import folder as folder_module
 from support.toy_language_model import ToyBatches, ToyModel, toy_config
 
 
@@ -21,7 +25,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path, fit):
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path, fit):
     (tmp_path / "config.yaml").write_text("mine")
-    with pytest.raises(InputError, match=r"expected a new or empty folder, found other files"):
+    with pytest.raises(InputError, match=r"must be a new or empty folder, got one with other files"):
         fit(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
     assert (tmp_path / "config.yaml").read_text() == "mine"
@@ -187,3 +191,122 @@ def test_a_run_that_fails_after_its_first_rows_keeps_its_folder(tmp_path, fit):
     with pytest.raises(MemoryError):
         fit(tmp_path / "run", batches=Failing())
     assert {"config.yaml", "facts.json", "metrics.jsonl"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+def _starts(folder):
+    with suppress(InputError):
+        train(ToyModel(), ToyBatches(pause=0.01), toy_config(), folder, progress=False)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_of_two_runs_that_start_on_one_new_folder_the_refused_one_takes_nothing_back(made, tmp_path, start, rows):
+    """It waits for the folder, and then finds what the other one has written in the meantime."""
+    folder = tmp_path / "run"
+    if made:
+        folder.mkdir()
+    processes = [start(_starts, folder) for _ in range(2)]
+    for process in processes:
+        process.join()
+    assert [row["step"] for row in rows(folder)] == list(range(1, 13))
+    assert latest_checkpoint(folder).step == 12
+    assert {"config.yaml", "facts.json"} <= {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_what_is_written_while_a_run_waits_for_its_folder_stays(made, tmp_path, fit, monkeypatch):
+    """The same in one process: the other run ends in the moment before this one gets the lock."""
+    folder = tmp_path / "run"
+    if made:
+        folder.mkdir()
+
+    def other_first(*arguments, **options):
+        monkeypatch.undo()
+        fit(folder)
+        return hold(*arguments, **options)
+
+    monkeypatch.setattr(folder_module, "hold", other_first)
+    with pytest.raises(InputError, match="holds a run already"):
+        fit(folder)
+    assert latest_checkpoint(folder).step == 12
+    assert {"config.yaml", "facts.json", "metrics.jsonl"} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_folder_with_hidden_files_alone_is_new(tmp_path, fit):
+    (tmp_path / ".DS_Store").write_text("theirs")
+    assert fit(tmp_path)["step"] == 12
+    assert (tmp_path / ".DS_Store").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "study.json"])
+def test_the_folder_of_a_sweep_is_no_place_for_a_run(name, tmp_path, fit):
+    for written in (".lock", name, "settings.json"):
+        (tmp_path / written).touch()
+    with pytest.raises(InputError, match="must be a new or empty folder"):
+        fit(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+@pytest.mark.parametrize("when", ["at the start", "between"])
+def test_an_owner_may_link_the_checkpoints_to_another_disk(when, tmp_path, fit, rows):
+    folder, scratch = tmp_path / "run", tmp_path / "scratch"
+    folder.mkdir()
+    if when == "at the start":
+        scratch.mkdir()
+        (folder / "checkpoints").symlink_to(scratch)
+    fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
+    if when == "between":
+        (folder / "checkpoints").rename(scratch)
+        (folder / "checkpoints").symlink_to(scratch)
+    assert fit(folder, resume=True)["step"] == 12
+    assert (scratch / "step-12").is_dir()
+    assert [row["step"] for row in rows(folder)] == list(range(1, 13))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+@pytest.mark.parametrize("when", ["before it resumes", "while it runs"])
+def test_checkpoints_never_land_in_another_folder_by_a_planted_link(when, tmp_path, fit):
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir()
+
+    def plant():
+        (folder / "checkpoints").rename(tmp_path / "moved")
+        (folder / "checkpoints").symlink_to(outside)
+
+    class Planting(ToyBatches):
+        def at(self, index):
+            if index == 5:
+                plant()
+            return super().at(index)
+
+    if when == "while it runs":
+        with pytest.raises(RunError, match="checkpoints has become a link"):
+            fit(folder, batches=Planting(), checkpoint_every=4)
+    else:
+        fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
+        plant()
+        with pytest.raises(InputError, match="checkpoints: must hold a checkpoint of this run, as it is a link"):
+            fit(folder, resume=True)
+    assert not list(outside.iterdir())
+
+
+def test_a_finished_run_whose_last_row_is_cut_says_so(tmp_path, fit):
+    fit(tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"metrics\.jsonl: must end with step 12, as .* finished, got step 11"):
+        fit(tmp_path / "run", resume=True)
+
+
+def test_a_finished_run_is_trained_on_and_says_what_its_schedule_does(tmp_path, fit, rows, capsys):
+    folder = tmp_path / "run"
+    fit(folder)
+    capsys.readouterr()
+    with pytest.raises(InputError, match=r"train\.steps was 12, is 10"):
+        fit(folder, resume=True, steps=10)
+    assert fit(folder, resume=True, steps=16)["step"] == 16
+    said = capsys.readouterr().err
+    assert "after its last step, 12, this run goes on to 16: its learning rate rises again, to " in said
+    assert [row["step"] for row in rows(folder)] == list(range(1, 17))
+    assert fit(folder, resume=True, steps=16)["step"] == 16
+    assert json.loads((folder / "facts.json").read_text())["resumed"][0]["steps_before"] == 12

@@ -20,6 +20,7 @@ from residua.analysis.watch import ConnectionRecord
 from residua.connections import PRESETS, GateFacts, Mixing, RankOne, describe
 from residua.errors import InputError
 from residua.provenance import circumstances
+from residua.runs.durable import unlinked
 from residua.runs.progress import say
 
 if TYPE_CHECKING:
@@ -103,9 +104,10 @@ class Trace:
         """Save the trace in the folder of its run or model; where that cannot be written, say so and return None."""
         path = archive.place(folder, self.facts["checkpoint"])
         try:
+            unlinked(path.parent)
             return self.save(path)
-        except OSError as error:
-            say(f"{path}: the trace is not kept: {error.strerror or error}")
+        except (OSError, InputError) as error:
+            say(f"{path}: the trace is not kept: {getattr(error, 'strerror', None) or error}")
             return None
 
     @classmethod

@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from itertools import count
+from pathlib import Path
 from typing import Any, get_args
 
 from residua.commands.base import Arguments, Parser, SubCommand, add_json, print_json, whole
@@ -140,7 +141,7 @@ def measure(module: str, kind: str, arguments: Arguments) -> int:
         lines = None
         if arguments.out is not None:
             with writable(arguments.out, "a file to append to"):  # before hours are spent on the records
-                lines = stack.enter_context(JsonLines(arguments.out))
+                lines = stack.enter_context(JsonLines(Path(arguments.out).resolve()))
         bar = stack.enter_context(Progress("checking, then measuring", settings.steps, lines=False, threaded=False))
         done = count()
 

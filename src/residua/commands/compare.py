@@ -36,11 +36,12 @@ def run(arguments: Arguments) -> None:
     written = []
     if arguments.out is not None:
         from residua.evaluation.plots import draw
+        from residua.runs.durable import write_text
 
         out = Path(arguments.out)
         written = [*draw(comparison, out), out / "comparison.md", out / "comparison.json"]
-        (out / "comparison.md").write_text(comparison.to_markdown(), encoding="utf-8")
-        (out / "comparison.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n", encoding="utf-8")
+        write_text(out / "comparison.md", comparison.to_markdown())
+        write_text(out / "comparison.json", json.dumps(comparison.to_json(), indent=2) + "\n")
     if arguments.json:
         print_json(comparison.to_json())
         return

@@ -36,6 +36,7 @@ from residua.data.tokenizer import (
 )
 from residua.errors import InputError, extra
 from residua.provenance import available_cores
+from residua.runs.durable import write_text
 from residua.runs.folder import new_folder
 from residua.runs.progress import say
 
@@ -135,7 +136,7 @@ def prepare(
         index = _index(corpus, made, written)
         index["tokenizer_sha256"] = tokenizer_hash(folder / "tokenizer")
         index["facts"]["tokenizer"] = _tokenizer_name(tokenizer)
-        (folder / "index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_text(folder / "index.json", json.dumps(index, indent=2) + "\n")
     data = PreparedData.open(out)
     if tokenizer == "bpe" and data.vocab_size < vocab_size:
         warnings.warn(

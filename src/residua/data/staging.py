@@ -4,7 +4,6 @@ While a large text is prepared, progress.json in it says what is safely on the d
 """
 
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 from residua.data.tokenizer import tokenizer_hash
 from residua.errors import InputError, RunError
-from residua.runs.durable import sync, write_text
+from residua.runs.durable import publish, sync, unlinked, write_text
 from residua.runs.folder import LOCK, hold
 from residua.runs.progress import say
 from residua.runs.reading import read_json
@@ -69,7 +68,7 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
             for path in staged.folder.rglob("*"):
                 if path.is_file():
                     sync(path)
-            os.replace(staged.folder, out)
+            publish(staged.folder, out)
             for name in (PROGRESS, LOCK):
                 (out / name).unlink(missing_ok=True)
             staged.saved = None
@@ -99,7 +98,7 @@ def _claim(out: Path, plan: dict[str, Any], held: ExitStack) -> Staging:
     for folder in sorted(path for path in out.parent.iterdir() if path.name.startswith(prefix)):
         with ExitStack() as lock:
             try:
-                lock.enter_context(hold(folder))
+                lock.enter_context(hold(unlinked(folder), own=None))
             except InputError:
                 continue
             saved = _read_progress(folder)

@@ -13,7 +13,7 @@ from residua.data.shards import Shard
 from residua.data.split import HashSplit, LeadingSplit, Split
 from residua.data.staging import PROGRESS, Staging, changed
 from residua.errors import InputError, RunError, extra
-from residua.runs.durable import file_sha256, sync
+from residua.runs.durable import file_sha256, sync, unlinked
 
 with extra("lab"):
     import numpy as np
@@ -193,7 +193,7 @@ class ShardWriter:
         while len(tokens):
             in_shard = written % self.shard_tokens
             part, tokens = np.split(tokens, [self.shard_tokens - in_shard])
-            with self._path(len(self.shards)).open("ab" if in_shard else "wb") as file:
+            with unlinked(self._path(len(self.shards))).open("ab" if in_shard else "wb") as file:
                 file.write(part)
             written += len(part)
             if written % self.shard_tokens == 0:

@@ -53,6 +53,7 @@ from typing import Any, NamedTuple
 
 from residua.geometry.published import README, RESEARCH, Value, published
 from residua.geometry.tasks import TASKS
+from residua.runs.durable import write_text
 from residua.runs.jsonlines import finite
 from residua.runs.statistics import Estimate
 from residua.tables import markdown_row
@@ -189,8 +190,8 @@ def write_tables(records: Sequence[Record], folder: str | Path) -> list[Path]:
         "tasks": {task: [finite(_named(row)) for row in summary(records, task)] for task in tasks},
     }
     markdown, numbers = folder / "tables.md", folder / "tables.json"
-    markdown.write_text("\n".join(["# Geometry: results", "", *sections, *_notes()]), encoding="utf-8")
-    numbers.write_text(json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(markdown, "\n".join(["# Geometry: results", "", *sections, *_notes()]))
+    write_text(numbers, json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return [markdown, numbers]
 
 

@@ -1,27 +1,37 @@
 """Write files so that a kill or a power cut leaves either the old content or the new, never half of it.
 
-New content goes into `.NAME.RANDOM.partial` beside its place and takes the name in one step. The random part cannot be
-guessed and the file is created exclusively, so a link planted in the folder is never followed. A writer holds a lock on
-its partial file; the next writer removes what killed ones left.
+New content goes into `.NAME.RANDOM.partial` beside its place and takes the name in one step. What a killed writer left
+is removed by the next holder of the folder, see `folder.hold`.
 """
 
 import errno
 import hashlib
 import os
-import re
 import secrets
 import shutil
-import stat
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-try:
-    from fcntl import LOCK_EX, LOCK_NB, flock
-except ImportError:  # Windows, which refuses to remove a file that is open
-    flock = None  # type: ignore[assignment]
+from residua.errors import InputError
+
+
+def unlinked(path: Path) -> Path:
+    """Return `path`, a file or folder inside the folder of a run, a study or a sweep, before it is written to.
+
+    Somebody else may have made that folder, so a link in it is never followed for writing. The folder itself, and the
+    checkpoints of a run, may be links: their owner makes them, see `training.saving`.
+
+    Raises:
+        InputError: it is a link.
+    """
+    if path.is_symlink():
+        raise InputError(
+            f"{path}: must be no link, as what is written there would land elsewhere, got one to {os.readlink(path)}; "
+            "remove it, or put a copy in its place"
+        )
+    return path
 
 
 def write_text(path: Path, text: str) -> None:
@@ -40,63 +50,61 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file for the new content of `path`, which takes its place when the body ends; after an error the old
     content stays.
 
-    Where `path` is a symbolic link, the file that it names is replaced and the link stays. Devices, pipes and the file
-    behind standard output or error cannot be replaced: they are written to as the body goes.
-
     Raises:
-        OSError: the content cannot be written, or `path` is a folder, a disk or a socket.
+        InputError: `path` is a link.
+        OSError: the content cannot be written, or `path` is a folder or a device, which stay.
     """
-    stream = _stream(path)
-    if stream is not None:
-        with stream:
-            yield stream
-        return
-    target = Path(os.path.realpath(path))
-    if target.is_symlink():
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    _remove_abandoned(target)
-    temporary, file = _create(target)
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "must be a file, got a folder or a device", str(path))
+    temporary = partial(unlinked(path))
     try:
-        with file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            if os.name != "nt":  # Windows renames no file that is open; elsewhere the lock is kept until the end
-                os.replace(temporary, target)
-        if os.name == "nt":
-            os.replace(temporary, target)
-        sync(target.parent)
+        os.replace(temporary, path)
+        sync(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
 def partial(path: Path) -> Path:
-    """Return a name beside `path` that nobody can guess, for what is not finished; `remove_partials` knows its form."""
+    """Return a new name beside `path`, for what is not finished; `remove_partials` knows its form."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a finished folder its name in one step. Raises OSError, also where `path` is a folder with files in it."""
-    os.replace(temporary, path)
+    """Give a finished folder its name, in one step where there is no folder of that name.
+
+    Hidden files that a folder has, such as those of git, stay in it. Raises OSError, also where it has other files.
+    """
+    if path.is_dir():
+        if not is_new(path):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        for entry in temporary.iterdir():
+            os.replace(entry, path / entry.name)
+        temporary.rmdir()
+    else:
+        os.replace(temporary, path)
     sync(path.parent)
+
+
+def is_new(path: Path) -> bool:
+    """Return whether nothing has this name yet, or a folder with hidden files alone, as file managers and git make."""
+    return not path.exists() or (path.is_dir() and all(entry.name.startswith(".") for entry in path.iterdir()))
 
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
     """Make an empty folder beside `path`, which takes that name when the body ends; after a failure nothing stays.
 
-    Raises OSError, also where `path` is there and not an empty folder.
+    Raises OSError, also where `path` is there and not a new folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
     temporary = partial(path)
     temporary.mkdir()
-    lock = None
     try:
-        if flock is not None:
-            lock = os.open(temporary, os.O_RDONLY)
-            _lock(lock)
         yield temporary
         for written in temporary.rglob("*"):
             sync(written)
@@ -105,14 +113,11 @@ def unfinished(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def remove_partials(folder: Path) -> None:
     """Remove what killed writers left in `folder`; the caller must be its only writer. Raises OSError."""
-    for stale in folder.glob(".*.partial"):
+    for stale in folder.glob(f".*.{'[0-9a-f]' * 8}.partial"):
         remove(stale)
 
 
@@ -142,61 +147,3 @@ def file_sha256(path: Path) -> str:
         while chunk := file.read(16 * 2**20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _stream(path: Path) -> BinaryIO | None:
-    """Open `path` for writing where it cannot be replaced by a file; return None where it can."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    for number, standard in ((1, sys.stdout), (2, sys.stderr)):
-        with suppress(OSError):
-            if os.path.samestat(found, os.fstat(number)):
-                if standard is not None:
-                    standard.flush()
-                return os.fdopen(os.dup(number), "wb")
-    if stat.S_ISCHR(found.st_mode) or stat.S_ISFIFO(found.st_mode):
-        return path.open("wb")
-    if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "expected a file or a pipe, found a disk or a socket", str(path))
-    return None
-
-
-def _create(path: Path) -> tuple[Path, BinaryIO]:
-    """Create a partial file for `path`, locked as long as it is open."""
-    while True:
-        temporary = partial(path)
-        file = temporary.open("xb")
-        if flock is None:
-            return temporary, file
-        _lock(file.fileno())
-        if os.fstat(file.fileno()).st_nlink:
-            return temporary, file
-        file.close()  # another writer removed it before it was locked
-
-
-def _lock(descriptor: int) -> None:
-    with suppress(OSError):  # a file system without locks
-        flock(descriptor, LOCK_EX | LOCK_NB)
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove the partial files and folders of `path` that no process writes."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
-    with suppress(OSError):
-        for other in path.parent.iterdir():
-            if not pattern.fullmatch(other.name):
-                continue
-            with suppress(OSError):
-                if flock is None:
-                    remove(other)
-                    continue
-                descriptor = os.open(other, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-                try:
-                    flock(descriptor, LOCK_EX | LOCK_NB)
-                    remove(other)
-                finally:
-                    os.close(descriptor)

@@ -10,7 +10,7 @@ from typing import Any
 
 from residua.checks import require_unicode
 from residua.errors import InputError, extra
-from residua.runs.durable import remove_partials
+from residua.runs.durable import is_new, remove_partials, unlinked
 from residua.runs.reading import read_json, read_yaml
 
 LOCK = ".lock"
@@ -93,25 +93,23 @@ def new_folder(path: str | Path, name: str = "") -> Path:
     name: of the option that it was given with, for the error.
 
     Raises:
-        InputError: there is something, an empty folder apart, or it is the working directory, which cannot be replaced.
+        InputError: something has this name, and is not an empty folder, hidden files aside.
     """
     require_unicode(str(path), name or "folder")
-    said, found = f"{name}: " if name else "", Path(path)
-    if found.exists() and (not found.is_dir() or any(found.iterdir())):
-        raise InputError(f"{said}expected a new or empty folder, got {found}; choose another folder")
-    if found.resolve() == Path.cwd():
-        raise InputError(f"{said}expected another folder than the working directory; choose one")
-    return found.resolve()
+    if not is_new(Path(path)):
+        raise InputError(f"{name or 'folder'} must be a new or empty folder, got {path}; choose another folder")
+    return Path(path).resolve()
 
 
 @contextmanager
 def hold(
-    path: Path, *, own: Collection[str] = (), hint: str = "choose another folder", patience: float = 0.0
+    path: Path, *, own: Collection[str] | None = (), hint: str = "choose another folder", patience: float = 0.0
 ) -> Iterator[None]:
     """Hold `path` as the one process that writes in it, and remove what killed writers left there. The folder is made
     where there is none; the system gives it back when this process ends, however it ends.
 
-    own: a folder that is not empty must contain one of these names, or the lock file, to be recognised as ours.
+    own: a folder that is not empty, hidden files aside, must contain one of these names to be recognised as ours; None
+        for one that was recognised already.
     patience: seconds to wait for a process that is ending, such as a worker whose parent was killed.
 
     Raises:
@@ -122,10 +120,9 @@ def hold(
 
     with writable(path):
         path.mkdir(parents=True, exist_ok=True)
-        names = {entry.name for entry in path.iterdir()}
-        if names and names.isdisjoint({LOCK, *own}):
-            raise InputError(f"{path}: expected a new or empty folder, found other files in it; {hint}")
-        lock = filelock.FileLock(path / LOCK)
+        if own is not None and not is_new(path) and not any((path / name).exists() for name in own):
+            raise InputError(f"{path}: must be a new or empty folder, got one with other files in it; {hint}")
+        lock = filelock.FileLock(unlinked(path / LOCK))
         try:
             lock.acquire(timeout=patience)
         except filelock.Timeout as error:

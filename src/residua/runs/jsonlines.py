@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from residua.errors import InputError
-from residua.runs.durable import sync, write_bytes
+from residua.runs.durable import sync, unlinked, write_bytes
 from residua.runs.reading import parse_json
 
 
@@ -69,12 +69,12 @@ class JsonLines:
     Opening drops a torn last line, and every row that `keep` refuses.
 
     Raises:
-        InputError: the file holds something else.
+        InputError: the file holds something else, or is a link.
         OSError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path, *, keep: Callable[[dict[str, Any]], bool] = lambda row: True):
-        self._path = Path(path)
+        self._path = unlinked(Path(path))
         self.rows: list[dict[str, Any]] = []
         if self._path.is_file():  # a pipe or a terminal cannot be read first
             kept = [(line, row) for line, row in _lines(self._path) if keep(row)]

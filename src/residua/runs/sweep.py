@@ -26,7 +26,7 @@ from threading import Thread
 from typing import Any
 
 from residua.errors import InputError, RunError
-from residua.runs.durable import remove, remove_partials, write_text
+from residua.runs.durable import remove, remove_partials, unlinked, write_text
 from residua.runs.folder import hold, read_object, refuse_changes, writable
 from residua.runs.jsonlines import JsonLines, finite
 from residua.runs.progress import Progress
@@ -94,7 +94,9 @@ class Records:
             return None
         name = str(key)
         plain = re.sub(r"^\.|[^A-Za-z0-9_.,=+-]", "_", name)[:100]
-        return self._places / (plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}")
+        return unlinked(
+            self._places / (plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}")
+        )
 
     def add(self, record: Record) -> None:
         """Add a finished run, wait until it is on the disk, and drop its state. Raises RunError."""
@@ -138,7 +140,7 @@ def open_runs(
         with Records(records, lambda record: record.get("key"), places=path / "runs", keep=keep) as found:
             with writable(path):
                 write_text(known, json.dumps(settings, indent=1) + "\n")
-                (path / "runs").mkdir(exist_ok=True)
+                unlinked(path / "runs").mkdir(exist_ok=True)
                 remove_partials(path / "runs")
             found.drop_state(found.finished)
             try:

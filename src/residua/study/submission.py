@@ -12,7 +12,6 @@ from pathlib import Path
 from residua.connections import describe, resolve
 from residua.errors import InputError
 from residua.runs import jsonlines
-from residua.runs.durable import write_text
 from residua.runs.folder import read_object, writable
 from residua.study.folder import AUDITS, SHARED, plain, read_folder, restore
 from residua.study.plan import Study, untried
@@ -56,7 +55,7 @@ def submit(folder: str | Path, scheme: str, *, out: str | Path | None = None) ->
     lines = [header, *({"run": row} for row in records), *({"cost": row} for row in costs)]
     path = Path(out or f"{scheme}.jsonl".replace("/", "_").replace(":", "_"))
     with writable(path, "a file to write"):
-        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import InputError
-from residua.runs.durable import file_sha256, partial, publish, sync
+from residua.runs.durable import file_sha256, partial, publish, remove, sync
 from residua.runs.progress import say
 from residua.runs.reading import file_inside, read_json
 from residua.training.distributed import ALONE, Ranks, gather
@@ -340,7 +340,7 @@ def _step_folders(folder: Path) -> list[Path]:
 
 def _remove(path: Path) -> None:
     """Delete a checkpoint; a kill leaves a stale partial folder, never a checkpoint with files missing."""
-    if path.exists():
+    if path.exists() or path.is_symlink():
         doomed = partial(path)
         os.replace(path, doomed)
-        shutil.rmtree(doomed)
+        remove(doomed)

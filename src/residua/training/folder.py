@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from residua.errors import InputError, RunError
-from residua.runs.durable import remove, remove_partials, write_bytes, write_text
-from residua.runs.folder import RunFolder, flatten, hold, read_settings, refuse_changes, writable
+from residua.runs.durable import is_new, remove, remove_partials, write_bytes, write_text
+from residua.runs.folder import FREE_KEYS, LOCK, RunFolder, flatten, hold, read_settings, refuse_changes, writable
 from residua.runs.reading import write_yaml
 from residua.training.checkpoint import saved_steps
 
@@ -34,16 +34,22 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
     run = RunFolder(Path(folder), settings, resume)
     if resume and not run.config.is_file():
         raise InputError(f"{run.path}: expected a run to resume, found no config.yaml; leave --resume out to start one")
-    parts = run.metrics, run.checkpoints
-    there = None if not run.path.is_dir() else {entry.name for entry in run.path.iterdir()}
-    own = [path.name for path in (*parts, *([run.config] if resume else []))]
+    begun = resume or (run.path / LOCK).exists()  # a configuration alone may be a person's own
+    own = [path.name for path in (run.metrics, run.checkpoints, *([run.config] if begun else []))]
+    new, locked = not run.path.exists(), (run.path / LOCK).exists()
     with hold(run.path, own=own, patience=PATIENCE_SECONDS):
-        config = run.config.read_bytes() if resume else None
+        before = {entry.name for entry in run.path.iterdir()}  # now that no other run can add to them
+        new = new and before <= {LOCK}
+        if not locked and is_new(run.path):
+            before.discard(LOCK)
+        config = run.config.read_bytes() if run.config.is_file() else None
         trained = _progress(run)
         try:
             if resume:
-                refuse_changes(flatten(read_settings(run.config)), flatten(settings), run.config)
-            elif any(path.exists() for path in parts):
+                earlier, now = flatten(read_settings(run.config)), flatten(settings)
+                last = trained[1][-1] if trained[1] else 0
+                refuse_changes(earlier, now, run.config, free=FREE_KEYS | more_steps(last, earlier, now))
+            elif run.metrics.exists() or trained[1]:
                 raise InputError(
                     f"{run.path}: this folder holds a run already; continue it with --resume or choose another folder"
                 )
@@ -56,8 +62,14 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
         except Exception:
             if _progress(run) == trained:
                 with suppress(OSError):
-                    _take_back(run, there, config)
+                    _take_back(run, None if new else before, config)
             raise
+
+
+def more_steps(step: int, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Return the settings in which a run that is finished at `step` may go on: its steps, if there are more now."""
+    lengths = earlier.get("train.steps"), now.get("train.steps", 0)
+    return {"train.steps"} if lengths[0] == step < lengths[1] else set()
 
 
 def _progress(run: RunFolder) -> tuple[int, list[int]]:
@@ -65,13 +77,13 @@ def _progress(run: RunFolder) -> tuple[int, list[int]]:
     return run.metrics.stat().st_size if run.metrics.is_file() else 0, saved_steps(run.path)
 
 
-def _take_back(run: RunFolder, there: Collection[str] | None, config: bytes | None) -> None:
-    """Remove all but the names that were `there`, the folder too if it was not, and restore config.yaml."""
-    if there is None:
+def _take_back(run: RunFolder, before: Collection[str] | None, config: bytes | None) -> None:
+    """Remove all but the names from `before`, the folder too where None, and restore config.yaml."""
+    if before is None:
         remove(run.path)
         return
     for entry in run.path.iterdir():
-        if entry.name not in there:
+        if entry.name not in before:
             remove(entry)
     if config is not None:
         write_bytes(run.config, config)

@@ -11,7 +11,7 @@ import torch
 
 from residua.errors import InputError
 from residua.provenance import circumstances
-from residua.runs.durable import write_text
+from residua.runs.durable import unlinked, write_text
 from residua.runs.folder import RunFolder, flatten, read_object
 from residua.runs.jsonlines import JsonLines, read_metrics
 from residua.runs.progress import Progress, say
@@ -39,7 +39,7 @@ class MetricsLog:
             if self._wandb:
                 stack.callback(self._wandb.finish)
             self._rows = stack.enter_context(Rows(run.metrics, step=step))
-            self._events = _event_writer(run.tensorboard, step) if tensorboard else None
+            self._events = _event_writer(unlinked(run.tensorboard), step) if tensorboard else None
             if self._events:
                 stack.callback(self._close_events)
             self._stack = stack.pop_all()
@@ -110,7 +110,11 @@ def _event_writer(folder: Path, step: int) -> Any:
     except ImportError:
         say("no TensorBoard events are written: tensorboard is not installed (pip install 'residua[lab]')")
         return None
-    return SummaryWriter(str(folder), purge_step=step + 1)
+    try:
+        return SummaryWriter(str(folder), purge_step=step + 1)
+    except UnicodeEncodeError:  # it takes names of files in UTF-8 alone
+        say(f"no TensorBoard events are written: {folder} has a name that is not UTF-8 here; set LC_ALL=C.UTF-8")
+        return None
 
 
 def _wandb_run(run: RunFolder, project: str) -> Any:
@@ -128,7 +132,7 @@ def _wandb_run(run: RunFolder, project: str) -> Any:
             name=run.path.resolve().name,
             id=known.read_text(encoding="utf-8").strip(),
             resume="allow",
-            dir=str(run.path),
+            dir=str(unlinked(run.path / "wandb").parent),
             config=flatten(run.settings),
             settings=wandb.Settings(silent=True, console="off"),
         )

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from residua.errors import InputError
 from residua.evaluating import evaluating
-from residua.runs.folder import RunFolder, flatten, refuse_changes
+from residua.runs.folder import FREE_KEYS, RunFolder, flatten, refuse_changes
 from residua.runs.jsonlines import read_metrics
 from residua.runs.progress import say
 from residua.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, saved_steps
 from residua.training.distributed import ALONE, BatchShard, Ranks, parallelize
 from residua.training.finite import FiniteCheck
-from residua.training.folder import claim
+from residua.training.folder import claim, more_steps
 from residua.training.log import Display, MetricsLog, Rows, write_facts
 from residua.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from residua.training.saving import Saver
@@ -101,10 +101,11 @@ def train(
         shard = BatchShard.of(config, ranks)
     torch.manual_seed(config.seed + ranks.rank)
     updates = _Updates(model, batches, config, shard, ranks, device)
-    checkpoint = _restore(run, settings, model, updates.optimizer, device, ranks)
+    checkpoint = _restore(run, settings, model, updates.optimizer, device, ranks, config)
     start = checkpoint.step if checkpoint else 0
     if start == config.steps:
-        return _finished(run, checkpoint, ranks)
+        with ranks.raise_together():
+            return _finished(run, checkpoint, ranks)
 
     saver = Saver(run, settings, model, updates.optimizer, device, config, ranks, checkpoint)
     tokens_per_step = config.batch_size * config.gradient_accumulation * config.sequence_length
@@ -114,6 +115,8 @@ def train(
             size = sum(parameter.numel() for parameter in updates.parameters)
             known = {"parameters": size, "data": dict(facts or {})}
             here = {"device": device, "processes": ranks.world_size, "parallel": updates.model.kind}
+            if checkpoint and checkpoint.settings["train.steps"] != config.steps:
+                here["steps_before"] = checkpoint.settings["train.steps"]
             with saver.writing(start):
                 logs = stack.enter_context(_Logs(run, config, checkpoint, observing=bool(observe_every)))
                 write_facts(run, known, step=start, **here)
@@ -282,9 +285,15 @@ def _say_missing_rows(path: Path, key: str, checkpoint: Checkpoint) -> None:
 
 def _finished(run: RunFolder, checkpoint: Checkpoint, ranks: Ranks) -> dict[str, Any]:
     """Return the last row of a run that has no steps left."""
+    rows = read_metrics(run.metrics)
+    last = rows[-1]["step"] if rows else 0
+    if last != checkpoint.step:
+        raise InputError(
+            f"{run.metrics}: must end with step {checkpoint.step}, as this run is finished, got step {last}; its last "
+            "row is lost, and its checkpoint is whole: residua evaluate measures it"
+        )
     if ranks.first:
-        say(f"{run.path}: this run is finished ({checkpoint.step} steps)")
-    rows = read_metrics(run.metrics) or [{"step": checkpoint.step}]
+        say(f"{run.path}: this run is finished ({last} steps); more --train.steps train it on")
     return rows[-1] | {"checkpoint": str(checkpoint.path), "interrupted": False}
 
 
@@ -317,6 +326,7 @@ def _restore(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     ranks: Ranks,
+    config: "TrainConfig",
 ) -> Checkpoint | None:
     """Load the newest complete checkpoint into the model, if there is one. Only the first rank looks for it."""
     found = None
@@ -330,13 +340,29 @@ def _restore(
                     "can be read; repair one, or remove them to start again from the first step"
                 )
             if found is None:
+                if run.checkpoints.is_symlink():  # whoever made this folder may have meant another's
+                    raise InputError(
+                        f"{run.checkpoints}: must hold a checkpoint of this run, as it is a link to "
+                        f"{run.checkpoints.resolve()}, got none; remove the link to start again from the first step"
+                    )
                 say(f"{run.path}: no complete checkpoint, starting again from the first step")
             else:
-                refuse_changes(found.settings, settings, found.path)
+                more = more_steps(found.step, found.settings, settings)
+                refuse_changes(found.settings, settings, found.path, free=FREE_KEYS | more)
+                if more:
+                    say(_changed_schedule(found.step, config))
     checkpoint = ranks.gather(found)[0]
     if checkpoint is None:
         return None
     return load_checkpoint(checkpoint, model, optimizer, device=device, ranks=ranks)
+
+
+def _changed_schedule(step: int, config: "TrainConfig") -> str:
+    """Say in which way a run that goes on after its last step differs from one of that length."""
+    return (
+        f"after its last step, {step}, this run goes on to {config.steps}: its learning rate rises again, to "
+        f"{learning_rate_factor(step + 1, config):.0%} of the peak, so it is no run of {config.steps} steps"
+    )
 
 
 @contextmanager

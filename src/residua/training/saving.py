@@ -38,6 +38,7 @@ class Saver:
         newest: Checkpoint | None,
     ):
         self._run, self._settings, self._ranks, self._device = run, settings, ranks, device
+        self._place = run.checkpoints.resolve()  # the owner of a run may link it to another disk before it begins
         self._model, self._optimizer = model, optimizer
         self._kept = {"keep": config.keep_checkpoints, "keep_best": config.keep_best}
         # The run resumes from the newest complete one, so later ones are damaged.
@@ -91,6 +92,8 @@ class Saver:
         """
         ranks, step = self._ranks, checkpoint.step
         with self.writing(step):
+            if self._run.checkpoints.resolve() != self._place:
+                raise OSError(f"{self._run.checkpoints} has become a link")
             self.newest = write_checkpoint(checkpoint, blocks, ranks)
         with self.writing(step), ranks.raise_together_saving():
             if ranks.first:

@@ -1,0 +1,126 @@
+"""A folder that somebody sent: no link in it leads a command to a file outside, to write or to remove that."""
+
+import os
+import shutil
+
+import pytest
+
+from residua.cli import main
+from residua.runs.reading import write_yaml
+from support.planted_study import DOCUMENT
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+TINY = [
+    *("--config", "tiny", "--train.steps", "4", "--train.warmup_steps", "1", "--train.batch_size", "2"),
+    *("--train.sequence_length", "16", "--train.evaluate_every", "2", "--train.checkpoint_every", "2"),
+    *("--train.device", "cpu", "--train.connections_every", "1", "--model.num_hidden_layers", "1"),
+    *("--model.hidden_size", "16", "--model.num_attention_heads", "1", "--model.head_dim", "16"),
+    *("--model.connection", "ddl"),
+]
+STUDY = {
+    **DOCUMENT,
+    "tokens_per_parameter": 0.015,
+    "tuning": {"over": {"train.lr": [0.008]}, "runs": 1, "baseline_runs": 1, "length": 0.5},
+    "schemes": dict.fromkeys(("residual", "ddl")),
+    "seeds": [1, 2],
+    "longer": [],
+}
+SWEEP = ["--out", "sweep", "--over", "train.lr=0.001", *TINY, "--data.path", "data"]
+GEOMETRY = ["geometry", "reflection", *("--models", "linear", "--samples", "8", "--steps", "1", "--seeds", "1")]
+COMMANDS = {
+    "train": ("run", ["train", "--run", "run", "--resume"]),
+    "train again": ("begun", ["train", "--run", "begun", *TINY, "--data.source", "text", "--data.tokenizer", "byte"]),
+    "analyze": ("run", ["analyze", "run"]),
+    "sweep": ("sweep", ["sweep", *SWEEP, "--seeds", "2"]),
+    "sweep finished": ("sweep", ["sweep", *SWEEP]),
+    "study": ("study", ["study", "study.yaml", "--out", "study", "--data", "data", "--no-costs"]),
+    "report": ("study", ["study", "report", "study"]),
+    "geometry": ("geometry", [*GEOMETRY, "--out", "geometry", "--workers", "1"]),
+}
+OWNERS = ("checkpoints",)
+"""Folders of a run that its owner may have linked to another disk."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Folders as somebody may send them: a run stopped after step 2, one that was killed before its first step, and
+    the finished folders of a sweep, a study and a benchmark."""
+    home = tmp_path_factory.mktemp("links")
+    (home / "text").mkdir()
+    for number in range(40):
+        text = " ".join(f"word{(number * j) % 97} is {(number + j) % 13}," for j in range(60))
+        (home / "text" / f"{number:02d}.txt").write_text(text)
+    (home / "study.yaml").write_text(write_yaml(STUDY))
+    here = os.getcwd()
+    os.chdir(home)
+    try:
+        assert main(["prepare", "--source", "text", "--out", "data", "--tokenizer", "byte"]) == 0
+        assert main(["train", "--run", "run", *TINY, "--data.path", "data"]) == 0
+        assert main(["analyze", "run", "--checkpoint", "2"]) == 0
+        for name in ("sweep finished", "study", "geometry"):
+            assert main(COMMANDS[name][1]) == 0
+    finally:
+        os.chdir(here)
+    shutil.rmtree(home / "run" / "checkpoints" / "step-4")
+    begun = home / "begun"
+    begun.mkdir()
+    for name in (".lock", "config.yaml", "tokenizer"):
+        copy = shutil.copytree if (home / "run" / name).is_dir() else shutil.copyfile
+        copy(home / "run" / name, begun / name)
+    shutil.copytree(home / "data", begun / "data")
+    return home
+
+
+def contents(folder):
+    """What a folder holds, and when it was written: a report that is written again may be the same to the byte."""
+    return {
+        str(path.relative_to(folder)): (
+            path.stat().st_ino,
+            path.stat().st_mtime_ns,
+            path.is_file() and path.read_bytes(),
+        )
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_link_in_a_folder_is_followed(command, home, tmp_path, monkeypatch, capsys):
+    """Every file and folder in it, and every one that the command makes, is a link to one outside in its turn."""
+    folder, argv = COMMANDS[command]
+    outside = tmp_path / "outside"
+
+    def place(number):
+        copy = tmp_path / str(number)
+        shutil.copytree(home, copy)
+        monkeypatch.chdir(copy)
+        return copy / folder
+
+    made = place("made")
+    before = contents(made)
+    assert main(argv) == 0
+    names = sorted(before.keys() | {name for name in contents(made) if "events.out" not in name})
+    followed, unclear = [], []
+    for number, name in enumerate(name for name in names if name not in OWNERS):
+        shutil.rmtree(outside, ignore_errors=True)
+        outside.mkdir()
+        link = place(number) / name
+        if link.exists():
+            shutil.move(link, outside / "theirs")
+        elif (made / name).is_dir():
+            shutil.copytree(made / name, outside / "theirs")
+        elif number % 2:
+            (outside / "theirs").write_bytes(b"precious")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(outside / "theirs")
+        there = contents(outside)
+        capsys.readouterr()
+        status = main(argv)
+        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("residua: ")]
+        if contents(outside) != there:
+            followed.append(name)
+        if status not in (0, 2) or len(said) != (status == 2):
+            unclear.append((name, status, said))
+        shutil.rmtree(tmp_path / str(number))
+    assert (followed, unclear) == ([], [])
+    assert len(names) > 5
