@@ -17,6 +17,7 @@ from residua.connections.ends import Same
 from residua.data import PreparedData, prepare
 from residua.errors import InputError
 from residua.evaluation.generate import complete
+from residua.evaluation.records import Run
 from residua.experiment import build_model, evaluate, open_run, run, trace_run
 from residua.training import DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
 
@@ -200,6 +201,7 @@ def test_without_prepared_data_the_run_prepares_its_own_and_a_fresh_start_prepar
     assert not folder.exists()
     before = prepare(text, folder / "data", tokenizer="byte", progress=False).fingerprint
     (folder / ".lock").touch()
+    (folder / "config.yaml").touch()
     # Nothing was trained, so the folder is begun anew, with the new settings and not with the data that lie there.
     run(replace(config, data=replace(config.data, validation_fraction=0.3)), folder, progress=False)
     assert PreparedData.open(folder / "data").fingerprint != before
@@ -291,6 +293,39 @@ def test_what_reads_the_data_of_a_run_refuses_other_data(replaced, config, tmp_p
     again = replace(config, data=DataConfig(path=str(tmp_path / "data")))
     with pytest.raises(InputError, match=r"data\.fingerprint was"):
         run(again, replaced, resume=True, progress=False)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "analyze"])
+def test_a_run_that_was_copied_is_read_with_its_data_where_they_are_now(command, config, prepared, tmp_path, capsys):
+    """Beside it as before, or where --data says; the data of another run are refused."""
+    shutil.copytree(prepared.folder, tmp_path / "before" / "data")
+    config = replace(config, data=DataConfig(path=str(tmp_path / "before" / "data")))
+    run(config, tmp_path / "before" / "run", progress=False)
+    (tmp_path / "before").rename(tmp_path / "after")
+    copy = tmp_path / "after" / "run"
+    assert main([command, str(copy)]) == 0
+    assert run(config, copy, resume=True, progress=False)["step"] == STEPS
+    (tmp_path / "after" / "data").rename(tmp_path / "elsewhere")
+    capsys.readouterr()
+    assert main([command, str(copy)]) == 2
+    assert "have moved, give their folder with --data DIR" in capsys.readouterr().err
+    assert main([command, str(copy), "--data", str(tmp_path / "elsewhere")]) == 0
+
+
+def test_a_run_that_was_trained_on_is_compared_as_another(config, tmp_path):
+    run(config, tmp_path / "run", progress=False)
+    longer = replace(config, train=replace(config.train, steps=2 * STEPS))
+    assert run(longer, tmp_path / "run", resume=True, progress=False)["step"] == 2 * STEPS
+    assert Run.read(tmp_path / "run").settings["train.steps"] == f"{STEPS}, then {2 * STEPS}"
+
+
+@pytest.mark.parametrize("name", ["runü", "run\udcfc"])
+def test_a_folder_whose_name_tensorboard_cannot_write_is_said(name, config, tmp_path, monkeypatch, capsys):
+    """In the C locale, names that are not ASCII reach Python as half surrogates."""
+    config = replace(config, train=replace(config.train, tensorboard=True))
+    assert run(config, tmp_path / name, progress=False)["step"] == STEPS
+    said = "no TensorBoard events are written" in capsys.readouterr().err
+    assert said == (name != "runü")
 
 
 def test_a_run_keeps_the_tokenizer_that_made_its_tokens(replaced, prepared, tmp_path):

@@ -257,6 +257,20 @@ def test_killed_at_any_moment_it_goes_on_and_every_number_is_the_same(data, tmp_
     assert not list((out / "runs").iterdir())
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM")
+def test_its_status_says_which_signal_ended_it(data, tmp_path):
+    argv = [sys.executable, "-m", "residua", "sweep", "--config", "tiny", *OPTIONS, f"--data.path={data}"]
+    argv += ["--train.steps=100000", "--over", "train.lr=1e-3", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(tmp_path.glob("out/runs/*/checkpoints/step-*")):
+        time.sleep(0.01)
+    process.terminate()
+    said = process.communicate()[1]
+    assert process.returncode == 143
+    assert "interrupted; what is done is in" in said
+
+
 def test_points_with_fewer_seeds_stand_below_the_others():
     sweep = Sweep("tiny", (), {"train.lr": (1e-3, 2e-3, 4e-3)}, seeds=2, finalists=2)
     few = Result((2e-3,), (1.0,))

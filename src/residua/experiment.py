@@ -1,8 +1,8 @@
 """One experiment from its parts: data, a model, the training loop, evaluation and telemetry."""
 
-import shutil
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,8 @@ from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.models.base_model import base_connection, base_sha256, freeze_base, open_base, rebuild_base
 from residua.models.opening import context_of, read_model
 from residua.provenance import physical_memory
-from residua.runs.folder import writable
+from residua.runs.durable import remove, unfinished
+from residua.runs.folder import read_object, writable
 from residua.runs.progress import say
 from residua.runs.threads import threads
 from residua.training import (
@@ -62,11 +63,13 @@ class OpenRun:
     step: int
     folder: Path
     checkpoint: Checkpoint
+    place: Path
+    """The folder of the data, or where it was."""
 
     @cached_property
     def data(self) -> PreparedData:
         """The data that the model was trained on. Raises InputError if they are missing, damaged or others."""
-        return _data_of(self.folder, self.config, self.checkpoint)
+        return _data_of(self.folder, self.place, self.checkpoint)
 
     def precision(self) -> torch.autocast:
         """Return the autocast context with the precision of the training."""
@@ -118,7 +121,9 @@ def run(
             if isinstance(config.model, BaseModelConfig):
                 if ranks.first and not begun:
                     with writable(held.model, "a place for the model's configuration"):
-                        model.config.save_pretrained(held.model)
+                        remove(held.model)
+                        with unfinished(held.model) as folder_of_model:
+                            model.config.save_pretrained(folder_of_model)
                 model.config.get_text_config().use_cache = False  # it would be filled in every step
             _require_memory(config, model, shard.rows_here)
             if ranks.first:
@@ -145,7 +150,7 @@ def run(
             held,
             evaluate=evaluator,
             observe=gate_quantiles if has_gates(subject.stream, subject.dim) else None,
-            facts=facts,
+            facts={**facts, "place": _from(held.path, data.folder)},
             progress=progress,
             ranks=ranks,
         )
@@ -299,11 +304,17 @@ def expected_vocabulary(config: RunConfig) -> int:
     return _rounded_up(known[config.data.tokenizer] if trained else GPT2_VOCABULARY)
 
 
-def open_run(folder: str | Path, checkpoint: int | Literal["best"] | None = None, *, device: str = "auto") -> OpenRun:
+def open_run(
+    folder: str | Path,
+    checkpoint: int | Literal["best"] | None = None,
+    *,
+    device: str = "auto",
+    data: str | Path | None = None,
+) -> OpenRun:
     """Open the model of a run, at the checkpoint of step `checkpoint`, or else at its newest complete one.
 
     "best" means the saved checkpoint with the lowest validation loss. The data of the run are opened when they are
-    asked for.
+    asked for: those in the folder `data`, or else where they were, from the run or from the root of the disk.
 
     Raises:
         InputError: the folder is not a run, it has no such checkpoint, or its tokenizer is not the one that made its
@@ -314,18 +325,19 @@ def open_run(folder: str | Path, checkpoint: int | Literal["best"] | None = None
         raise InputError(f"{folder}: expected a run folder, found no config.yaml; residua train --run makes one")
     config = load_config(str(folder / "config.yaml"))
     found = _checkpoint(folder, checkpoint)
-    tokenizer = _tokenizer_of(folder, config, found)
+    place = _place_of_data(config.data, folder) if data is None else Path(data)
+    tokenizer = _tokenizer_of(folder, place, found)
     model = build_model(config, tokenizer, RunFolder(folder).model)
     load_checkpoint(found, model)
-    return OpenRun(model.to(pick_device(device)).eval(), tokenizer.load(), config, found.step, folder, found)
+    return OpenRun(model.to(pick_device(device)).eval(), tokenizer.load(), config, found.step, folder, found, place)
 
 
-def _tokenizer_of(folder: Path, config: RunConfig, checkpoint: Checkpoint) -> SavedTokenizer:
+def _tokenizer_of(folder: Path, place: Path, checkpoint: Checkpoint) -> SavedTokenizer:
     """Return the tokenizer that the run keeps. A run without one has the tokenizer of its data."""
     own = RunFolder(folder).tokenizer
     expected = checkpoint.settings.get("data.tokenizer_fingerprint")
     if expected is None or not own.exists():
-        return SavedTokenizer.open(_data_of(folder, config, checkpoint).folder / "tokenizer")
+        return SavedTokenizer.open(_data_of(folder, place, checkpoint).folder / "tokenizer")
     kept = SavedTokenizer.open(own)
     if kept.fingerprint != expected:
         raise InputError(
@@ -335,9 +347,31 @@ def _tokenizer_of(folder: Path, config: RunConfig, checkpoint: Checkpoint) -> Sa
     return kept
 
 
-def _data_of(folder: Path, config: RunConfig, checkpoint: Checkpoint) -> PreparedData:
+def _from(folder: Path, data: Path) -> str | None:
+    """Return the way from a run's folder to its data, so that both can be moved; None on another drive of Windows."""
+    with suppress(ValueError):
+        return Path(os.path.relpath(data.resolve(), folder.resolve())).as_posix()
+    return None
+
+
+def _place_of_data(config: DataConfig, folder: Path) -> Path:
+    """Return the folder of a run's data: by its configuration, or where they are gone from there, from the run."""
+    configured = folder / "data" if config.path is None else Path(config.path)
+    facts = RunFolder(folder).facts
+    if configured.exists() or not facts.is_file():
+        return configured
+    data = read_object(facts).get("data")
+    place = data.get("place") if isinstance(data, dict) else None
+    moved = folder / place if isinstance(place, str) else configured
+    return moved if moved.is_dir() else configured
+
+
+def _data_of(folder: Path, place: Path, checkpoint: Checkpoint) -> PreparedData:
     """Open the data of a run. Raises InputError if they are not those that its checkpoint was trained on."""
-    data = PreparedData.open(folder / "data" if config.data.path is None else config.data.path)
+    try:
+        data = PreparedData.open(place)
+    except InputError as error:
+        raise InputError(f"{error}; if the data of {folder} have moved, give their folder with --data DIR") from error
     expected = checkpoint.settings.get("data.fingerprint", data.fingerprint)
     if data.fingerprint != expected:
         raise InputError(
@@ -440,10 +474,10 @@ def _with_further(
 
 def _data(config: DataConfig, folder: Path, *, restart: bool, progress: bool) -> PreparedData:
     if config.path is not None:
-        return PreparedData.open(config.path)
+        return PreparedData.open(_place_of_data(config, folder))
     own = folder / "data"
     if own.exists() and restart:
-        shutil.rmtree(own)  # left by a run that ended before its first step, perhaps with other settings
+        remove(own)  # left by a run that ended before its first step, perhaps with other settings
     return open_or_prepare(config, own, progress=progress)
 
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import shlex
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -379,10 +380,13 @@ def train_point(
     except Diverged as error:
         return record | {"val_loss": None, "diverged": str(error)}
     if result["interrupted"]:
+        if signal.getsignal(result["signal"]) not in (signal.SIG_DFL, None):
+            signal.raise_signal(result["signal"])  # training took it; whoever waits for all runs wants it too
         raise KeyboardInterrupt
     rows = read_metrics(folder.metrics)
     names = ("val_loss", "loss", "tokens", "seconds", "tokens_per_second")
     facts = read_object(folder.facts)
+    facts.get("data", {}).pop("place", None)  # of this folder, which is removed
     curve = [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row]
     record |= finite({name: result[name] for name in names}) | {"curve": curve, "facts": facts}
     for prefix in ("", "further_"):

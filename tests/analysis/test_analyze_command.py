@@ -90,7 +90,7 @@ def test_all_checkpoints_as_json(capsys, run):
 def test_the_loss_is_that_of_the_model_in_the_precision_of_its_training(capsys, prepared, tmp_path):
     arguments = ["--data.path", str(prepared), "--model.connection", "ddl", "--train.precision", "bfloat16"]
     assert main(["train", "--run", str(tmp_path / "run"), *SMALL, *arguments]) == 0
-    (record,) = json.loads(output(capsys, tmp_path / "run", "--data", "--tokens", "20", "--json"))
+    (record,) = json.loads(output(capsys, tmp_path / "run", "--tokens", "20", "--json"))
     opened = open_run(tmp_path / "run")
     ids = torch.as_tensor(opened.data.validation.window(0, 20))[None]
     with torch.no_grad(), opened.precision():
@@ -113,7 +113,7 @@ def test_what_cannot_be_used_is_one_line(capsys, run, tmp_path):
     assert "expected a checkpoint of step 3; there are 2, 4" in refused(capsys, run, "--checkpoint", "3")
     assert "at most 32 tokens" in refused(capsys, run, "--tokens", "33")
     assert "at least 1 token, got 0" in refused(capsys, run, "--tokens", "0")
-    assert "not allowed with" in refused(capsys, run, "--prompt", "a", "--data")
+    assert "no prepared data" in refused(capsys, run, "--data", "nowhere")
     assert "not allowed with" in refused(capsys, run, "--checkpoint", "2", "--all-checkpoints")
     shutil.rmtree(run / "checkpoints")
     assert "found none; train it first" in refused(capsys, run)

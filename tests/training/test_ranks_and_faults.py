@@ -208,7 +208,7 @@ def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, ro
     file.write_text(config(options(data, **longer)).to_yaml())
     with (tmp_path / "out").open("w") as out:
         job = subprocess.Popen(
-            [*command, "-m", "residua", "train", "--config", str(file), "--run-dir", str(folder)],
+            [*command, "-m", "--", "residua", "train", "--config", str(file), "--run", str(folder)],
             stdout=out,
             stderr=out,
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from residua.commands.base import Arguments, Parser, add_checkpoint, add_json, opens_model, print_json, whole
+from residua.commands.base import Arguments, Parser, add_checkpoint, add_data, add_json, opens_model, print_json, whole
 from residua.errors import InputError
 from residua.tables import print_table
 from residua.terminal import one_line
@@ -24,9 +24,12 @@ def add_arguments(parser: Parser) -> None:
     checkpoints = parser.add_mutually_exclusive_group()
     add_checkpoint(checkpoints)
     checkpoints.add_argument("--all-checkpoints", action="store_true", help="every checkpoint, one trace each")
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument("--prompt", metavar="TEXT", help="the text to read; '' for a new document")
-    text.add_argument("--data", action="store_true", help="read the beginning of the run's validation data (default)")
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="the text to read; '' for a new document (default: the beginning of the run's validation data)",
+    )
+    add_data(parser)
     parser.add_argument(
         "--tokens",
         type=whole(),
@@ -74,7 +77,7 @@ def _traces(arguments: Arguments) -> "Iterator[Trace]":
         return
     steps = saved_steps(folder) if arguments.all_checkpoints else []
     for step in steps or [arguments.checkpoint]:
-        yield trace_run(open_run(folder, step), arguments.prompt, tokens=arguments.tokens)
+        yield trace_run(open_run(folder, step, data=arguments.data), arguments.prompt, tokens=arguments.tokens)
 
 
 def _print(trace: "Trace") -> None:

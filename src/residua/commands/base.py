@@ -135,6 +135,10 @@ def add_checkpoint(parser: Any) -> None:
     )
 
 
+def add_data(parser: Parser) -> None:
+    parser.add_argument("--data", metavar="DIR", help="the run's prepared data, where they have moved")
+
+
 def opens_model(folder: str | Path, checkpoint: object) -> bool:
     """Return whether `folder` holds a model of transformers, and no run. Refuse a checkpoint of one: it has none."""
     from residua.experiment import is_model_folder

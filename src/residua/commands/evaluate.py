@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from residua.commands.base import Arguments, Parser, add_checkpoint, add_json, opens_model, print_json, whole
+from residua.commands.base import Arguments, Parser, add_checkpoint, add_data, add_json, opens_model, print_json, whole
 from residua.errors import InputError
 from residua.tables import print_table
 
@@ -26,6 +26,7 @@ NAMES = {
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN|HF_DIR", help="folder of a run, or with --tasks of a transformers model")
     add_checkpoint(parser)
+    add_data(parser)
     group = parser.add_argument_group("tasks, by lm-evaluation-harness")
     group.add_argument(
         "--tasks", metavar="paper|NAME,NAME", help="the paper's eight or any others, in place of the validation loss"
@@ -52,7 +53,7 @@ def run(arguments: Arguments) -> None:
 
     if is_model_folder(arguments.run):
         raise InputError(f"{arguments.run}: this model has no validation text of its own; give --tasks paper")
-    opened = open_run(arguments.run, arguments.checkpoint)
+    opened = open_run(arguments.run, arguments.checkpoint, data=arguments.data)
     result = {"step": opened.step, **evaluate(opened)}
     if arguments.json:
         print_json(finite(result))
@@ -69,7 +70,7 @@ def _score(arguments: Arguments) -> None:
     if opens_model(arguments.run, arguments.checkpoint):
         (model, tokenizer), bfloat16 = open_model(arguments.run), False
     else:
-        opened = open_run(arguments.run, arguments.checkpoint)
+        opened = open_run(arguments.run, arguments.checkpoint, data=arguments.data)
         model, tokenizer, bfloat16 = opened.model, opened.tokenizer, opened.config.train.precision == "bfloat16"
     num_fewshot = arguments.num_fewshot or 0
     found = score(

@@ -13,7 +13,7 @@ residua train --config tiny --model.connection ddl-cc --train.lr 2e-3 --run runs
 residua train --config tiny --config mine.yaml --run runs/mine
 residua train --run runs/ddl-cc --resume
 residua train --config tiny --print_config > mine.yaml
-torchrun --nproc-per-node 8 --max-restarts 3 -m residua train --config small --run-dir runs/small --train.parallel fsdp
+torchrun --nproc-per-node 8 --max-restarts 3 -m -- residua train --config small --run runs/small --train.parallel fsdp
 """
 
 
@@ -25,8 +25,8 @@ def add_arguments(parser: Parser) -> None:
         "--run",
         "--run-dir",
         metavar="DIR",
-        help="a new folder for the run, or with --resume the folder of one; under torchrun write --run-dir, as "
-        "torchrun takes --run as an option of its own",
+        help="a new folder for the run, or with --resume the folder of one; torchrun takes --run for an option of its "
+        "own, unless -m -- stands before residua",
     )
     parser.add_argument("--resume", action="store_true", help="resume the run at its newest checkpoint")
     add_config_arguments(parser)

@@ -62,6 +62,9 @@ class Run:
         if isinstance(data, dict) and data.get("fingerprint") is not None:
             settings = {key: value for key, value in settings.items() if not key.startswith("data.")}
             settings["data"] = data["fingerprint"]
+        if before := [row["steps_before"] for row in facts.get("resumed", []) if "steps_before" in row]:
+            # Trained on after its last step, so its learning rate was another than that of a run of this length.
+            settings["train.steps"] = ", then ".join(dict.fromkeys(map(str, [*before, settings.get("train.steps")])))
         if settings.get("model.base_sha256") is not None:
             settings.pop("model.base", None)
         # The first logged step is slow and would pull a mean down.
