@@ -72,7 +72,8 @@ class WeightedScheme(MixingScheme):
 class HyperConnections(ExpandingScheme, WeightedScheme):
     """Hyper-Connections. Starts as the pre-norm residual in n equal streams; the final norm cancels the factor n.
 
-    With `dynamic` the weights are DHC in the paper, without it SHC.
+    With `dynamic` the weights are DHC in the paper, without it SHC. The paper's sublayers also start with output maps
+    sqrt(n) times as large (section 4), which is up to the model that they belong to.
 
     num_streams     n; with 1 there is nothing to mix, but the weights still scale
     head            the readout: "sum" of the streams (the paper) or "mean"
