@@ -196,6 +196,10 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
         ({"longer": [0.5]}, "longer: expected a list of numbers above 1"),
         ({"tokens_per_parameter": -1}, "tokens_per_parameter: expected a number above 0"),
         ({"baselines": 5}, "baselines: expected a list, of text each"),
+        (
+            {"baselines": 5, "questions": {"gain": {"ask": "Is it?", "compare": [["ddl", "hc"]]}}},
+            "baselines: expected a list, of text each",
+        ),
         ({"baselines": "residual"}, "baselines: expected a list, of text each, got 'residual'"),
         ({"baselines": [["residual"]]}, "baselines: expected a list, of text each"),
         ({"baselines": ["residual", "residual"]}, "baselines: expected at least one, each once"),

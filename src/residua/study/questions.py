@@ -48,6 +48,7 @@ class Published:
 
 def read_questions(document: Any, baselines: Sequence[str]) -> dict[str, Question]:
     """The questions of a study's document. Raises InputError for what is none."""
+    require(isinstance(baselines, list | tuple), "baselines", "a list, of text each", baselines)
     found = {}
     for name, values in _entries(document, "questions"):
         where = f"questions.{name}"
