@@ -150,6 +150,7 @@ MISTAKES = [
     (["--model.hidden_size=1000000000000"], "model.hidden_size: expected at most 268435456, got 1000000000000"),
     (["--model.connection=" + 200 * "["], None),
     ("train:\n  lr: " + 5000 * "9", None),
+    (["--train.seed=0x" + 5000 * "f"], None),
     (["--train.steps=1:30"], "train.steps: expected a whole number, got '1:30'"),
     ("train:\n  steps: 1:30\n", "train.steps: expected a whole number, got '1:30'"),
     (["--train.steps=010"], "train.steps: expected a whole number, got '010'"),
