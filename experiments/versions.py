@@ -9,8 +9,8 @@ away. The builds of torch weigh gigabytes, so torch keeps the locked version in 
 another, and pip installs it first and alone.
 
 A lane writes a table of all packages that residua names, and of all others that are not as locked, to
-runs/versions/newest.md or lowest.md. If tests fail, they are run again on the lock with one of these packages changed
-at a time, which says what broke them. The exit status is pytest's.
+runs/versions/newest.md or lowest.md. If tests fail, they are run again on the lock, with the lane's torch and one at a
+time of the changed packages that residua names, which says what broke them. The exit status is pytest's.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import venv
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -110,12 +110,14 @@ class Lane:
         failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
         return Outcome(status, len(cases), [f"{case.get('file')}::{case.get('name')}" for case in failed])
 
-    def test_alone(self, package: str, version: str, locked: dict[str, str], failed: Sequence[str]) -> Outcome:
-        """Run tests again on the lock with this version of one package, and of others only where it requires them."""
+    def test_alone(self, package: str, pins: dict[str, str], locked: dict[str, str], failed: Sequence[str]) -> Outcome:
+        """Run tests again on the lock with two packages of the lane, torch and this one, and what these require."""
         preferred = self.folder / "preferred.txt"
         preferred.write_text("\n".join(f"{name}=={locked[name]}" for name in locked if name != package))
-        also = [f"{package}=={version}", f"torch=={locked['torch']}"]
-        self.install(dict(PIN.findall(self.resolve("--output-file", preferred, also=also))))
+        also = [f"{name}=={pins[name]}" for name in (package, "torch")]
+        self.resolve("--output-file", preferred, also=also)
+        alone = {name: version for name, version in PIN.findall(preferred.read_text()) if not CUDA.match(name)}
+        self.install(alone)
         return self.test(["-n", "0", *failed])
 
 
@@ -135,8 +137,10 @@ def compare(uv: Path, name: str, torch: str | None, arguments: Sequence[str]) ->
     outcome = lane.test(arguments)
     broken = {}
     for package in changed if outcome.failed else ():
-        if package in named and package != "torch":
-            broken[package] = lane.test_alone(package, pins[package], locked, outcome.failed).failed
+        if package not in named or package == "torch":
+            continue
+        with suppress(SystemExit):  # uv has said why this version does not go with the others
+            broken[package] = lane.test_alone(package, pins, locked, outcome.failed).failed
 
     rows = [f"| package | locked | {name} | result |", "|---|---|---|---|"]
     for package in sorted({*named, *changed}):
