@@ -1,18 +1,14 @@
-"""residua study: it trains, resumes, reports, verifies to the last bit, and takes valid submissions."""
+"""residua study: it trains, resumes, reports, and verifies to the last bit."""
 
-import importlib
 import json
 import shutil
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
-import residua
 from residua.cli import main
-from residua.connections import registry
 from residua.data import prepare
 from residua.errors import InputError
 from residua.runs import jsonlines
@@ -232,12 +228,6 @@ def test_an_audit_repeats_a_run_to_the_last_bit_and_measures_its_gates_along_tra
     assert "other losses than its record" in capsys.readouterr().out
 
 
-def submitted(finished, tmp_path):
-    path = tmp_path / "ddl.jsonl"
-    assert main(["study", "submit", str(finished / "out"), "--scheme", "ddl", "--out", str(path)]) == 0
-    return path
-
-
 def alone(finished, tmp_path):
     """A copy of the folder in which nobody has trained ddl."""
     folder = tmp_path / "alone"
@@ -250,96 +240,6 @@ def alone(finished, tmp_path):
     known["schemes"].pop("ddl")
     (folder / "study.json").write_text(json.dumps(known))
     return folder
-
-
-def test_a_submission_is_one_file_that_gives_its_scheme_a_row(finished, tmp_path, capsys):
-    path, folder = submitted(finished, tmp_path), alone(finished, tmp_path)
-    header = jsonlines.read(path)[0]
-    assert header["source"]["file"] == "deep_delta.py"
-    assert header["options"]["value_channels"] == 1
-    capsys.readouterr()
-    assert main(["study", "report", str(folder), "--also", str(path)]) == 0
-    with_it = capsys.readouterr().out
-    assert main(["study", "report", str(finished / "out")]) == 0
-    (mine,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| `ddl`"))
-    assert mine in with_it
-
-
-def test_a_row_says_where_its_baselines_are_others(finished, tmp_path, capsys):
-    """Of another processor: its bits may differ, so may its losses, and the reader must see both."""
-    path, folder = submitted(finished, tmp_path), alone(finished, tmp_path)
-    rows = [{"run": _elsewhere(row["run"])} if "run" in row else row for row in _worse_baseline(jsonlines.read(path))]
-    rows = [{"cost": {**row["cost"], "device": "other"}} if "cost" in row else row for row in rows]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = [r["val_loss"] for r in jsonlines.read(folder / "records.jsonl") if r["kind"] == "report"]
-    capsys.readouterr()
-    assert main(["study", "report", str(folder), "--also", str(path)]) == 0
-    mean = sum(own) / len(own)
-    assert f"residual at small, {mean + 0.3:.4f}, which is {mean:.4f} here" in capsys.readouterr().out
-
-
-def _elsewhere(run):
-    return {**run, "facts": {**run["facts"], "device": "other"}}
-
-
-def test_a_baseline_is_no_submission(finished, tmp_path, capsys):
-    argv = ["study", "submit", str(finished / "out"), "--scheme", "residual", "--out", str(tmp_path / "x.jsonl")]
-    assert main(argv) == 2
-    assert "expected a scheme beside the baselines, got residual" in capsys.readouterr().err
-
-
-def test_a_submission_brings_no_row_but_its_own(finished, tmp_path, capsys):
-    """A second scheme in the file was checked by nobody."""
-    path, folder = submitted(finished, tmp_path), alone(finished, tmp_path)
-    header, *rows = jsonlines.read(path)
-    schemes = header["study"]["schemes"]
-    schemes["smuggled"] = {**schemes["ddl"], "name": "smuggled"}
-    for row in [row["run"] for row in rows if row.get("run", {}).get("scheme") == "ddl"]:
-        rows.append({"run": {**row, "scheme": "smuggled", "key": row["key"].replace("ddl", "smuggled")}})
-    path.write_text("".join(json.dumps(row) + "\n" for row in [header, *rows]))
-    capsys.readouterr()
-    assert main(["study", "report", str(folder), "--also", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert "| `ddl` |" in said
-    assert "smuggled" not in said
-
-
-def test_a_scheme_that_the_folder_has_is_not_counted_twice(finished, tmp_path, capsys):
-    path = submitted(finished, tmp_path)
-    assert main(["study", "report", str(finished / "out"), "--also", str(path)]) == 2
-    assert "--also: expected one row of ddl at small, found 2; leave one of them out" in capsys.readouterr().err
-    assert main(["study", "report", str(alone(finished, tmp_path)), "--also", str(path), str(path)]) == 2
-    assert "expected one row of ddl at small, found 2" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_scheme_of_another_package_is_submitted_with_the_file_that_its_runs_had(
-    finished, data, tmp_path, capsys, monkeypatch
-):
-    for table in ("SCHEMES", "PRESETS"):
-        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
-    (tmp_path / "mine.py").write_text("from residua import Residual\n\n\nclass Mine(Residual):\n    pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "mine", None)  # put back to absence afterwards
-    del sys.modules["mine"]
-    residua.register("mine", importlib.import_module("mine").Mine)
-    out = tmp_path / "out"
-    shutil.copytree(finished / "out", out)
-    argv = ["study", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--schemes", "mine"]
-    assert main([*argv, "--no-costs"]) == 0
-    rows = jsonlines.read(out / "records.jsonl")
-    assert {row["source"]["file"] for row in rows if row["scheme"] == "mine"} == {"mine.py"}
-    assert all("source" not in row for row in rows if row["scheme"] != "mine")
-    write(out, [{**row, "facts": {**row["facts"], "commit": "a" * 40}} for row in rows])
-    with (out / "costs.jsonl").open("a") as file:
-        known = jsonlines.read(out / "costs.jsonl")[0]
-        file.write(json.dumps({**known, "scheme": "mine", "connection": "mine"}) + "\n")
-    submit = ["study", "submit", str(out), "--scheme", "mine", "--out", str(tmp_path / "mine.jsonl")]
-    assert main(submit) == 0
-    with (tmp_path / "mine.py").open("a") as file:
-        file.write("# another thought\n")
-    assert main(submit) == 2
-    assert "mine.py has changed since 'small mine tune" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -361,102 +261,6 @@ def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_p
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda rows: rows[1:], "expected the file that residua study submit writes"),
-        (lambda rows: [{**rows[0], "data": "other"}, *rows[1:]], "expected runs on the data"),
-        (lambda rows: [r for r in rows if r.get("run", {}).get("seed") != 2], "expected the seeds [1, 2], found [1]"),
-        (
-            lambda rows: [r for r in rows if r.get("run", {}).get("scheme") != "residual"],
-            "expected the baseline residual",
-        ),
-        (lambda rows: [r for r in rows if "cost" not in r], "expected its time and memory"),
-        (lambda rows: _with_facts(rows, commit="b-dirty"), "expected runs of committed code"),
-        (lambda rows: _edit(rows, facts={}), "with their commit, device, torch, parameters, data, curve, found one"),
-        (lambda rows: _with_facts(rows, data={}), "found one without data"),
-        (lambda rows: _edit(rows, curve=[]), "found one without curve"),
-        (lambda rows: _edit(rows, source={"file": "x.py", "sha256": "0"}), "expected runs of one file"),
-        (
-            lambda rows: [{"cost": {**row["cost"], "device": "H100"}} if "cost" in row else row for row in rows],
-            "expected one device for all runs at small, found",
-        ),
-        (lambda rows: _longer(rows), "steps: expected"),
-        (lambda rows: _worse_baseline(rows), "--also: residual at small: expected"),
-        (
-            lambda rows: _of_seed(rows, 2, facts={"device": "another"}),
-            "expected one device for all runs at small, found",
-        ),
-        (lambda rows: _of_seed(rows, 2, facts={"torch": "1.0"}), "expected one torch for all runs at small, found 1.0"),
-        (lambda rows: _of_seed(rows, 2, val_loss=None, curve=[]), "expected a loss of every seed"),
-        (lambda rows: [_with_tuning(rows[0], runs=9, baseline_runs=9), *rows[1:]], "expected the study's own tuning"),
-        (
-            lambda rows: [rows[0], {"run": {"key": "x", "scheme": "ddl"}}, *rows[1:]],
-            "the run 'x': rung: expected text",
-        ),
-        (lambda rows: [_with_baseline(rows[0], "residual:expand=conv"), *rows[1:]], "the study's own scheme residual"),
-    ],
-)
-def test_a_submission_that_makes_no_valid_row_is_refused(finished, tmp_path, capsys, change, said):
-    path, folder = submitted(finished, tmp_path), alone(finished, tmp_path)
-    rows = change(jsonlines.read(path))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    capsys.readouterr()
-    assert main(["study", "report", str(folder), "--also", str(path)]) == 2
-    assert said in capsys.readouterr().err
-
-
-def _with_facts(rows, **changes):
-    return [{"run": {**r["run"], "facts": {**r["run"]["facts"], **changes}}} if "run" in r else r for r in rows]
-
-
-def _longer(rows):
-    """One seed with more steps than the others."""
-    found = []
-    for row in rows:
-        run = row.get("run", {})
-        if (run.get("kind"), run.get("seed")) == ("report", 2):
-            steps = run["steps"] + 1
-            key = run["key"].replace(f"steps={run['steps']} ", f"steps={steps} ")
-            row = {"run": {**run, "key": key, "steps": steps, "curve": [[steps, run["val_loss"]]]}}
-        found.append(row)
-    return found
-
-
-def _worse_baseline(rows):
-    """A baseline that lost by what its submitter wrote."""
-    changed = []
-    for row in rows:
-        run = row.get("run", {})
-        if (run.get("scheme"), run.get("kind")) == ("residual", "report"):
-            worse = run["val_loss"] + 0.3
-            row = {"run": {**run, "val_loss": worse, "curve": [*run["curve"][:-1], [run["steps"], worse]]}}
-        changed.append(row)
-    return changed
-
-
-def _edit(rows, **changes):
-    return [{"run": {**row["run"], **changes}} if "run" in row else row for row in rows]
-
-
-def _of_seed(rows, seed, facts=None, **changes):
-    """The runs of one seed with other values."""
-    own = [row for row in rows if row.get("run", {}).get("seed") == seed]
-    edited = [{"run": {**row["run"], **changes, "facts": {**row["run"]["facts"], **(facts or {})}}} for row in own]
-    return [row for row in rows if row not in own] + edited
-
-
-def _with_tuning(header, **changes):
-    known = header["study"]
-    return {**header, "study": {**known, "tuning": {**known["tuning"], **changes}}}
-
-
-def _with_baseline(header, connection):
-    known = header["study"]
-    schemes = {**known["schemes"], "residual": {**known["schemes"]["residual"], "connection": connection}}
-    return {**header, "study": {**known, "schemes": schemes}}
-
-
 def test_a_damaged_record_is_one_line(finished, tmp_path, capsys):
     folder = alone(finished, tmp_path)
     with (folder / "records.jsonl").open("a") as file:
@@ -474,13 +278,12 @@ def test_a_damaged_record_is_one_line(finished, tmp_path, capsys):
         (["report", "nowhere"], "found no study.json"),
         (["verify", "nowhere"], "found no study.json"),
         (["audit", "nowhere"], "found no study.json"),
-        (["submit", "nowhere"], "expected --scheme NAME"),
         (["resbench", "--out", "x", "--questions", "erase"], "--questions: expected some of"),
         (["resbench", "extra", "--out", "x"], "unexpected argument"),
         (["resbench", "--out", "x", "--seeds", "7"], "--seeds: a study to run does not take it; it takes --out"),
         (["resbench", "--out", "x", "--rounds", "3"], "--rounds: expected"),
         (["verify", "x", "--schemes", "ddl"], "--schemes: verify does not take it; it takes --data, --share, --seed"),
-        (["report", "x", "--no-costs"], "--no-costs: report does not take it; it takes --out, --also"),
+        (["report", "x", "--no-costs"], "--no-costs: report does not take it; it takes --out"),
         (["resbench", "--out", "x", "--rungs", "9M"], "--rungs: expected some of"),
     ],
 )

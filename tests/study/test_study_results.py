@@ -10,7 +10,6 @@ import pytest
 from residua.connections import PRESETS
 from residua.runs.statistics import Estimate
 from residua.study.picture import draw, draw_gates, draw_sizes
-from residua.study.plan import untried
 from residua.study.report import markdown, payload, table, write_report
 from residua.study.results import results
 from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
@@ -258,7 +257,7 @@ def test_csv_and_page_say_the_same_and_a_spreadsheet_computes_nothing():
     assert len(shown["runs"]) == 5
 
 
-def test_a_name_from_a_submission_is_no_markup():
+def test_a_name_of_a_scheme_or_a_size_is_no_markup():
     name = "`<img src=x> | a\nb`"
     renamed = [{**r, "scheme": name, "connection": name} if r["scheme"] == "ddl" else r for r in records()]
     renamed = [{**r, "rung": name} for r in renamed]
@@ -347,9 +346,6 @@ def test_a_size_that_searches_again_has_the_point_of_its_own_search():
     assert row.tuning_runs == 6
     assert (row.edges, row.alone) == (["train.lr"], ["train.connection_lr_factor"])
     assert "- large: the settings of small, but train.lr 0.004/0.008, searched again in full length." in markdown(found)
-    longer = dataclasses.replace(wanted, tuning=dataclasses.replace(wanted.tuning, runs=4, baseline_runs=4))
-    tuned = [run for run in row.runs if (run["kind"], run["rung"]) == ("tune", "large")]
-    assert untried(longer, "large", "residual", tuned) == [(0.001,)]
 
 
 def test_a_search_that_started_elsewhere_makes_no_row():

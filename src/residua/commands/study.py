@@ -6,7 +6,7 @@ from pathlib import Path
 from residua.commands.base import Arguments, Parser, add_json, number, print_json, whole
 from residua.errors import InputError
 
-HELP = "compare schemes with tuning budgets, paired seeds and costs; verify a comparison, submit a scheme to it"
+HELP = "compare schemes with tuning budgets, paired seeds and costs; verify a comparison"
 EXAMPLES = """\
 residua study resbench --data data/resbench --out runs/resbench --rungs 0.3M --schemes residual ddl
 residua study resbench --out runs/resbench --data data/resbench --rungs 0.1M --questions erasing
@@ -14,14 +14,11 @@ residua study my-study.yaml --out runs/mine --processes 2
 residua study report runs/mine
 residua study verify runs/mine --share 0.1
 residua study audit runs/mine --schemes ddl
-residua study submit runs/mine --scheme my-scheme
-residua study report runs/resbench --also my-scheme.jsonl
 """
 TAKES = {
-    "report": ("out", "also"),
+    "report": ("out",),
     "verify": ("data", "share", "seed"),
     "audit": ("data", "schemes", "rungs", "seeds"),
-    "submit": ("scheme", "out"),
 }
 """The options of what can be done with a study's folder."""
 RUN = ("out", "data", "schemes", "questions", "rungs", "processes", "no_costs", "measure", "rounds")
@@ -32,12 +29,10 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments to the parser of `residua study`."""
     parser.usage = (
         "residua study FILE.yaml|resbench --out DIR [--data DATA] [--schemes NAME ...] [--rungs NAME ...] "
-        "[--processes N]\n       residua study report|verify|audit|submit DIR [options]"
+        "[--processes N]\n       residua study report|verify|audit DIR [options]"
     )
-    parser.add_argument(
-        "what", metavar="FILE.yaml|resbench|report|verify|audit|submit", help="a study to run, or what to do"
-    )
-    parser.add_argument("folder", nargs="?", metavar="DIR", help="the folder of a study, for the last four")
+    parser.add_argument("what", metavar="FILE.yaml|resbench|report|verify|audit", help="a study to run, or what to do")
+    parser.add_argument("folder", nargs="?", metavar="DIR", help="the folder of a study, for the last three")
     parser.add_argument("--out", metavar="DIR", help="a study's folder, new or to continue; for report: where to write")
     parser.add_argument("--data", metavar="DATA", help="prepared data, in place of what the study names")
     parser.add_argument("--schemes", nargs="+", metavar="NAME", help="these beside the baselines (default: all)")
@@ -53,18 +48,16 @@ def add_arguments(parser: Parser) -> None:
         help="measure time and memory again, and train nothing; compiled: the time of a step through torch.compile",
     )
     parser.add_argument("--rounds", type=whole(9), metavar="N", help="of time measurements (default: 45)")
-    parser.add_argument("--also", nargs="+", metavar="FILE", help="report: records that were submitted")
     parser.add_argument("--share", type=number, help="verify: of the runs to repeat (default: 0.1)")
     parser.add_argument("--seed", type=whole(0), help="verify: of the choice of runs (default: another every time)")
     parser.add_argument(
         "--seeds", nargs="+", type=whole(0), metavar="SEED", help="audit: runs of these (default: the first)"
     )
-    parser.add_argument("--scheme", metavar="NAME", help="submit: the scheme")
     add_json(parser)
 
 
 def run(arguments: Arguments) -> int | None:
-    """Run a study, or report, verify or submit what is there. Raises InputError and RunError."""
+    """Run a study, or report, verify or audit what is there. Raises InputError and RunError."""
     takes = TAKES.get(arguments.what, RUN)
     for name in dict.fromkeys([*RUN, *(name for names in TAKES.values() for name in names)]):
         if name not in takes and getattr(arguments, name) is not None:
@@ -74,7 +67,7 @@ def run(arguments: Arguments) -> int | None:
     if arguments.what in TAKES:
         if arguments.folder is None:
             raise InputError(f"expected the folder of a study: residua study {arguments.what} DIR")
-        return {"report": _report, "verify": _verify, "audit": _audit, "submit": _submit}[arguments.what](arguments)
+        return {"report": _report, "verify": _verify, "audit": _audit}[arguments.what](arguments)
     if arguments.folder is not None:
         raise InputError(f"unexpected argument {arguments.folder!r}; a study takes one file")
     if arguments.out is None:
@@ -88,18 +81,18 @@ def run(arguments: Arguments) -> int | None:
         measure_again(study, arguments.out, compiled=arguments.measure == "compiled", **options)
     else:
         run_study(study, arguments.out, processes=arguments.processes or 1, costs=not arguments.no_costs, **options)
-    return _show(Path(arguments.out), Path(arguments.out), [], arguments.json)
+    return _show(Path(arguments.out), Path(arguments.out), arguments.json)
 
 
 def _report(arguments: Arguments) -> None:
-    _show(Path(arguments.folder), Path(arguments.out or arguments.folder), arguments.also or [], arguments.json)
+    _show(Path(arguments.folder), Path(arguments.out or arguments.folder), arguments.json)
 
 
-def _show(folder: Path, out: Path, also: list[str], as_json: bool) -> None:
+def _show(folder: Path, out: Path, as_json: bool) -> None:
     from residua.study.report import markdown, payload, write_report
-    from residua.study.submission import read_results
+    from residua.study.results import read_results
 
-    found = read_results(folder, also)
+    found = read_results(folder)
     paths = write_report(found, out)
     if as_json:
         print_json(payload(found))
@@ -138,12 +131,3 @@ def _audit(arguments: Arguments) -> int:
     if not count:
         print(f"all of these runs are audited; residua study report {arguments.folder} shows them")
     return 1 if wrong else 0
-
-
-def _submit(arguments: Arguments) -> None:
-    from residua.study.submission import submit
-
-    if arguments.scheme is None:
-        raise InputError("expected --scheme NAME, the scheme to submit")
-    path = submit(arguments.folder, arguments.scheme, out=arguments.out)
-    print(f"written: {path}")

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.checks import require
-from residua.connections import describe, resolve
 from residua.errors import InputError
 from residua.runs import jsonlines
 from residua.runs.durable import write_text
@@ -31,7 +30,7 @@ from residua.runs.threads import threads
 from residua.study.cost import ROUNDS, WARMUP, measure
 from residua.study.folder import SHARED, plain, read_folder
 from residua.study.plan import Plan, Run, Study
-from residua.study.records import checked_costs, checked_runs, source
+from residua.study.records import checked_costs, checked_runs
 from residua.sweep import train_point
 
 SAME = ("device", "torch")
@@ -178,10 +177,8 @@ def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
 def train_run(run: Run, *, place: Path, report: Any) -> Record:
     """One run, in the folder `place`; returns its record."""
     record = train_point(run.config, run.point, run.config.train.seed, place=place, report=report)
-    connection = run.config.model.connection
-    of = {"kind": run.kind, "rung": run.rung, "scheme": run.scheme, "connection": connection}
-    scheme = resolve(connection)
-    return {**of, **record, **({"source": source(scheme)} if "package" in describe(scheme) else {})}
+    of = {"kind": run.kind, "rung": run.rung, "scheme": run.scheme, "connection": run.config.model.connection}
+    return {**of, **record}
 
 
 def measure_costs(

@@ -611,19 +611,6 @@ class Plan:
         return self._intermediate[rung.name, entry.name]
 
 
-def untried(study: Study, rung: str, scheme: str, tuned: Sequence[Record]) -> list[Point]:
-    """The points that a search would try next, given its tuning runs; none where it is finished."""
-    tuning, keys = study.tuning_at(rung), {key for record in tuned for key in record["point"]}
-    over = {key: tuple(values) for key, values in tuning.over.items() if key in keys}
-    budget = tuning.baseline_runs if scheme in study.baselines else tuning.runs
-    sweep = Sweep(None, (), over, neighbours=True, budget=budget, factors=tuning.factors)
-    losses = {}
-    for record in tuned:
-        loss = math.inf if record["val_loss"] is None else record["val_loss"]
-        losses[frozen(tuple(map(record["point"].get, over))), 0] = loss
-    return [point for point, _ in sweep.wanted(losses) if (frozen(point), 0) not in losses]
-
-
 def judged(losses: Sequence[float | None]) -> float | None:
     """The mean over the seeds that judge a finalist; None where one of them diverged."""
     finite = [loss for loss in losses if loss is not None]

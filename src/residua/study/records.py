@@ -1,15 +1,10 @@
 """What the records of a study must hold: a report refuses the rest, as anybody may have written them."""
 
-import hashlib
-import inspect
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from residua.checks import fits, words
-from residua.connections import Scheme
 from residua.errors import InputError
 from residua.runs.sweep import Record
 from residua.study.plan import Kind
@@ -20,12 +15,8 @@ LOSS = "a number that is not negative, or null"
 def checked_runs(rows: Sequence[Record], where: str, data: str | None = None) -> Sequence[Record]:
     """The records of runs, all of them on the data with a fingerprint if it is given.
 
-    Raises InputError for one that lacks something or contradicts itself, for two of one seed and settings, and for
-    reported runs of one size that differ in length.
+    Raises InputError for one that lacks something.
     """
-    known: dict[str, str] = {}
-    lengths: dict[str, int] = {}
-    losses: dict[str, float | None] = {}
     for row in rows:
         place = f"{where}: the run {str(row.get('key'))[:80]!r}"
         for name in ("key", "rung", "scheme", "connection"):
@@ -36,17 +27,6 @@ def checked_runs(rows: Sequence[Record], where: str, data: str | None = None) ->
         _expect(isinstance(row.get("point"), Mapping), place, "point", "a mapping", row.get("point"))
         _expect("val_loss" in row and _loss(row["val_loss"]), place, "val_loss", LOSS, row.get("val_loss"))
         _expect_whole(row, place)
-        begin = f"{row['rung']} {row['scheme']} {row['kind']} seed={row['seed']} steps={row['steps']} "
-        _expect(row["key"].startswith(begin), place, "key", f"{begin}..., as its other values say", row["key"])
-        told = losses.setdefault(row["key"], row["val_loss"])
-        _expect(told == row["val_loss"], place, "val_loss", f"{told}, as an earlier record of it has", row["val_loss"])
-        same = json.dumps([row[name] for name in ("rung", "scheme", "connection", "kind", "seed", "steps", "point")])
-        if known.setdefault(same, row["key"]) != row["key"]:
-            raise InputError(f"{place}: expected one run of its seed and settings, found another, {known[same][:80]!r}")
-        if row["kind"] == "report":
-            length = lengths.setdefault(row["rung"], row["steps"])
-            expected = f"{length}, as other reported runs at {row['rung']} have"
-            _expect(row["steps"] == length, place, "steps", expected, row["steps"])
         other = (row.get("facts") or {}).get("data") or {}
         good = data is None or other.get("fingerprint", data) == data
         _expect(good, place, "facts.data", f"the data {data}", other.get("fingerprint"))
@@ -54,16 +34,10 @@ def checked_runs(rows: Sequence[Record], where: str, data: str | None = None) ->
 
 
 def _expect_whole(row: Record, place: str) -> None:
-    """Check what a record says beside its loss: its curve ends in it."""
+    """Check what a record says beside its loss."""
     curve = row.get("curve", [])
     good = isinstance(curve, list) and all(_is_point(point) for point in curve)
     _expect(good, place, "curve", "pairs of a step and a loss", curve)
-    steps = [step for step, _ in curve]
-    _expect(steps == sorted(set(steps)), place, "curve", "steps that grow", curve)
-    last = [row["steps"], row["val_loss"]]
-    _expect(
-        not curve or curve[-1] == last, place, "val_loss", f"{curve and curve[-1][1]}, where its curve ends", last[1]
-    )
     for name, kind in (("tokens", int), ("seconds", float), ("diverged", str)):
         _expect(row.get(name) is None or fits(row[name], kind), place, name, words(kind), row.get(name))
     facts = row.get("facts") or {}
@@ -109,15 +83,6 @@ def checked_audits(rows: Sequence[Record], where: str) -> Sequence[Record]:
         depths = {len(point["sublayers"]) for point in points}
         _expect(len(depths) == 1, place, "points", "the same sublayers at every step", sorted(depths))
     return rows
-
-
-def source(scheme: Scheme) -> dict[str, str] | None:
-    """The file that holds a scheme's class: its name and sha256; None for one that was typed into a notebook."""
-    try:
-        path = Path(inspect.getsourcefile(type(scheme)) or "")
-    except TypeError:
-        return None
-    return {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else None
 
 
 def _expect(condition: bool, place: str, name: str, expected: str, value: Any) -> None:

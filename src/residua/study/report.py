@@ -105,11 +105,6 @@ def _setting(found: Results) -> list[str]:
         f"- Corpus: {_text(corpus)}.",
         f"- {found.comparisons} differences at equal tokens; p-values are corrected by Holm's method for their number.",
     ]
-    if found.beside:
-        lines.append(
-            "- Submitted rows are compared with the runs of the baselines that came with them: "
-            f"{'; '.join(map(_foreign, found.beside))}."
-        )
     if found.unfinished:
         lines.append(f"- Not finished, and therefore not or not wholly here: {_text(_shortened(found.unfinished))}.")
     return lines

@@ -7,17 +7,21 @@ import itertools
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.checks import fits
-from residua.errors import InputError
+from residua.runs import jsonlines
+from residua.runs.folder import read_object
 from residua.runs.statistics import Estimate, holm, paired
 from residua.runs.sweep import Record
+from residua.study.folder import AUDITS, read_folder
 from residua.study.plan import Study, judged
 from residua.study.questions import MEASURES, Question
+from residua.study.records import checked_audits, checked_costs, checked_runs
 
 BELOW = 0.9
 """A scheme whose step costs less than a baseline's is compared with fewer tokens of it, down to this share, along the
@@ -187,10 +191,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of a study in its order, and what holds for all of them.
-
-    `beside` says which submitted rows have differences to other runs of a baseline than those here.
-    """
+    """The rows of a study in its order, and what holds for all of them."""
 
     study: Study
     rows: Sequence[Row]
@@ -202,7 +203,6 @@ class Results:
     corpora: Sequence[Mapping[str, Any]]
     unfinished: Sequence[str]
     audits: Sequence[Record] = ()
-    beside: Sequence[str] = ()
 
     def with_audits(self, audits: Sequence[Record]) -> "Results":
         """The same with the audits of the runs behind its rows, the last one of each run."""
@@ -230,6 +230,25 @@ class Results:
         """The loss of the first baseline at a rung: its deviation over the seeds is the noise of a single run."""
         row = self.row(rung, self.study.baselines[0])
         return None if row is None else row.loss
+
+
+def read_results(folder: str | Path) -> Results:
+    """The results in a study's folder. Needs neither the data nor the folder's lock.
+
+    Raises InputError if the folder holds no study, or records that no study wrote.
+    """
+    folder = Path(folder)
+    study = read_folder(folder)
+    fingerprint = read_object(folder / "settings.json").get("data")
+    runs, costs, audits = (
+        check(jsonlines.read(folder / name), str(folder / name))
+        for name, check in (
+            ("records.jsonl", partial(checked_runs, data=fingerprint)),
+            ("costs.jsonl", checked_costs),
+            (AUDITS, checked_audits),
+        )
+    )
+    return results(study, runs, costs).with_audits(audits)
 
 
 def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) -> Results:
@@ -281,49 +300,6 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
                 row.curves[baseline] = _curve(row, base)
     _correct(rows)
     return _gathered(study, rows, unfinished, _answers(study, found, longer))
-
-
-def merged(found: Results, others: Sequence[Results]) -> Results:
-    """The rows of several studies of the same kind in one, corrected for the number of all of them.
-
-    Raises InputError for a row that is there twice, and for runs of a baseline that contradict those in `found`.
-    """
-    if not others:
-        return found
-    theirs = [row for other in others for row in other.rows]
-    beside = [_beside(found, row) for row in theirs if row.scheme in found.study.baselines]
-    rows = [*found.rows, *(row for row in theirs if row.scheme not in found.study.baselines)]
-    for (rung, scheme), count in Counter((row.rung, row.scheme) for row in rows).items():
-        if count > 1:
-            raise InputError(f"--also: expected one row of {scheme} at {rung}, found {count}; leave one of them out")
-    _correct(rows)
-    unfinished = [*found.unfinished, *(one for other in others for one in other.unfinished)]
-    gathered = _gathered(found.study, rows, unfinished, found.answers)
-    return replace(gathered, beside=[text for text in dict.fromkeys(beside) if text])
-
-
-def _beside(found: Results, row: Row) -> str:
-    """What distinguishes somebody's runs of a baseline from those that are here already; "" for nothing.
-
-    Raises InputError where they must be equal and are not.
-    """
-    here = found.row(row.rung, row.scheme)
-    if here is None:
-        return ""
-    where = f"--also: {row.scheme} at {row.rung}"
-    if row.steps != here.steps:
-        raise InputError(f"{where}: expected runs of {here.steps} steps, as they are here, got {row.steps}")
-    conditions = [{(_fact(run, "device"), _fact(run, "torch")) for run in one.runs} for one in (row, here)]
-    shared = row.losses.keys() & here.losses.keys()
-    other = [seed for seed in sorted(shared) if row.losses[seed] != here.losses[seed]]
-    if other and conditions[0] == conditions[1] and row.point == here.point:
-        raise InputError(
-            f"{where}: expected {here.losses[other[0]]} with seed {other[0]}, as here on the same device with the same "
-            f"PyTorch and settings, got {row.losses[other[0]]}"
-        )
-    if not other or row.loss is None or here.loss is None:
-        return ""
-    return f"{row.scheme} at {row.rung}, {row.loss.mean:.4f}, which is {here.loss.mean:.4f} here"
 
 
 def _fact(run: Record, name: str) -> Any:
