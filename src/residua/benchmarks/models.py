@@ -16,13 +16,13 @@ from residua.benchmarks.settings import (
     in_float64,
     llama,
     many_graphs,
-    threads,
 )
 from residua.benchmarks.timing import Timing, compare
 from residua.checks import require
 from residua.errors import RunError
 from residua.models.convert import convert
 from residua.provenance import circumstances
+from residua.runs.threads import threads
 
 Base = Literal["residua", "llama"]
 
