@@ -246,6 +246,8 @@ def _find(key: str, name: Any, package: Any) -> Any:
         ValueError: there is none, or not of this package, or of several packages; or it cannot be used.
     """
     schemes: Mapping[str, Any] = PRESETS if key == "preset" else SCHEMES
+    if not isinstance(name, str):
+        raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, [*schemes])}")
     if package is not None and not isinstance(package, str):
         raise ValueError(f"connection {name!r}: package: expected the name of a package, got {package!r}")
     if name not in schemes:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residua.errors import InputError, extra
+from residua.runs.durable import write_text
 
 if TYPE_CHECKING:
     import numpy
@@ -60,7 +61,7 @@ def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str,
     # One pass, so that inserted text is never searched for placeholders.
     page = re.sub(r"<!-- (title|style|data|script) -->", lambda match: parts[match[1]], template)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")  # the name is the user's: a link or a device is followed
+    write_text(path.resolve(), page)  # the name is the user's: a link is followed
     return path
 
 
