@@ -4,7 +4,7 @@
     python -m benchmarks generate --presets ddl ddl-cc
     python -m benchmarks peers --packages hyper-connections
 
-Run it in the root of a clone. Training steps and their memory, which users measure too, are `residua bench`.
+Run it in the root of a clone. What users measure too, training steps and their memory, is `residua cost`.
 """
 
 import sys
@@ -16,7 +16,7 @@ from benchmarks import generate, ops, peers
 from benchmarks.cases import CASES, CONNECTIONS, Dtype
 from residua.benchmarks.settings import Precision
 from residua.commands.base import BAD_INPUT, FAILED, HelpShown, Parser, SubCommand, fail
-from residua.commands.bench import add_models, add_shared, measure
+from residua.commands.cost import add_models, add_shared, measure
 from residua.errors import InputError, RunError
 
 

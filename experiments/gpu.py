@@ -108,7 +108,7 @@ def _benchmarks(place: Place) -> Iterator[Step]:
 
     def bench(kind: str, *arguments: str) -> tuple[str, ...]:
         where = ("--device", place.device, "--out", str(place.path("bench.jsonl")))
-        command = ("residua", "bench") if kind in ("models", "memory") else ("benchmarks",)
+        command = ("residua", "cost") if kind in ("step", "memory") else ("benchmarks",)
         return (sys.executable, "-m", *command, kind, *arguments, *sizes[kind], *where)
 
     def presets(*names: str) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def _benchmarks(place: Place) -> Iterator[Step]:
         yield Step(f"ops {name}", "an operation beside its definition", bench("ops", "--operations", name, *ops_of), 75)
     for pair in _chunks(both, 4):
         names = _short(pair)
-        yield Step(f"models {names}", "training steps, reference and kernels", bench("models", *presets(*pair)), 100)
+        yield Step(f"models {names}", "training steps, reference and kernels", bench("step", *presets(*pair)), 100)
     connections = [f"connection:{name}" for name in ("residual", *FIRST, "attnres")]
     yield Step("ops connections", "connections alone", bench("ops", "--operations", *connections), 100)
     yield Step("peers", "connections beside other packages", bench("peers"), 100)
@@ -128,10 +128,10 @@ def _benchmarks(place: Place) -> Iterator[Step]:
     if not place.dry:
         graphs = bench("generate", *presets(*both[:2]), "--compile")
         yield Step("generate graphs", "writing a token through CUDA graphs", graphs, 150)
-        compiled = bench("models", *presets(*both[:2]), "--compile")
+        compiled = bench("step", *presets(*both[:2]), "--compile")
         yield Step("models compiled", "compiled training steps", compiled, 200)
     for some in _chunks(rest, 4):
-        yield Step(f"models {_short(some)}", "training steps", bench("models", *presets(*some)), 100)
+        yield Step(f"models {_short(some)}", "training steps", bench("step", *presets(*some)), 100)
     yield Step("memory rest", "memory of a step", bench("memory", *presets(*rest)), 120)
     yield Step("generate rest", "writing a token", bench("generate", *presets(*rest)), 150)
 
@@ -143,7 +143,7 @@ def _sizes(place: Place) -> Mapping[str, tuple[str, ...]]:
         model = f"--layers 1 --dim 16 --heads 2 --head-dim 8 --vocab-size 32 {few}"
         return {
             "ops": tuple(f"--tokens 12 --sequence-length 6 --dims 16 {few}".split()),
-            "models": tuple(f"{model} --sequence-length 8 --batch-size 1".split()),
+            "step": tuple(f"{model} --sequence-length 8 --batch-size 1".split()),
             "memory": tuple(f"{model} --sequence-length 8 --batch-size 1 --no-peak".split()),
             "generate": tuple(f"{model} --prompt-length 4 --new-tokens 2 --batch-sizes 1".split()),
             "peers": tuple(f"--packages attn-res --layers 1 --dim 16 --sequence-length 8 --batch-size 1 {few}".split()),
@@ -156,7 +156,7 @@ def _sizes(place: Place) -> Mapping[str, tuple[str, ...]]:
     types = "--dtypes bfloat16 float32"
     return {
         "ops": tuple(f"--tokens 16384 --dims 768 --channels 4 {types} --rounds 25".split()),
-        "models": tuple(f"{training} --rounds 9".split()),
+        "step": tuple(f"{training} --rounds 9".split()),
         "memory": tuple(training.split()),
         "generate": tuple(f"{model} --prompt-length 512 --new-tokens 32 --batch-sizes 1 8 --rounds 5".split()),
         "peers": ("--layers", "6", "--dim", "768", "--sequence-length", "1024", "--batch-size", "8", "--rounds", "9"),

@@ -27,8 +27,8 @@ STARTS = [
     ["sweep", "--config", "tiny", "--out", "out", "--over", NOWHERE, "{}"],
     ["study", NOWHERE, "--out", "out", "{}"],
     ["study", "verify", NOWHERE, "{}"],
-    ["estimate", "--config", "tiny", "--gpu", NOWHERE, "{}"],
-    ["estimate", "--config", "small", "--print_config", "{}"],
+    ["cost", "count", "--config", "tiny", "--gpu", NOWHERE, "{}"],
+    ["cost", "count", "--config", "small", "--print_config", "{}"],
     ["evaluate", NOWHERE, "{}"],
     ["evaluate", NOWHERE, "--tasks", "nothing", "{}"],
     ["export", NOWHERE, "out", "{}"],
@@ -39,8 +39,8 @@ STARTS = [
     ["analyze", NOWHERE, "{}"],
     ["analyze", NOWHERE, "--prompt", "a", "{}"],
     ["demo", "--steps", "0", "stray", "{}"],
-    ["bench", "models", "--presets", NOWHERE, "{}"],
-    ["bench", "memory", "--presets", NOWHERE, "{}"],
+    ["cost", "step", "--presets", NOWHERE, "{}"],
+    ["cost", "memory", "--presets", NOWHERE, "{}"],
     ["geometry", "reflection", "--models", NOWHERE, "{}"],
     ["geometry", "quick", "--models", NOWHERE, "{}"],
     ["geometry", "sizes", "--models", NOWHERE, "{}"],
@@ -72,7 +72,7 @@ def options_of(capsys, start):
     words = [word for word in start[:2] if word.isalpha()]
     if start[0] == "{}":
         return ["--help", "--version", "train"]
-    command = words if start[0] in ("bench", "geometry") else words[:1]
+    command = words if start[0] in ("cost", "geometry") else words[:1]
     assert main([*command, "--help"]) == 0
     found = set(re.findall(r"(?<!\w)--[\w.-]+", capsys.readouterr().out)) - {"--help", "--version"}
     return sorted(found) or ["--none"]
@@ -228,7 +228,7 @@ def test_an_interrupt_while_the_command_line_is_imported_is_one_line():
 
 
 def test_sizes_that_no_machine_holds_are_one_line(capsys):
-    for argv in (["estimate", "--config", "tiny", "--train.batch_size", str(2**62)],):
+    for argv in (["cost", "count", "--config", "tiny", "--train.batch_size", str(2**62)],):
         assert main(argv) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("residua: not enough memory: ")
@@ -253,7 +253,7 @@ def test_numbers_of_options():
             parser.parse_args(["--x", text])
 
 
-@pytest.mark.parametrize("argv", [["explore", "--out=--"], ["estimate", "--config", "tiny", "--train.device=--"]])
+@pytest.mark.parametrize("argv", [["explore", "--out=--"], ["cost", "count", "--config", "tiny", "--train.device=--"]])
 def test_two_dashes_are_no_value(argv, capsys):
     assert main(argv) == 2
     assert re.search(r"^residua: argument --\S+: expected a value, got --; ", capsys.readouterr().err)

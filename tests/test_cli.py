@@ -96,8 +96,8 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         (["evaluate", "x", "--include-path", "x"], "--include-path: expected --tasks beside it"),
         (["compare", "no-such-folder"], "expected a run folder"),
         (["train", "--run", "x"], "--config"),
-        (["estimate"], "expected --config NAME|FILE.yaml"),
-        (["estimate", "--config", "tiny", "--gpus", "7"], "residua: --gpus: expected a number of processes"),
+        (["cost", "count"], "--config NAME|FILE.yaml must say which run"),
+        (["cost", "count", "--config", "tiny", "--gpus", "7"], "residua: --gpus: expected a number of processes"),
         (["generate", "x", "--prompt", "a", "--temperature", "0"], "got 0; for the most probable text use --greedy"),
         (["train", "--config", "tiny"], "--run DIR"),
         (["train", "--run", "no-such-folder", "--resume"], "expected a run to resume"),
@@ -157,9 +157,9 @@ def test_print_config_shows_the_resolved_configuration_and_trains_nothing(capsys
     assert output(capsys, ["train", "--config", tmp_path / "mine.yaml", "--print_config"]) == text
 
 
-def test_estimate_prints_the_configuration_that_it_would_estimate(capsys):
+def test_cost_count_prints_the_configuration_that_it_would_count(capsys):
     argv = ["--config", "tiny", "--train.lr", "0.5", "--print_config"]
-    assert output(capsys, ["estimate", *argv]) == output(capsys, ["train", *argv])
+    assert output(capsys, ["cost", "count", *argv]) == output(capsys, ["train", *argv])
 
 
 def test_the_help_names_the_default_of_every_option_of_prepare(capsys):

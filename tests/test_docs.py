@@ -90,7 +90,7 @@ def test_the_commands_run(monkeypatch, tmp_path, capsys):
             seen.add(command[1])
         else:
             assert command[:2] == ["pip", "install"], command
-    expected = {"schemes", "prepare", "train", "evaluate", "generate", "compare", "demo", "bench", "estimate"}
+    expected = {"schemes", "prepare", "train", "evaluate", "generate", "compare", "demo", "cost"}
     assert expected | {"export", "sweep", "analyze", "explore", "geometry"} <= seen
 
 
@@ -109,11 +109,11 @@ def shortened(command: list[str]) -> list[str]:
             return ["--steps", "2"]
         case "geometry" if "sizes" not in command:
             return ["--steps", "4", "--seeds", "42", "--workers", "1"]
-        case "estimate":
-            return ["--model.num_hidden_layers", "2"]
         case "sweep" | "train" if "--resume" not in command:
             return ["--train.steps", "4", "--train.warmup_steps", "1", *TINY]
-        case "bench":
+        case "cost" if command[2] == "count":
+            return ["--model.num_hidden_layers", "2"]
+        case "cost":
             shape = ["--layers", "1", "--dim", "32", "--heads", "2", "--head-dim", "16", "--vocab-size", "64"]
             return [*shape, "--rounds", "1", "--sequence-length", "16", "--warmup", "0"]
     return []

@@ -181,7 +181,7 @@ def test_what_cannot_be_estimated_is_refused():
 
 @pytest.mark.slow
 def test_the_command_prints_a_table_or_json(capsys):
-    argv = ["estimate", "--config", "tiny-ddl", "--gpus", "2", "--gpu", "a100"]
+    argv = ["cost", "count", "--config", "tiny-ddl", "--gpus", "2", "--gpu", "a100"]
     assert main([*argv, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["parameters"]["total"] == 1_051_792, "the model of the demo"

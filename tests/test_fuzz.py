@@ -50,7 +50,7 @@ COMMANDS = [
     ["explore", "run/analysis/trace-step-4.safetensors", "--out", "page.html"],
     ["prepare", "--source", "text", "--out", "prepared", "--tokenizer", "byte"],
     ["prepare", "--source", "text", "--out", "prepared", "--tokenizer", "data/tokenizer"],
-    ["estimate", "--config", "run/config.yaml"],
+    ["cost", "count", "--config", "run/config.yaml"],
     ["schemes", "--json"],
 ]
 ARTEFACTS = ("run", "other", "model", "data", "text")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS
-from residua.commands import bench
+from residua.commands import cost
 from residua.commands.base import Parser
 
 ROOT = Path(__file__).parents[1]
@@ -99,21 +99,21 @@ def test_every_benchmark_is_one_that_its_command_takes(dry, gpu, tmp_path):
     place = gpu.Place(tmp_path, dry)
     steps = gpu.steps(place)
     assert len({step.name for step in steps}) == len(steps)
-    commands = [step.command[2:] for step in steps if {"bench", "benchmarks"} & set(step.command)]
+    commands = [step.command[2:] for step in steps if {"cost", "benchmarks"} & set(step.command)]
     kinds = set()
     for command in commands:
-        inside = command[:2] == ("residua", "bench")
+        inside = command[:2] == ("residua", "cost")
         kind, *options = command[2 if inside else 1 :]
         kinds.add(kind)
-        subcommand = (bench.SUBCOMMANDS if inside else BENCHMARKS)[kind]
+        subcommand = (cost.SUBCOMMANDS if inside else BENCHMARKS)[kind]
         parser = Parser()
         subcommand.add_arguments(parser)
         arguments = parser.parse_args(options)
         assert arguments.device == place.device
         arguments.device = "cpu"  # otherwise refused here
         module, settings = subcommand.run.args
-        assert bench.chosen(arguments, getattr(importlib.import_module(module), settings)).steps > 0
-    assert kinds == {"ops", "models", "memory", "generate", "peers"}
+        assert cost.chosen(arguments, getattr(importlib.import_module(module), settings)).steps > 0
+    assert kinds == {"ops", "step", "memory", "generate", "peers"}
     for step in steps:
         if step.tests:
             assert Path(next(part for part in step.command if part.endswith(".py"))).is_file()

@@ -26,7 +26,7 @@ COMMANDS = (
     "train",
     "sweep",
     "study",
-    "estimate",
+    "cost",
     "evaluate",
     "export",
     "convert",
@@ -35,7 +35,6 @@ COMMANDS = (
     "explore",
     "analyze",
     "demo",
-    "bench",
     "geometry",
 )
 """The names, in the order of the overview; the module of each is in `residua.commands`."""

@@ -7,7 +7,7 @@ import torch
 from residua.benchmarks import memory
 from residua.benchmarks.memory import MemorySettings, benchmark, kept_bytes, peak_bytes, with_and_without_recompute
 from residua.benchmarks.models import TrainingStep
-from residua.commands import bench
+from residua.commands import cost
 from residua.commands.base import Parser
 from residua.connections import PRESETS
 from residua.errors import InputError, RunError
@@ -20,11 +20,11 @@ def settings(*presets, **changes):
 
 
 def command(*arguments):
-    """Run `residua bench memory` with a tiny model."""
+    """Run `residua cost memory` with a tiny model."""
     parser = Parser()
-    bench.add_arguments(parser)
+    cost.add_arguments(parser)
     sizes = [text for name, value in TINY.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return bench.run(parser.parse_args(["memory", *sizes, *arguments]))
+    return cost.run(parser.parse_args(["memory", *sizes, *arguments]))
 
 
 def test_recomputed_states_are_not_kept():

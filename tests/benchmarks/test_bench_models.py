@@ -7,7 +7,7 @@ import torch
 
 from residua.benchmarks import models
 from residua.benchmarks.models import ModelSettings, TrainingStep, benchmark
-from residua.commands import bench
+from residua.commands import cost
 from residua.commands.base import Parser
 from residua.connections import PRESETS
 from residua.errors import InputError, RunError
@@ -21,11 +21,11 @@ def settings(*presets, **changes):
 
 
 def command(*arguments):
-    """Run `residua bench models` with a tiny model."""
+    """Run `residua cost step` with a tiny model."""
     parser = Parser()
-    bench.add_arguments(parser)
+    cost.add_arguments(parser)
     sizes = [text for name, value in TINY.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return bench.run(parser.parse_args(["models", *sizes, *arguments]))
+    return cost.run(parser.parse_args(["step", *sizes, *arguments]))
 
 
 class Slightly(torch.nn.Module):

@@ -1,23 +1,29 @@
-"""The command `residua bench` and what it can measure."""
+"""The command `residua cost`."""
 
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from residua.commands.base import Arguments, Parser, SubCommand, add_json, print_json, whole
+from residua.errors import InputError
 from residua.tables import print_table
 from residua.terminal import one_line
 
-HELP = "measure the speed and the memory of a training step under each scheme"
+if TYPE_CHECKING:
+    from residua.estimate import Estimate
+
+HELP = "what a run will cost: count its FLOPs and memory, or measure a step of each scheme"
 EXAMPLES = """\
-residua bench models --device cpu --presets ddl-cc ddl-tc
-residua bench memory --presets ddl-cc ddl-cc:recompute=none"""
+residua cost count --config small --model.connection ddl-tc --gpus 4 --gpu h200
+residua cost step --device cpu --presets ddl-cc ddl-tc
+residua cost memory --presets ddl-cc ddl-cc:recompute=none"""
+GIB = 2**30
 MOST_THREADS = 4096
 
 NUMBERS: Mapping[str, str] = {
@@ -51,6 +57,58 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Arguments) -> int | None:
     return arguments.chosen(arguments)
+
+
+def _count_arguments(parser: Parser) -> None:
+    from residua.training import add_config_arguments
+
+    parser.usage = (
+        "residua cost count --config NAME|FILE.yaml [--gpus N] [--gpu NAME] [--json] [--print_config] [--KEY VALUE ...]"
+    )
+    parser.add_argument("--gpus", type=whole(high=2**20), default=1, metavar="N", help="number of GPUs (default: 1)")
+    parser.add_argument("--gpu", default="h200", metavar="NAME", help="h200, h100, b200, a100 or rtx4090 (h200)")
+    add_json(parser)
+    add_config_arguments(parser)
+
+
+def _count(arguments: Arguments) -> None:
+    from residua.training import load_config
+
+    if arguments.config is None and not arguments.print_config:
+        raise InputError("--config NAME|FILE.yaml must say which run to count; residua cost count --help explains")
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.print_config:
+        print(config.to_yaml(), end="")
+        return
+
+    from residua.estimate import estimate
+    from residua.experiment import expected_vocabulary
+
+    vocab_size = expected_vocabulary(config)
+    costs = estimate(config, vocab_size=vocab_size, gpu=arguments.gpu, gpus=arguments.gpus)
+    if arguments.json:
+        print_json(asdict(costs))
+    else:
+        _print_estimate(costs)
+
+
+def _print_estimate(costs: "Estimate") -> None:
+    print_table(["parameters", ""], [[name, f"{count:,}"] for name, count in costs.parameters.items()])
+    print()
+    print_table(["MFLOP per token", ""], [[name, f"{x / 1e6:,.1f}"] for name, x in costs.flops_per_token.items()])
+    print()
+    ways = list(costs.memory)
+    header = ["GiB per GPU", *(f"states: {way}" for way in ways)]
+    rows = [[part, *(f"{costs.memory[way][part] / GIB:.2f}" for way in ways)] for part in costs.memory[ways[0]]]
+    rows.append(["largest batch_size", *(f"{costs.largest_batch_size[way]}" for way in ways)])
+    print_table(header, rows)
+    print()
+    print(f"{costs.tokens / 1e9:.3g} billion tokens, {costs.tokens * sum(costs.flops_per_token.values()):.3g} FLOPs")
+    print()
+    for line in costs.assumptions:
+        print(f"assumed: {line}")
+    if all(costs.memory[way]["total"] > costs.gpu_memory for way in ways):
+        print(f"note: this does not fit into {costs.gpu_memory / GIB:.0f} GiB; lower train.batch_size")
 
 
 def add_shared(parser: Parser, settings: type) -> None:
@@ -96,7 +154,7 @@ def add_models(parser: Parser, settings: type, precision: str, compiled: str = "
     parser.add_argument("--compile", action="store_true", help=what)
 
 
-def _models_arguments(parser: Parser) -> None:
+def _step_arguments(parser: Parser) -> None:
     from residua.benchmarks import models
 
     add_models(parser, models.ModelSettings, "bfloat16 is autocast")
@@ -165,15 +223,21 @@ def measure(module: str, kind: str, arguments: Arguments) -> int:
 
 
 SUBCOMMANDS: Mapping[str, SubCommand] = {
-    "models": SubCommand(
-        "training step of whole language models",
+    "count": SubCommand(
+        "parameters, FLOPs and memory per GPU of a run, computed",
+        "Compute the parameters, the FLOPs per token and the memory per GPU of a run, and say what was assumed.",
+        _count_arguments,
+        _count,
+    ),
+    "step": SubCommand(
+        "time of a training step, measured",
         "Time the training step (forward, backward, fused AdamW) of language models under each scheme, and its ratio "
         "to the plain residual's in the same rounds. Check all models against float64 first.",
-        _models_arguments,
+        _step_arguments,
         partial(measure, "residua.benchmarks.models", "ModelSettings"),
     ),
     "memory": SubCommand(
-        "memory of a training step",
+        "memory of a training step, measured",
         "Count what each scheme keeps for the backward pass, in vectors of the model's width for each token and layer, "
         "and measure the peak of a training step. Check all models against float64 first.",
         _memory_arguments,
