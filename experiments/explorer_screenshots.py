@@ -14,7 +14,7 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 from residua.explorer import write_page
-from residua.explorer.collect import collect
+from residua.explorer.collect import collect, page_of
 
 SIZE = {"width": 1280, "height": 900}
 MARGIN = 16
@@ -35,7 +35,7 @@ def main() -> None:
     if chromium is None:
         parser.error(f"found none of {', '.join(BROWSERS)}: apt-get install chromium")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        file = write_page(Path(folder) / "page.html", *collect([arguments.run]))
+        file = write_page(Path(folder) / "page.html", *page_of(*collect([arguments.run])))
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         for name, (state, ready, last) in PICTURES.items():
             page = browser.new_page(viewport=SIZE)

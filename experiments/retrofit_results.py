@@ -48,7 +48,7 @@ def read(folder: Path = FOLDER) -> list[Record]:
 
 
 def learned() -> list[Record]:
-    """Return what `residua analyze` said of trained models."""
+    """Return what `residua explore` said of trained models."""
     return [json.loads(line) for line in (FOLDER / "learned.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -166,7 +166,7 @@ def collect(folders: list[Path]) -> None:
 
 
 def collect_learned(files: list[Path]) -> None:
-    """Write what `residua analyze --json` said of trained models as ours, one line each, without where they lay."""
+    """Write what `residua explore --json` said of trained models as ours, one line each, without where they lay."""
     found = [one for file in files for one in json.loads(file.read_text(encoding="utf-8"))]
     for one in found:
         del one["trace"]
@@ -176,7 +176,7 @@ def collect_learned(files: list[Path]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--collect", type=Path, nargs="+", metavar="FOLDER")
-    parser.add_argument("--learned", type=Path, nargs="+", metavar="JSON", help="written by residua analyze --json")
+    parser.add_argument("--learned", type=Path, nargs="+", metavar="JSON", help="written by residua explore --json")
     parser.add_argument("--draw", type=Path, metavar="PNG")
     arguments = parser.parse_args()
     if arguments.collect:

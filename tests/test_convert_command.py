@@ -90,7 +90,7 @@ def test_a_folder_with_files_is_not_written_into(folder, capsys):
 
 
 def test_a_converted_folder_is_for_the_other_commands(folder, tmp_path, capsys):
-    """It generates, is analysed and explored; what it has no text for is said."""
+    """It generates, is explored; what it has no text for is said."""
     out = tmp_path / "out"
     assert main(["convert", str(folder), "--connection", "hc", "--out", str(out)]) == 0
     capsys.readouterr()
@@ -101,15 +101,19 @@ def test_a_converted_folder_is_for_the_other_commands(folder, tmp_path, capsys):
     assert plain == same
     page = tmp_path / "page.html"
     assert main(["explore", str(out), "--out", str(page)]) == 2
-    assert f"residua analyze {out} --prompt TEXT" in capsys.readouterr().err
-    assert main(["analyze", str(out), "--prompt", "Text", "--json"]) == 0
+    assert "give --prompt TEXT" in capsys.readouterr().err
+    assert main(["explore", str(out), "--prompt", "Text", "--json"]) == 0
     [found] = json.loads(capsys.readouterr().out)
     assert found["sublayers"][0]["sublayer"] == "1 input_layernorm"
     assert found["shortcut"] == "mixing"
     assert main(["explore", str(out), "--out", str(page)]) == 0
     assert "input_layernorm" in page.read_text()
     capsys.readouterr()
-    for command in (["evaluate", str(out)], ["analyze", str(folder), "--prompt", "Text"], ["analyze", str(out)]):
+    for command in (
+        ["evaluate", str(out)],
+        ["explore", str(folder), "--prompt", "Text"],
+        ["explore", str(out), "--tokens", "3"],
+    ):
         assert main(command) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3

@@ -91,7 +91,7 @@ def test_the_commands_run(monkeypatch, tmp_path, capsys):
         else:
             assert command[:2] == ["pip", "install"], command
     expected = {"schemes", "prepare", "train", "evaluate", "generate", "compare", "demo", "cost"}
-    assert expected | {"export", "sweep", "analyze", "explore", "geometry"} <= seen
+    assert expected | {"export", "sweep", "explore", "geometry"} <= seen
 
 
 TINY = [

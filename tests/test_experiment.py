@@ -295,7 +295,7 @@ def test_what_reads_the_data_of_a_run_refuses_other_data(replaced, config, tmp_p
         run(again, replaced, resume=True, progress=False)
 
 
-@pytest.mark.parametrize("command", ["evaluate", "analyze"])
+@pytest.mark.parametrize("command", [("evaluate",), ("explore", "--no-page", "--tokens", "3")], ids=lambda c: c[0])
 def test_a_run_that_was_copied_is_read_with_its_data_where_they_are_now(command, config, prepared, tmp_path, capsys):
     """Beside it as before, or where --data says; the data of another run are refused."""
     shutil.copytree(prepared.folder, tmp_path / "before" / "data")
@@ -303,13 +303,13 @@ def test_a_run_that_was_copied_is_read_with_its_data_where_they_are_now(command,
     run(config, tmp_path / "before" / "run", progress=False)
     (tmp_path / "before").rename(tmp_path / "after")
     copy = tmp_path / "after" / "run"
-    assert main([command, str(copy)]) == 0
+    assert main([*command, str(copy)]) == 0
     assert run(config, copy, resume=True, progress=False)["step"] == STEPS
     (tmp_path / "after" / "data").rename(tmp_path / "elsewhere")
     capsys.readouterr()
-    assert main([command, str(copy)]) == 2
+    assert main([*command, str(copy)]) == 2
     assert "have moved, give their folder with --data DIR" in capsys.readouterr().err
-    assert main([command, str(copy), "--data", str(tmp_path / "elsewhere")]) == 0
+    assert main([*command, str(copy), "--data", str(tmp_path / "elsewhere")]) == 0
 
 
 def test_a_run_that_was_trained_on_is_compared_as_another(config, tmp_path):

@@ -73,7 +73,7 @@ def home(tmp_path_factory):
         (root / "text" / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number**2} things.\n" * 3)
     assert main(["train", "--run", str(root / "run"), *TINY, "--data.source", str(root / "text")]) == 0
     shutil.rmtree(root / "run" / "checkpoints" / "step-4")
-    assert main(["analyze", str(root / "run"), "--tokens", "4"]) == 0
+    assert main(["explore", str(root / "run"), "--tokens", "4", "--no-page"]) == 0
     assert main(["export", str(root / "run"), str(root / "model")]) == 0
     return root
 
@@ -137,7 +137,7 @@ def edit(path, **changes):
 
 
 EVALUATE, RESUME, COMPARE = ("evaluate", "run"), ("train", "--resume", "--run", "run"), ("compare", "run", "other")
-EXPORT, MODEL = ("export", "run", "out"), ("analyze", "model", *PROMPT)
+EXPORT, MODEL = ("export", "run", "out"), ("explore", "model", *PROMPT, "--no-page")
 GENERATE = ("generate", "run", "--prompt", "a", "--max-new-tokens", "1")
 STEP = "run/checkpoints/step-2"
 # Which commands read a file; paths are those of `place`.

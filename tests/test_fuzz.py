@@ -42,8 +42,8 @@ COMMANDS = [
     ["evaluate", "run", "--checkpoint", "best", "--json"],
     ["generate", "run", "--prompt", "Text", "--max-new-tokens", "2"],
     ["export", "run", "exported"],
-    ["analyze", "run", "--tokens", "3", "--all-checkpoints"],
-    ["analyze", "model", "--prompt", "Text", "--tokens", "3"],
+    ["explore", "run", "--tokens", "3", "--all-checkpoints", "--no-page"],
+    ["explore", "model", "--prompt", "Text", "--tokens", "3", "--json"],
     ["compare", "run", "--json"],
     ["compare", "run", "other"],
     ["explore", "run", "--out", "page.html"],
@@ -70,7 +70,7 @@ def home(tmp_path_factory):
     (root / "text" / "more.jsonl").write_text('{"text": "A line of JSON."}\n' * 5)
     assert main(["prepare", "--source", str(root / "text"), "--out", str(root / "data"), "--tokenizer", "byte"]) == 0
     assert main(["train", "--run", str(root / "run"), *TINY, "--data.source", str(root / "text")]) == 0
-    assert main(["analyze", str(root / "run"), "--tokens", "4", "--all-checkpoints"]) == 0
+    assert main(["explore", str(root / "run"), "--tokens", "4", "--all-checkpoints", "--no-page"]) == 0
     assert main(["export", str(root / "run"), str(root / "model")]) == 0
     shutil.copytree(root / "run", root / "other")
     return root

@@ -30,7 +30,7 @@ GEOMETRY = ["geometry", "reflection", *("--models", "linear", "--samples", "8", 
 COMMANDS = {
     "train": ("run", ["train", "--run", "run", "--resume"]),
     "train again": ("begun", ["train", "--run", "begun", *TINY, "--data.source", "text", "--data.tokenizer", "byte"]),
-    "analyze": ("run", ["analyze", "run"]),
+    "explore": ("run", ["explore", "run", "--no-page", "--tokens", "3"]),
     "sweep": ("sweep", ["sweep", *SWEEP, "--seeds", "2"]),
     "sweep finished": ("sweep", ["sweep", *SWEEP]),
     "study": ("study", ["study", "study.yaml", "--out", "study", "--data", "data", "--no-costs"]),
@@ -56,7 +56,7 @@ def home(tmp_path_factory):
     try:
         assert main(["prepare", "--source", "text", "--out", "data", "--tokenizer", "byte"]) == 0
         assert main(["train", "--run", "run", *TINY, "--data.path", "data"]) == 0
-        assert main(["analyze", "run", "--checkpoint", "2"]) == 0
+        assert main(["explore", "run", "--checkpoint", "2", "--no-page"]) == 0
         for name in ("sweep finished", "study", "geometry"):
             assert main(COMMANDS[name][1]) == 0
     finally:

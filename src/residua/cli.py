@@ -33,7 +33,6 @@ COMMANDS = (
     "generate",
     "compare",
     "explore",
-    "analyze",
     "demo",
     "geometry",
 )

@@ -14,7 +14,7 @@ from residua.evaluation.generate import complete
 from residua.evaluation.plots import draw
 from residua.experiment import open_or_prepare, open_run, run
 from residua.explorer import write_page
-from residua.explorer.collect import collect
+from residua.explorer.collect import collect, page_of
 from residua.runs.progress import say
 from residua.runs.sweep import Job, Records, run_jobs
 from residua.training import RunConfig, load_config
@@ -55,7 +55,7 @@ def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
         importlib.import_module("plotly")
     runs = train_side_by_side(out, steps)
     comparison = compare(runs)
-    page = write_page(out / PAGE, *collect(runs))
+    page = write_page(out / PAGE, *page_of(*collect(runs)))
     return Demonstration(comparison, draw(comparison, out), page, dict(_texts(out)))
 
 

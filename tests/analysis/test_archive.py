@@ -108,7 +108,7 @@ def test_a_damaged_file_is_refused_with_a_sentence(saved, content):
 
 def test_a_file_that_is_not_there(tmp_path):
     for path in (tmp_path / "none.safetensors", tmp_path):
-        with pytest.raises(InputError, match="found no file; residua analyze RUN writes one"):
+        with pytest.raises(InputError, match="found no file; residua explore RUN writes one"):
             Trace.load(path)
 
 

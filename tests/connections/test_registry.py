@@ -150,13 +150,13 @@ def test_a_scheme_of_an_installed_package_works_wherever_a_preset_does(site, tmp
     train = "train", "--config", "tiny", "--run", path, "--model.connection", "scaled-small"
     run(command, *train, *options, site=site)
     run(command, "generate", path, "--prompt", "The", "--max-new-tokens", 2, site=site)
-    run(command, "analyze", path, site=site)
+    run(command, "explore", path, "--no-page", site=site)
     run(command, "export", path, tmp_path / "export", site=site)
     saved = json.loads((tmp_path / "export/config.json").read_text(encoding="utf-8"))["connection"]
     assert saved == {"scheme": "scaled", "package": "scaled_residuals", "start": 0.1}
     assert run(load, tmp_path / "export", site=site).out.strip() == "Scaled(start=0.1)"
 
-    for argv in (["generate", path, "--prompt", "The"], ["evaluate", path], ["analyze", path]):
+    for argv in (["generate", path, "--prompt", "The"], ["evaluate", path], ["explore", path, "--data", "--no-page"]):
         missing = run(command, *argv, status=2).err
         assert missing.count("\n") == 1
         assert "scheme 'scaled' comes with the package 'scaled_residuals', which is not installed" in missing

@@ -86,8 +86,8 @@ def test_a_run_gets_a_trace_of_its_newest_checkpoint_once(a_run, tmp_path, capsy
 
 def test_traces_of_several_checkpoints_tell_of_the_training(a_run):
     (a_run / "connections.jsonl").unlink(missing_ok=True)
-    assert main(["analyze", str(a_run), "--all-checkpoints"]) == 0
-    payload, arrays = collect([a_run])
+    assert main(["explore", str(a_run), "--all-checkpoints", "--no-page"]) == 0
+    payload, arrays = page_of(*collect([a_run]))
     assert arrays["0.training.beta.steps"].tolist() == [2, 4]
     trace = Trace.load(a_run / "analysis" / "trace-step-2.safetensors")
     np.testing.assert_allclose(arrays["0.training.beta.mean"][0], trace.values["beta"].mean(1), rtol=1e-6)
@@ -98,7 +98,7 @@ def test_traces_of_several_checkpoints_tell_of_the_training(a_run):
 def test_runs_and_trace_files_together_and_names_that_tell_them_apart(a_run, tmp_path):
     paths = [planted.delta(torch.ones(2, 3)).save(tmp_path / folder / "a.safetensors") for folder in ("x", "y")]
     named = planted.residual(run="plain", checkpoint=7).save(tmp_path / "z.safetensors")
-    payload, arrays = collect([*paths, a_run, named, paths[0]])
+    payload, arrays = page_of(*collect([*paths, a_run, named, paths[0]]))
     assert [trace["name"] for trace in payload["traces"]] == ["a (1)", "a (2)", "run", "plain, step 7"]
     np.testing.assert_array_equal(arrays["1.beta"], np.ones((2, 3)))
     assert payload["comparison"] is None
@@ -255,16 +255,16 @@ def test_a_run_that_was_stopped_in_the_middle_of_a_row_can_be_explored(a_run):
     (a_run / "connections.jsonl").write_text(
         '{"step": 1, "beta": {"mean": [1, 1]}}\n{"step": 2, "beta": {"mean": [1, null]}}\n{"ste'
     )
-    _, arrays = collect([a_run])
+    _, arrays = page_of(*collect([a_run]))
     np.testing.assert_array_equal(arrays["0.training.beta.mean"], [[1, 1], [1, np.nan]])
     (a_run / "connections.jsonl").write_text('nothing\n{"step": 1}\n')
     with pytest.raises(InputError, match=r"connections\.jsonl"):
-        collect([a_run])
+        page_of(*collect([a_run]))
 
 
 def test_a_run_whose_folder_cannot_be_written_is_shown(a_run, capsys):
     (a_run / "analysis").write_text("in the way")
-    payload, arrays = collect([a_run])
+    payload, arrays = page_of(*collect([a_run]))
     assert payload["traces"][0]["facts"]["checkpoint"] == 4
     assert arrays
     assert "the trace is not kept: " in capsys.readouterr().err

@@ -240,7 +240,7 @@ def test_a_run_with_a_base_is_a_run_for_every_command(config, base, tmp_path, ca
     out = tmp_path / "out"
     for command in (
         ["evaluate", "RUN", "--json"],
-        ["analyze", "RUN", "--json"],
+        ["explore", "RUN", "--json"],
         ["generate", "RUN", "--prompt", "Text", "--max-new-tokens", "4", "--greedy"],
         ["compare", *map(str, runs), "--json"],
         ["explore", *map(str, runs), "--out", str(tmp_path / "page.html")],

@@ -81,11 +81,11 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
     """
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"{path}: expected a trace, found no file; residua analyze RUN writes one")
+        raise InputError(f"{path}: expected a trace, found no file; residua explore RUN writes one")
     values, metadata = read_tensors(path, "a trace", "make it again")
     version = metadata.get("residua_trace")
     if version is None:
-        raise InputError(f"{path}: expected a trace, got other tensors; residua analyze RUN writes one")
+        raise InputError(f"{path}: expected a trace, got other tensors; residua explore RUN writes one")
     if version != str(VERSION):
         raise InputError(
             f"{path}: expected a trace of version {VERSION}, got version {version}; make it again with this "

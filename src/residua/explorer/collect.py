@@ -1,14 +1,15 @@
-"""Collect run folders and trace files for the explorer's page: a JSON payload, and arrays.
+"""Collect the traces of run folders, trace files and models, and make of them what the explorer's page shows: a JSON
+payload, and arrays.
 
 The page must stay small enough for mail, so the arrays share the rest of `PAGE` bytes: float32 if all fit, else float16
 for all but beta, and arrays that still do not fit only at the sampled tokens. The page says so.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,10 +17,11 @@ from residua.analysis import archive
 from residua.analysis.summary import warnings
 from residua.analysis.trace import Trace
 from residua.errors import InputError, extra
-from residua.experiment import is_model_folder, open_run, trace_run
+from residua.experiment import is_model_folder, open_model, open_run, trace_prompt, trace_run
 from residua.explorer.comparison import comparison_payload
 from residua.runs.progress import say
 from residua.training import latest_checkpoint, read_metrics
+from residua.training.checkpoint import saved_steps
 
 with extra("lab"):
     import numpy as np
@@ -49,31 +51,53 @@ QUANTILES = ("mean", "q05", "q50", "q95")
 
 
 @dataclass(frozen=True)
+class Reading:
+    """The text that models read, the beginning of the validation data for None, and the checkpoints, as `open_run`
+    takes them, with the folder of the data where they have moved. A run that has a trace is traced again if any of
+    these is given."""
+
+    prompt: str | None = None
+    tokens: int | None = None
+    step: int | Literal["best"] | None = None
+    every_step: bool = False
+    data: str | None = None
+
+    @property
+    def again(self) -> bool:
+        return self != Reading()
+
+
+@dataclass(frozen=True)
 class Source:
-    """A trace with its name on the page, and the folder of its run if known."""
+    """A trace with its name on the page, the folder of its run if known, its file if it has one, and the traces of
+    other checkpoints that were made with it."""
 
     name: str
     trace: Trace
     run: Path | None = None
+    file: Path | None = None
+    earlier: Sequence["Source"] = ()
 
 
-def collect(paths: Sequence[str | Path]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the payload and the arrays of a page for these run folders, trace files and folders of traced models.
+def collect(paths: Sequence[str | Path], reading: Reading = Reading()) -> tuple[list[Source], dict[str, Any] | None]:
+    """Return the traces of these run folders, trace files and folders of models, and the comparison of the runs.
 
-    A run without a trace of its newest checkpoint gets one, which is saved in the run. Two or more runs are compared.
+    A run without a trace of its newest checkpoint gets one, which is saved in the run, and so does every run and model
+    if `reading` says what to read. Two or more runs are compared.
 
     Raises:
-        InputError: a path is neither a run folder nor a trace, a trace has another version, or there are too many.
+        InputError: a path is neither a run folder, nor a model, nor a trace, a trace has another version, a model has
+            neither a trace nor a prompt, or there are too many.
     """
-    paths = list({Path(path).resolve(): _of_model(Path(path)) for path in paths}.values())
+    paths = list({Path(path).resolve(): Path(path) for path in paths}.values())
     if len(paths) > MOST_RUNS:
-        raise InputError(f"expected at most {MOST_RUNS} runs and traces on one page, got {len(paths)}")
-    runs = [path for path in paths if not _is_trace(path)]
+        raise InputError(f"one page takes at most {MOST_RUNS} runs and traces, got {len(paths)}")
+    makers = [_maker(path, reading) for path in paths]
+    runs = [path for path, make in zip(paths, makers) if make is _of_run]
     # Read everything first, so that a mistake in the last path is found before a minute of work.
     comparison = comparison_payload(runs) if len(runs) > 1 else None
-    loaded = {path: Trace.load(path) for path in paths if path not in runs}
-    sources = [Source(_name(path, loaded[path]), loaded[path]) if path in loaded else _of_run(path) for path in paths]
-    return page_of(sources, comparison)
+    traces = {path: make(path, reading) for path, make in zip(paths, makers) if make is _of_file}
+    return [traces.get(path) or make(path, reading) for path, make in zip(paths, makers)], comparison
 
 
 def page_of(
@@ -98,39 +122,57 @@ def page_of(
     return payload, arrays
 
 
-def _of_model(path: Path) -> Path:
-    """Return the trace of the model in a folder of transformers, and any other path as it is."""
-    if not is_model_folder(path):
-        return path
-    kept = archive.place(path, None)
-    if not kept.is_file():
-        raise InputError(f"{path}: expected a trace of this model, found none; residua analyze {path} --prompt TEXT")
-    return kept
-
-
-def _is_trace(path: Path) -> bool:
+def _maker(path: Path, reading: Reading) -> Callable[[Path, Reading], Source]:
+    """Return what makes the source of a path, once it is known to be possible."""
     if not path.exists():
         raise InputError(f"{path}: expected a run folder or a trace, found no such file or folder")
-    if path.is_dir() and not (path / "config.yaml").is_file():
+    if path.is_file():
+        if reading.again:
+            raise InputError(f"{path}: a trace cannot be made again; give the folder of its run or model")
+        return _of_file
+    if is_model_folder(path):
+        if reading.step is not None or reading.every_step:
+            raise InputError(f"--checkpoint: expected a run folder, got {path}")
+        if reading.prompt is None and (reading.again or not archive.place(path, None).is_file()):
+            raise InputError(f"{path}: this model has no validation text of its own; give --prompt TEXT")
+        return _of_model if reading.again else _of_file
+    if not (path / "config.yaml").is_file():
         raise InputError(f"{path}: expected a run folder, found no config.yaml; residua train --run makes one")
-    return path.is_file()
+    return _of_run
 
 
-def _of_run(folder: Path) -> Source:
-    """Return the trace of a run's newest checkpoint; make and save it in the run if there is none."""
-    there = dict(archive.saved(folder))
-    newest = latest_checkpoint(folder)
-    step = newest.step if newest else max(there, default=None)
-    loaded = Trace.load(there[step]) if step in there else _made(folder)
-    return Source(folder.resolve().name, loaded, folder)
+def _of_file(path: Path, reading: Reading) -> Source:
+    file = archive.place(path, None) if path.is_dir() else path
+    trace = Trace.load(file)
+    return Source(_name(file, trace), trace, file=file)
 
 
-def _made(folder: Path) -> Trace:
-    opened = open_run(folder)
-    say(f"{folder}: no trace of its newest checkpoint yet, making one")
-    made = trace_run(opened)
-    made.keep(folder)
-    return made
+def _of_model(folder: Path, reading: Reading) -> Source:
+    facts = {"run": folder.resolve().name}
+    trace = trace_prompt(*open_model(folder), str(reading.prompt), tokens=reading.tokens, facts=facts)
+    return Source(facts["run"], trace, file=trace.keep(folder))
+
+
+def _of_run(folder: Path, reading: Reading) -> Source:
+    """Return the trace of a run's newest checkpoint, or what is asked for; make and save what the run does not have."""
+    name = folder.resolve().name
+    if not reading.again:
+        files = dict(archive.saved(folder))
+        newest = latest_checkpoint(folder)
+        step = newest.step if newest else max(files, default=None)
+        if step in files:
+            return Source(name, Trace.load(files[step]), folder, files[step])
+    steps = saved_steps(folder) if reading.every_step else []
+    *earlier, last = [_traced(folder, name, step, reading) for step in steps or [reading.step]]
+    return replace(last, earlier=earlier)
+
+
+def _traced(folder: Path, name: str, step: int | Literal["best"] | None, reading: Reading) -> Source:
+    opened = open_run(folder, step, data=reading.data)
+    if not reading.again:
+        say(f"{folder}: no trace of its newest checkpoint yet, making one")
+    trace = trace_run(opened, reading.prompt, tokens=reading.tokens)
+    return Source(name, trace, folder, trace.keep(folder))
 
 
 def _name(path: Path, trace: Trace) -> str:

@@ -40,8 +40,9 @@ def run(trained, tmp_path):
 
 
 def output(capsys, *argv):
+    """What the command prints without a page."""
     capsys.readouterr()
-    status = main(["analyze", *map(str, argv)])
+    status = main(["explore", "--no-page", *map(str, argv)])
     captured = capsys.readouterr()
     assert status == 0, captured.err
     return captured.out
@@ -49,11 +50,15 @@ def output(capsys, *argv):
 
 def refused(capsys, *argv):
     capsys.readouterr()
-    assert main(["analyze", *map(str, argv)]) == 2
+    assert main(["explore", *map(str, argv)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = captured.err.splitlines()
     return line
+
+
+def kept_trace(capsys, run):
+    return output(capsys, run).splitlines()[-1].removeprefix("trace: ")
 
 
 def test_the_newest_checkpoint_reads_the_validation_data(capsys, run):
@@ -101,20 +106,46 @@ def test_the_loss_is_that_of_the_model_in_the_precision_of_its_training(capsys, 
 def test_an_exported_model_needs_a_prompt(capsys, run, tmp_path):
     exported = tmp_path / "exported"
     assert main(["export", str(run), str(exported)]) == 0
+    assert "give --prompt TEXT" in refused(capsys, exported)
     text = output(capsys, exported, "--prompt", "Text number 3")
+    assert output(capsys, exported) == text
     assert text.startswith("ddl-cc, 13 tokens of a prompt, loss ")
     assert Trace.load(exported / "analysis" / "trace.safetensors").facts["checkpoint"] is None
-    assert "give --prompt TEXT" in refused(capsys, exported)
+    assert "give --prompt TEXT" in refused(capsys, exported, "--tokens", "3")
     assert "--checkpoint: expected a run folder" in refused(capsys, exported, "--prompt", "a", "--checkpoint", "2")
 
 
+def test_a_page_has_the_trace_that_the_options_ask_for(capsys, run, tmp_path, monkeypatch):
+    """Beside the tables; JSON stays JSON, with a page only where --out names one."""
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "explorer.html"
+    printed = output(capsys, run, "--json")
+    assert main(["explore", str(run), "--json"]) == 0
+    assert capsys.readouterr().out == printed
+    assert not page.exists()
+    assert main(["explore", str(run), "--prompt", "Text", "--checkpoint", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("ddl-cc, step 2, 4 tokens of a prompt")
+    assert text.endswith("open in a browser: explorer.html\n")
+    assert '"tokens":["T","e","x","t"]' in page.read_text(encoding="utf-8")
+    assert main(["explore", str(run), "--all-checkpoints", "--json", "--out", "other.html"]) == 0
+    assert [record["checkpoint"] for record in json.loads(capsys.readouterr().out)] == [2, 4]
+    assert '"checkpoint":4' in (tmp_path / "other.html").read_text(encoding="utf-8")
+
+
 def test_what_cannot_be_used_is_one_line(capsys, run, tmp_path):
-    assert "expected a run folder, found no config.yaml" in refused(capsys, tmp_path / "none")
+    assert "expected a run folder or a trace, found no such file" in refused(capsys, tmp_path / "none")
     assert "expected a checkpoint of step 3; there are 2, 4" in refused(capsys, run, "--checkpoint", "3")
     assert "at most 32 tokens" in refused(capsys, run, "--tokens", "33")
     assert "at least 1 token, got 0" in refused(capsys, run, "--tokens", "0")
     assert "no prepared data" in refused(capsys, run, "--data", "nowhere")
     assert "not allowed with" in refused(capsys, run, "--checkpoint", "2", "--all-checkpoints")
+    assert "not allowed with" in refused(capsys, run, "--out", "x.html", "--no-page")
+    assert "RUN must be given" in refused(capsys, "--prompt", "a")
+    assert "RUN must be given" in refused(capsys, "--json")
+    kept = str(Trace.load(kept_trace(capsys, run)).save(tmp_path / "kept.safetensors"))
+    assert "a trace cannot be made again" in refused(capsys, kept, "--tokens", "3")
+    shutil.rmtree(run / "analysis")
     shutil.rmtree(run / "checkpoints")
     assert "found none; train it first" in refused(capsys, run)
     assert "found none; train it first" in refused(capsys, run, "--all-checkpoints")
@@ -125,12 +156,12 @@ def test_what_was_found_is_shown_where_the_folder_cannot_be_written(capsys, run,
     for folder, more in ((run, []), (tmp_path / "model", ["--prompt", "Text"])):
         (folder / "analysis").write_text("in the way")
         capsys.readouterr()
-        assert main(["analyze", str(folder), "--json", *more]) == 0
+        assert main(["explore", str(folder), "--json", *more]) == 0
         printed = capsys.readouterr()
         (found,) = json.loads(printed.out)
         assert found["trace"] is None
         assert found["sublayers"]
         assert "the trace is not kept: " in printed.err
-        assert main(["analyze", str(folder), *more]) == 0
+        assert main(["explore", str(folder), "--no-page", *more]) == 0
         assert "trace: " not in capsys.readouterr().out
         assert (folder / "analysis").read_text() == "in the way"
