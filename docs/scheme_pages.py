@@ -6,101 +6,18 @@ import textwrap
 from contextlib import redirect_stdout
 from dataclasses import fields
 from functools import cache
-from inspect import cleandoc
 from pathlib import Path
-from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import residua
+from residua.commands.schemes import about, added, averages, meaning, state, values
 from residua.connections import resolve
-from residua.evaluation.published import ROWS
-from residua.models import SIZES
 from residua.study.plan import load_study
 
 DOCS = Path(__file__).parent
-
-# Title, and who runs the scheme: what the sources say, not who might.
-ABOUT = {
-    "residual": ("Plain residual", "Nearly every Transformer in use."),
-    "lambdas": (
-        "Scaled plain residual",
-        "nanochat, and modded-nanogpt with gates for each token beside the scalars. LayerScale is common in vision "
-        "transformers.",
-    ),
-    "siamese": (
-        "SiameseNorm",
-        "The authors' experiments, up to 15B parameters (`Qwen-Applications/SiameseNorm`), and a model of 1B on the "
-        "recipe of OLMo 3, together with another change (`ArchSpace-Collection/SiameseNorm-DepthAttention`).",
-    ),
-    "gated_orthogonal": (
-        "Gated orthogonal update",
-        'Nobody yet: it is a form of our own. With `gate="one"`, the authors\' experiments, mostly on images.',
-    ),
-    "gated_delta": (
-        "Gated delta",
-        "Nobody yet: it is a form of our own, Deep Delta Learning with a gate for each of its two halves.",
-    ),
-    "deep_delta": (
-        "Deep Delta Learning",
-        "The authors' public code. No released checkpoint of another group is known. In their repository (July 2026) "
-        "the authors do not claim that their gains, from single runs, are statistically resolved.",
-    ),
-    "hyper": (
-        "Hyper-connections",
-        "The authors' experiments; its constrained successor mHC is what released models use.",
-    ),
-    "frac": ("Frac-Connections", "The authors' experiments, up to 7B parameters. No released model is known."),
-    "mhc": (
-        "Manifold-constrained hyper-connections",
-        "DeepSeek-V4 and GLM-5.3-Flash, in a form of their own: [mhc_deepseek](mhc_deepseek.md).",
-    ),
-    "mhc_deepseek": (
-        "mHC of DeepSeek-V4 and GLM-5.3",
-        "DeepSeek-V4 (`deepseek_v4` in transformers) and GLM-5.3-Flash (`glm5_next`). `residua.dialects` loads their "
-        "parameters.",
-    ),
-    "krom": ("KromHC", "The authors' experiments. No released model is known."),
-    "ihc": (
-        "Independent hyper-connections",
-        "Hy4 of Tencent (`hy_v4` in transformers). `residua.dialects` loads its parameters.",
-    ),
-    "gated_residual": (
-        "Gated residual",
-        "Qwen4-Exp (`qwen4_exp` in transformers). `residua.dialects` loads its parameters.",
-    ),
-    "jpmhc": ("JPmHC", "The authors' experiments. No released model is known."),
-    "edelta": ("EDelta-MHC-Geo", "The authors' experiments. No released model is known."),
-    "edelta_stream": ("EDelta-MHC-Geo with streams", "The authors' experiments. No released model is known."),
-    "pooled_householder": (
-        "Pooled Householder",
-        'The comparison in arXiv 2605.06729, under the name "DDL". It is not Deep Delta Learning.',
-    ),
-    "delta_attnres": (
-        "Delta attention residuals",
-        "The authors' experiments (`wdlctc/delta-attention-residuals-code`). No released model is known.",
-    ),
-    "denseformer": ("DenseFormer", "The authors' experiments (`epfml/DenseFormer`). No released model is known."),
-    "mudd": (
-        "MUDD connections",
-        "MUDDFormer-2.8B and MUDDPythia (1.4B and 2.8B), released by the authors (`Caiyun-AI/MUDDFormer`).",
-    ),
-    "attnres": (
-        "Attention residuals",
-        "Kimi K3 (blocks of layers) and, in a form of its own, Inkling-2: [attnres_inkling](attnres_inkling.md).",
-    ),
-    "attnres_inkling": (
-        "Attention residuals of Inkling-2",
-        "Inkling-2 (`inkling2` in transformers). `residua.dialects` loads its parameters.",
-    ),
-    "altup": (
-        "AltUp with LAuReL",
-        "Gemma 3n (`gemma3n` in transformers). `residua.dialects` loads its parameters.",
-    ),
-}
-
 
 # Options for the code of a page, whose sublayers take one input.
 WITH = {"mudd": 'ways="r"'}
@@ -112,7 +29,7 @@ def names() -> list[str]:
 
 
 def title(name: str) -> str:
-    return ABOUT[name][0]
+    return residua.SCHEMES[name].title
 
 
 def presets(name: str) -> dict[str, residua.Scheme]:
@@ -122,16 +39,13 @@ def presets(name: str) -> dict[str, residua.Scheme]:
 def page(name: str) -> str:
     """Return the Markdown of the page of the scheme with this name."""
     kind = residua.SCHEMES[name]
-    about = [
-        part for part in cleandoc(kind.__doc__).split("\n\n") if part.split(maxsplit=1)[0].strip(",") not in told(kind)
-    ]
     code = snippet(name)
     parts = [
         f"# {title(name)}",
         f"```text\n{kind.equation}\n```",
         f"Source: {sources(name)}. Class: `residua.{kind.__name__}`. [Deviations](../deviations.md) lists where "
         "papers, code and this library differ.",
-        *map(joined, about),
+        *map(joined, about(kind)),
         "## Use it",
         f"```python\n{code}```",
         f"It prints:\n\n```text\n{printed(code)}```",
@@ -146,7 +60,7 @@ def page(name: str) -> str:
         "## Results",
         results(name),
         "## Who runs it",
-        ABOUT[name][1],
+        linked(kind.users),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -198,27 +112,9 @@ def costs(name: str) -> str:
             field.name: getattr(scheme, field.name) for field in fields(scheme) if field.name not in kind.derived
         }
         listed = [f"`{option}={value!r}`" for option, value in changed.items() if value != getattr(default, option)]
-        counts = [f"{added(scheme, size):+,}" for size in ("small", "medium")]
+        counts = [f"{count:+,}" for count in added(scheme).values()]
         rows.append([f"`{preset}`", " ".join(listed), state(scheme), *counts, start(scheme)])
     return table(rows)
-
-
-def state(scheme: residua.Scheme) -> str:
-    """Return the size of the state of a token, from the first to the last of 24 sublayers where it grows."""
-    sizes = dict.fromkeys(scheme.state_size(boundary, 1) for boundary in (0, 24))
-    return " to ".join("d" if size == 1 else f"{size}d" for size in sizes)
-
-
-def added(scheme: residua.Scheme, size: str) -> int:
-    """Count the parameters beyond the plain residual in a model of the paper's size "small" or "medium"."""
-    return parameters(scheme, size) - parameters(residua.Residual(), size)
-
-
-@cache
-def parameters(scheme: residua.Scheme, size: str) -> int:
-    with torch.device("meta"):
-        stream = scheme.build(SIZES[size]["hidden_size"], 2 * SIZES[size]["num_hidden_layers"])
-    return sum(parameter.numel() for parameter in stream.parameters())
 
 
 @torch.no_grad()
@@ -233,41 +129,13 @@ def start(scheme: residua.Scheme) -> str:
     return "0" if difference == 0 else f"{difference:.0e}" if difference < 0.01 else f"{difference:.2f}"
 
 
-def told(kind: type) -> dict[str, str]:
-    """Return what the docstring of `kind` says of each option that has a line of its own."""
-    listed = "|".join(field.name for field in fields(kind)) or "(?!)"
-    found = re.findall(rf"(?m)^((?:{listed})(?:, (?:{listed}))*) +(\S.*(?:\n +\S.*)*)", cleandoc(kind.__doc__))
-    return {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
-
-
 def options(kind: type) -> str:
     """Return the table of a scheme's options: defaults and choices from its fields, meanings from its docstring."""
-    hints = get_type_hints(kind)
     rows = [["option", "default", "values", "meaning"]]
-    rows += [[f"`{field.name}`", f"`{field.default!r}`", values(hints[field.name]), escaped(meaning(kind, field.name))]
-             for field in fields(kind)]  # fmt: skip
+    for field in fields(kind):
+        choices = ", ".join(f"`{choice}`" for choice in values(kind, field.name))
+        rows.append([f"`{field.name}`", f"`{field.default!r}`", choices, escaped(meaning(kind, field.name))])
     return table(rows) if len(rows) > 1 else "It has none."
-
-
-def meaning(kind: type, option: str) -> str:
-    """Return what the docstrings say of an option: of `kind`, of a scheme that it names, or of any scheme."""
-    text = cleandoc(kind.__doc__)
-    named = [getattr(residua, name, None) for name in re.findall(r"`([A-Z]\w+)`", text)]
-    for one in (*kind.__mro__, *named, *residua.SCHEMES.values()):
-        if isinstance(one, type) and issubclass(one, residua.Scheme) and option in (found := told(one)):
-            return found[option]
-    for other, words in told(kind).items():
-        if re.search(rf"\b{option}\b", words):
-            return f"see `{other}`"
-    return "see the text above" if re.search(rf"\b{option}\b", text) else ""
-
-
-def values(declared) -> str:
-    if get_origin(declared) is Literal:
-        return ", ".join(f"`{choice!r}`" for choice in get_args(declared))
-    if get_origin(declared) is Union or type(declared).__name__ == "UnionType":
-        return " or ".join(values(part) for part in get_args(declared))
-    return "`None`" if declared is type(None) else f"`{declared.__name__}`"
 
 
 # Tables of other pages with rows for schemes: page, mark, text before the rows, and their columns (all for none).
@@ -338,24 +206,24 @@ def results(name: str) -> str:
     """Return our rows of the pages with results, then the published averages over the eight tasks."""
     mine = set(presets(name))
     parts = []
-    for page, mark, about, columns in MEASURED:
+    for page, mark, setting, columns in MEASURED:
         if rows := measured(name, page, mark, columns):
-            parts.append(f"{about}\n\n{rows}")
-    averages: dict[str, dict[str, str]] = {}
-    for row in ROWS:
-        if row.preset in {*mine, "residual"}:
-            column = f"{row.size}, {row.num_fewshot}-shot"
-            averages.setdefault(row.preset, {})[column] = f"{row.average:.2f} (v{row.version})"
-    if mine & averages.keys():
-        columns = list(averages["residual"])
-        rows = [[f"`{preset}`", *(found.get(column, "") for column in columns)] for preset, found in averages.items()]
+            parts.append(f"{setting}\n\n{rows}")
+    header, rows = averages(mine)
+    if rows:
         parts.append(
             "Published: mean accuracy of eight tasks in percent, one seed each, with the version of arXiv 2601.00417. "
-            "Small and medium models have 124M and 353M parameters.\n\n" + table([["scheme", *columns], *rows])
+            "Small and medium models have 124M and 353M parameters.\n\n"
+            + table([header, *([f"`{preset}`", *row] for preset, *row in rows)])
         )
     if name in ("edelta", "jpmhc", "mhc", "pooled_householder"):
         parts.append("[Geometry](../geometry.md) has the rows published in arXiv 2605.06729.")
     return "\n\n".join(parts) or "We have not trained it in a comparison yet."
+
+
+def linked(text: str) -> str:
+    """Link the names of schemes in a text to their pages."""
+    return re.sub(rf"`({'|'.join(names())})`", r"[\1](\1.md)", text)
 
 
 def joined(paragraph: str) -> str:

@@ -18,7 +18,7 @@ from residua.commands.base import Parser, number, whole
 NOWHERE = "nowhere"
 # Every command with what makes it stop before it does any work: `{}` is where the bad option goes.
 STARTS = [
-    ["schemes", "stray", "{}"],
+    ["schemes", NOWHERE, "{}"],
     ["prepare", "--source", NOWHERE, "--out", "out", "{}"],
     ["train", "--config", NOWHERE, "--run", "run", "{}"],
     ["train", "--config", "tiny", "--print_config", "{}"],

@@ -118,6 +118,28 @@ def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv,
 
 
 @pytest.mark.slow
+def test_schemes_explains_one(capsys):
+    """With the values of the preset beside the defaults, what each option means, and the published results."""
+    text = output(capsys, ["schemes", "ddl-cc"])
+    (record,) = [json.loads(output(capsys, ["schemes", "ddl-cc", "--json"]))]
+    kind = PRESETS["ddl-cc"]
+    for words in (kind.title, kind.equation, kind.source, "+132,268 at small", "a state of 4d", "(default: None; "):
+        assert words in text
+    assert "compress = channel  (default: None; 'token', 'channel', None)" in text
+    assert " ".join(kind.users.split()) in " ".join(text.split())
+    assert all(option["meaning"] in " ".join(text.split()) for option in record["all_options"])
+    assert {"scheme": "ddl-cc", "small, 1-shot": "49.13 (v2)"}.items() <= record["published"][1].items()
+    assert "ddl-cc" not in output(capsys, ["schemes", "mhc"])
+    assert "num_streams = 2  (default: 4; int)" in output(capsys, ["schemes", "mhc:num_streams=2"])
+    assert "did you mean 'ddl'" in error(capsys, ["schemes", "dll"])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_scheme_of_ours_has_a_title_and_users(name):
+    assert PRESETS[name].title
+    assert PRESETS[name].users.endswith(".")
+
+
 def test_schemes_lists_every_preset_with_the_parameters_of_the_paper(capsys):
     records = {record["name"]: record for record in json.loads(output(capsys, ["schemes", "--json"]))}
     assert records.keys() == PRESETS.keys()

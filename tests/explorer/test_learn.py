@@ -549,7 +549,6 @@ def test_who_runs_what_names_presets_models_and_sources(show, monkeypatch):
     rows = page.locator(".runs li").evaluate_all("""(rows) => rows.map((row) => ({
       preset: row.dataset.runs, state: row.dataset.state, who: row.querySelector(".who").textContent,
       link: row.querySelector("a")?.href ?? null}))""")
-    kinds = {kind: name for name, kind in residua.SCHEMES.items()}
     released = re.findall(r"(?m)^\| .* \| `(\w+)` \| `([\w-]+)` \|$", (DOCS / "schemes.md").read_text("utf-8"))
     assert len(released) == 6
     linked = [(re.search(r"/transformers/models/(\w+)$", row["link"] or ""), row["preset"]) for row in rows]
@@ -557,7 +556,7 @@ def test_who_runs_what_names_presets_models_and_sources(show, monkeypatch):
     for row in rows:
         scheme = residua.PRESETS[row["preset"]]
         assert scheme_pages.state(scheme) == row["state"], row
-        users = scheme_pages.ABOUT[kinds[type(scheme)]][1].lower()
+        users = scheme.users.lower()
         assert all(name.lower() in users for name in row["who"].split(", ")), row
     topics = set(page.locator("nav [data-topic]").evaluate_all("(all) => all.map((one) => one.dataset.topic)"))
     assert topics == set(TOPICS)

@@ -1,48 +1,42 @@
-"""The command `residua schemes`."""
+"""The command `residua schemes`, and what it and the pages of the schemes say of each."""
 
+import re
+from collections.abc import Collection
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from inspect import cleandoc
+from textwrap import TextWrapper, indent
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from residua.commands.base import Arguments, Parser, add_json, print_json
-from residua.errors import first_line
+from residua.errors import InputError, first_line
 from residua.sizes import SIZES
 from residua.tables import print_table
 
 if TYPE_CHECKING:
     from residua.connections import Scheme
 
-HELP = "list the residual schemes: equation, options, state, parameters added, paper"
-EXAMPLES = "residua schemes\nresidua schemes --json"
+HELP = "list the residual schemes, or explain one: equation, options, cost, who runs it, results"
+EXAMPLES = "residua schemes\nresidua schemes ddl-cc\nresidua schemes --json"
+WRAP = TextWrapper(100, break_on_hyphens=False)
+PAPER_SIZES = ("small", "medium")
 
 
 def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="explain this one, also with options: ddl:beta_init=0.5"
+    )
     add_json(parser)
 
 
 def run(arguments: Arguments) -> None:
     from residua.connections import presets
 
-    known = presets()
-    plain = {size: _parameters(known["residual"], size) for size in ("small", "medium")}
-    records, reasons = [], {}
-    for name, scheme in known.items():
-        try:
-            state = _state(scheme)
-            added = {size: _parameters(scheme, size) - count for size, count in plain.items()}
-        except Exception as error:  # of somebody's scheme, such as one for some widths alone
-            state, added = None, dict.fromkeys(plain)
-            reasons[name] = f"{type(error).__name__}: {first_line(error)}"
-        records.append(
-            {
-                "name": name,
-                "equation": scheme.equation,
-                "options": _options(scheme),
-                "paper": scheme.source,
-                "state_per_token": state,
-                "parameters_added": added,
-                "not_built": reasons.get(name),
-            }
-        )
+    if arguments.name is not None:
+        _explain(arguments.name, arguments.json)
+        return
+    records = [_record(name, scheme) for name, scheme in presets().items()]
     if arguments.json:
         print_json(records)
         return
@@ -57,30 +51,160 @@ def run(arguments: Arguments) -> None:
         ]
         for record in records
     ]
-    print_table(["name", "equation", "state", *plain, "paper", "options"], rows)
+    print_table(["name", "equation", "state", *PAPER_SIZES, "paper", "options"], rows)
     print(
         "\nstate: numbers per token, d the width, from the first to the last of 24 sublayers; "
-        f"{' and '.join(plain)}: parameters added to the plain residual."
+        f"{' and '.join(PAPER_SIZES)}: parameters added to the plain residual."
     )
-    for name, reason in reasons.items():
-        print(f"{name}: -, because it cannot be built here: {reason}")
+    for record in records:
+        if record["not_built"]:
+            print(f"{record['name']}: -, because it cannot be built here: {record['not_built']}")
 
 
-def _options(scheme: "Scheme") -> dict[str, Any]:
-    """Return the options that differ from their defaults."""
+def _record(name: str, scheme: "Scheme") -> dict[str, Any]:
+    reason = size = None
+    counts: dict[str, int | None] = dict.fromkeys(PAPER_SIZES)
+    try:
+        size, counts = state(scheme), {**added(scheme)}
+    except Exception as error:  # of somebody's scheme, such as one for some widths alone
+        size, reason = None, f"{type(error).__name__}: {first_line(error)}"
     values = {field.name: (getattr(scheme, field.name), field.default) for field in fields(scheme)}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    return {
+        "name": name,
+        "equation": scheme.equation,
+        "options": {option: value for option, (value, default) in values.items() if value != default},
+        "paper": scheme.source,
+        "state_per_token": size,
+        "parameters_added": counts,
+        "not_built": reason,
+    }
 
 
-def _state(scheme: "Scheme") -> str:
+def _explain(name: str, as_json: bool) -> None:
+    from residua.connections import resolve
+
+    try:
+        scheme = resolve(name)
+    except (TypeError, ValueError) as error:
+        raise InputError(first_line(error)) from error
+    kind = type(scheme)
+    header, published = averages({name})
+    record = _record(name, scheme) | {
+        "title": kind.title,
+        "users": kind.users,
+        "all_options": [
+            {
+                "name": field.name,
+                "value": getattr(scheme, field.name),
+                "default": field.default,
+                "values": values(kind, field.name),
+                "meaning": meaning(kind, field.name),
+            }
+            for field in fields(scheme)
+        ],
+        "published": [dict(zip(header, row)) for row in published],
+    }
+    if as_json:
+        print_json(record)
+        return
+    print(f"{name}: {kind.title or kind.__name__}\n\n    {kind.equation}\n")
+    for paragraph in about(kind):
+        print(paragraph if paragraph.startswith("    ") else WRAP.fill(paragraph), end="\n\n")
+    print(f"paper: {scheme.source}")
+    if record["not_built"]:
+        print(f"cost: it cannot be built here: {record['not_built']}")
+    else:
+        counts = " and ".join(f"{count:+,} at {size}" for size, count in record["parameters_added"].items())
+        print(
+            f"cost: a state of {record['state_per_token']} per token, d the width; parameters beside residual: {counts}"
+        )
+    print(WRAP.fill(f"who runs it: {kind.users or 'not known'}"))
+    for option in record["all_options"]:
+        choices = ", ".join(option["values"])
+        print(f"\n{option['name']} = {option['value']}  (default: {option['default']}; {choices})")
+        print(indent(WRAP.fill(option["meaning"]), "    "))
+    if published:
+        print("\npublished, mean accuracy of eight tasks in percent, one seed each (arXiv 2601.00417):\n")
+        print_table(header, published)
+    print("\nour own results: docs/results.md and docs/resbench.md")
+
+
+def state(scheme: "Scheme") -> str:
     """Return the numbers per token at both ends of 24 sublayers, in units of the width: "4d", or "d to 25d"."""
     rows = dict.fromkeys(scheme.state_size(boundary, 768) // 768 for boundary in (0, 24))
     return " to ".join(f"{count}d" if count > 1 else "d" for count in rows)
 
 
+def added(scheme: "Scheme") -> dict[str, int]:
+    """Count the parameters beyond the plain residual in models of the paper's sizes, "small" and "medium"."""
+    from residua.connections import Residual
+
+    return {size: _parameters(scheme, size) - _parameters(Residual(), size) for size in PAPER_SIZES}
+
+
+@cache
 def _parameters(scheme: "Scheme", size: str) -> int:
     import torch
 
     with torch.device("meta"):
         stream = scheme.build(SIZES[size]["hidden_size"], 2 * SIZES[size]["num_hidden_layers"])
     return sum(parameter.numel() for parameter in stream.parameters())
+
+
+def about(kind: "type[Scheme]") -> list[str]:
+    """Return the paragraphs of the docstring of `kind` that explain it, without the list of its options."""
+    listed = meanings(kind)
+    paragraphs = cleandoc(kind.__doc__ or "").split("\n\n")
+    return [text for text in paragraphs if text.split(maxsplit=1)[0].strip(",") not in listed]
+
+
+def meaning(kind: "type[Scheme]", option: str) -> str:
+    """Return what the docstrings say of an option: of `kind`, of a scheme that it names, or of any scheme."""
+    from residua.connections import SCHEMES, Scheme
+
+    text = cleandoc(kind.__doc__ or "")
+    named = [scheme for scheme in SCHEMES.values() if f"`{scheme.__name__}`" in text]
+    for scheme in (*kind.__mro__, *named, *SCHEMES.values()):
+        if issubclass(scheme, Scheme) and option in (listed := meanings(scheme)):
+            return listed[option]
+    for other, words in meanings(kind).items():
+        if re.search(rf"\b{option}\b", words):
+            return f"see `{other}`"
+    return "see the text above" if re.search(rf"\b{option}\b", text) else ""
+
+
+def meanings(kind: "type[Scheme]") -> dict[str, str]:
+    """Return what the docstring of `kind` says of each option that has a line of its own."""
+    listed = "|".join(field.name for field in fields(kind)) or "(?!)"
+    pattern = rf"(?m)^((?:{listed})(?:, (?:{listed}))*) +(\S.*(?:\n +\S.*)*)"
+    lines = re.findall(pattern, cleandoc(kind.__doc__ or ""))
+    return {name: " ".join(text.split()) for names, text in lines for name in names.split(", ")}
+
+
+def values(kind: "type[Scheme]", option: str) -> list[str]:
+    """Return the choices of an option, or the types of its values."""
+    return _values(get_type_hints(kind)[option])
+
+
+def _values(declared: Any) -> list[str]:
+    if get_origin(declared) is Literal:
+        return [repr(choice) for choice in get_args(declared)]
+    if get_origin(declared) in (Union, UnionType):
+        return [value for part in get_args(declared) for value in _values(part)]
+    return ["None" if declared is type(None) else getattr(declared, "__name__", str(declared))]
+
+
+def averages(names: Collection[str]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and rows of the published averages of these presets and the plain residual; no rows if there
+    are none of these."""
+    from residua.evaluation.published import ROWS
+
+    columns = list(dict.fromkeys(f"{row.size}, {row.num_fewshot}-shot" for row in ROWS))
+    scores: dict[str, dict[str, str]] = {}
+    for row in ROWS:
+        if row.preset in {*names, "residual"}:
+            column = f"{row.size}, {row.num_fewshot}-shot"
+            scores.setdefault(row.preset, {})[column] = f"{row.average:.2f} (v{row.version})"
+    if not scores.keys() & set(names):
+        return [], []
+    return ["scheme", *columns], [[name, *(row.get(column, "") for column in columns)] for name, row in scores.items()]

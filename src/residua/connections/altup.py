@@ -53,7 +53,9 @@ class AlternatingUpdates(RecomputingScheme):
                   computes exactly the plain residual
     """
 
+    title: ClassVar[str] = "AltUp with LAuReL"
     equation: ClassVar[str] = "P + (1 + c) (block(P_0) - P_0), P = X + C X"
+    users: ClassVar[str] = "Gemma 3n (`gemma3n` in transformers). `residua.dialects` loads its parameters."
     paper: ClassVar[str] = "arXiv 2301.13310"
 
     num_streams: int = 4

@@ -60,7 +60,9 @@ class AttentionResiduals(SourcesScheme):
                  2607.27230); it adds no parameters
     """
 
+    title: ClassVar[str] = "Attention residuals"
     equation: ClassVar[str] = "V_l = F(norm(sum_i a_i V_i)), a = softmax_i(w . norm(V_i))"
+    users: ClassVar[str] = "Kimi K3 (blocks of layers) and, in a form of its own, Inkling-2: `attnres_inkling`."
     paper: ClassVar[str] = "arXiv 2603.15031"
 
     scale: Literal["mean", "sum"] = "mean"

@@ -44,7 +44,9 @@ class InklingAttentionResiduals(SourcesScheme):
     separate_every  every how many layers the attention reads queries, keys and values separately; 1 in all, 0 in none
     """
 
+    title: ClassVar[str] = "Attention residuals of Inkling-2"
     equation: ClassVar[str] = "V_l = F(norm(sum_i a_i norm(V_i))), a = softmax_i(w . norm(V_i) / sqrt(d))"
+    users: ClassVar[str] = "Inkling-2 (`inkling2` in transformers). `residua.dialects` loads its parameters."
     paper: ClassVar[str] = "transformers, models/inkling2"
 
     block_size: int = 12

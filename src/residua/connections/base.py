@@ -259,15 +259,18 @@ def _described(build: Callable[..., Stream]) -> Callable[..., Stream]:
 class Scheme(ABC):
     """A residual scheme with all its options: a frozen dataclass that is its own configuration.
 
-    equation, paper: shown by `residua schemes`, the paper as `source`, which may depend on the options.
+    title, equation, paper, users: shown by `residua schemes`, the paper as `source`, which may depend on the options;
+        users: who runs it, as the sources say.
     constraint: what h_res of a `Mixing` must be, "doubly stochastic" or "orthogonal"; None without a constraint.
     derived: for an option that may be None, the options from which it is then derived.
     activations: coefficients that are computed as a sublayer computes, in the dtype of autocast; all others are gates
         and mappings, in float32 at least.
     """
 
+    title: ClassVar[str] = ""
     equation: ClassVar[str]
     paper: ClassVar[str]
+    users: ClassVar[str] = ""
     constraint: ClassVar[str | None] = None
     derived: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     activations: ClassVar[tuple[str, ...]] = ()

@@ -67,7 +67,12 @@ class DeepDelta(ChannelScheme):
                      where it runs. No kernel has been timed on a GPU yet, so the default is "reference"
     """
 
+    title: ClassVar[str] = "Deep Delta Learning"
     equation: ClassVar[str] = "X + beta k (v^T - k^T X)"
+    users: ClassVar[str] = (
+        "The authors' public code. No released checkpoint of another group is known. In their repository (July "
+        "2026) the authors do not claim that their gains, from single runs, are statistically resolved."
+    )
     paper: ClassVar[str] = "arXiv 2601.00417"
     activations: ClassVar[tuple[str, ...]] = ("k",)  # the raw direction of a v-Map
 

@@ -46,7 +46,11 @@ class DeltaAttentionResiduals(SourcesScheme):
     heads         attention for each of this many groups of features, as in MHAR (arXiv 2607.27230)
     """
 
+    title: ClassVar[str] = "Delta attention residuals"
     equation: ClassVar[str] = "h + F(norm(h + g sum_i a_i D_i)), a = softmax_i(w . norm(D_i))"
+    users: ClassVar[str] = (
+        "The authors' experiments (`wdlctc/delta-attention-residuals-code`). No released model is known."
+    )
     paper: ClassVar[str] = "arXiv 2605.18855"
 
     gate: Literal["none", "scalar", "sigmoid"] = "none"

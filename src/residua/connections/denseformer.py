@@ -35,7 +35,9 @@ class DenseFormer(Scheme):
     period     p: there is an average only after blocks whose number p divides, counted from 1
     """
 
+    title: ClassVar[str] = "DenseFormer"
     equation: ClassVar[str] = "block(sum_{j <= i} a_ij X_j)"
+    users: ClassVar[str] = "The authors' experiments (`epfml/DenseFormer`). No released model is known."
     paper: ClassVar[str] = "arXiv 2402.02622"
 
     dilation: int = 1

@@ -112,7 +112,9 @@ class EDelta(_Hybrid):
     projections   whether the sublayer has the dense dim x dim maps H_pre and H_post, which start as the identity
     """
 
+    title: ClassVar[str] = "EDelta-MHC-Geo"
     equation: ClassVar[str] = "g + H_post F(H_pre norm(g)), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) x"
+    users: ClassVar[str] = "The authors' experiments. No released model is known."
 
     projections: bool = True
 
@@ -147,7 +149,9 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
                   same for all tokens, so that Q and H keep the mean, which is then exactly the plain residual
     """
 
+    title: ClassVar[str] = "EDelta-MHC-Geo with streams"
     equation: ClassVar[str] = "g + H_post (1 F(norm(mean(H_pre g)))^T), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) X"
+    users: ClassVar[str] = "The authors' experiments. No released model is known."
 
     hidden: int = 48
     start: Literal["random", "residual"] = "random"

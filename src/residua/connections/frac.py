@@ -30,7 +30,9 @@ class FracConnections(WeightedScheme):
     num_fractions   m, the frac-rate, a divisor of the width
     """
 
+    title: ClassVar[str] = "Frac-Connections"
     equation: ClassVar[str] = "h_res H + h_post F(norm(h_pre H)), H the fractions of x"
+    users: ClassVar[str] = "The authors' experiments, up to 7B parameters. No released model is known."
     paper: ClassVar[str] = "arXiv 2503.14125"
 
     num_fractions: int = 4

@@ -64,7 +64,11 @@ class GatedDelta(ChannelScheme):
     k_eps         guard of |h|: k = h / sqrt(|h|^2 + k_eps^2), as in `DeepDelta`
     """
 
+    title: ClassVar[str] = "Gated delta"
     equation: ClassVar[str] = "X + w h - e k k^T X, h = F(c), k = h / |h|, e = 2 tanh(w_e . c + b_e), c = norm(x_in)"
+    users: ClassVar[str] = (
+        "Nobody yet: it is a form of our own, Deep Delta Learning with a gate for each of its two halves."
+    )
     paper: ClassVar[str] = "arXiv 2601.00417"
 
     erase: Literal["signed", "positive", "none", "coupled"] = "signed"

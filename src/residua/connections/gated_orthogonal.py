@@ -47,7 +47,11 @@ class GatedOrthogonal(SingleStreamScheme):
     eps             added to |x|^2; 1e-6 as in the code of arXiv 2505.11881
     """
 
+    title: ClassVar[str] = "Gated orthogonal update"
     equation: ClassVar[str] = "x + h - e (<h, x> / |x|^2) x, h = F(c), e = tanh(w . c + b), c = norm(x)"
+    users: ClassVar[str] = (
+        'Nobody yet: it is a form of our own. With `gate="one"`, the authors\' experiments, mostly on images.'
+    )
     paper: ClassVar[str] = "arXiv 2505.11881"
 
     gate: Literal["token", "static", "one"] = "token"

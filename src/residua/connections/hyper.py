@@ -79,7 +79,9 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
     head            the readout: "sum" of the streams (the paper) or "mean"
     """
 
+    title: ClassVar[str] = "Hyper-connections"
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X))"
+    users: ClassVar[str] = "The authors' experiments; its constrained successor mHC is what released models use."
     paper: ClassVar[str] = "arXiv 2409.19606"
 
     head: Literal["sum", "mean"] = "sum"

@@ -43,7 +43,9 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     cayley          "iterative" (the paper), orthogonal only for small alpha W, or "exact", by a linear solve
     """
 
+    title: ClassVar[str] = "JPmHC"
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res orthogonal"
+    users: ClassVar[str] = "The authors' experiments. No released model is known."
     paper: ClassVar[str] = "arXiv 2602.18308"
     constraint: ClassVar[str] = "orthogonal"
 

@@ -35,7 +35,9 @@ class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
                     residual where the head is "mean"
     """
 
+    title: ClassVar[str] = "KromHC"
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res a Kronecker product"
+    users: ClassVar[str] = "The authors' experiments. No released model is known."
     paper: ClassVar[str] = "arXiv 2601.21579"
     constraint: ClassVar[str] = "doubly stochastic"
 

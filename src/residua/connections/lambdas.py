@@ -64,7 +64,12 @@ class Lambdas(SingleStreamScheme):
                    the normalised context c, 0 at the start, with when="read"; "none": all of p h
     """
 
+    title: ClassVar[str] = "Scaled plain residual"
     equation: ClassVar[str] = "r x + z x0 + p F(norm(r x + z x0))"
+    users: ClassVar[str] = (
+        "nanochat, and modded-nanogpt with gates for each token beside the scalars. LayerScale is common in "
+        "vision transformers."
+    )
     paper: ClassVar[str] = "github.com/karpathy/nanochat"
     derived: ClassVar[dict[str, tuple[str, ...]]] = {"r_last": ("r",), "z_last": ("z",)}
 

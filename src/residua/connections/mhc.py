@@ -50,7 +50,9 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
                     that the stream computes exactly the plain residual whatever the norms are
     """
 
+    title: ClassVar[str] = "Manifold-constrained hyper-connections"
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res doubly stochastic"
+    users: ClassVar[str] = "DeepSeek-V4 and GLM-5.3-Flash, in a form of their own: `mhc_deepseek`."
     paper: ClassVar[str] = "arXiv 2512.24880"
     constraint: ClassVar[str] = "doubly stochastic"
 

@@ -37,7 +37,12 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
                     takes from the state, so that the stream computes exactly the plain residual
     """
 
+    title: ClassVar[str] = "mHC of DeepSeek-V4 and GLM-5.3"
     equation: ClassVar[str] = "C^T X + h_post F(norm(h_pre X)), C nearly doubly stochastic"
+    users: ClassVar[str] = (
+        "DeepSeek-V4 (`deepseek_v4` in transformers) and GLM-5.3-Flash (`glm5_next`). `residua.dialects` loads "
+        "their parameters."
+    )
     paper: ClassVar[str] = "transformers, models/deepseek_v4"
     constraint: ClassVar[str] = "doubly stochastic"
 

@@ -47,7 +47,11 @@ class MultiwayDynamicDense(Scheme):
     expand_last      factor on the hidden width of the readout, which has one way
     """
 
+    title: ClassVar[str] = "MUDD connections"
     equation: ClassVar[str] = "block(sum_j w_c[j] X_j for c in q, k, v, r), w = W_2 gelu(W_1 rms(X_i)) + a"
+    users: ClassVar[str] = (
+        "MUDDFormer-2.8B and MUDDPythia (1.4B and 2.8B), released by the authors (`Caiyun-AI/MUDDFormer`)."
+    )
     paper: ClassVar[str] = "arXiv 2502.12170"
 
     ways: Literal["qkvr", "r"] = "qkvr"

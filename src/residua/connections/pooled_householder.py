@@ -49,7 +49,9 @@ class PooledHouseholder(Scheme):
                 projection, which erases the component along k
     """
 
+    title: ClassVar[str] = "Pooled Householder"
     equation: ClassVar[str] = "x~ + F(norm(x~)), x~ = x - beta k (k^T x)"
+    users: ClassVar[str] = 'The comparison in arXiv 2605.06729, under the name "DDL". It is not Deep Delta Learning.'
     paper: ClassVar[str] = "arXiv 2605.06729"
 
     context: Context = "cumulative"

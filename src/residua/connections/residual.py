@@ -34,7 +34,9 @@ class ResidualConnection(CompressingConnection):
 class Residual(SingleStreamScheme):
     """The scheme of plain residual connections."""
 
+    title: ClassVar[str] = "Plain residual"
     equation: ClassVar[str] = "x + F(norm(x))"
+    users: ClassVar[str] = "Nearly every Transformer in use."
     paper: ClassVar[str] = "arXiv 1512.03385"
 
     def preserving(self) -> "Residual":

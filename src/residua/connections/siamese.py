@@ -42,7 +42,12 @@ class SiameseNorm(Scheme):
     head              the readout: "norms", norm_x(X) + norm_y(Y); "stream", norm_x(X) + Y
     """
 
+    title: ClassVar[str] = "SiameseNorm"
     equation: ClassVar[str] = "X: u + h / sqrt(2 (l + 1)), Y: Y + h, h = F(norm(u + norm(Y))), u = norm(X)"
+    users: ClassVar[str] = (
+        "The authors' experiments, up to 15B parameters (`Qwen-Applications/SiameseNorm`), and a model of 1B on "
+        "the recipe of OLMo 3, together with another change (`ArchSpace-Collection/SiameseNorm-DepthAttention`)."
+    )
     paper: ClassVar[str] = "arXiv 2602.08064"
 
     depth_scaling: Literal["code", "paper", "none"] = "code"
