@@ -33,12 +33,12 @@ SOURCES = {
     "quick": {
         "label": "ours",
         "text": "reduced sizes, two seeds: experiments/geometry/quick/tables.md",
-        "command": "residua geometry quick",
+        "command": "residua study geometry quick",
     },
     "reflection": {
         "label": "ours",
         "text": "single operators, three seeds: experiments/geometry/reflection/tables.md",
-        "command": "residua geometry reflection",
+        "command": "residua study geometry reflection",
     },
     "reference": {
         "label": "reference",

@@ -6,7 +6,7 @@ steps take longer has to beat at equal seconds. `residua study` makes such compa
 
     python experiments/docstring_corpus.py corpus.jsonl
     residua prepare --source corpus.jsonl --out data/docstrings --vocab-size 2048 --validation-fraction 0.01
-    residua study experiments/reproduction.yaml --data data/docstrings --out runs/reproduction
+    residua study run experiments/reproduction.yaml --data data/docstrings --out runs/reproduction
     python experiments/reproduction.py --draw docs/results-difference.png
 """
 

@@ -24,8 +24,8 @@ STARTS = [
     ["train", "--config", "tiny", "--print_config", "{}"],
     ["train", "--config", "retrofit", "--model.base", NOWHERE, "--run", "run", "{}"],
     ["train", "--resume", "--run", NOWHERE, "{}"],
-    ["sweep", "--config", "tiny", "--out", "out", "--over", NOWHERE, "{}"],
-    ["study", NOWHERE, "--out", "out", "{}"],
+    ["study", "tune", "--config", "tiny", "--out", "out", "--over", NOWHERE, "{}"],
+    ["study", "run", NOWHERE, "--out", "out", "{}"],
     ["study", "verify", NOWHERE, "{}"],
     ["cost", "count", "--config", "tiny", "--gpu", NOWHERE, "{}"],
     ["cost", "count", "--config", "small", "--print_config", "{}"],
@@ -40,9 +40,9 @@ STARTS = [
     ["demo", "--steps", "0", "stray", "{}"],
     ["cost", "step", "--presets", NOWHERE, "{}"],
     ["cost", "memory", "--presets", NOWHERE, "{}"],
-    ["geometry", "reflection", "--models", NOWHERE, "{}"],
-    ["geometry", "quick", "--models", NOWHERE, "{}"],
-    ["geometry", "sizes", "--models", NOWHERE, "{}"],
+    ["study", "geometry", "reflection", "--models", NOWHERE, "{}"],
+    ["study", "geometry", "quick", "--models", NOWHERE, "{}"],
+    ["study", "geometry", "sizes", "--models", NOWHERE, "{}"],
     ["{}"],
 ]
 VALUES = [
@@ -68,11 +68,10 @@ VALUES = [
 
 
 def options_of(capsys, start):
-    words = [word for word in start[:2] if word.isalpha()]
     if start[0] == "{}":
         return ["--help", "--version", "train"]
-    command = words if start[0] in ("cost", "geometry") else words[:1]
-    assert main([*command, "--help"]) == 0
+    depth = 3 if start[1:2] == ["geometry"] else 2 if start[0] in ("cost", "study") else 1
+    assert main([*start[:depth], "--help"]) == 0
     found = set(re.findall(r"(?<!\w)--[\w.-]+", capsys.readouterr().out)) - {"--help", "--version"}
     return sorted(found) or ["--none"]
 

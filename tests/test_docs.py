@@ -91,7 +91,7 @@ def test_the_commands_run(monkeypatch, tmp_path, capsys):
         else:
             assert command[:2] == ["pip", "install"], command
     expected = {"schemes", "prepare", "train", "evaluate", "generate", "compare", "demo", "cost"}
-    assert expected | {"export", "sweep", "explore", "geometry"} <= seen
+    assert expected | {"export", "explore", "study"} <= seen
 
 
 TINY = [
@@ -104,16 +104,19 @@ TINY = [
 
 def shortened(command: list[str]) -> list[str]:
     """The options that make a command quick enough for a test."""
-    match command[1]:
-        case "demo":
+    recipe = ["--train.steps", "4", "--train.warmup_steps", "1", *TINY]
+    match command[1:3]:
+        case ["demo", *_]:
             return ["--steps", "2"]
-        case "geometry" if "sizes" not in command:
+        case ["study", "geometry"] if "sizes" not in command:
             return ["--steps", "4", "--seeds", "42", "--workers", "1"]
-        case "sweep" | "train" if "--resume" not in command:
-            return ["--train.steps", "4", "--train.warmup_steps", "1", *TINY]
-        case "cost" if command[2] == "count":
+        case ["study", "tune"]:
+            return recipe
+        case ["train", _] if "--resume" not in command:
+            return recipe
+        case ["cost", "count"]:
             return ["--model.num_hidden_layers", "2"]
-        case "cost":
+        case ["cost", _]:
             shape = ["--layers", "1", "--dim", "32", "--heads", "2", "--head-dim", "16", "--vocab-size", "64"]
             return [*shape, "--rounds", "1", "--sequence-length", "16", "--warmup", "0"]
     return []
@@ -125,7 +128,7 @@ def test_the_commands_that_need_more_than_a_laptop_exist(capsys):
     assert len(lines) >= 3
     for line in (shlex.split(line, comments=True) for line in dict.fromkeys(lines)):
         command = line[line.index("residua") + 1 :]
-        assert main([command[0], "--help"]) == 0
+        assert main([*command[: 2 if command[0] in ("cost", "study") else 1], "--help"]) == 0
         told = capsys.readouterr().out
         assert {option for option in command if option.startswith("--")} <= set(re.findall(r"--[\w.-]+", told)), line
 

@@ -26,14 +26,19 @@ STUDY = {
     "longer": [],
 }
 SWEEP = ["--out", "sweep", "--over", "train.lr=0.001", *TINY, "--data.path", "data"]
-GEOMETRY = ["geometry", "reflection", *("--models", "linear", "--samples", "8", "--steps", "1", "--seeds", "1")]
+GEOMETRY = [
+    "study",
+    "geometry",
+    "reflection",
+    *("--models", "linear", "--samples", "8", "--steps", "1", "--seeds", "1"),
+]
 COMMANDS = {
     "train": ("run", ["train", "--run", "run", "--resume"]),
     "train again": ("begun", ["train", "--run", "begun", *TINY, "--data.source", "text", "--data.tokenizer", "byte"]),
     "explore": ("run", ["explore", "run", "--no-page", "--tokens", "3"]),
-    "sweep": ("sweep", ["sweep", *SWEEP, "--seeds", "2"]),
-    "sweep finished": ("sweep", ["sweep", *SWEEP]),
-    "study": ("study", ["study", "study.yaml", "--out", "study", "--data", "data", "--no-costs"]),
+    "sweep": ("sweep", ["study", "tune", *SWEEP, "--seeds", "2"]),
+    "sweep finished": ("sweep", ["study", "tune", *SWEEP]),
+    "study": ("study", ["study", "run", "study.yaml", "--out", "study", "--data", "data", "--no-costs"]),
     "report": ("study", ["study", "report", "study"]),
     "geometry": ("geometry", [*GEOMETRY, "--out", "geometry", "--workers", "1"]),
 }

@@ -21,20 +21,18 @@ from residua.errors import InputError, ReportedElsewhere, RunError
 from residua.terminal import printable_output
 
 COMMANDS = (
-    "schemes",
-    "prepare",
     "train",
-    "sweep",
-    "study",
-    "cost",
     "evaluate",
-    "export",
-    "convert",
     "generate",
     "compare",
     "explore",
+    "study",
+    "prepare",
+    "convert",
+    "export",
+    "schemes",
+    "cost",
     "demo",
-    "geometry",
 )
 """The names, in the order of the overview; the module of each is in `residua.commands`."""
 

@@ -55,7 +55,7 @@ def written(folder, base, **changes):
 @pytest.mark.slow
 def test_a_converted_model_is_studied_like_one_from_scratch(data, tmp_path, capsys):
     out, base = tmp_path / "out", save_base(tmp_path / "base")
-    argv = ["study", str(written(tmp_path, base)), "--out", str(out), "--data", str(data), "--no-costs"]
+    argv = ["study", "run", str(written(tmp_path, base)), "--out", str(out), "--data", str(data), "--no-costs"]
     assert main(argv) == 0
     said = capsys.readouterr().out
     assert "| `hc` |" in said

@@ -48,7 +48,7 @@ def finished(data, tmp_path_factory):
     home = tmp_path_factory.mktemp("study")
     (home / "study.yaml").write_text(write_yaml(SMALLEST))
     out = home / "out"
-    assert main(["study", str(home / "study.yaml"), "--out", str(out), "--data", str(data), "--no-costs"]) == 0
+    assert main(["study", "run", str(home / "study.yaml"), "--out", str(out), "--data", str(data), "--no-costs"]) == 0
     rows = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
     for row in rows:
         row["facts"]["commit"] = "a" * 40
@@ -71,7 +71,7 @@ def test_the_same_command_makes_nothing_twice_and_reports(finished, data, capsys
     for row in map(json.loads, before.splitlines()):
         assert [step for step, *_ in row["split"]] == [step for step, _ in row["curve"]]
         assert row["transition"] is None
-    argv = ["study", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--no-costs"]
+    argv = ["study", "run", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--no-costs"]
     assert main(argv) == 0
     assert (out / "records.jsonl").read_bytes() == before
     said = capsys.readouterr().out
@@ -88,7 +88,7 @@ def test_the_same_command_makes_nothing_twice_and_reports(finished, data, capsys
 
 @pytest.mark.slow
 def test_a_study_may_grow_and_loses_no_scheme(finished, data, tmp_path):
-    argv = ["study", str(finished / "study.yaml"), "--out", str(tmp_path), "--data", str(data), "--no-costs"]
+    argv = ["study", "run", str(finished / "study.yaml"), "--out", str(tmp_path), "--data", str(data), "--no-costs"]
     assert main([*argv, "--schemes", "residual"]) == 0
     (tmp_path / "report.md").unlink()
     few = len(jsonlines.read(tmp_path / "records.jsonl"))
@@ -104,7 +104,7 @@ def test_a_size_that_is_asked_for_alone_has_rows_and_costs_alone(data, tmp_path,
     small = SMALLEST["rungs"]["small"]
     file, out = tmp_path / "study.yaml", tmp_path / "out"
     file.write_text(write_yaml({**SMALLEST, "rungs": {"small": small, "deep": {**small, "tuned": "small"}}}))
-    argv = ["study", str(file), "--out", str(out), "--data", str(data), "--rungs", "deep", "--rounds", "9"]
+    argv = ["study", "run", str(file), "--out", str(out), "--data", str(data), "--rungs", "deep", "--rounds", "9"]
     assert main(argv) == 0
     assert main([*argv, "--measure"]) == 0
     runs, costs = (jsonlines.read(out / f"{name}.jsonl") for name in ("records", "costs"))
@@ -126,7 +126,16 @@ def test_a_size_that_is_asked_for_alone_has_rows_and_costs_alone(data, tmp_path,
 def test_a_folder_takes_no_runs_of_other_settings(finished, data, tmp_path, capsys, change, said):
     (tmp_path / "other.yaml").write_text(write_yaml({**SMALLEST, **change}))
     before = {path.name: path.read_bytes() for path in (finished / "out").glob("*.json*")}
-    argv = ["study", str(tmp_path / "other.yaml"), "--out", str(finished / "out"), "--data", str(data), "--no-costs"]
+    argv = [
+        "study",
+        "run",
+        str(tmp_path / "other.yaml"),
+        "--out",
+        str(finished / "out"),
+        "--data",
+        str(data),
+        "--no-costs",
+    ]
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -246,7 +255,7 @@ def alone(finished, tmp_path):
 def test_steps_are_timed_again_in_as_many_rounds_as_asked_for(finished, data, tmp_path):
     out = alone(finished, tmp_path)
     known = (out / "costs.jsonl").read_bytes()
-    argv = ["study", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
+    argv = ["study", "run", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
     assert main([*argv, "--rounds", "9"]) == 0
     assert (out / "costs.jsonl").read_bytes().startswith(known)
     new = jsonlines.read(out / "costs.jsonl")[len(known.splitlines()) :]
@@ -255,7 +264,7 @@ def test_steps_are_timed_again_in_as_many_rounds_as_asked_for(finished, data, tm
 
 def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_path, capsys):
     out = tmp_path / "nowhere"
-    argv = ["study", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
+    argv = ["study", "run", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
     assert main(argv) == 2
     assert "expected the folder of a study, found no study.json" in capsys.readouterr().err
     assert not out.exists()
@@ -272,19 +281,19 @@ def test_a_damaged_record_is_one_line(finished, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["resbench"], "expected --out DIR"),
-        (["nothing.yaml", "--out", "x"], "expected resbench or a YAML file"),
-        (["report"], "expected the folder of a study"),
+        (["run", "resbench"], "the following arguments are required: --out"),
+        (["run", "nothing.yaml", "--out", "x"], "expected resbench or a YAML file"),
+        (["report"], "the following arguments are required: DIR"),
         (["report", "nowhere"], "found no study.json"),
         (["verify", "nowhere"], "found no study.json"),
         (["audit", "nowhere"], "found no study.json"),
-        (["resbench", "--out", "x", "--questions", "erase"], "--questions: expected some of"),
-        (["resbench", "extra", "--out", "x"], "unexpected argument"),
-        (["resbench", "--out", "x", "--seeds", "7"], "--seeds: a study to run does not take it; it takes --out"),
-        (["resbench", "--out", "x", "--rounds", "3"], "--rounds: expected"),
-        (["verify", "x", "--schemes", "ddl"], "--schemes: verify does not take it; it takes --data, --share, --seed"),
-        (["report", "x", "--no-costs"], "--no-costs: report does not take it; it takes --out"),
-        (["resbench", "--out", "x", "--rungs", "9M"], "--rungs: expected some of"),
+        (["run", "resbench", "--out", "x", "--questions", "erase"], "--questions: expected some of"),
+        (["run", "resbench", "extra", "--out", "x"], "unexpected argument"),
+        (["run", "resbench", "--out", "x", "--seeds", "7"], "unknown option --seeds"),
+        (["run", "resbench", "--out", "x", "--rounds", "3"], "--rounds: expected"),
+        (["verify", "x", "--schemes", "ddl"], "unknown option --schemes"),
+        (["report", "x", "--no-costs"], "unknown option --no-costs; residua study report --help"),
+        (["run", "resbench", "--out", "x", "--rungs", "9M"], "--rungs: expected some of"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(argv, said, capsys, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The command `residua geometry`: the benchmarks of arXiv 2605.06729 with what their comparison lacks."""
+"""The command `residua study geometry`: the benchmarks of arXiv 2605.06729 with what their comparison lacks."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 HELP = "the geometric benchmarks of arXiv 2605.06729, with controls and references"
 EXAMPLES = """\
-residua geometry reflection
-residua geometry quick --tasks gyroscope --models residual ddl edelta-token:num_streams=8
-residua geometry quick --full --device cuda --out runs/full
-residua geometry sizes --full"""
+residua study geometry reflection
+residua study geometry quick --tasks gyroscope --models residual ddl edelta-token:num_streams=8
+residua study geometry quick --full --device cuda --out runs/full
+residua study geometry sizes --full"""
 SEEDS = (42, 123, 456)
 NOT_QUICK = ("hc", "edelta-stream", "linear")
 """Models that `quick` trains only when asked: they are not in the publication."""

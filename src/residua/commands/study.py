@@ -1,45 +1,42 @@
 """The command `residua study`."""
 
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
-from residua.commands.base import Arguments, Parser, add_json, number, print_json, whole
-from residua.errors import InputError
+from residua.commands import geometry, tune
+from residua.commands.base import Arguments, Parser, SubCommand, add_json, number, print_json, whole
 
-HELP = "compare schemes with tuning budgets, paired seeds and costs; verify a comparison"
-EXAMPLES = """\
-residua study resbench --data data/resbench --out runs/resbench --rungs 0.3M --schemes residual ddl
-residua study resbench --out runs/resbench --data data/resbench --rungs 0.1M --questions erasing
-residua study my-study.yaml --out runs/mine --processes 2
+HELP = "compare schemes with tuning budgets, paired seeds and costs; tune a recipe; geometric benchmarks"
+EXAMPLES = f"""\
+residua study run resbench --data data/resbench --out runs/resbench --rungs 0.3M --schemes residual ddl
+residua study run resbench --out runs/resbench --data data/resbench --rungs 0.1M --questions erasing
+residua study run my-study.yaml --out runs/mine --processes 2
 residua study report runs/mine
 residua study verify runs/mine --share 0.1
 residua study audit runs/mine --schemes ddl
-"""
-TAKES = {
-    "report": ("out",),
-    "verify": ("data", "share", "seed"),
-    "audit": ("data", "schemes", "rungs", "seeds"),
-}
-"""The options of what can be done with a study's folder."""
-RUN = ("out", "data", "schemes", "questions", "rungs", "processes", "no_costs", "measure", "rounds")
-"""Those of a study to run."""
+{tune.EXAMPLES}
+{geometry.EXAMPLES}"""
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments to the parser of `residua study`."""
-    parser.usage = (
-        "residua study FILE.yaml|resbench --out DIR [--data DATA] [--schemes NAME ...] [--rungs NAME ...] "
-        "[--processes N]\n       residua study report|verify|audit DIR [options]"
-    )
-    parser.add_argument("what", metavar="FILE.yaml|resbench|report|verify|audit", help="a study to run, or what to do")
-    parser.add_argument("folder", nargs="?", metavar="DIR", help="the folder of a study, for the last three")
-    parser.add_argument("--out", metavar="DIR", help="a study's folder, new or to continue; for report: where to write")
-    parser.add_argument("--data", metavar="DATA", help="prepared data, in place of what the study names")
-    parser.add_argument("--schemes", nargs="+", metavar="NAME", help="these beside the baselines (default: all)")
+    """Add the sub-commands to the parser of `residua study`."""
+    parser.add_subcommands(SUBCOMMANDS)
+
+
+def run(arguments: Arguments) -> int | None:
+    """Do what was chosen. Raises InputError and RunError."""
+    return arguments.chosen(arguments)
+
+
+def _run_arguments(parser: Parser) -> None:
+    parser.add_argument("study", metavar="FILE.yaml|resbench", help="what to compare, and how")
+    parser.add_argument("--out", metavar="DIR", required=True, help="the folder of the study, new or to continue")
+    _add_data(parser)
+    _add_schemes(parser, "these beside the baselines (default: all)")
     parser.add_argument("--questions", nargs="+", metavar="NAME", help="with the schemes that these questions compare")
-    parser.add_argument("--rungs", nargs="+", metavar="NAME", help="these sizes (default: all)")
-    parser.add_argument("--processes", type=whole(1), metavar="N", help="runs at the same time (default: 1)")
-    parser.add_argument("--no-costs", action="store_true", default=None, help="measure neither time nor memory")
+    parser.add_argument("--processes", type=whole(1), default=1, metavar="N", help="runs at the same time (default: 1)")
+    parser.add_argument("--no-costs", action="store_true", help="measure neither time nor memory")
     parser.add_argument(
         "--measure",
         nargs="?",
@@ -48,40 +45,53 @@ def add_arguments(parser: Parser) -> None:
         help="measure time and memory again, and train nothing; compiled: the time of a step through torch.compile",
     )
     parser.add_argument("--rounds", type=whole(9), metavar="N", help="of time measurements (default: 45)")
-    parser.add_argument("--share", type=number, help="verify: of the runs to repeat (default: 0.1)")
-    parser.add_argument("--seed", type=whole(0), help="verify: of the choice of runs (default: another every time)")
-    parser.add_argument(
-        "--seeds", nargs="+", type=whole(0), metavar="SEED", help="audit: runs of these (default: the first)"
-    )
     add_json(parser)
 
 
-def run(arguments: Arguments) -> int | None:
-    """Run a study, or report, verify or audit what is there. Raises InputError and RunError."""
-    takes = TAKES.get(arguments.what, RUN)
-    for name in dict.fromkeys([*RUN, *(name for names in TAKES.values() for name in names)]):
-        if name not in takes and getattr(arguments, name) is not None:
-            what = arguments.what if arguments.what in TAKES else "a study to run"
-            options = ", ".join(f"--{one.replace('_', '-')}" for one in takes)
-            raise InputError(f"--{name.replace('_', '-')}: {what} does not take it; it takes {options}")
-    if arguments.what in TAKES:
-        if arguments.folder is None:
-            raise InputError(f"expected the folder of a study: residua study {arguments.what} DIR")
-        return {"report": _report, "verify": _verify, "audit": _audit}[arguments.what](arguments)
-    if arguments.folder is not None:
-        raise InputError(f"unexpected argument {arguments.folder!r}; a study takes one file")
-    if arguments.out is None:
-        raise InputError("expected --out DIR, the folder of the study")
+def _report_arguments(parser: Parser) -> None:
+    _add_folder(parser)
+    parser.add_argument("--out", metavar="DIR", help="where to write (default: the folder of the study)")
+    add_json(parser)
+
+
+def _verify_arguments(parser: Parser) -> None:
+    _add_folder(parser)
+    _add_data(parser)
+    parser.add_argument("--share", type=number, default=0.1, help="of the runs to repeat (default: %(default)s)")
+    parser.add_argument("--seed", type=whole(0), help="of the choice of runs (default: another every time)")
+
+
+def _audit_arguments(parser: Parser) -> None:
+    _add_folder(parser)
+    _add_data(parser)
+    _add_schemes(parser, "runs of these (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=whole(0), metavar="SEED", help="runs of these (default: the first)")
+
+
+def _add_folder(parser: Parser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="the folder of a study")
+
+
+def _add_data(parser: Parser) -> None:
+    parser.add_argument("--data", metavar="DATA", help="prepared data, in place of what the study names")
+
+
+def _add_schemes(parser: Parser, which: str) -> None:
+    parser.add_argument("--schemes", nargs="+", metavar="NAME", help=which)
+    parser.add_argument("--rungs", nargs="+", metavar="NAME", help="these sizes (default: all)")
+
+
+def _run(arguments: Arguments) -> None:
     from residua.study.engine import ROUNDS, measure_again, run_study
     from residua.study.plan import load_study
 
-    study = load_study(arguments.what).only(arguments.schemes, arguments.rungs, arguments.questions)
+    study = load_study(arguments.study).only(arguments.schemes, arguments.rungs, arguments.questions)
     options = {"data": arguments.data, "rungs": arguments.rungs, "rounds": arguments.rounds or ROUNDS}
     if arguments.measure:
         measure_again(study, arguments.out, compiled=arguments.measure == "compiled", **options)
     else:
-        run_study(study, arguments.out, processes=arguments.processes or 1, costs=not arguments.no_costs, **options)
-    return _show(Path(arguments.out), Path(arguments.out), arguments.json)
+        run_study(study, arguments.out, processes=arguments.processes, costs=not arguments.no_costs, **options)
+    _show(Path(arguments.out), Path(arguments.out), arguments.json)
 
 
 def _report(arguments: Arguments) -> None:
@@ -107,8 +117,7 @@ def _verify(arguments: Arguments) -> int:
 
     count = wrong = 0
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
-    share = 0.1 if arguments.share is None else arguments.share
-    for one in verify(arguments.folder, data=arguments.data, share=share, seed=seed):
+    for one in verify(arguments.folder, data=arguments.data, share=arguments.share, seed=seed):
         count, wrong = count + 1, wrong + (not one.equal)
         said = "equal to the last bit"
         if not one.equal:
@@ -131,3 +140,34 @@ def _audit(arguments: Arguments) -> int:
     if not count:
         print(f"all of these runs are audited; residua study report {arguments.folder} shows them")
     return 1 if wrong else 0
+
+
+SUBCOMMANDS: Mapping[str, SubCommand] = {
+    "run": SubCommand(
+        "run a study that a file describes, such as ResBench",
+        "Tune every scheme of a study under one budget, train seeds that took no part in it, measure costs, and write "
+        "tables with intervals. The same command goes on where a killed one ended.",
+        _run_arguments,
+        _run,
+    ),
+    "report": SubCommand(
+        "tables and pictures of a study's records",
+        "Make the tables and pictures again from the records of a study, without its data.",
+        _report_arguments,
+        _report,
+    ),
+    "verify": SubCommand(
+        "repeat runs of a study, to the last bit",
+        "Train some runs of a study again, drawn at random, and say whether their losses are equal to the last bit.",
+        _verify_arguments,
+        _verify,
+    ),
+    "audit": SubCommand(
+        "measure the connections of a study's runs along training",
+        "Train runs of a study again, with the same bits, and measure their connections at every evaluation.",
+        _audit_arguments,
+        _audit,
+    ),
+    "tune": SubCommand(tune.HELP, tune.HELP, tune.add_arguments, tune.run),
+    "geometry": SubCommand(geometry.HELP, geometry.HELP, geometry.add_arguments, geometry.run),
+}

@@ -19,7 +19,7 @@ def read_folder(out: Path) -> Study:
     """The study that a folder holds. Raises InputError where it holds none."""
     if not (out / "study.json").is_file():
         raise InputError(
-            f"{out}: expected the folder of a study, found no study.json; residua study FILE --out DIR makes one"
+            f"{out}: expected the folder of a study, found no study.json; residua study run FILE --out DIR makes one"
         )
     return restore(read_object(out / "study.json"), str(out / "study.json"))
 

@@ -37,7 +37,7 @@ function page(root, head) {
         "Compare inside a group only: sizes differ between them. A model that is not causal has seen the inputs it is asked to predict. " +
         "Where a reference, or a network without layers, is ahead of every scheme, the task cannot tell the schemes apart.")),
       h("section", {class: "code"}, h("h2", null, "The same with residua"), h("pre", {tabindex: 0}, h("code", null,
-        "residua geometry reflection\nresidua geometry quick")))),
+        "residua study geometry reflection\nresidua study geometry quick")))),
   );
 
   const update = () => {

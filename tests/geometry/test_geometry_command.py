@@ -11,7 +11,7 @@ from residua.geometry.models import MODELS
 def output(capsys, argv):
     """What a command that must succeed prints."""
     capsys.readouterr()
-    status = main(["geometry", *map(str, argv)])
+    status = main(["study", "geometry", *map(str, argv)])
     captured = capsys.readouterr()
     assert status == 0, captured.err
     return captured.out
@@ -19,7 +19,7 @@ def output(capsys, argv):
 
 @pytest.mark.parametrize("command", ["reflection", "quick", "sizes"])
 def test_every_command_explains_itself(capsys, command):
-    assert f"usage: residua geometry {command}" in output(capsys, [command, "--help"])
+    assert f"usage: residua study geometry {command}" in output(capsys, [command, "--help"])
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_every_command_explains_itself(capsys, command):
 )
 def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, expected):
     monkeypatch.chdir(tmp_path)
-    assert main(["geometry", *argv]) == 2
+    assert main(["study", "geometry", *argv]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("residua: ")
@@ -73,7 +73,7 @@ def test_reflection_writes_records_tables_and_a_picture(capsys, tmp_path):
     assert len((tmp_path / "out" / "records.jsonl").read_text().splitlines()) == 4
     printed = json.loads(output(capsys, [*argv, "--out", tmp_path / "out", "--json"]))
     assert printed == json.loads((tmp_path / "out" / "tables.json").read_text())
-    assert main(["geometry", *map(str, argv), "--steps", "30", "--out", str(tmp_path / "out")]) == 2
+    assert main(["study", "geometry", *map(str, argv), "--steps", "30", "--out", str(tmp_path / "out")]) == 2
     assert "steps was 20, is 30" in capsys.readouterr().err
 
 
@@ -95,7 +95,7 @@ def test_interrupting_says_how_to_go_on(capsys, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("residua.runs.sweep.run_jobs", interrupted)
-    assert main(["geometry", "reflection", "--out", str(tmp_path / "out")]) == 130
+    assert main(["study", "geometry", "reflection", "--out", str(tmp_path / "out")]) == 130
     assert "the same command resumes there" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""residua sweep: which runs it makes, what it says of them, and that a kill changes nothing."""
+"""residua study tune: which runs it makes, what it says of them, and that a kill changes nothing."""
 
 import json
 import math
@@ -168,7 +168,7 @@ def test_values_are_read_as_yaml():
 )
 def test_bad_input_is_one_line_and_nothing_is_written(argv, expected, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["sweep", "--config", "tiny", *argv]) == 2
+    assert main(["study", "tune", "--config", "tiny", *argv]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -179,7 +179,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(argv, expected, capsys, tm
 @pytest.mark.slow
 def test_the_command_makes_a_table_a_picture_and_records_and_goes_on(data, capsys, tmp_path):
     out = tmp_path / "out"
-    argv = ["sweep", "--config", "tiny", *OPTIONS, f"--data.path={data}", "--out", str(out)]
+    argv = ["study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}", "--out", str(out)]
     argv += ["--over", "train.lr=1e-3,1e-2", "--over", "model.connection=residual,ddl"]
     assert main(argv) == 0
     text = capsys.readouterr().out
@@ -240,7 +240,7 @@ def test_killed_at_any_moment_it_goes_on_and_every_number_is_the_same(data, tmp_
     sweep = sweep_of(data, over)
     train_sweep(sweep, tmp_path / "whole", progress=False)
     out = tmp_path / "out"
-    argv = [sys.executable, "-m", "residua", "sweep", "--config", "tiny", *OPTIONS, f"--data.path={data}"]
+    argv = [sys.executable, "-m", "residua", "study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}"]
     argv += ["--over", "train.lr=1e-3,4e-3,1e-2", "--out", str(out), "--processes"]
     resumed = 0
     for processes in ("1", "2"):
@@ -260,7 +260,7 @@ def test_killed_at_any_moment_it_goes_on_and_every_number_is_the_same(data, tmp_
 @pytest.mark.processes
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM")
 def test_its_status_says_which_signal_ended_it(data, tmp_path):
-    argv = [sys.executable, "-m", "residua", "sweep", "--config", "tiny", *OPTIONS, f"--data.path={data}"]
+    argv = [sys.executable, "-m", "residua", "study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}"]
     argv += ["--train.steps=100000", "--over", "train.lr=1e-3", "--out", str(tmp_path / "out")]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not list(tmp_path.glob("out/runs/*/checkpoints/step-*")):

@@ -1,4 +1,4 @@
-"""The command `residua sweep`."""
+"""The command `residua study tune`."""
 
 import importlib
 from pathlib import Path
@@ -9,19 +9,18 @@ from residua.tables import print_table
 
 HELP = "tune keys of a training configuration over grids, seeds and neighbours"
 EXAMPLES = """\
-residua sweep --config tiny --over train.lr=1e-3,2e-3,4e-3 --seeds 3 --processes 2 --out sweeps/residual
-residua sweep --config tiny --over model.connection=residual,ddl --over train.lr=2e-3,4e-3 --out sweeps/two
-residua sweep --config tiny --model.connection ddl --over train.lr=2e-3,4e-3 --neighbours --out sweeps/ddl
-"""
+residua study tune --config tiny --over train.lr=1e-3,2e-3,4e-3 --seeds 3 --processes 2 --out sweeps/residual
+residua study tune --config tiny --over model.connection=residual,ddl --over train.lr=2e-3,4e-3 --out sweeps/two
+residua study tune --config tiny --model.connection ddl --over train.lr=2e-3,4e-3 --neighbours --out sweeps/ddl"""
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the arguments to the parser of `residua sweep`."""
+    """Add the arguments to the parser of `residua study tune`."""
     from residua.training import add_config_arguments
 
     parser.usage = (
-        "residua sweep --out DIR --over KEY=VALUE,VALUE,... [--over ...] [--config NAME|FILE.yaml ...] [--seeds N] "
-        "[--neighbours] [--finalists N] [--processes N] [--keep-runs] [--json] [--KEY VALUE ...]"
+        "residua study tune --out DIR --over KEY=VALUE,VALUE,... [--over ...] [--config NAME|FILE.yaml ...] "
+        "[--seeds N] [--neighbours] [--finalists N] [--processes N] [--keep-runs] [--json] [--KEY VALUE ...]"
     )
     parser.add_argument("--out", metavar="DIR", help="a new folder, or the folder of a sweep to continue")
     parser.add_argument(
