@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residua.ops import depth_mix, depth_read, headed_depth_read, normalised_depth_read, rms_norm
+from residua.ops import depth_mix, depth_read, rms_norm
 from support.delta_cases import generator, normal
 from support.tolerances import assert_close
 
@@ -193,17 +193,19 @@ def test_wrong_shapes_are_refused():
 
 
 @pytest.mark.slow
-@given(numbers, dims, st.sampled_from([1e-5, 0.3]), seeds)
-def test_the_normalised_read_and_its_gradients_are_attention_over_normalised_sources(n, d, eps, seed):
+@given(numbers, st.integers(1, 3), dims, st.sampled_from([1e-5, 0.3]), seeds)
+def test_the_normalised_read_and_its_gradients_are_attention_over_normalised_sources(n, heads, width, eps, seed):
+    d = heads * width
     sources, query = drawn(seed, n, d)
     ours, theirs = leaves(query, *sources), leaves(query, *sources)
     keys = torch.stack([source / (source.square().mean(-1, keepdim=True) + eps).sqrt() for source in theirs[1:]], -2)
+    in_heads = lambda x: x.unflatten(-1, (heads, width)).movedim(-2, -3)  # noqa: E731
     expected = torch.nn.functional.scaled_dot_product_attention(
-        theirs[0].expand(2, 3, 1, d), keys, keys, scale=d**-0.5
-    ).squeeze(-2)
-    x, weights = normalised_depth_read(ours[1:], ours[0], eps=eps)
+        in_heads(theirs[0].expand(2, 3, 1, d)), in_heads(keys), in_heads(keys), scale=1.0
+    ).flatten(-3)
+    x, weights = depth_read(ours[1:], ours[0], heads=heads, normalise_values=True, eps=eps)
     assert_close(x, expected)
-    assert_close(weights.sum(-1), torch.ones(2, 3).double())
+    assert_close(weights.sum(-1), torch.ones((2, 3) if heads == 1 else (2, 3, heads)).double())
     assert not weights.requires_grad
     grad = normal(generator(seed + 1), 2, 3, d)
     for a, b in zip(torch.autograd.grad(x, ours, grad), torch.autograd.grad(expected, theirs, grad)):
@@ -212,11 +214,11 @@ def test_the_normalised_read_and_its_gradients_are_attention_over_normalised_sou
 
 def test_the_normalised_read_forgets_the_size_of_every_source():
     sources, query = drawn(0, 3, 5)
-    x, weights = normalised_depth_read(sources, query, eps=0.0)
-    larger, same = normalised_depth_read([7 * source for source in sources], query, eps=0.0)
+    x, weights = depth_read(sources, query, normalise_values=True, eps=0.0)
+    larger, same = depth_read([7 * source for source in sources], query, normalise_values=True, eps=0.0)
     assert_close(larger, x)
     assert_close(same, weights)
-    narrow, _ = normalised_depth_read([source.bfloat16() for source in sources], query.bfloat16())
+    narrow, _ = depth_read([source.bfloat16() for source in sources], query.bfloat16(), normalise_values=True)
     assert narrow.dtype == torch.float32
 
 
@@ -257,11 +259,11 @@ def test_the_weighted_sum_refuses_other_shapes():
         depth_mix(sources[:1], torch.zeros(2))
 
 
-@given(numbers, st.integers(1, 3), st.integers(1, 3), st.sampled_from([1e-5, 0.3]), seeds)
+@given(numbers, st.integers(2, 4), st.integers(1, 3), st.sampled_from([1e-5, 0.3]), seeds)
 def test_many_heads_and_their_gradients_are_those_of_a_stack(n, heads, width, eps, seed):
     sources, query = drawn(seed, n, heads * width)
     ours, theirs = leaves(query, *sources), leaves(query, *sources)
-    x, weights = headed_depth_read(ours[1:], ours[0], heads, eps=eps)
+    x, weights = depth_read(ours[1:], ours[0], heads=heads, eps=eps)
     values = torch.stack(theirs[1:])
     keys = values / (values.square().mean(-1, keepdim=True) + eps).sqrt()
     split = (heads, width)
@@ -272,16 +274,17 @@ def test_many_heads_and_their_gradients_are_those_of_a_stack(n, heads, width, ep
     grad = normal(generator(seed + 1), 2, 3, heads * width)
     for a, b in zip(torch.autograd.grad(x, ours, grad), torch.autograd.grad(expected, theirs, grad)):
         assert_close(a, b)
-    if heads == 1:
-        assert_close(x, depth_read(sources, query, eps=eps)[0])
 
 
-def test_many_heads_have_second_derivatives_and_refuse_what_does_not_divide():
+@pytest.mark.parametrize("normalise_values", [False, True])
+def test_many_heads_have_second_derivatives(normalise_values):
     sources = [normal(generator(i), 2, 4).requires_grad_() for i in range(3)]
     query = normal(generator(9), 4).requires_grad_()
-    read = lambda q, *s: headed_depth_read(s, q, 2)[0]  # noqa: E731
+    read = lambda q, *s: depth_read(s, q, heads=2, normalise_values=normalise_values)[0]  # noqa: E731
     assert torch.autograd.gradgradcheck(read, (query, *sources), fast_mode=True)
-    with pytest.raises(ValueError, match="heads: expected a divisor of dim = 4, got 3"):
-        headed_depth_read(sources, query, 3)
-    with pytest.raises(ValueError, match="at least one tensor"):
-        headed_depth_read([], query, 2)
+
+
+def test_heads_divide_the_width():
+    for heads in (3, 0):
+        with pytest.raises(ValueError, match=f"heads must be a divisor of dim = 4, got {heads}"):
+            depth_read([torch.zeros(2, 4)], torch.zeros(4), heads=heads)

@@ -31,7 +31,6 @@ from residua.ops import (
     iterative_cayley,
     kronecker_mixture,
     linear_at_least_float32,
-    normalised_depth_read,
     orthogonal_update,
     permutation_mixture,
     residual_scale,
@@ -89,8 +88,8 @@ OPS = {
     "residual_scale": (residual_scale, [(2, 3, 4), (2, 3, 4), (2, 3, 2)]),
     "scaled_sum": (lambda x, y, s: scaled_sum((x, y), (s, None)), [(2, 3, 4), (2, 3, 4), (4,)]),
     "depth_read": (lambda query, *sources: depth_read(sources, query)[0], [(4,), *[(2, 3, 4)] * 3]),
-    "normalised_depth_read": (
-        lambda query, *sources: normalised_depth_read(sources, query)[0],
+    "depth_read_normalised_in_heads": (
+        lambda query, *sources: depth_read(sources, query, heads=2, normalise_values=True)[0],
         [(4,), *[(2, 3, 4)] * 3],
     ),
 }

@@ -21,7 +21,7 @@ from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import check_types, require_option
 from residua.connections.spec import TensorSpec
-from residua.ops import at_least_float32, depth_read, headed_depth_read
+from residua.ops import at_least_float32, depth_read
 from residua.ops.derived import derive
 
 
@@ -111,10 +111,7 @@ class DepthRead(nn.Module):
 
     def forward(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         query = at_least_float32(self.query) * at_least_float32(self.gain)
-        if self.heads == 1:
-            x, weights = depth_read(sources, query, eps=self.eps)
-        else:
-            x, weights = headed_depth_read(sources, query, self.heads, eps=self.eps)
+        x, weights = depth_read(sources, query, heads=self.heads, eps=self.eps)
         return x if self.scale == "mean" else derive(partial(torch.mul, other=len(sources)), x), weights
 
 

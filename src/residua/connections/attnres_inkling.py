@@ -20,7 +20,7 @@ from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import require_option
-from residua.ops import normalised_depth_read
+from residua.ops import at_least_float32, depth_read
 
 
 class InklingCoefficients(NamedTuple):
@@ -87,7 +87,8 @@ class InklingRead(nn.Module):
         nn.init.zeros_(self.query)
 
     def forward(self, sources: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
-        return [normalised_depth_read(sources, query, eps=self.eps) for query in self.query.unbind()]
+        queries = at_least_float32(self.query) * self.query.shape[-1] ** -0.5
+        return [depth_read(sources, query, normalise_values=True, eps=self.eps) for query in queries.unbind()]
 
 
 class InklingCollapse(nn.Module):

@@ -15,7 +15,7 @@ from residua.ops.delta import (
     singular_values,
     unit,
 )
-from residua.ops.depth import depth_mix, depth_read, headed_depth_read, normalised_depth_read
+from residua.ops.depth import depth_mix, depth_read
 from residua.ops.gated import gated_delta, inverse_length
 from residua.ops.norm import rms_norm
 from residua.ops.orthogonal import (
@@ -62,7 +62,6 @@ __all__ = [
     "gate_penalty",
     "gated_delta",
     "guarded_sinkhorn",
-    "headed_depth_read",
     "householder",
     "hybrid",
     "hyper_mix",
@@ -72,7 +71,6 @@ __all__ = [
     "iterative_cayley",
     "kronecker_mixture",
     "linear_at_least_float32",
-    "normalised_depth_read",
     "orthogonal_update",
     "permutation_mixture",
     "permutations",
