@@ -7,31 +7,25 @@ As `qwen4_exp` in transformers. The norm is part of the read, one for each strea
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from residua.connections.base import Carry, Connection, Norm, State, Stream
+from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.ends import MeanStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.facts import Mixing
-from residua.connections.hyper import MixingScheme
+from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
 from residua.connections.options import expect_used, require_option
 from residua.connections.projection import Projection, WideProjection, is_plain
-from residua.ops import hyper_write, rms_norm
+from residua.ops import rms_norm
 from residua.ops.derived import derive
 from residua.ops.precision import linear, promote
-
-
-class GatedCoefficients(NamedTuple):
-    """h_post: (batch, seq, n), the weights p that write the streams, in at least float32."""
-
-    h_post: Tensor
 
 
 @dataclass(frozen=True)
@@ -154,7 +148,7 @@ class GatedCollapse(nn.Module):
         return self.read(streams)[0]
 
 
-class GatedConnection(Connection):
+class GatedConnection(MixingConnection):
     """One gated residual; the state is (batch, seq, n, dim), and p = 2 sigmoid(B vec(Z) / n)."""
 
     def __init__(self, scheme: GatedResidual, dim: int, index: int, norm: nn.Module):
@@ -165,20 +159,18 @@ class GatedConnection(Connection):
         self.inject = WideProjection(n * dim, n, std=scheme.weight_std if scheme.start == "published" else 0.0)
 
     @property
-    def norm(self) -> nn.Module:
+    def norm(self) -> nn.Module:  # type: ignore[override]
         return self.gated.norm
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         x, z = self.gated(state)
-        h_post = 2 * torch.sigmoid(self.inject(z.flatten(-2)) / z.shape[-2])
-        return x, Carry(state, GatedCoefficients(h_post))
+        return x, Carry(state, self.coefficients(z))
 
-    def write(self, y: Tensor, carry: Carry) -> State:
-        state, (h_post,) = carry
-        every, implementation = self.scheme.keeps_every, self.scheme.implementation
-        return hyper_write(state, y, None, h_post, recompute_every=every, implementation=implementation)
+    def coefficients(self, streams: Tensor) -> MixingCoefficients:
+        """Return p as h_post, for the normalised streams Z."""
+        h_post = 2 * torch.sigmoid(self.inject(streams.flatten(-2)) / streams.shape[-2])
+        return MixingCoefficients(None, None, h_post)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
-        (h_post,) = carry.coefficients
-        identity = torch.eye(h_post.shape[-1], dtype=h_post.dtype, device=h_post.device)
-        return Mixing(identity, None, h_post, left_out=("h_res",))
+        """Return the identity; there is no h_pre, because a gate for each feature reads the streams."""
+        return super().shortcut(state, carry, y)._replace(h_pre=None, left_out=("h_res",))
