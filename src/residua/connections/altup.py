@@ -119,7 +119,7 @@ class StreamRouter(nn.Module):
 
     def normalised(self, x: Tensor) -> Tensor:
         if is_plain(self.norm, RMSNorm):
-            return rms_norm(x, self.norm.weight, self.norm.eps, recompute=self.scheme.replays)
+            return rms_norm(x, self.norm.weight, self.norm.eps, recompute=self.scheme.recompute == "replay")
         return self.norm(x)
 
 

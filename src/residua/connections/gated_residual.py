@@ -112,7 +112,7 @@ class GatedRead(nn.Module):
 
     def normalised(self, streams: Tensor) -> Tensor:
         if is_plain(self.norm, RMSNorm):
-            return rms_norm(streams, self.norm.weight, self.norm.eps, recompute=self.scheme.replays)
+            return rms_norm(streams, self.norm.weight, self.norm.eps, recompute=self.scheme.recompute == "replay")
         # A norm of somebody else's sums gradients in an order of its own, so it is computed the same way in any case.
         names = [name for name, _ in self.norm.named_parameters()]
 

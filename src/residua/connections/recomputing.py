@@ -43,12 +43,8 @@ class RecomputingScheme(Scheme):
     @property
     def keeps_every(self) -> int:
         """m: of m states in a row one is kept."""
-        return self.recompute_every if self.replays else 1
-
-    @property
-    def replays(self) -> bool:
-        return self.recompute == "replay"
+        return self.recompute_every if self.recompute == "replay" else 1
 
     def derive(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Return function(*inputs), what is computed from a state: recomputed in the backward pass like the states."""
-        return derive(function, *inputs) if self.replays else function(*inputs)
+        return derive(function, *inputs) if self.recompute == "replay" else function(*inputs)
