@@ -50,7 +50,6 @@ EXTRAS = {
     "datasets",
     "filelock",
     "huggingface_hub",
-    "jsonargparse",
     "lm_eval",
     "matplotlib",
     "numpy",
@@ -175,4 +174,4 @@ def test_the_help_of_a_command_loads_neither_torch_nor_transformers():
         "with contextlib.redirect_stdout(io.StringIO()):\n"
         "    assert [main([name, '--help']) for name in COMMANDS] == [0] * len(COMMANDS)"
     )
-    assert loaded_by(code) & {"torch", "transformers", "jsonargparse", "numpy", "rich"} == set()
+    assert loaded_by(code) & {"torch", "transformers", "numpy", "rich"} == set()

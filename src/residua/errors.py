@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _LAB = {
-    *("datasets", "filelock", "huggingface_hub", "jsonargparse", "matplotlib", "numpy", "plotly", "pyarrow", "rich"),
+    *("datasets", "filelock", "huggingface_hub", "matplotlib", "numpy", "plotly", "pyarrow", "rich"),
     *("safetensors", "tensorboard", "tokenizers", "transformers", "yaml"),
 }
 PACKAGES = {"lab": _LAB, "eval": _LAB | {"lm_eval", "accelerate"}}

@@ -47,17 +47,6 @@ def test_it_has_what_we_use(seam):
     check(seam)
 
 
-def test_jsonargparse_converts_a_nested_mapping():
-    """So values of YAML and options become settings."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--train.steps", type=int, default=1)
-    parser.add_argument("--train.precision", type=str, default="float32")
-    settings = parser.parse_object({"train": {"steps": "2"}}, env=False).as_dict()
-    assert settings == {"train": {"steps": 2, "precision": "float32"}}
-
-
 def test_accelerate_puts_the_forward_of_its_hooks_into_the_module():
     """By that we see that a module is not plain, and leave the kernel that reads its weights."""
     from accelerate.hooks import ModelHook, add_hook_to_module

@@ -4,15 +4,15 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from residua.checks import did_you_mean, fits, require, shown, words
-from residua.errors import InputError, extra
+from residua.errors import InputError
 from residua.runs.reading import parse_yaml, read_text, write_yaml
 
 LARGEST_VOCABULARY = 2**24
@@ -306,20 +306,16 @@ def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[
         values.setdefault("data.tokenizer", values["model.base"])
     sections = BASE_SECTIONS if based else SECTIONS
     keys = _keys(sections)
+    nested: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for key, value in values.items():
         if key not in KEYS:
             raise InputError(f"unknown key {key}{_nearest(key)}")
         if key not in keys:
             beside = "beside model.base, which decides it; leave it out (the recipe retrofit has none of these)"
             raise InputError(f"{key}: expected no such key {beside if based else 'without model.base'}")
-        if value is None:
-            require(fits(None, keys[key].type), key, words(keys[key].type), value)
-    read = _read(values, based=based)
-    if read is None:
-        key = next((key for key, value in values.items() if _read({key: value}, based=based) is None), "configuration")
-        kind = words(keys[key].type) if key in keys else "values that fit together"
-        raise InputError(f"{key}: expected {kind}, got {shown(values.get(key, values))}")
-    return RunConfig(**{name: section(**read[name]) for name, section in sections.items()})
+        section, _, name = key.partition(".")
+        nested[section][name] = _typed(key, value, keys[key].type)
+    return RunConfig(**{name: section(**nested[name]) for name, section in sections.items()})
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -418,38 +414,13 @@ def _nearest(key: str) -> str:
     return did_you_mean(key, known, show=known) or "; --print_config shows every key"
 
 
-@cache
-def _parser(based: bool) -> Any:
-    with extra("lab"):
-        import jsonargparse
-    jsonargparse.set_loader("residua", lambda text: parse_yaml(text, "value"), exceptions=(InputError,))
-    parser = jsonargparse.ArgumentParser(exit_on_error=False, parser_mode="residua")
-    for key, item in _keys(BASE_SECTIONS if based else SECTIONS).items():
-        parser.add_argument(f"--{key}", type=item.type, default=None if item.default is MISSING else item.default)
-    return parser
-
-
-def _read(values: Mapping[str, Any], *, based: bool) -> dict[str, dict[str, Any]] | None:
-    """Return the sections with these values converted to their types and defaults for the rest; None for a wrong value.
-
-    jsonargparse would name the wrong one in its own words, so the caller looks for it.
-    """
-    nested: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    keys = _keys(BASE_SECTIONS if based else SECTIONS)
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        nested[section][name] = value
-        if isinstance(value, str) and not fits(value, keys[key].type) and _is_text(value):
-            return None  # jsonargparse reads numbers as YAML 1.1 does: 1:30 is 90 there
-    try:
-        return _parser(based).parse_object(nested, env=False).as_dict()
-    except (argparse.ArgumentError, ArithmeticError, ValueError, RecursionError):
-        return None
-
-
-def _is_text(value: str) -> bool:
-    """Return whether a text stands for nothing but itself, as 30 and null do not."""
-    try:
-        return isinstance(parse_yaml(value, "value"), str)
-    except InputError:
-        return True
+def _typed(key: str, value: Any, kind: Any) -> Any:
+    """Return a value of a key as one of its type: a text stands for what YAML reads in it, or for itself."""
+    readings = [value]
+    if isinstance(value, str) and value.strip():  # YAML reads null in an empty text
+        with suppress(InputError):
+            readings = [read for read in (parse_yaml(value, key),) if not isinstance(read, str)] + readings
+    for reading in readings:
+        if fits(reading, kind):
+            return float(reading) if kind is float else reading
+    raise InputError(f"{key}: expected {words(kind)}, got {shown(value)}")
