@@ -16,7 +16,6 @@ from residua.connections import RMSNorm
 from residua.connections.ends import Same
 from residua.data import PreparedData, prepare
 from residua.errors import InputError
-from residua.evaluation.generate import complete
 from residua.evaluation.records import Run
 from residua.experiment import build_model, evaluate, open_run, run, trace_run
 from residua.training import DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
@@ -444,15 +443,6 @@ def test_what_counts_as_small():
     assert load_config("nano").small
     assert load_config("nano-ddl-tc").small
     assert not load_config("small").small
-
-
-def test_a_prompt_that_is_not_unicode_is_refused(config, tmp_path):
-    """A shell passes bytes that are not UTF-8 as halves of surrogate pairs."""
-    run(replace(config, train=replace(config.train, steps=1)), tmp_path / "run", progress=False)
-    opened = open_run(tmp_path / "run", device="cpu")
-    for use in (trace_run, lambda opened, prompt: complete(opened.model, opened.tokenizer, prompt)):
-        with pytest.raises(InputError, match="prompt: expected text in UTF-8"):
-            use(opened, "a\udcff")
 
 
 def test_a_source_whose_name_is_not_unicode_is_prepared(text, tmp_path):

@@ -2,17 +2,7 @@
 
 import sys
 
-
-def main() -> int:
-    """Run the command line. It is imported here, so that Ctrl-C while Python imports it ends in one line too."""
-    try:
-        from residua.cli import main as command_line
-
-        return command_line()
-    except KeyboardInterrupt:
-        print("residua: interrupted", file=sys.stderr)
-        return 130
-
+from residua.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

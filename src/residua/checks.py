@@ -17,14 +17,6 @@ def require(condition: bool, name: str, expected: str, got: Any) -> None:
         raise InputError(f"{name}: expected {expected}, got {shown(got)}")
 
 
-def require_unicode(text: str, name: str) -> None:
-    """Raise InputError for a text with half a surrogate pair, which bytes that are not UTF-8 give."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{name}: expected text in UTF-8, got {shown(text)}") from None
-
-
 def shown(value: Any) -> str:
     """Return the repr of a value as an error shows it: cut where it is long."""
     text = repr(value)

@@ -9,15 +9,8 @@ from collections.abc import Sequence
 from residua import __version__
 from residua.checks import did_you_mean
 from residua.commands.base import BAD_INPUT, FAILED, INTERRUPTED, Command, HelpShown, Parser, fail, stopped_by
-from residua.commands.process import (
-    discard_output,
-    in_one_line,
-    interrupts,
-    lasting_messages,
-    no_path,
-    replace_closed_streams,
-)
-from residua.errors import InputError, ReportedElsewhere, RunError
+from residua.commands.process import MISPLACED, discard_output, in_one_line, interrupts, lasting_messages
+from residua.errors import InputError, ReportedElsewhere
 from residua.terminal import printable_output
 
 COMMANDS = (
@@ -40,14 +33,13 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status: 0, 1 for a failure at run time, 2 for bad input, 130 if interrupted,
     143 after SIGTERM."""
-    replace_closed_streams()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
-    with lasting_messages(), interrupts() as pressed:
-        return _guarded(list(sys.argv[1:] if argv is None else argv), pressed)
+    with lasting_messages(), interrupts() as signals:
+        return _guarded(list(sys.argv[1:] if argv is None else argv), signals)
 
 
-def _guarded(argv: list[str], pressed: list[int]) -> int:
+def _guarded(argv: list[str], signals: list[int]) -> int:
     try:
         with printable_output():
             status = _dispatch(argv) or 0
@@ -59,17 +51,12 @@ def _guarded(argv: list[str], pressed: list[int]) -> int:
         discard_output()  # the reader, such as `head`, has had enough
         return FAILED
     except KeyboardInterrupt as stop:
-        return fail(str(stop) or "interrupted", stopped_by(pressed[0]) if pressed else INTERRUPTED)
+        return fail(str(stop) or "interrupted", stopped_by(signals[0]) if signals else INTERRUPTED)
     except Exception as error:
-        if isinstance(error, OSError):
-            discard_output()
-        if pressed and not isinstance(error, (InputError, RunError)):
-            return fail("interrupted", stopped_by(pressed[0]))
         line = in_one_line(error)
         if line is None:
             raise
-        bad = isinstance(error, (InputError, OverflowError)) or no_path(error)
-        return fail(line, BAD_INPUT if bad else FAILED)
+        return fail(line, BAD_INPUT if isinstance(error, (InputError, *MISPLACED)) else FAILED)
 
 
 def _dispatch(argv: list[str]) -> int | None:

@@ -12,7 +12,7 @@ import torch
 
 from residua.analysis import Trace, gate_quantiles, has_gates, pieces, trace
 from residua.analysis.subject import Subject
-from residua.checks import require, require_unicode
+from residua.checks import require
 from residua.connections import describe, resolve
 from residua.data import Batches, HeldOutBatches, PreparedData, prepare
 from residua.data.tokenizer import SavedTokenizer, copy_tokenizer, load_tokenizer
@@ -433,7 +433,6 @@ def trace_prompt(
     tokens: the largest number of tokens. Raises InputError if it is below 1, or if they do not fit into the model's
     context.
     """
-    require_unicode(prompt, "prompt")
     _expect_some(tokens)
     ids = (tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id])[:tokens]
     read = f"{len(ids)} tokens of a prompt"

@@ -5,16 +5,15 @@ import sys
 from contextlib import AbstractContextManager, redirect_stdout
 from typing import Any
 
-# Control characters but \n and \t, marks that reverse the direction of text, line separators and half surrogate pairs.
-_UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but newlines and tabs
 
 
 def printable(text: object) -> str:
-    """Return a text that is safe to print: characters that could steer a terminal appear as \\u001b and the like.
+    """Return a text that is safe to print: control characters but newlines and tabs appear as \\u001b and the like.
 
-    Newlines, tabs and all letters stay. What was JSON is JSON of the same value.
+    What was JSON is JSON of the same value.
     """
-    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", str(text))
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", str(text))
 
 
 def one_line(text: object) -> str:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from residua.checks import require_unicode
 from residua.errors import InputError, extra
 from residua.evaluating import evaluating
 from residua.models.opening import context_of
@@ -57,7 +56,6 @@ def complete(
             computes no probabilities.
     """
     _check(temperature, top_p, top_k)
-    require_unicode(prompt, "prompt")
     tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
     if None in tokens:
         raise InputError("prompt: expected a text, since this tokenizer has no end-of-text token, got an empty one")

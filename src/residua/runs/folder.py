@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from residua.checks import require_unicode
 from residua.errors import InputError, extra
 from residua.runs.durable import is_new, remove_partials, unlinked
 from residua.runs.reading import read_json, read_yaml
@@ -95,7 +94,6 @@ def new_folder(path: str | Path, name: str = "") -> Path:
     Raises:
         InputError: something has this name, and is not an empty folder, hidden files aside.
     """
-    require_unicode(str(path), name or "folder")
     if not is_new(Path(path)):
         raise InputError(f"{name or 'folder'} must be a new or empty folder, got {path}; choose another folder")
     return Path(path).resolve()
