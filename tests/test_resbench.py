@@ -12,9 +12,8 @@ import pytest
 
 from residua.runs.statistics import paired, spearman
 from residua.study.plan import load_study
-from residua.study.ranking import rankings
 from residua.study.report import estimate_text
-from residua.study.results import results
+from residua.study.results import rankings, results
 from support.pages import records
 
 ROOT = Path(__file__).parents[1]

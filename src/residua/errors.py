@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _LAB = {
-    *("datasets", "filelock", "huggingface_hub", "matplotlib", "numpy", "plotly", "pyarrow", "rich"),
-    *("safetensors", "tensorboard", "tokenizers", "transformers", "yaml"),
+    *("datasets", "filelock", "huggingface_hub", "matplotlib", "numpy", "plotly", "pyarrow", "rich", "safetensors"),
+    *("scipy", "tensorboard", "tokenizers", "transformers", "yaml"),
 }
 PACKAGES = {"lab": _LAB, "eval": _LAB | {"lm_eval", "accelerate"}}
 """What the extras bring, by the names that are imported."""

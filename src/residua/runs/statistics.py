@@ -3,7 +3,12 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from residua.errors import extra
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 
 class Estimate(NamedTuple):
@@ -47,14 +52,16 @@ class Estimate(NamedTuple):
         """
         if not self.deviation or self.count < 2 or not math.isfinite(self.mean):
             return None
-        inside = _within(abs(self.mean) * math.sqrt(self.count) / self.deviation, self.count - 1)
-        return max(0.0, 1 - inside)  # rounding can leave it below
+        with extra("lab"):
+            from scipy.special import stdtr
+
+        return 2 * float(stdtr(self.count - 1, -abs(self.mean) * math.sqrt(self.count) / self.deviation))
 
     @property
     def detectable(self) -> float | None:
         """The size of a true mean whose interval would exclude 0 in about four of five repetitions."""
         half = self.half_width
-        return None if half is None else half * (1 + _quantile(0.6, self.count - 1) / t95(self.count - 1))
+        return None if half is None else half * (1 + _quantile(0.8, self.count - 1) / t95(self.count - 1))
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate | None:
@@ -77,23 +84,18 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return Spearman's correlation of the ranks of two sequences of equal length; equal values share their mean rank.
+def spearman(first: "ArrayLike", second: "ArrayLike") -> Any:
+    """Return Spearman's correlation of the ranks along the last axis; equal values share their mean rank.
 
-    None where all values of a side are equal.
+    NaN where all values of a side are equal.
     """
-    ranks = [_ranks(values) for values in (first, second)]
-    middle = (len(first) + 1) / 2
-    a, b = ([rank - middle for rank in side] for side in ranks)
-    size = math.sqrt(math.fsum(x * x for x in a) * math.fsum(y * y for y in b))
-    return math.fsum(x * y for x, y in zip(a, b, strict=True)) / size if size else None
+    with extra("lab"):
+        import numpy
+        from scipy.stats import rankdata
 
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    first = {value: place for place, value in reversed(list(enumerate(ordered, start=1)))}
-    last = {value: place for place, value in enumerate(ordered, start=1)}
-    return [(first[value] + last[value]) / 2 for value in values]
+    a, b = (ranks - ranks.mean(-1, keepdims=True) for ranks in (rankdata(side, axis=-1) for side in (first, second)))
+    with numpy.errstate(invalid="ignore"):
+        return (a * b).sum(-1) / numpy.sqrt((a * a).sum(-1) * (b * b).sum(-1))
 
 
 @lru_cache
@@ -101,27 +103,12 @@ def t95(freedom: int) -> float:
     """Return how many standard errors hold 95 % of Student's t with `freedom` >= 1 degrees, to three decimals, as
     tables print it: 12.706, 4.303, 3.182, ...
     """
-    return round(_quantile(0.95, freedom), 3)
+    return round(_quantile(0.975, freedom), 3)
 
 
 def _quantile(probability: float, freedom: int) -> float:
-    """Return the t for which Student's t lies between -t and t with this probability, 0.95 at most."""
-    low, high = 0.0, 16.0
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < probability else (low, middle)
-    return low
+    """Return the t below which a value of Student's t lies with this probability."""
+    with extra("lab"):
+        from scipy.special import stdtrit
 
-
-def _within(t: float, freedom: int) -> float:
-    """Return the probability that Student's t lies between -t and t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    angle = math.atan(t / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term = total = cosine if odd else 1.0
-    for n in range(3 if odd else 2, freedom, 2):
-        term *= (n - 1) / n * cosine**2
-        total += term
-    if odd:
-        return 2 / math.pi * (angle + (sine * total if freedom > 1 else 0.0))
-    return sine * total
+    return float(stdtrit(freedom, probability))

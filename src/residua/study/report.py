@@ -16,8 +16,19 @@ from residua.runs.sweep import Record
 from residua.study.page import page
 from residua.study.picture import draw, draw_answers, draw_gates, draw_sizes
 from residua.study.questions import Question
-from residua.study.ranking import Ranking, rankings
-from residua.study.results import BELOW, COMPILED, SIGNIFICANT, Answer, Difference, Results, Row, begun, gates_of
+from residua.study.results import (
+    BELOW,
+    COMPILED,
+    SIGNIFICANT,
+    Answer,
+    Difference,
+    Ranking,
+    Results,
+    Row,
+    begun,
+    gates_of,
+    rankings,
+)
 from residua.tables import markdown_row
 
 FILES = ("report.md", "results.csv", "index.html")
