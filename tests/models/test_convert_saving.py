@@ -18,10 +18,13 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    PreTrainedModel,
 )
+from transformers.models.auto import modeling_auto
 
 import residua
 from residua.errors import InputError
+from residua.models import ConvertedConfig
 from support.converted_models import IDS, SOUND, STARTS, WINDOWED, converted, lively, llama, whisper
 from support.tolerances import assert_close
 
@@ -133,67 +136,50 @@ def test_options_beside_the_folder_are_for_the_model(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path, nothing=1)
 
 
-def test_a_model_is_opened_for_another_task(tmp_path):
-    """With a new head, as transformers opens plain ones; what was trained for that task is opened by its class too."""
+def test_only_converted_models_are_saved_in_another_way_and_only_two_auto_classes_open_them():
+    assert PreTrainedModel.save_pretrained.__module__ == "transformers.modeling_utils"
+    assert not hasattr(PreTrainedModel.save_pretrained, "__wrapped__")
+    classes = {
+        name: vars(kind).get("_model_mapping") for name, kind in vars(modeling_auto).items() if isinstance(kind, type)
+    }
+    opening = {name for name, models in classes.items() if models is not None and ConvertedConfig in models}
+    assert opening == {"AutoModel", "AutoModelForCausalLM"}
+
+
+def test_a_model_for_another_task_takes_the_connections(tmp_path):
     model = converted("hc", torch.float32)
-    model.save_pretrained(tmp_path)
-    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
-    with torch.no_grad():
-        states = classifier.model(IDS).last_hidden_state
-        assert_close(states, model.model(IDS).last_hidden_state)
-        expected = classifier(IDS).logits
-    assert expected.shape == (2, 3)
-    classifier.save_pretrained(tmp_path / "again")
-    opened = AutoModelForSequenceClassification.from_pretrained(tmp_path / "again")
-    assert_close(opened(IDS).logits, expected)
+    residua.save_connection(model, tmp_path / "connection")
+    residua.unconvert(copy.deepcopy(model), lossy=True).save_pretrained(tmp_path / "plain")
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain", num_labels=3)
+    residua.load_connection(classifier, tmp_path / "connection")
+    assert_close(classifier.model(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+    model.save_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"Unrecognized configuration class.*ConvertedConfig"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("halves", [("mhc", None), (None, WINDOWED), ("hc", "attnres")])
-def test_a_model_is_saved_with_its_converted_halves(halves, tmp_path):
+def test_the_converted_halves_of_a_model_are_saved_one_by_one(halves, tmp_path):
     model = whisper()
-    for half, connection in zip((model.get_encoder(), model.get_decoder()), halves):
-        if connection is not None:
-            lively(half, connection)
-    config, names = model.config, list(model.state_dict())
-    model.save_pretrained(tmp_path)
-    assert model.config is config
+    places = [(half, name) for half, name in zip(("get_encoder", "get_decoder"), halves) if name is not None]
+    for half, connection in places:
+        lively(getattr(model, half)(), connection)
+        residua.save_connection(getattr(model, half)(), tmp_path / half)
+    plain = copy.deepcopy(model)
+    for half, _ in places:
+        residua.unconvert(getattr(plain, half)(), lossy=True)
+    plain.save_pretrained(tmp_path / "plain")
+    opened = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "plain", dtype=torch.float64)
+    for half, _ in places:
+        residua.load_connection(getattr(opened, half)(), tmp_path / half)
     inputs = {"input_features": SOUND, "decoder_input_ids": STARTS}
-    opened = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path, dtype=torch.float64)
-    assert type(opened) is type(model)
-    assert list(opened.state_dict()) == names
-    assert_close(opened(**inputs).logits, model(**inputs).logits)
-    trunk = AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
-    assert_close(trunk(**inputs).last_hidden_state, model.model(**inputs).last_hidden_state)
-    opened.save_pretrained(tmp_path / "again")
-    again = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "again", dtype=torch.float64)
-    assert_close(again(**inputs).logits, model(**inputs).logits)
-    with pytest.raises(ValueError, match="converted by residua"):
-        type(model).from_pretrained(tmp_path)
-    for half, connection in zip((opened.get_encoder(), opened.get_decoder()), halves):
-        if connection is not None:
-            residua.unconvert(half, lossy=True)
-    opened.save_pretrained(tmp_path / "plain")
-    assert_close(
-        type(model).from_pretrained(tmp_path / "plain", dtype=torch.float64)(**inputs).logits,
-        whisper()(**inputs).logits,
-    )
+    assert torch.equal(opened(**inputs).logits, model(**inputs).logits)
 
 
-def test_a_model_is_saved_whose_trunk_alone_was_converted(tmp_path):
-    model = llama()
-    lively(model.model, "hc")
-    model.save_pretrained(tmp_path)
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    assert_close(opened(IDS).logits, model(IDS).logits)
-
-
-def test_a_converted_part_that_no_configuration_names_is_not_saved(tmp_path):
-    """Beside the base model; a plain one would be opened in its place."""
-    model = llama()
-    model.other = residua.convert(llama(), "hc", start="fresh").model
-    with pytest.raises(InputError, match="cannot name"):
-        model.save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_a_folder_without_the_head_is_no_language_model(tmp_path):
+    lively(llama().model, "hc").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"missing_keys: .*lm_head\.weight"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_missing_weights_are_an_error(tmp_path):
@@ -223,8 +209,6 @@ LLAMA = {"model_type": "llama"}
         ({"stack": ["layers"]}, "configuration of a converted model"),
         ({"layers": []}, "layers"),
         ({"stack": "norm", "layers": []}, "no list of layers"),
-        ({"parts": {"decoder": 3}}, "configuration of a converted model"),
-        ({"parts": {"decoder": {"connection": "hc", "stack": "layers", "layers": []}}}, "layers"),
     ],
 )
 def test_a_forged_configuration_is_refused(change, says, tmp_path):

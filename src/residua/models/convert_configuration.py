@@ -1,13 +1,11 @@
 """The configuration of a converted model: the model's own, and in a file one of a type that transformers alone refuses.
 
 In memory a converted Llama has the attributes of a `LlamaConfig`. Saved, `model_type` is "residua-converted" and the
-Llama's configuration is an entry of another: without residua no plain Llama is built from its weights. A model of which
-parts were converted, such as one half of an encoder-decoder, names them in the same way.
+Llama's configuration is an entry of another: without residua no plain Llama is built from its weights.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,16 +17,16 @@ from residua.connections import Scheme, describe, resolve
 from residua.errors import InputError, extra, first_line
 from residua.models.configuration import usable
 from residua.models.convert_anatomy import Anatomy, Sublayer
-from residua.models.convert_flow import Swapped, layer_streams, swapped_class
+from residua.models.convert_flow import Swapped, swapped_class
 
 with extra("lab"):
-    from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 MODEL_TYPE = "residua-converted"
 KEY = "residua"
 """The attribute of a converted model's configuration that says how it was converted."""
-BASE, PARTS = "base", "parts"
-"""Entries beside how the whole model was converted: its own configuration, and how parts of it were, by their names."""
+BASE = "base"
+"""The entry beside how the model was converted: its own configuration."""
 REFUSAL = {"transformers_weights": "converted by residua; import residua.models and open it with an Auto class"}
 """What a file has besides. The classes of single models, such as `LlamaForCausalLM`, open a configuration of any type,
 but no weights from a file of this name, which the error shows."""
@@ -67,19 +65,6 @@ class Conversion:
             raise InputError(f"{source}: {first_line(error)}") from error
 
 
-def conversions_in(found: Any, source: object) -> dict[str, Conversion]:
-    """Return how a model was converted, under "", and how its parts were, by their names in the base model.
-
-    Raises:
-        InputError: `found` is no such value of `KEY`.
-    """
-    parts = found.get(PARTS) if isinstance(found, dict) else None
-    if not isinstance(parts, dict):
-        return {"": Conversion.from_json(found, source)}
-    named = {path: Conversion.from_json(part, source) for path, part in parts.items()}
-    return {**named, "": Conversion.from_json(found, source)} if "connection" in found else named
-
-
 def base_in(found: Any) -> dict[str, Any]:
     """Return the configuration of the model itself in a value of `KEY`; none in any other value."""
     base = found.get(BASE) if isinstance(found, dict) else None
@@ -112,7 +97,7 @@ class SavedAsConverted(Swapped):
 class ConvertedConfig(PreTrainedConfig):
     """The configuration in the folder of a converted model, as `AutoConfig` opens it.
 
-    residua   how the model was converted: the connection, what its layers read, its parts, and its own configuration
+    residua   how the model was converted: the connection, what its layers read, and its own configuration
 
     Sizes are attributes of `base_config`, and of this configuration too.
     """
@@ -178,37 +163,6 @@ def mark(model: nn.Module, conversion: Conversion) -> None:
     """Give a model a configuration of its own that says how it was converted."""
     before: Any = model.config
     _replace(model, before, _told(before, conversion.as_json()))
-
-
-@contextmanager
-def telling_of_parts(model: Any) -> Iterator[None]:
-    """Let the configuration of a model say, for as long as it is saved, how parts of it were converted one by one.
-
-    Raises:
-        InputError: a part is outside the base model, which the configuration describes.
-    """
-    before: Any = model.config
-    own = conversion_of(model).as_json() if isinstance(before, SavedAsConverted) else {}
-    parts: dict[str, PreTrainedModel] = {}
-    for name, module in model.base_model.named_modules():
-        config = getattr(module, "config", None)
-        marked = isinstance(module, PreTrainedModel) and isinstance(config, SavedAsConverted)
-        if marked and all(config is not known for known in (before, *(part.config for part in parts.values()))):
-            parts[name] = module
-    told = {path: conversion_of(part).as_json() for path, part in parts.items()}
-    places = [(model, own), *((part, told[path]) for path, part in parts.items())]
-    stacks = [whole.base_model.get_submodule(how["stack"]) for whole, how in places if how]
-    if len(layer_streams(model)) > sum(len(layer_streams(stack)) for stack in stacks):
-        raise InputError(
-            f"{type(model).__name__}: a part of it was converted that its configuration cannot name; save that part by "
-            "itself, or give it its residual back with residua.unconvert"
-        )
-    try:
-        if parts:
-            model.config = _told(before, {**own, PARTS: told})
-        yield
-    finally:
-        model.config = before
 
 
 def unmark(model: nn.Module) -> None:

@@ -1,7 +1,6 @@
 """Open converted models, by the Auto classes of transformers, and save and open the connections alone."""
 
 import json
-from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,9 +15,7 @@ from residua.models.convert_configuration import (
     Conversion,
     ConvertedConfig,
     conversion_of,
-    conversions_in,
     mark,
-    telling_of_parts,
 )
 from residua.models.convert_flow import STREAM, ConvertedLayer, Swapped, swapped_class
 from residua.runs.durable import write_text
@@ -34,7 +31,6 @@ with extra("lab"):
         AutoModelForCausalLM,
         PreTrainedModel,
     )
-    from transformers.models.auto import modeling_auto
 
 WEIGHTS, DESCRIPTION = "connection.safetensors", "connection.json"
 WEIGHTS_OF_BASE = "base_weights"
@@ -46,16 +42,15 @@ float16 may lose of weights that are next to nothing.
 
 
 class BuiltConverted(Swapped):
-    """What is mixed into the class of a model while it is loaded: it, and its parts, are rebuilt as they get layers."""
+    """What is mixed into the class of a model while it is loaded: it is rebuilt as it gets its layers."""
 
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = [STREAM]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        conversions = conversions_in(getattr(config, KEY), "config.json")
+        conversion = Conversion.from_json(getattr(config, KEY), "config.json")
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         try:
-            for path, conversion in conversions.items():
-                rebuild(_part(self, path), conversion)
+            rebuild(self, conversion)  # type: ignore[arg-type]
         except (AttributeError, IndexError, ValueError) as error:
             raise InputError(f"config.json: the layers of {type(self).__name__} are not as it says: {error}") from error
 
@@ -81,8 +76,6 @@ class Converted:
             names = sorted(map(str, found.get(problem) or ()))
             if problem == "unexpected_keys":  # a trunk opened from a whole model leaves the head out
                 names = [name for name in names if f".{STREAM}." in name]
-            elif problem == "missing_keys" and model.base_model is not model:  # a head for another task starts anew
-                names = [name for name in names if name.startswith(f"{model.base_model_prefix}.")]
             if names:
                 raise InputError(f"{folder}: expected the weights of the converted model, {problem}: {shown(names)}")
         _settle(model)
@@ -115,25 +108,10 @@ class ConvertedForCausalLM(Converted):
 
 
 def register() -> None:
-    """Let all Auto classes of transformers open converted models, and `save_pretrained` tell of converted parts.
-
-    A model does not know that a part of it was converted, so the method of all models looks for such parts first.
-    """
+    """Let `AutoModel` and `AutoModelForCausalLM` open converted models."""
     AutoConfig.register(ConvertedConfig.model_type, ConvertedConfig)
-    known = {AutoModel: ConvertedModel, AutoModelForCausalLM: ConvertedForCausalLM}
-    for name, auto in vars(modeling_auto).items():
-        models = vars(auto).get("_model_mapping") if isinstance(auto, type) else None
-        if models is not None:
-            kind = known.get(auto) or type(f"Converted{name.removeprefix('Auto')}", (Converted,), {"models": models})
-            auto.register(ConvertedConfig, kind)
-    save = PreTrainedModel.save_pretrained
-
-    @wraps(save)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with telling_of_parts(self):
-            return save(self, *args, **kwargs)
-
-    PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
+    AutoModel.register(ConvertedConfig, ConvertedModel)
+    AutoModelForCausalLM.register(ConvertedConfig, ConvertedForCausalLM)
 
 
 def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
@@ -241,15 +219,10 @@ def _is_signature_of(model: Any, told: Any) -> bool:
     )
 
 
-def _part(model: Any, path: str) -> Any:
-    return model.base_model.get_submodule(path) if path else model
-
-
 def _settle(model: Any) -> Any:
     """Move a model that was built converted to its plain class, as `convert` leaves it."""
     model.__class__ = type(model).__bases__[1]
-    conversions = conversions_in(getattr(model.config, KEY), "config.json")
+    conversion = Conversion.from_json(getattr(model.config, KEY), "config.json")
     delattr(model.config, KEY)
-    for path, conversion in conversions.items():
-        mark(_part(model, path), conversion)
+    mark(model, conversion)
     return model
