@@ -226,7 +226,8 @@ def test_the_connections_alone_are_saved_and_loaded(connection, tmp_path):
     model = converted(connection)
     residua.save_connection(model, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["connection.json", "connection.safetensors"]
-    assert all(".stream." in name for name in load_file(tmp_path / "connection.safetensors"))
+    names = load_file(tmp_path / "connection.safetensors").keys()
+    assert {name for name in names if ".stream." not in name} == {"base_weights"}
     assert torch.equal(residua.load_connection(llama(), tmp_path)(IDS).logits, model(IDS).logits)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -278,14 +279,27 @@ def test_connections_of_another_model_are_refused(tmp_path):
             weight += 0.05 * weight.std(correction=0) * torch.randn_like(weight)
     with pytest.raises(InputError, match="beside other weights"):
         residua.load_connection(learnt, tmp_path)
-    file = tmp_path / "connection.json"
-    description = json.loads(file.read_text())
-    told = description["base_weights"]
-    first = next(iter(told))
-    for forged in (None, {}, {**told, first: 5}, {**told, first: [float("nan")] * 2}, {**told, first: ["a", 1]}):
-        file.write_text(json.dumps({**description, "base_weights": forged}))
+    file = tmp_path / "connection.safetensors"
+    tensors = load_file(file)
+    sample = tensors.pop("base_weights")
+    forgeries = [
+        {},
+        *({"base_weights": x} for x in (sample[:-1].clone(), sample * torch.nan, sample[None], sample.long())),
+    ]
+    for forged in forgeries:
+        save_file(tensors | forged, file)
         with pytest.raises(InputError, match="beside other weights"):
             residua.load_connection(llama(), tmp_path)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_one_weight_that_learnt_is_seen(place, tmp_path):
+    residua.save_connection(converted("hc"), tmp_path)
+    other = llama()
+    with torch.no_grad():
+        list(other.model.parameters())[place].mul_(1.05)
+    with pytest.raises(InputError, match="beside other weights"):
+        residua.load_connection(other, tmp_path)
 
 
 @pytest.mark.parametrize("forge", [lambda x: x.long(), lambda x: x * torch.nan, lambda x: x.double() + 1e300])
@@ -293,7 +307,7 @@ def test_connections_of_another_model_are_refused(tmp_path):
 def test_connections_that_are_no_finite_numbers_are_refused(plain, forge, tmp_path):
     residua.save_connection(converted("hc", torch.float32), tmp_path)
     weights = load_file(tmp_path / "connection.safetensors")
-    name = sorted(weights)[0]
+    name = min(name for name in weights if ".stream." in name)
     save_file({**weights, name: forge(weights[name])}, tmp_path / "connection.safetensors", {"format": "pt"})
     model = llama(torch.float32) if plain else converted("hc", torch.float32)
     before = model(IDS).logits

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
-from residua.checks import fits, shown
+from residua.checks import shown
 from residua.errors import InputError, extra
 from residua.models.convert import attach_streams, find_anatomy, new_streams, rebuild, small_inputs, streams_of
 from residua.models.convert_configuration import (
@@ -33,11 +32,11 @@ with extra("lab"):
     )
 
 WEIGHTS, DESCRIPTION = "connection.safetensors", "connection.json"
-WEIGHTS_OF_BASE = "base_weights"
-"""The entry of the description that tells the weights of the model beside the connections from all others."""
-SAMPLED, SAME, LOST = 4096, 0.02, 1e-6
-"""How many numbers of each weight are looked at, by which share of their norm another dtype may change them, and what
-float16 may lose of weights that are next to nothing.
+BASE_WEIGHTS = "base_weights"
+"""The tensor beside the connections that tells the weights of their model from all others."""
+PLACES, SAME, LOST = 16, 0.01, 1e-6
+"""How many numbers of each weight it holds, by which share of one another dtype may change it, and what float16
+may lose of numbers that are next to nothing.
 """
 
 
@@ -124,10 +123,9 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
     conversion = conversion_of(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    own = {name: tensor.detach().clone() for name, tensor in _own(model).items()}
-    write_tensors(folder / WEIGHTS, own, {"format": "pt"})
-    description = {**conversion.as_json(), WEIGHTS_OF_BASE: _signature(model)}
-    write_text(folder / DESCRIPTION, json.dumps(description, indent=2) + "\n")
+    tensors = {name: x.detach().clone() for name, x in model.state_dict().items() if f".{STREAM}." in f".{name}"}
+    write_tensors(folder / WEIGHTS, {**tensors, BASE_WEIGHTS: _sample_of_base(model)}, {"format": "pt"})
+    write_text(folder / DESCRIPTION, json.dumps(conversion.as_json(), indent=2) + "\n")
 
 
 @torch.inference_mode(False)
@@ -136,9 +134,9 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
     folder = Path(folder)
     if not (folder / DESCRIPTION).is_file() or not (folder / WEIGHTS).is_file():
         raise InputError(f"{folder}: expected {DESCRIPTION} and {WEIGHTS}; residua.save_connection writes them")
-    description = read_json(folder / DESCRIPTION)
-    conversion = Conversion.from_json(description, folder / DESCRIPTION)
+    conversion = Conversion.from_json(read_json(folder / DESCRIPTION), folder / DESCRIPTION)
     tensors, _ = read_tensors(folder / WEIGHTS, "the weights of connections", "save them again")
+    saved_beside = tensors.pop(BASE_WEIGHTS, torch.empty(0))
     plain = not any(isinstance(module, ConvertedLayer) for module in model.modules())
     here = find_anatomy(model, conversion.scheme, small_inputs(model)) if plain else conversion_of(model)
     if here != conversion:
@@ -171,7 +169,8 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
             f"{folder / WEIGHTS}: parameters must be finite numbers in floating point, got others in {shown(wrong)}; "
             "save the connections again"
         )
-    if not _is_signature_of(model, description.get(WEIGHTS_OF_BASE)):
+    sample = _sample_of_base(model)
+    if saved_beside.shape != sample.shape or not saved_beside.to(sample).allclose(sample, SAME, LOST):
         raise InputError(
             f"{folder}: these connections are another model's: they were saved beside other weights than those of "
             f"{type(model).__name__}; load the model that they were trained with, or save it whole, by save_pretrained"
@@ -185,38 +184,14 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
     return model
 
 
-def _own(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in model.state_dict().items() if f".{STREAM}." in f".{name}"}
+def _sample_of_base(model: Any) -> torch.Tensor:
+    """Return some numbers of each weight, spread evenly, without the head and the connections.
 
-
-def _signature(model: Any) -> dict[str, list[float]]:
-    """Return the norm of each weight, without the head and the connections, and its product with random signs.
-
-    Of `SAMPLED` numbers, spread evenly. A model opened in another precision has nearly the same signature, and one that
-    learnt another.
+    A model opened in another precision has nearly the same ones, and one that learnt has others.
     """
-    found = {}
-    for name, weight in model.base_model.named_parameters():
-        if f".{STREAM}." not in f".{name}":
-            values = weight.detach().flatten()
-            values = values[:: len(values) // SAMPLED + 1].to("cpu", torch.float64)
-            signs = torch.randint(2, values.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-            found[name] = [float(values.norm()), float((values * signs).sum())]
-    return found
-
-
-def _is_signature_of(model: Any, told: Any) -> bool:
-    own = _signature(model)
-    return (
-        isinstance(told, dict)
-        and told.keys() == own.keys()
-        and all(
-            isinstance(there, list)
-            and len(there) == 2
-            and all(fits(b, float) and abs(a - b) <= SAME * here[0] + LOST for a, b in zip(here, there))
-            for here, there in zip(own.values(), map(told.get, own))
-        )
-    )
+    weights = [x for name, x in model.base_model.named_parameters() if f".{STREAM}." not in f".{name}"]
+    samples = [x.detach().flatten()[:: x.numel() // PLACES + 1] for x in weights]
+    return torch.cat([sample.to("cpu", torch.float32) for sample in samples])
 
 
 def _settle(model: Any) -> Any:
