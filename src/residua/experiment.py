@@ -19,7 +19,7 @@ from residua.data.tokenizer import SavedTokenizer, copy_tokenizer, load_tokenize
 from residua.errors import InputError, extra
 from residua.evaluation.loss import held_out_loss, shard_batches
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from residua.models.base_model import base_connection, base_sha256, freeze_base, open_base, rebuild_base
+from residua.models.base_model import base_connection, base_sha256, expect_digest, freeze_base, open_base, rebuild_base
 from residua.models.opening import context_of, read_model
 from residua.provenance import physical_memory
 from residua.runs.durable import remove, unfinished
@@ -103,8 +103,11 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(threads(config.train.threads))
         ranks = stack.enter_context(join(config.train.device))
+        given = getattr(config.model, "base_sha256", None)
         with ranks.raise_together():
-            config = resolved(config)
+            if ranks.first:
+                config = resolved(config)
+        config = ranks.gather(config)[0]
         held = stack.enter_context(_held(config, folder, resume, ranks))
         with ranks.raise_together():
             shard = BatchShard.of(config.train, ranks)
@@ -117,7 +120,8 @@ def run(
             if not ranks.first:
                 data = _data(config.data, held.path, restart=False, progress=False)
             begun = bool(saved_steps(held.path))
-            model = build_model(config, data, held.model if begun else None)
+            verify = ranks.first and given is not None  # else its digest was taken just now
+            model = build_model(config, data, held.model if begun else None, verify_base=verify)
             if isinstance(config.model, BaseModelConfig):
                 if ranks.first and not begun:
                     with writable(held.model, "a place for the model's configuration"):
@@ -224,7 +228,7 @@ def _require_memory(config: RunConfig, model: PreTrainedModel, rows: int) -> Non
 
 
 def build_model(
-    config: RunConfig, data: PreparedData | SavedTokenizer, kept: Path | None = None
+    config: RunConfig, data: PreparedData | SavedTokenizer, kept: Path | None = None, *, verify_base: bool = True
 ) -> ResiduaForCausalLM | PreTrainedModel:
     """Build the model of a run as it is before the first step. No global random state changes.
 
@@ -233,6 +237,7 @@ def build_model(
 
     kept: where the run keeps the configuration of its model, if a checkpoint will be loaded. A base is then not needed,
         unless it is frozen and no part of the checkpoint.
+    verify_base: read the weights of the base once more to compare their digest.
 
     Raises:
         InputError: the model's vocabulary is smaller than the data's, or the base cannot be used.
@@ -240,7 +245,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
         if isinstance(config.model, BaseModelConfig):
-            return _built_on_base(config.model, config.train.sequence_length, data, kept)
+            return _built_on_base(config.model, config.train.sequence_length, data, kept, verify_base)
         return _built_from_scratch(config.model, data)
 
 
@@ -258,13 +263,15 @@ def _built_from_scratch(config: ModelConfig, data: PreparedData | SavedTokenizer
 
 
 def _built_on_base(
-    config: BaseModelConfig, length: int, data: PreparedData | SavedTokenizer, kept: Path | None
+    config: BaseModelConfig, length: int, data: PreparedData | SavedTokenizer, kept: Path | None, verify: bool
 ) -> PreTrainedModel:
     if kept is not None and not config.freeze_base:
         return rebuild_base(kept)
     if config.base_sha256 is None or config.connection is None:
         raise InputError("model.base_sha256: expected the digest of the base, got null; residua train notes it")
-    model = open_base(Path(config.base), config.base_sha256, config.connection, config.start)
+    if verify:
+        expect_digest(Path(config.base), config.base_sha256)
+    model = open_base(Path(config.base), config.connection, config.start)
     if isinstance(data, PreparedData):
         _expect_tokenizer_of_base(config.base, data)
     longest = context_of(model) or length

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import residua
-from residua import Residual
+from residua import Residual, experiment
 from residua.cli import main
 from residua.connections import norms, registry
 from residua.connections.residual import ResidualConnection
@@ -19,7 +19,8 @@ from residua.data.tokenizer import byte_tokenizer
 from residua.errors import InputError
 from residua.evaluation.records import Run
 from residua.experiment import build_model, evaluate, open_run, resolved, run
-from residua.models.base_model import rebuild_base
+from residua.models import base_model
+from residua.models.base_model import base_sha256, rebuild_base
 from residua.models.convert_configuration import conversion_of
 from residua.runs.folder import flatten
 from residua.training import BaseModelConfig, DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
@@ -112,6 +113,27 @@ def test_over_a_frozen_base_the_checkpoints_hold_the_connections(config, base, p
     assert run(config, tmp_path / "run", resume=True, progress=False)["val_loss"] == whole["val_loss"]
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_weights_of_a_base_are_read_once_for_their_digest(frozen, config, tmp_path, monkeypatch):
+    """And not at all by a run that goes on without its base."""
+    digests = []
+
+    def counted(folder):
+        digests.append(base_sha256(folder))
+        return digests[-1]
+
+    for module in (experiment, base_model):
+        monkeypatch.setattr(module, "base_sha256", counted)
+    config = changed(config, freeze_base=frozen)
+    begun = replace(config, train=replace(config.train, steps=1))
+    run(begun, tmp_path / "run", progress=False)
+    assert len(digests) == 1
+    digests.clear()
+    kept = load_config(str(tmp_path / "run" / "config.yaml"))
+    run(kept, tmp_path / "run", resume=True, progress=False)
+    assert len(digests) == frozen
+
+
 @pytest.mark.slow
 def test_other_weights_than_those_of_the_frozen_base_are_refused(config, base, tmp_path):
     elsewhere = shutil.copytree(base, tmp_path / "base")
@@ -119,7 +141,7 @@ def test_other_weights_than_those_of_the_frozen_base_are_refused(config, base, t
     file = elsewhere / "model.safetensors"
     tensors = load_file(file)
     save_file({name: x + (name == "lm_head.weight") for name, x in tensors.items()}, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"expected the base that this run was begun with .*, found other weights"):
+    with pytest.raises(InputError, match=r"must be the base that this run was begun with .*, got other weights"):
         open_run(tmp_path / "run", device="cpu")
     shutil.rmtree(elsewhere)
     with pytest.raises(InputError, match=r"model\.base: expected a folder with a model of transformers"):

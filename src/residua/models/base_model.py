@@ -48,6 +48,16 @@ def base_sha256(folder: Path) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
+def expect_digest(folder: Path, sha256: str) -> None:
+    """Raise InputError unless the model in a folder has this digest."""
+    digest = base_sha256(folder)
+    if digest != sha256:
+        raise InputError(
+            f"model.base must be the base that this run was begun with (sha256 {sha256[:12]}), got other weights in "
+            f"{folder} ({digest[:12]})"
+        )
+
+
 def base_connection(folder: Path) -> str | dict[str, Any]:
     """Return the residual scheme of the model in a folder: the plain residual, unless it was converted."""
     config = read_json(folder / "config.json")
@@ -56,21 +66,13 @@ def base_connection(folder: Path) -> str | dict[str, Any]:
     return describe(Conversion.from_json(config.get(KEY), folder / "config.json").scheme)
 
 
-def open_base(
-    folder: Path, sha256: str, connection: str | dict[str, Any], start: Literal["preserve", "fresh"]
-) -> PreTrainedModel:
+def open_base(folder: Path, connection: str | dict[str, Any], start: Literal["preserve", "fresh"]) -> PreTrainedModel:
     """Return the model in a folder in float32, converted to `connection` unless it is so already.
 
     Raises:
-        InputError: there is no such model, its digest is another one, it cannot be converted, it was converted to
-            something else, or it cannot be trained here.
+        InputError: there is no such model, it cannot be converted, it was converted to something else, or it cannot be
+            trained here.
     """
-    found = base_sha256(folder)
-    if found != sha256:
-        raise InputError(
-            f"model.base: expected the base that this run was begun with (sha256 {sha256[:12]}), found other weights "
-            f"in {folder} ({found[:12]})"
-        )
     model, _ = read_model(folder, dtype=torch.float32)
     if not isinstance(model.config, SavedAsConverted):
         try:
