@@ -363,7 +363,7 @@ def test_out_must_be_new_or_empty(source, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(InputError, match="must be a new or empty folder, got"):
         prepare(source, tmp_path / "file", tokenizer="byte")
-    with pytest.raises(InputError, match="cannot be made here"):
+    with pytest.raises(InputError, match="expected a folder to write in, got: Not a directory"):
         prepare(source, tmp_path / "file" / "below", tokenizer="byte")
     assert contents(tmp_path / "empty") == before
 
@@ -436,18 +436,27 @@ def test_a_killed_preparation_is_cleared_away_by_the_next(source, tmp_path):
     )
     killed = subprocess.run([sys.executable, "-c", program, source, tmp_path / "out"], check=False)
     assert killed.returncode == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".out.preparing-")
+    assert [path.name for path in tmp_path.iterdir()] == [".out.preparing"]
     prepare(source, tmp_path / "out", tokenizer="byte")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_preparation_beside_this_one_is_left_alone(source, tmp_path):
-    other = tmp_path / ".out.preparing-0123"
-    other.mkdir()
-    with hold(other):
+def test_a_second_preparation_at_the_same_time_is_refused_and_changes_nothing(source, tmp_path):
+    first = tmp_path / ".out.preparing"
+    with hold(first):
+        (first / "train-00000.bin").write_bytes(b"first")
+        with pytest.raises(InputError, match=r"\.out\.preparing: another process is working in this folder"):
+            prepare(source, tmp_path / "out", tokenizer="byte")
+        assert (first / "train-00000.bin").read_bytes() == b"first"
+    prepare(source, tmp_path / "out", tokenizer="byte")
+
+
+def test_a_link_in_the_place_of_an_unfinished_preparation_is_not_followed(source, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".out.preparing").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="must be a folder, got a link; remove it"):
         prepare(source, tmp_path / "out", tokenizer="byte")
-        assert other.exists()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 @pytest.mark.slow

@@ -7,9 +7,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -29,8 +27,6 @@ class Group(NamedTuple):
     """UTF-8."""
     size: int
     """The share of `Corpus.size` that they complete."""
-    reader: dict[str, Any]
-    """The state of the reading after them."""
 
 
 class Encoded(NamedTuple):
@@ -119,21 +115,19 @@ class Encoders:
                 future, first = waiting.popleft()
                 yield future.result(), first
         except BrokenProcessPool as error:
-            raise WorkerLost("a tokenizing process ended unexpectedly (out of memory? give fewer workers)") from error
+            raise WorkerLost(
+                "a tokenizing process ended unexpectedly (out of memory? give fewer workers; a script must call this "
+                'under `if __name__ == "__main__":`)'
+            ) from error
 
 
 @contextmanager
 def _spawning() -> Iterator[None]:
-    """Let a process that starts inside ignore the program's main module, and leave Ctrl-C to this process.
-
-    Without the main module a script may call `prepare` outside `if __name__ == "__main__"`, and workers start faster.
-    """
+    """Let a process that starts inside leave Ctrl-C to this process."""
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
-    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     try:
         yield
     finally:
-        sys.modules["__main__"] = main
         if masked is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 

@@ -6,12 +6,11 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from residua.data.corpus import Corpus, Document, PartReading
+from residua.data.corpus import Corpus, Document
 from residua.errors import InputError, extra, first_line
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
@@ -45,7 +44,7 @@ def open_files(path: Path, text_column: str) -> Corpus:
     return Corpus(
         name=path.resolve().name.encode(errors="backslashreplace").decode(),
         size=sum(sizes),
-        read=partial(PartReading, [partial(_documents, file, text_column) for file in files]),
+        read=lambda: chain.from_iterable(_documents(file, text_column) for file in files),
         identity={"files": _listing_hash(path, files), "text_column": text_column},
         facts={"files": len(files), "skipped_files": len(found) - len(files)},
     )
@@ -87,19 +86,18 @@ def _size(file: Path, text_column: str) -> int:
         return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == text_column)
 
 
-def _documents(file: Path, text_column: str, first: int) -> Iterator[Document]:
-    """Yield the documents of a file from number `first` on."""
+def _documents(file: Path, text_column: str) -> Iterator[Document]:
     suffix = file.suffix.lower()
     if suffix == ".parquet":
-        yield from _parquet_documents(file, text_column, first)
+        yield from _parquet_documents(file, text_column)
         return
     try:
         # Prose may have any line ending; JSON lines end at "\n" only.
         with file.open(encoding="utf-8-sig", newline="\n" if suffix == ".jsonl" else None) as stream:
             if suffix == ".jsonl":
-                yield from _json_documents(file, stream, text_column, first)
+                yield from _json_documents(file, stream, text_column)
             else:
-                yield from islice(_text_documents(file, stream), first, None)
+                yield from _text_documents(file, stream)
     except UnicodeDecodeError as error:
         raise InputError(f"{file}: expected UTF-8 text: {error.reason}; convert or remove it") from None
     except OSError as error:
@@ -127,9 +125,10 @@ def _cut(text: str) -> tuple[str, str]:
     return text, ""
 
 
-def _json_documents(file: Path, stream: TextIO, column: str, first: int) -> Iterator[Document]:
-    lines = ((number, line) for number, line in enumerate(stream, start=1) if not line.isspace())
-    for number, line in islice(lines, first, None):
+def _json_documents(file: Path, stream: TextIO, column: str) -> Iterator[Document]:
+    for number, line in enumerate(stream, start=1):
+        if line.isspace():
+            continue
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -146,19 +145,13 @@ def _json_documents(file: Path, stream: TextIO, column: str, first: int) -> Iter
         yield Document(text, len(line.encode()))
 
 
-def _parquet_documents(file: Path, column: str, first: int) -> Iterator[Document]:
+def _parquet_documents(file: Path, column: str) -> Iterator[Document]:
     with _parquet(file, column) as parquet:
-        group = 0
-        while group < parquet.num_row_groups and first >= parquet.metadata.row_group(group).num_rows:
-            first -= parquet.metadata.row_group(group).num_rows
-            group += 1
         # One row group at a time, so that memory is bounded by the largest.
-        for number in range(group, parquet.num_row_groups):
+        for number in range(parquet.num_row_groups):
             for rows in parquet.iter_batches(batch_size=256, row_groups=[number], columns=[column]):
-                texts = rows.column(0).to_pylist()
-                for text in texts[first:]:
+                for text in rows.column(0).to_pylist():
                     yield Document(text or "", len(text.encode()) if text else 0)
-                first = max(0, first - len(texts))
 
 
 @contextmanager

@@ -3,13 +3,37 @@
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from residua.data.corpus import Corpus, Document
-from residua.data.named import NAMED
 from residua.errors import InputError, RunError, extra, first_line
 
 GPT2 = "openai-community/gpt2"
+
+
+class Named(NamedTuple):
+    """A data set on the hub that has a short name.
+
+    samples: the configuration of each on the hub, and the size of its text in bytes, for progress and disk space; the
+        first is the default.
+    """
+
+    repository: str
+    samples: dict[str, tuple[str, int]]
+    validation_tokens: int
+
+
+_BYTES_PER_TOKEN = 4.7
+"""Of FineWeb-Edu's text in GPT-2 tokens, about."""
+
+NAMED = {
+    "fineweb-edu": Named(
+        "HuggingFaceFW/fineweb-edu",
+        {f"{n}BT": (f"sample-{n}BT", int(n * 1e9 * _BYTES_PER_TOKEN)) for n in (10, 100, 350)},
+        validation_tokens=100_000_000,  # the 0.1B of arXiv:2601.00417
+    ),
+}
+"""Another data set is one more entry here."""
 
 
 def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
@@ -34,61 +58,47 @@ def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
         split = split or "train"
     commit = _commit(repository, revision)
     identity = {"dataset": repository, "config": config, "split": split, "revision": commit, "column": text_column}
-    return Corpus(source, size, partial(Rows, source, identity), identity, identity, local=False)
+    return Corpus(source, size, partial(_rows, source, identity), identity, identity, local=False)
 
 
-class Rows:
-    """One pass over the texts of a data set, from the place where `state` was taken.
+def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:
+    """Yield the texts of a data set. `name` is the source, for errors; `identity` has the commit and the column."""
+    with extra("lab"):
+        import datasets
+        from huggingface_hub.errors import HTTPError
+        from pyarrow import ArrowException
 
-    name: the source, for error messages.
-    identity: the data set, down to its commit, and the column.
-    """
-
-    def __init__(self, name: str, identity: dict[str, Any], state: dict[str, Any] | None):
-        with extra("lab"):
-            import datasets
-            from huggingface_hub.errors import HTTPError
-            from pyarrow import ArrowException
-        self._name, self._column = name, identity["column"]
-        self._failures = HTTPError, ArrowException, OSError
-        place = {key: identity[key] for key in ("split", "revision")}
+    column = identity["column"]
+    place = f"{name}: column {column}"
+    settings = {key: identity[key] for key in ("split", "revision")}
+    try:
+        stream = datasets.load_dataset(identity["dataset"], identity["config"], streaming=True, **settings)
+    except (ValueError, FileNotFoundError) as error:
+        raise InputError(f"{name}: {first_line(error)}") from error
+    except (HTTPError, ArrowException, OSError) as error:
+        raise _unreachable(name, error) from error
+    if stream.column_names is not None:
+        if column not in stream.column_names:
+            raise InputError(
+                f"{name}: expected a column {column}, got {', '.join(stream.column_names)}; "
+                "name the right one with --text-column"
+            )
+        stream = stream.select_columns([column])
+    rows = iter(stream)
+    while True:
         try:
-            stream = datasets.load_dataset(identity["dataset"], identity["config"], streaming=True, **place)
-        except (ValueError, FileNotFoundError) as error:
-            raise InputError(f"{name}: {first_line(error)}") from error
-        except self._failures as error:
+            text = next(rows).get(column)
+            text = "" if text is None else text
+            if not isinstance(text, str):
+                raise InputError(f"{place}: expected strings, got {type(text).__name__}")
+            size = len(text.encode())
+        except StopIteration:
+            return
+        except (HTTPError, ArrowException, OSError) as error:
             raise _unreachable(name, error) from error
-        if stream.column_names is not None:
-            if self._column not in stream.column_names:
-                raise InputError(
-                    f"{name}: expected a column {self._column}, got {', '.join(stream.column_names)}; "
-                    "name the right one with --text-column"
-                )
-            stream = stream.select_columns([self._column])
-        if state is not None:
-            stream.load_state_dict(state)
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[Document]:
-        place = f"{self._name}: column {self._column}"
-        rows = iter(self._stream)
-        while True:
-            try:
-                text = next(rows).get(self._column)
-                text = "" if text is None else text
-                if not isinstance(text, str):
-                    raise InputError(f"{place}: expected strings, got {type(text).__name__}")
-                size = len(text.encode())
-            except StopIteration:
-                return
-            except self._failures as error:
-                raise _unreachable(self._name, error) from error
-            except UnicodeError as error:
-                raise InputError(f"{place}: expected UTF-8 text: {error.reason}; the data set needs mending") from error
-            yield Document(text, size)
-
-    def state(self) -> dict[str, Any]:
-        return self._stream.state_dict()
+        except UnicodeError as error:
+            raise InputError(f"{place}: expected UTF-8 text: {error.reason}; the data set needs mending") from error
+        yield Document(text, size)
 
 
 def download_tokenizer(name: str) -> str:

@@ -19,12 +19,12 @@ from residua.checks import require
 from residua.data import writer
 from residua.data.corpus import Corpus, Document
 from residua.data.encode import Encoder
-from residua.data.named import NAMED
+from residua.data.hub import NAMED
 from residua.data.progress import size_text, text_progress
 from residua.data.shards import DTYPES, FORMAT, VERSION, PreparedData
 from residua.data.sources import open_corpus
 from residua.data.split import HashSplit, LeadingSplit, split_documents
-from residua.data.staging import Staging, changed, staging
+from residua.data.staging import Staging, staging
 from residua.data.tokenizer import (
     byte_tokenizer,
     check_vocab_size,
@@ -66,8 +66,12 @@ def prepare(
     """Tokenize the text of `source` into the new folder `out`.
 
     The same arguments and text give the same bytes, whatever `workers`. `out` appears when all of it is written, or not
-    at all. If a long preparation ends early, even by a kill, its complete shards stay beside `out`, and a call with the
-    same arguments continues from there. Memory does not grow with the text.
+    at all. If a long preparation ends early, even by a kill, its whole shards stay beside `out`, and a call with the
+    same arguments continues from there: it reads the text again from the start (a data set of the hub is downloaded
+    again) and tokenizes the rest. Memory does not grow with the text.
+
+    With `workers` other processes import the calling script, as always with multiprocessing: call this under
+    `if __name__ == "__main__":` there.
 
     Args:
         source: "stdlib" (the documentation inside this Python, about 2 MB), a path, "fineweb-edu" or a data set of the
@@ -117,12 +121,11 @@ def prepare(
     }
     with staging(out, plan) as staged:
         folder = staged.folder
-        if staged.saved is not None:
-            made = _saved_tokenizer(staged)
-        else:
-            if made is None:
-                made = _train(corpus, vocab_size, validation_fraction, progress)
+        if staged.saved is None:
+            made = made or _train(corpus, vocab_size, validation_fraction, progress)
             save_tokenizer(made, folder / "tokenizer")
+        else:
+            made = load_tokenizer(folder / "tokenizer")
         if _is_large(corpus):
             _announce(corpus, made, staged, progress)
         hold_out = (
@@ -174,17 +177,6 @@ def _check(
 
 def _is_large(corpus: Corpus) -> bool:
     return not corpus.local or corpus.size >= writer.SAVE_TEXT
-
-
-def _saved_tokenizer(staged: Staging) -> PreTrainedTokenizerFast:
-    folder = staged.folder / "tokenizer"
-    try:
-        found = tokenizer_hash(folder)
-    except OSError:
-        found = None
-    if found != staged.saved["tokenizer_sha256"]:
-        raise changed(folder)
-    return load_tokenizer(folder)
 
 
 def _content_hash(tokenizer: PreTrainedTokenizerFast) -> str:

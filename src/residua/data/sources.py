@@ -5,8 +5,7 @@ from pathlib import Path
 
 from residua.data.corpus import Corpus
 from residua.data.files import open_files
-from residua.data.hub import open_hub
-from residua.data.named import NAMED
+from residua.data.hub import NAMED, open_hub
 from residua.data.stdlib import open_stdlib
 from residua.errors import InputError
 

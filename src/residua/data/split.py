@@ -1,7 +1,7 @@
 """Hold documents out: send each document of a corpus to training or to validation."""
 
-import base64
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
 
 from residua.data.corpus import Document
@@ -9,6 +9,8 @@ from residua.data.encode import text_key
 
 Split = Literal["train", "validation"]
 Item = TypeVar("Item")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""The state of a split before its first document."""
 
 
 class HashSplit(Generic[Item]):
@@ -18,9 +20,9 @@ class HashSplit(Generic[Item]):
     validation empty (few documents), the document with the smallest key goes there, with its copies.
     """
 
-    def __init__(self, fraction: float, state: dict[str, Any] | None = None):
+    def __init__(self, fraction: float, state: Mapping[str, Any] = NOTHING):
         self._fraction = fraction
-        self.settled = state is not None
+        self.settled = state.get("settled", False)
         """Whether validation has a document: then nothing waits, and no choice depends on earlier documents."""
         self._smallest = 2**64
         self._waiting: list[Item] = []  # goes to validation if that stays empty, otherwise to train
@@ -47,7 +49,7 @@ class HashSplit(Generic[Item]):
         return [("validation", item) for item in waiting]
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {"settled": self.settled}
 
     def facts(self) -> dict[str, Any]:
         return {"validation_fraction": self._fraction}
@@ -61,11 +63,9 @@ class LeadingSplit(Generic[Item]):
 
     settled = True
 
-    def __init__(self, tokens: int, state: dict[str, Any] | None = None):
-        state = state or {"left": tokens, "full": False, "copies": 0, "keys": ""}
-        self._left, self._full, self._copies = state["left"], state["full"], state["copies"]
-        keys = base64.b64decode(state["keys"])
-        self._keys = {int.from_bytes(keys[at : at + 8], "big") for at in range(0, len(keys), 8)}
+    def __init__(self, tokens: int, state: Mapping[str, Any] = NOTHING):
+        self._left, self._full = state.get("left", tokens), state.get("full", False)
+        self._copies, self._keys = state.get("copies", 0), set(state.get("keys", []))
 
     def add(self, key: int, item: Item, tokens: int) -> list[tuple[Split, Item]]:
         """Return the item with its split, or nothing for a copy of a held-out text."""
@@ -84,9 +84,7 @@ class LeadingSplit(Generic[Item]):
         return []
 
     def state(self) -> dict[str, Any]:
-        keys = b"".join(key.to_bytes(8, "big") for key in sorted(self._keys))
-        encoded = base64.b64encode(keys).decode()
-        return {"left": self._left, "full": self._full, "copies": self._copies, "keys": encoded}
+        return {"left": self._left, "full": self._full, "copies": self._copies, "keys": sorted(self._keys)}
 
     def facts(self) -> dict[str, Any]:
         return {"copies_left_out": self._copies}

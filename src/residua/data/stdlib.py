@@ -10,11 +10,9 @@ import sysconfig
 import types
 import warnings
 from collections.abc import Iterable, Iterator
-from functools import partial
-from itertools import islice
 from pathlib import Path
 
-from residua.data.corpus import Corpus, Document, PartReading
+from residua.data.corpus import Corpus, Document
 from residua.errors import InputError
 
 _LEFT_OUT = {"idlelib", "lib2to3", "turtledemo", "test"}
@@ -60,7 +58,7 @@ def open_stdlib() -> Corpus:
     return Corpus(
         name="stdlib",
         size=sum(document.size for document in documents),
-        read=partial(PartReading, [lambda first: islice(documents, first, None)]),
+        read=lambda: iter(documents),
         identity=python,
         facts=python,
     )
