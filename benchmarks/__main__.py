@@ -14,10 +14,10 @@ from typing import get_args
 
 from benchmarks import generate, ops, peers
 from benchmarks.cases import CASES, CONNECTIONS, Dtype
-from residua.benchmarks.settings import Precision
 from residua.commands.base import BAD_INPUT, FAILED, HelpShown, Parser, SubCommand, fail
 from residua.commands.cost import add_models, add_shared, measure
 from residua.errors import InputError, RunError
+from residua.lab.cost.settings import Precision
 
 
 def add_ops(parser: Parser) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from residua import ops
-from residua.benchmarks.settings import perturb
 from residua.connections import Connection, named, resolve
 from residua.connections.base import as_inputs
 from residua.errors import InputError
+from residua.lab.cost.settings import perturb
 from residua.ops.write_read import channel_boundary, token_boundary
 
 Dtype = Literal["float32", "bfloat16", "float16"]

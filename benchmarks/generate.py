@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.benchmarks.settings import BASELINE, Precision, Settings, expect_at_least, in_float64, many_graphs
-from residua.benchmarks.timing import Timing, compare
 from residua.errors import RunError, extra
-from residua.provenance import circumstances
-from residua.runs.threads import threads
+from residua.lab.cost.settings import BASELINE, Precision, Settings, expect_at_least, in_float64, many_graphs
+from residua.lab.cost.timing import Timing, compare
+from residua.records.provenance import circumstances
+from residua.records.threads import threads
 
 with extra("lab"):
     from transformers import StaticCache

@@ -13,14 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.cases import CASES, CONNECTION, CONNECTIONS, MEASURED, Case, Draw, Dtype, Sizes, make
 from benchmarks.roofline import TRAFFIC
-from residua.benchmarks.settings import Measuring, expect_at_least
-from residua.benchmarks.timing import Clock, Quartiles, Timing, cold, compare
-from residua.checks import require
 from residua.connections import TensorSpec, resolve
-from residua.errors import InputError, RunError
+from residua.errors import InputError, RunError, require
+from residua.lab.cost.settings import Measuring, expect_at_least
+from residua.lab.cost.timing import Clock, Quartiles, Timing, cold, compare
 from residua.ops.dispatch import choose
-from residua.provenance import circumstances
-from residua.runs.threads import threads
+from residua.records.provenance import circumstances
+from residua.records.threads import threads
 
 Implementation = Literal["auto", "reference", "compiled", "triton"]
 Pass = Literal["forward", "forward+backward"]

@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.adapters import PEERS, Peer, PeerAdapter
-from residua.benchmarks.memory import storages_kept
-from residua.benchmarks.settings import Measuring, Precision, expect_at_least, perturb
-from residua.benchmarks.timing import Timing, compare
-from residua.checks import require
-from residua.provenance import circumstances, version
-from residua.runs.threads import threads
+from residua.errors import require
+from residua.lab.cost.measured_memory import storages_kept
+from residua.lab.cost.settings import Measuring, Precision, expect_at_least, perturb
+from residua.lab.cost.timing import Timing, compare
+from residua.records.provenance import circumstances, version
+from residua.records.threads import threads
 from residua.testing.checks import Report, run
 from residua.testing.inputs import normal
 from residua.testing.module import CHECKS

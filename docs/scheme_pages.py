@@ -15,7 +15,7 @@ from torch import nn
 import residua
 from residua.commands.schemes import about, added, averages, meaning, state, values
 from residua.connections import resolve
-from residua.study.plan import load_study
+from residua.lab.study.plan import load_study
 
 DOCS = Path(__file__).parent
 

@@ -9,10 +9,9 @@ rounding. Then it trains on a task of copying, is saved and opened, and gives it
 import tempfile
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import residua
-import residua.models  # registers converted models with the Auto classes
 
 
 def tiny_llama() -> LlamaForCausalLM:
@@ -48,7 +47,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        opened = AutoModelForCausalLM.from_pretrained(folder)
+        opened = residua.load(folder)
         print(
             f"opened: largest difference of the logits {(opened(tokens).logits - model(tokens).logits).abs().max():.0g}"
         )

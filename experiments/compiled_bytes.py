@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch._inductor import config, metrics
 
-from residua.benchmarks.models import ModelSettings, TrainingStep
-from residua.provenance import circumstances
+from residua.lab.cost.steps import ModelSettings, TrainingStep
+from residua.records.provenance import circumstances
 
 RECORD = Path(__file__).with_name("compiled-bytes.jsonl")
 PRESETS = ("residual", "ddl", "ddl-cc", "ddl-tc", "hc", "mhc")

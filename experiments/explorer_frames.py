@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from residua.explorer.page import write_page
-from residua.provenance import circumstances
+from residua.lab.explorer.page import write_page
+from residua.records.provenance import circumstances
 
 HERE = Path(__file__).parent
 OUT = HERE / "explorer-frames.jsonl"

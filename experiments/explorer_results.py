@@ -1,4 +1,4 @@
-"""The results that the explorer shows, src/residua/explorer/results.json, from the published numbers and our records.
+"""The results that the explorer shows, lab/explorer/results.json, from the published numbers and our records.
 
 python experiments/explorer_results.py                 exit status 1 if the file says anything else
 python experiments/explorer_results.py --write         write it
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from residua.geometry.published import README, RESEARCH, published
-from residua.geometry.references import references
-from residua.geometry.tasks import TASKS, task
-from residua.provenance import circumstances
+from residua.lab.geometry.published import README, RESEARCH, published
+from residua.lab.geometry.references import references
+from residua.lab.geometry.tasks import TASKS, task
+from residua.records.provenance import circumstances
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "src" / "residua" / "explorer" / "results.json"

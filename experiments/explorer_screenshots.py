@@ -13,8 +13,8 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-from residua.explorer import write_page
-from residua.explorer.collect import collect, page_of
+from residua.lab.explorer import write_page
+from residua.lab.explorer.collect import collect, page_of
 
 SIZE = {"width": 1280, "height": 900}
 MARGIN = 16

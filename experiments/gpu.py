@@ -186,7 +186,7 @@ def _file(step: str, suffix: str) -> str:
 
 def run(place: Place, wanted: Sequence[Step], seconds: float) -> None:
     """Run the steps that have not passed yet, within so many seconds altogether; append a line for each."""
-    from residua.runs.jsonlines import JsonLines
+    from residua.records.jsonlines import JsonLines
 
     place.path("logs").mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + seconds
@@ -273,7 +273,7 @@ def _environment(place: Place) -> dict[str, str]:
 def _conditions(place: Place) -> dict[str, Any]:
     import torch
 
-    from residua.provenance import circumstances, version
+    from residua.records.provenance import circumstances, version
 
     here = circumstances(torch.device(place.device))
     kept = {name: here[name] for name in ("date", "commit", "python", "torch", "transformers", "device")}
@@ -287,7 +287,7 @@ def _last_line(log: Path) -> str:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file of JSON lines, without a torn last one."""
-    from residua.runs.jsonlines import read
+    from residua.records.jsonlines import read
 
     return read(path)
 
@@ -296,8 +296,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def check_autocast(place: Place) -> int:
-    from residua.benchmarks.models import TrainingStep
     from residua.connections import PRESETS
+    from residua.lab.cost.steps import TrainingStep
 
     settings = _model_settings(place)
     names = [_with_kernels(name) for name in PRESETS]
@@ -307,7 +307,7 @@ def check_autocast(place: Place) -> int:
 def check_compile(place: Place) -> int:
     import torch
 
-    from residua.benchmarks.models import TrainingStep
+    from residua.lab.cost.steps import TrainingStep
 
     settings = _model_settings(place, compile=not place.dry)
 
@@ -334,7 +334,7 @@ def check_graphs(place: Place) -> int:
 
 
 def _model_settings(place: Place, **changes: Any) -> Any:
-    from residua.benchmarks.models import ModelSettings
+    from residua.lab.cost.steps import ModelSettings
 
     sizes = {"layers": 1, "dim": 16, "heads": 1, "head_dim": 16, "vocab_size": 64, "sequence_length": 4}
     if not place.dry:
@@ -367,7 +367,7 @@ def _check_all(names: Sequence[str], check: Callable[[str], Any]) -> int:
 
 def check_fsdp(place: Place) -> int:
     """Train a few steps in one process and under torchrun with one rank; the losses must agree."""
-    from residua.training import read_metrics
+    from residua.lab.training import read_metrics
 
     model = "--model.hidden_size 64 --model.num_hidden_layers 2 --model.num_attention_heads 2 --model.head_dim 32"
     train = "--train.steps 8 --train.batch_size 4 --train.sequence_length 64 --train.warmup_steps 2 --train.lr 1e-3"

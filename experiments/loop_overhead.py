@@ -1,6 +1,6 @@
 """What the training loop costs beyond its model, what the gates cost that it logs, and how long a run takes to start.
 
-Steps: `residua.training.train` and a bare loop (forward, backward, clip, step) with the same model, batches and
+Steps: `residua.lab.training.train` and a bare loop (forward, backward, clip, step) with the same model, batches and
 optimizer take turns; CPU time of the process from one batch to the next, medians, ratio of the rounds. Observing: the
 same for `tiny-ddl-cc-ec` with the gates of all sublayers logged at every step, and without. Start: from the
 end of `import torch`, and from that of `import transformers`, to the first batch of `residua train --config tiny`, in
@@ -45,10 +45,10 @@ def steps(rounds: int, length: int, warmup: int) -> dict:
     """Seconds of a step in both loops, round by round, for the tiny recipe."""
     import torch
 
-    from residua.data import Batches, PreparedData, prepare
-    from residua.experiment import build_model
-    from residua.training import load_config, train
-    from residua.training.optimizer import make_optimizer
+    from residua.lab.data import Batches, PreparedData, prepare
+    from residua.lab.experiment import build_model
+    from residua.lab.training import load_config, train
+    from residua.lab.training.optimizer import make_optimizer
 
     torch.set_num_threads(1)
     ours, bare = [], []
@@ -83,10 +83,10 @@ def observing(rounds: int, length: int, warmup: int) -> dict:
     """What one row of connections.jsonl costs, as a share of a step: every step with one, and every step without."""
     import torch
 
-    from residua.analysis import gate_quantiles
-    from residua.data import Batches, PreparedData, prepare
-    from residua.experiment import build_model
-    from residua.training import load_config, train
+    from residua.lab.data import Batches, PreparedData, prepare
+    from residua.lab.experiment import build_model
+    from residua.lab.inspection import gate_quantiles
+    from residua.lab.training import load_config, train
 
     torch.set_num_threads(1)
     seconds = {0: [], 1: []}
@@ -113,8 +113,8 @@ import torch
 began = time.perf_counter(), time.process_time()
 import transformers.modeling_utils
 imported = time.perf_counter(), time.process_time()
-from residua import experiment
-from residua.training import load_config
+from residua.lab import experiment
+from residua.lab.training import load_config
 
 class First(experiment.Batches):
     def at(self, index):
@@ -131,7 +131,7 @@ experiment.run(load_config("tiny", [f"--data.path={sys.argv[1]}", "--train.devic
 
 
 def start(rounds: int) -> list[dict]:
-    from residua.data import prepare
+    from residua.lab.data import prepare
 
     found = []
     with tempfile.TemporaryDirectory() as home:
@@ -177,7 +177,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from torch import device
 
-    from residua.provenance import circumstances
+    from residua.records.provenance import circumstances
 
     measures = {
         "step": lambda: [steps(arguments.rounds, arguments.steps, warmup=5)],

@@ -20,12 +20,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from residua.checks import require
-from residua.errors import InputError
+from residua.errors import InputError, require
+from residua.lab.training import TrainConfig, make_optimizer
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from residua.runs.figures import plain, save
-from residua.tables import print_table
-from residua.training import TrainConfig, make_optimizer
+from residua.records.figures import plain, save
+from residua.records.tables import print_table
 
 VOCABULARY, SEQUENCES, LENGTH, LAYERS, HEAD_DIM = 256, 8, 64, 2, 32
 PARAMETERISATIONS = {"muP": True, "standard": False}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from throwaway import embedded_corpus, throwaway_run
 
-from residua.runs import jsonlines
-from residua.runs.sweep import Job, Records, run_jobs
+from residua.records import jsonlines
+from residua.records.jobs import Job, Records, run_jobs
 
 WIDTHS = (64, 128, 256)
 RATES = tuple(0.002 * 2**i for i in range(7))

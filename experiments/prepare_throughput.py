@@ -26,9 +26,9 @@ import pyarrow.parquet as pq
 import torch
 from processes import processes
 
-from residua.data import open_corpus, train_bpe
-from residua.data.tokenizer import save_tokenizer
-from residua.provenance import circumstances
+from residua.lab.data import open_corpus, train_bpe
+from residua.lab.data.tokenizer import save_tokenizer
+from residua.records.provenance import circumstances
 
 DOCUMENT = 4_000
 FILES = 8

@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from residua.runs import jsonlines
-from residua.runs.sweep import Job, Record, open_runs, run_jobs
-from residua.study.engine import Verified, train_run
-from residua.study.folder import read_folder
-from residua.study.plan import Plan, Run
+from residua.lab.study.engine import Verified, train_run
+from residua.lab.study.folder import read_folder
+from residua.lab.study.plan import Plan, Run
+from residua.records import jsonlines
+from residua.records.jobs import Job, Record, open_runs, run_jobs
 
 SHIPPED = Path(__file__).with_name("resbench")
 SCHEMES = (

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from residua.experiment import evaluate, open_run
-from residua.runs import jsonlines
-from residua.runs.figures import COLOURS, plain, save
-from residua.runs.jsonlines import JsonLines
-from residua.runs.progress import Progress
-from residua.runs.sweep import Record
-from residua.study.audit import train_again
-from residua.study.engine import open_study
+from residua.lab.experiment import evaluate, open_run
+from residua.lab.study.audit import train_again
+from residua.lab.study.engine import open_study
+from residua.records import jsonlines
+from residua.records.figures import COLOURS, plain, save
+from residua.records.jobs import Record
+from residua.records.jsonlines import JsonLines
+from residua.records.progress import Progress
 
 
 def measured(place: Path, step: int) -> Record:

@@ -33,13 +33,13 @@ import torch
 from torch import Tensor, nn
 
 import residua
-from residua.benchmarks.timing import compare, process_clock
 from residua.connections import PRESETS, describe
 from residua.errors import InputError, RunError, first_line
-from residua.provenance import circumstances
-from residua.runs import jsonlines
-from residua.runs.durable import file_sha256, replacing
-from residua.runs.sweep import Job, Record, open_runs, run_jobs
+from residua.lab.cost.timing import compare, process_clock
+from residua.records import jsonlines
+from residua.records.durable import file_sha256, replacing
+from residua.records.jobs import Job, Record, open_runs, run_jobs
+from residua.records.provenance import circumstances
 
 SCHEMES = ("hc", "mhc", "attnres-block", "gated-orthogonal", "gated-delta")
 PLAIN = {"connections": "norms", "all": "residual"}

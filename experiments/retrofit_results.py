@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from residua.runs import jsonlines
-from residua.runs.durable import write_text
-from residua.runs.statistics import Estimate, holm, paired
+from residua.records import jsonlines
+from residua.records.durable import write_text
+from residua.records.statistics import Estimate, holm, paired
 
 FOLDER = Path(__file__).with_name("retrofit")
 MODES = {"connections": "norms", "all": "residual"}
@@ -129,7 +129,7 @@ def draw(found: list[Row], path: Path) -> None:
     """Draw the differences at equal tokens, a panel for each mode; bars are the intervals over documents."""
     from matplotlib.figure import Figure
 
-    from residua.runs.figures import COLOURS, plain, save
+    from residua.records.figures import COLOURS, plain, save
 
     modes = {"connections": "connections alone, to the norms' gains", "all": "all weights, to the plain residual"}
     compared = [row for row in found if row.tokens is not None]

@@ -49,7 +49,7 @@ def rank_main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     fault, _, rank = os.environ.get(FAULT, "").partition(":")
     if fault and os.environ["RANK"] == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        from residua.training import saving
+        from residua.lab.training import saving
 
         plain, calls = saving.write_shards, iter(range(1, 10_000))
 
@@ -58,7 +58,7 @@ def rank_main(arguments: list[str]) -> int:
                 return plain(*details)
 
         saving.write_shards = write_shards
-    from residua.cli import main
+    from residua.commands.cli import main
 
     return main(["train", *arguments])
 
@@ -92,7 +92,7 @@ def failing_disk(fault: str) -> Iterator[None]:
 
 
 def last_step(folder: Path) -> int:
-    from residua.training import read_metrics
+    from residua.lab.training import read_metrics
 
     rows = read_metrics(folder / "metrics.jsonl")
     return rows[-1]["step"] if rows else 0
@@ -169,10 +169,10 @@ def main() -> int:
 
     import torch
 
-    from residua.data import prepare
-    from residua.experiment import open_run, run
-    from residua.provenance import circumstances
-    from residua.training import load_config, read_metrics
+    from residua.lab.data import prepare
+    from residua.lab.experiment import open_run, run
+    from residua.lab.training import load_config, read_metrics
+    from residua.records.provenance import circumstances
 
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:

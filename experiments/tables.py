@@ -6,7 +6,6 @@ python experiments/tables.py --demo runs/demo    record a finished demo as demo.
 """
 
 import argparse
-import ast
 import json
 import re
 import statistics
@@ -20,7 +19,7 @@ import reproduction
 import retrofit_results
 
 if TYPE_CHECKING:
-    from residua.study.results import Results, Row
+    from residua.lab.study.results import Results, Row
 
 HERE = Path(__file__).parent
 
@@ -97,7 +96,7 @@ def quartiles(record: dict[str, Any]) -> str:
 
 def spread(ratio: dict[str, Any], form: str) -> str:
     """The median of a ratio between its quartiles."""
-    from residua.benchmarks.timing import Quartiles
+    from residua.lab.cost.timing import Quartiles
 
     return f"{Quartiles(**ratio):{form}}"
 
@@ -315,21 +314,11 @@ def results_table() -> str:
     )  # fmt: skip
 
 
-def levels_table() -> str:
-    """Give each level of the imports that the test of layers allows a row, the highest first."""
-    tree = ast.parse((HERE.parent / "tests" / "test_layers.py").read_text(encoding="utf-8"))
-    found = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "LEVELS")
-    levels: dict[int, list[str]] = {}
-    for name, level in ast.literal_eval(found).items():
-        levels.setdefault(level, []).append(f"`{name}`")
-    return markdown(["level", "packages and modules"], [[str(i), ", ".join(levels[i])] for i in sorted(levels)[::-1]])
-
-
 @cache
 def resbench() -> "Results":
     """What the records of ResBench say to the study as it stands now."""
-    from residua.study.plan import load_study
-    from residua.study.results import results
+    from residua.lab.study.plan import load_study
+    from residua.lab.study.results import results
 
     found = results(load_study("resbench"), records("resbench/records.jsonl"), records("resbench/costs.jsonl"))
     return found.with_audits(records("resbench/audits.jsonl"))
@@ -337,7 +326,7 @@ def resbench() -> "Results":
 
 def resbench_questions() -> str:
     """The questions of ResBench with their answers, and the rank correlations."""
-    from residua.study.report import ANSWERS, questions, ranked
+    from residua.lab.study.report import ANSWERS, questions, ranked
 
     asked = ["", ANSWERS, "", *questions(resbench()), ""]
     return "\n".join([*asked, "### Does the ranking agree with the published one?", "", *ranked(resbench()), ""])
@@ -356,7 +345,7 @@ def step_time(ratio: Any) -> str:
 
 def resbench_table() -> str:
     """The rows of ResBench of which every seed is finished."""
-    from residua.study.report import difference_text, estimate_text
+    from residua.lab.study.report import difference_text, estimate_text
 
     found = resbench()
     compared = [
@@ -374,8 +363,8 @@ def resbench_table() -> str:
 
 def resbench_rates() -> str:
     """`ddl` and the same form without its erase term at two learning rates, trained in full."""
-    from residua.runs.statistics import Estimate, paired
-    from residua.study.report import estimate_text
+    from residua.lab.study.report import estimate_text
+    from residua.records.statistics import Estimate, paired
 
     losses: dict[str, dict[float, dict[int, float]]] = {}
     for name in ("ddl", "ddl-write-only"):
@@ -391,8 +380,8 @@ def resbench_rates() -> str:
 
 def resbench_points() -> str:
     """The schemes of which several points were trained with all seeds, and what tuning saw of these points."""
-    from residua.runs.statistics import Estimate
-    from residua.study.report import estimate_text
+    from residua.lab.study.report import estimate_text
+    from residua.records.statistics import Estimate
 
     rows, tuning, known = [], resbench().study.tuning, records("resbench/records.jsonl")
     for row in (row for rung in resbench().study.rungs for row in finished(rung)):
@@ -420,7 +409,7 @@ def resbench_points() -> str:
 
 def resbench_gates() -> str:
     """What the gates of the audited runs did along training."""
-    from residua.study.report import audited
+    from residua.lab.study.report import audited
 
     return "\n".join(audited(resbench()))
 
@@ -638,7 +627,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "rates": retrofit_rates_table,
         "learned": learned_table,
     },
-    "docs/architecture.md": {"levels": levels_table},
     "docs/geometry.md": {
         "ours": partial(sequences_table, "ours"),
         "references": partial(sequences_table, "reference"),
@@ -662,8 +650,8 @@ def filled(page: str, text: str) -> str:
 
 def record_demo(folder: Path) -> None:
     """Write demo.json: the comparison of the runs in `folder`, and the metadata of their process."""
-    from residua.demo import RECIPES
-    from residua.evaluation.compare import compare
+    from residua.lab.demo import RECIPES
+    from residua.lab.evaluation.compare import compare
 
     comparison = compare([folder / name for name in RECIPES]).to_json()
     for group in comparison["groups"]:

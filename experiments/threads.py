@@ -99,9 +99,9 @@ def demo(rounds: int, length: int, data: Path) -> list[dict]:
 
 def train(way: str, home: Path, length: int) -> None:
     """Train the runs of the demo in one of `WAYS`."""
-    from residua.demo import RECIPES, shortened, train_side_by_side
-    from residua.experiment import run
-    from residua.training import load_config
+    from residua.lab.demo import RECIPES, shortened, train_side_by_side
+    from residua.lab.experiment import run
+    from residua.lab.training import load_config
 
     if way == "side_by_side":
         train_side_by_side(home, length)
@@ -127,8 +127,8 @@ def main() -> None:
 
     import torch
 
-    from residua.data import prepare
-    from residua.provenance import circumstances
+    from residua.lab.data import prepare
+    from residua.records.provenance import circumstances
 
     with tempfile.TemporaryDirectory() as home:
         data = Path(home) / "data"

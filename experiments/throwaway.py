@@ -10,8 +10,8 @@ from typing import Any
 
 def throwaway_run(recipe: str, overrides: list[str], report: Callable[[int], None]) -> dict[str, Any]:
     """The part of a record that tells what a run gave: tokens, val_loss, seconds and facts. No TensorBoard events."""
-    from residua.experiment import run
-    from residua.training import load_config
+    from residua.lab.experiment import run
+    from residua.lab.training import load_config
 
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home) / "run"
@@ -29,7 +29,7 @@ def throwaway_run(recipe: str, overrides: list[str], report: Callable[[int], Non
 @contextmanager
 def embedded_corpus() -> Iterator[str]:
     """The folder of the documentation inside this Python, prepared with 2048 vocabulary entries."""
-    from residua.data import prepare
+    from residua.lab.data import prepare
 
     with tempfile.TemporaryDirectory() as folder:
         yield str(prepare("stdlib", Path(folder) / "data", vocab_size=2048, progress=False).folder)

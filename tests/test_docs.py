@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import residua
-import residua.demo
-from residua.cli import main
-from residua.runs.folder import flatten
-from residua.study.plan import load_study
-from residua.study.results import results
-from residua.training import load_config
+import residua.lab.demo
+from residua.commands.cli import main
+from residua.lab.study.plan import load_study
+from residua.lab.study.results import results
+from residua.lab.training import load_config
+from residua.records.folder import flatten
 from support.pages import blocks, records
 from support.variants import ALL
 
@@ -76,10 +76,10 @@ def test_the_commands_run(monkeypatch, tmp_path, capsys):
     """`make` is checked against the Makefile; every residua command runs, training for a few steps only."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    for name, recipe in residua.demo.RECIPES.items():
+    for name, recipe in residua.lab.demo.RECIPES.items():
         tiny = tmp_path / f"{name}.yaml"
         tiny.write_text(load_config(recipe, [*TINY, "--data.path=data"]).to_yaml(), encoding="utf-8")
-        monkeypatch.setitem(residua.demo.RECIPES, name, str(tiny))
+        monkeypatch.setitem(residua.lab.demo.RECIPES, name, str(tiny))
     seen = set()
     for command in commands():
         if command[0] == "make":
@@ -174,7 +174,7 @@ def takes(scheme, options) -> bool:
 def test_the_schemes_are_listed_with_their_state_and_their_parameters(scheme_pages):
     """The parameters that a scheme adds to the plain residual at the paper's two sizes, counted on the whole model."""
     from residua import PRESETS
-    from residua.estimate import parameters
+    from residua.lab.cost.estimate import parameters
     from residua.models import SIZES, ResiduaConfig
 
     pattern = r"^\| `([a-z-]+)` \| .* \| (d|\d+d|\d*d to \d+d) \| ([\d,]+)(?: / ([\d,]+))? \|$"
@@ -283,7 +283,7 @@ def test_the_demo_has_the_settings_that_resbench_found_and_its_page_says_what_ca
     rows = {row.scheme: row for row in found.rows if row.rung == "0.1M"}
     steps = {run["steps"] for row in rows.values() for run in row.runs if run["kind"] == "report"}
     for name, scheme in (("residual", "residual"), ("ddl-tc", "ddl-tc"), ("residual-tc", "residual+tc")):
-        config = load_config(residua.demo.RECIPES[name])
+        config = load_config(residua.lab.demo.RECIPES[name])
         keys = flatten(asdict(config))
         assert {key: keys[key] for key in rows[scheme].point} == rows[scheme].point, name
         assert {config.train.steps} == steps

@@ -88,4 +88,4 @@ def test_a_scheme_of_an_installed_package_is_found_by_its_name(tmp_path):
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.strip() == "{'scheme': 'momentum', 'package': 'momentum-residual'}", done.stderr
+    assert done.stdout.strip() == "{'scheme': 'momentum', 'package': 'momentum_residual'}", done.stderr

@@ -12,8 +12,8 @@ COMMANDS = """
 import runpy
 import sys
 from transformers import LlamaConfig, LlamaForCausalLM
-from residua.cli import main
-from residua.data.tokenizer import byte_tokenizer
+from residua.commands.cli import main
+from residua.lab.data.tokenizer import byte_tokenizer
 
 def run(line):
     print(line, file=sys.stderr, flush=True)

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from residua.cli import main
-from residua.runs.reading import write_yaml
+from residua.commands.cli import main
+from residua.records.reading import write_yaml
 from support.planted_study import DOCUMENT
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from residua.runs.statistics import paired, spearman
-from residua.study.plan import load_study
-from residua.study.report import estimate_text
-from residua.study.results import rankings, results
+from residua.lab.study.plan import load_study
+from residua.lab.study.report import estimate_text
+from residua.lab.study.results import rankings, results
+from residua.records.statistics import paired, spearman
 from support.pages import records
 
 ROOT = Path(__file__).parents[1]

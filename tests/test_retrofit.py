@@ -50,7 +50,7 @@ def retrofit(monkeypatch):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A Llama with a tokenizer, and a corpus."""
-    from residua.data.tokenizer import byte_tokenizer
+    from residua.lab.data.tokenizer import byte_tokenizer
 
     place = tmp_path_factory.mktemp("retrofit")
     llama(torch.float32, vocab_size=257).save_pretrained(place / "model")
@@ -197,7 +197,7 @@ def test_equal_seconds_reads_the_curve_where_the_baseline_ends(results):
 
 
 def test_a_scheme_is_better_only_where_the_interval_over_seeds_says_so(results):
-    from residua.runs.statistics import Estimate
+    from residua.records.statistics import Estimate
 
     empty = results.Row("all", "", 32, 3, 0, None, None, Estimate.of([1.0]), None, None, None, None)
     values = {"a": [-0.10, -0.11, -0.105], "b": [0.10, 0.11, 0.105], "c": [-0.1, 0.2, 0.05], "d": [-0.4]}

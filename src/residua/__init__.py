@@ -1,8 +1,10 @@
 """Residual connections for PyTorch: Deep Delta Learning and the schemes it is compared with, behind one interface.
 
-Importing this package loads nothing; torch is imported with the first name that is asked of it.
+Importing this package loads nothing; torch is imported with the first name that is asked of it. Where transformers was
+imported before, its Auto classes open our models and converted ones from then on.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from residua import lazy
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
         StreamMemory,
         register,
     )
-    from residua.conversion import convert, load_connection, save_connection, unconvert
+    from residua.conversion import convert, load, load_connection, save_connection, unconvert
 
 __version__ = "0.1.0"
 
@@ -80,6 +82,7 @@ __all__ = [
     "Stream",
     "StreamMemory",
     "convert",
+    "load",
     "load_connection",
     "ops",
     "register",
@@ -88,3 +91,7 @@ __all__ = [
 ]
 
 __getattr__, __dir__ = lazy.attributes(__name__, __all__, ["connections", "ops", "conversion"])
+
+if "transformers" in sys.modules:
+    import residua.conversion.saving
+    import residua.models  # noqa: F401

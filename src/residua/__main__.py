@@ -2,7 +2,7 @@
 
 import sys
 
-from residua.cli import main
+from residua.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

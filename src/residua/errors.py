@@ -1,7 +1,10 @@
-"""The errors that the command line prints as one line: a mistake in the input, or a failure at run time."""
+"""The errors that the command line prints as one line, and the checks of values from outside that raise them."""
 
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any, Literal, Union, get_args, get_origin
 
 _LAB = {
     *("datasets", "filelock", "huggingface_hub", "matplotlib", "numpy", "plotly", "pyarrow", "rich", "safetensors"),
@@ -51,3 +54,74 @@ def extra(name: str) -> Iterator[None]:
         raise ModuleNotFoundError(
             f"{error.name} is not installed; it comes with: pip install 'residua[{name}]'", name=error.name
         ) from error
+
+
+LONGEST = 300
+"""Characters of a wrong value that an error shows."""
+
+
+def require(condition: bool, name: str, expected: str, got: Any) -> None:
+    """Raise InputError for the value `got` of `name` unless `condition` holds."""
+    if not condition:
+        raise InputError(f"{name}: expected {expected}, got {shown(got)}")
+
+
+def shown(value: Any) -> str:
+    """Return the repr of a value as an error shows it: cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def did_you_mean(
+    name: object, known: Iterable[str], *, show: Mapping[str, str] | None = None, cutoff: float = 0.6
+) -> str:
+    """Return "; did you mean X?" with the nearest of the `known` names, or "" where none is near.
+
+    `show` gives the text to show for each name in place of the name.
+    """
+    close = get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    if not close:
+        return ""
+    return f"; did you mean {close[0] if show is None else show[close[0]]}?"
+
+
+def fits(value: Any, declared: Any) -> bool:
+    """Return whether `value` is of the declared type. An int is a float too; a bool is neither.
+
+    Of types with parameters only those of a tuple count; what is no class, such as a `TypeVar`, fits everything.
+    """
+    if get_origin(declared) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(declared))
+    if get_origin(declared) in (Union, types.UnionType):
+        return any(fits(value, option) for option in get_args(declared))
+    if declared is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if declared is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if get_origin(declared) is tuple:
+        items = get_args(declared)
+        if not isinstance(value, tuple):
+            return False
+        items = items[:1] * len(value) if items[1:] == (...,) else items
+        return len(value) == len(items) and all(map(fits, value, items))
+    plain = get_origin(declared) or declared
+    return plain is Any or not isinstance(plain, type) or isinstance(value, plain)
+
+
+def words(declared: Any) -> str:
+    """Return a type in words, as a configuration file has it: "a whole number or null"."""
+    if get_origin(declared) is Literal:
+        return f"one of {', '.join(map(str, get_args(declared)))}"
+    if get_origin(declared) in (Union, types.UnionType):
+        return " or ".join(map(words, get_args(declared)))
+    return _WORDS.get(declared, getattr(declared, "__name__", str(declared)))
+
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a mapping",
+    type(None): "null",
+}

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from residua import DeepDelta, GatedDelta, Residual
-from residua.analysis import gate_quantiles
 from residua.connections import resolve
 from residua.connections.gated_delta import Parts
+from residua.lab.inspection import gate_quantiles
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.ops import delta_operator, delta_write
 from support.references import assert_computes

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from residua import GatedOrthogonal, Residual
-from residua.analysis import gate_quantiles
 from residua.connections import resolve
+from residua.lab.inspection import gate_quantiles
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from support.references import assert_computes
 from support.tolerances import assert_close

@@ -16,7 +16,7 @@ import torch
 
 import residua
 from residua import Residual, Scheme
-from residua.cli import main
+from residua.commands.cli import main
 from residua.connections import describe, registry, resolve
 
 MODULE = """
@@ -128,11 +128,7 @@ def command(*arguments: object) -> int:
 
 
 def load(folder: Path) -> int:
-    import transformers
-
-    import residua.models  # noqa: F401
-
-    print(transformers.AutoModelForCausalLM.from_pretrained(folder).config.scheme)
+    print(residua.load(folder).config.scheme)
     return 0
 
 
@@ -156,7 +152,11 @@ def test_a_scheme_of_an_installed_package_works_wherever_a_preset_does(site, tmp
     assert saved == {"scheme": "scaled", "package": "scaled_residuals", "start": 0.1}
     assert run(load, tmp_path / "export", site=site).out.strip() == "Scaled(start=0.1)"
 
-    for argv in (["generate", path, "--prompt", "The"], ["evaluate", path], ["explore", path, "--data", "--no-page"]):
+    for argv in (
+        ["generate", path, "--prompt", "The"],
+        ["evaluate", path],
+        ["explore", path, "--tokens", "8", "--no-page"],
+    ):
         missing = run(command, *argv, status=2).err
         assert missing.count("\n") == 1
         assert "scheme 'scaled' comes with the package 'scaled_residuals', which is not installed" in missing

@@ -4,8 +4,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, WhisperConfig, WhisperForConditionalGeneration
 
 import residua
-from residua.data import prepare
-from residua.data.tokenizer import byte_tokenizer
+from residua.lab.data import prepare
+from residua.lab.data.tokenizer import byte_tokenizer
 from support.families import randomised
 
 WINDOWED, PLAIN = "ddl-tc", "hc"

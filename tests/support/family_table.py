@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import residua  # noqa: E402
+from residua.conversion.convert_model import find_anatomy, small_inputs  # noqa: E402
 from residua.errors import InputError  # noqa: E402
-from residua.models.convert import find_anatomy, small_inputs  # noqa: E402
 from support.families import FAMILIES, halves, other_families, tiny  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"

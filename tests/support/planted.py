@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from residua.analysis.trace import Trace
+from residua.lab.inspection.trace import Trace
 
 WORDS = ("The", " function", " returns", " a", " new", " list", " of", " the", " names", ".")
 HOSTILE = "</script><img src=x onerror=alert(1)>"

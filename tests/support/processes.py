@@ -12,7 +12,7 @@ import pytest
 def start():
     """Start a function of a test module in a process of its own, which costs no second import of torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["residua.experiment"])
+    context.set_forkserver_preload(["residua.lab.experiment"])
 
     def start(function, *arguments):
         process = context.Process(target=function, args=arguments, daemon=True)

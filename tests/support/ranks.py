@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from residua import cli, experiment
-from residua.data import Batches, PreparedData
-from residua.training import RunConfig, checkpoint, load_config, saving
+from residua.commands import cli
+from residua.lab import experiment
+from residua.lab.data import Batches, PreparedData
+from residua.lab.training import RunConfig, checkpoint, load_config, saving
 
 FAST = {
     "connection": "ddl-tc",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from residua.training import TrainConfig
+from residua.lab.training import TrainConfig
 
 VOCABULARY = 11
 BATCH, LENGTH = 2, 5

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.analysis.watch import ConnectionRecord, watching
+from residua.lab.inspection.watch import ConnectionRecord, watching
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from support.variants import ALL, perturbed
 

@@ -9,9 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from residua.checks import did_you_mean, shown
-from residua.errors import InputError
-from residua.terminal import one_line
+from residua.errors import InputError, did_you_mean, shown
+from residua.records.terminal import one_line
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses."""
@@ -141,7 +140,7 @@ def add_data(parser: Parser) -> None:
 
 def opens_model(folder: str | Path, checkpoint: object) -> bool:
     """Return whether `folder` holds a model of transformers, and no run. Refuse a checkpoint of one: it has none."""
-    from residua.experiment import is_model_folder
+    from residua.lab.experiment import is_model_folder
 
     if not is_model_folder(folder):
         return False

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from residua.commands.base import Arguments, Parser, add_json, print_json
 from residua.errors import extra
-from residua.tables import print_table
-from residua.terminal import one_line
+from residua.records.tables import print_table
+from residua.records.terminal import one_line
 
 if TYPE_CHECKING:
-    from residua.evaluation.compare import Comparison
+    from residua.lab.evaluation.compare import Comparison
 
 HELP = "compare runs over seeds with a baseline, as a table and as pictures"
 EXAMPLES = """\
@@ -30,13 +30,13 @@ def run(arguments: Arguments) -> None:
     if arguments.out is not None:
         with extra("lab"):  # before anything is read
             import_module("matplotlib")
-    from residua.evaluation.compare import compare
+    from residua.lab.evaluation.compare import compare
 
     comparison = compare(arguments.runs, baseline=arguments.baseline)
     written = []
     if arguments.out is not None:
-        from residua.evaluation.plots import draw
-        from residua.runs.durable import write_text
+        from residua.lab.evaluation.plots import draw
+        from residua.records.durable import write_text
 
         out = Path(arguments.out)
         written = [*draw(comparison, out), out / "comparison.md", out / "comparison.json"]

@@ -15,7 +15,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--remote-code",
         action="store_true",
-        help="let trust_remote_code=True open it, wherever residua is installed, without import residua.models",
+        help="let trust_remote_code=True open it, wherever residua is installed, without import residua",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="a new or empty folder")
     parser.add_argument(
@@ -27,10 +27,10 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> None:
-    from residua.experiment import open_model
-    from residua.export import add_code, loading, model_folder
-    from residua.models.convert import convert
-    from residua.runs.folder import new_folder
+    from residua.conversion.convert_model import convert
+    from residua.lab.experiment import open_model
+    from residua.lab.export import add_code, loading, model_folder
+    from residua.records.folder import new_folder
 
     out = new_folder(arguments.out, "--out")
     model, tokenizer = open_model(arguments.model, device="cpu")

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from residua.commands.base import Arguments, Parser, SubCommand, add_json, print_json, whole
 from residua.errors import InputError
-from residua.tables import print_table
-from residua.terminal import one_line
+from residua.records.tables import print_table
+from residua.records.terminal import one_line
 
 if TYPE_CHECKING:
-    from residua.estimate import Estimate
+    from residua.lab.cost.estimate import Estimate
 
 HELP = "what a run will cost: count its FLOPs and memory, or measure a step of each scheme"
 EXAMPLES = """\
@@ -60,7 +60,7 @@ def run(arguments: Arguments) -> int | None:
 
 
 def _count_arguments(parser: Parser) -> None:
-    from residua.training import add_config_arguments
+    from residua.lab.training import add_config_arguments
 
     parser.usage = (
         "residua cost count --config NAME|FILE.yaml [--gpus N] [--gpu NAME] [--json] [--print_config] [--KEY VALUE ...]"
@@ -72,7 +72,7 @@ def _count_arguments(parser: Parser) -> None:
 
 
 def _count(arguments: Arguments) -> None:
-    from residua.training import load_config
+    from residua.lab.training import load_config
 
     if arguments.config is None and not arguments.print_config:
         raise InputError("--config NAME|FILE.yaml must say which run to count; residua cost count --help explains")
@@ -81,8 +81,8 @@ def _count(arguments: Arguments) -> None:
         print(config.to_yaml(), end="")
         return
 
-    from residua.estimate import estimate
-    from residua.experiment import expected_vocabulary
+    from residua.lab.cost.estimate import estimate
+    from residua.lab.experiment import expected_vocabulary
 
     vocab_size = expected_vocabulary(config)
     costs = estimate(config, vocab_size=vocab_size, gpu=arguments.gpu, gpus=arguments.gpus)
@@ -113,7 +113,7 @@ def _print_estimate(costs: "Estimate") -> None:
 
 def add_shared(parser: Parser, settings: type) -> None:
     """Add the device, everything of `settings` that `NUMBERS` and `LISTS` explain, and where results go."""
-    from residua.benchmarks.settings import Device
+    from residua.lab.cost.settings import Device
 
     parser.add_argument("--device", default=settings.device, choices=get_args(Device), help="(default: %(default)s)")
     for field in fields(settings):
@@ -130,7 +130,7 @@ def add_shared(parser: Parser, settings: type) -> None:
 
 
 def add_models(parser: Parser, settings: type, precision: str, compiled: str = "") -> None:
-    from residua.benchmarks.settings import BASELINE, Precision
+    from residua.lab.cost.settings import BASELINE, Precision
 
     parser.add_argument(
         "--presets",
@@ -155,21 +155,21 @@ def add_models(parser: Parser, settings: type, precision: str, compiled: str = "
 
 
 def _step_arguments(parser: Parser) -> None:
-    from residua.benchmarks import models
+    from residua.lab.cost import steps as models
 
     add_models(parser, models.ModelSettings, "bfloat16 is autocast")
     _base(parser)
 
 
 def _base(parser: Parser) -> None:
-    from residua.benchmarks.models import Base, ModelSettings
+    from residua.lab.cost.steps import Base, ModelSettings
 
     what = "residua's model, or a Llama of transformers that residua.convert gives each scheme (default: %(default)s)"
     parser.add_argument("--base", default=ModelSettings.base, choices=get_args(Base), help=what)
 
 
 def _memory_arguments(parser: Parser) -> None:
-    from residua.benchmarks import memory
+    from residua.lab.cost import measured_memory as memory
 
     add_models(parser, memory.MemorySettings, "bfloat16 is autocast")
     _base(parser)
@@ -189,9 +189,9 @@ def measure(module: str, kind: str, arguments: Arguments) -> int:
     """Run the benchmark of a module, with its settings of this kind, behind a bar; append its records to --out as they
     come, print its results, and its notes on stderr.
     """
-    from residua.runs.folder import writable
-    from residua.runs.jsonlines import JsonLines
-    from residua.runs.progress import Progress
+    from residua.records.folder import writable
+    from residua.records.jsonlines import JsonLines
+    from residua.records.progress import Progress
 
     found = import_module(module)
     settings = chosen(arguments, getattr(found, kind))
@@ -234,13 +234,13 @@ SUBCOMMANDS: Mapping[str, SubCommand] = {
         "Time the training step (forward, backward, fused AdamW) of language models under each scheme, and its ratio "
         "to the plain residual's in the same rounds. Check all models against float64 first.",
         _step_arguments,
-        partial(measure, "residua.benchmarks.models", "ModelSettings"),
+        partial(measure, "residua.lab.cost.steps", "ModelSettings"),
     ),
     "memory": SubCommand(
         "memory of a training step, measured",
         "Count what each scheme keeps for the backward pass, in vectors of the model's width for each token and layer, "
         "and measure the peak of a training step. Check all models against float64 first.",
         _memory_arguments,
-        partial(measure, "residua.benchmarks.memory", "MemorySettings"),
+        partial(measure, "residua.lab.cost.measured_memory", "MemorySettings"),
     ),
 }

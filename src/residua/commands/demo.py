@@ -19,7 +19,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Arguments) -> int:
     try:
-        from residua.demo import demonstrate
+        from residua.lab.demo import demonstrate
 
         result = demonstrate(arguments.out, steps=arguments.steps)
     except KeyboardInterrupt:

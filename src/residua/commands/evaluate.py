@@ -4,7 +4,7 @@ from pathlib import Path
 
 from residua.commands.base import Arguments, Parser, add_checkpoint, add_data, add_json, opens_model, print_json, whole
 from residua.errors import InputError
-from residua.tables import print_table
+from residua.records.tables import print_table
 
 HELP = "validation loss, perplexity and bits per byte of a run, or its scores on tasks"
 EXAMPLES = """\
@@ -48,8 +48,8 @@ def run(arguments: Arguments) -> None:
     for option in ("num_fewshot", "batch_size", "include_path", "limit", "published"):
         if getattr(arguments, option) is not None:
             raise InputError(f"--{option.replace('_', '-')}: expected --tasks beside it, got none; give --tasks paper")
-    from residua.experiment import evaluate, is_model_folder, open_run
-    from residua.runs.jsonlines import finite
+    from residua.lab.experiment import evaluate, is_model_folder, open_run
+    from residua.records.jsonlines import finite
 
     if is_model_folder(arguments.run):
         raise InputError(f"{arguments.run}: this model has no validation text of its own; give --tasks paper")
@@ -63,9 +63,9 @@ def run(arguments: Arguments) -> None:
 
 
 def _score(arguments: Arguments) -> None:
-    from residua.evaluation.harness import score
-    from residua.evaluation.published import comparable
-    from residua.experiment import open_model, open_run
+    from residua.lab.evaluation.harness import score
+    from residua.lab.evaluation.published import comparable
+    from residua.lab.experiment import open_model, open_run
 
     if opens_model(arguments.run, arguments.checkpoint):
         (model, tokenizer), bfloat16 = open_model(arguments.run), False

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from residua.commands.base import Arguments, Parser, add_checkpoint, add_data, add_json, print_json, whole
 from residua.errors import InputError
-from residua.tables import print_table
-from residua.terminal import one_line
+from residua.records.tables import print_table
+from residua.records.terminal import one_line
 
 if TYPE_CHECKING:
-    from residua.explorer.collect import Source
+    from residua.lab.explorer.collect import Source
 
 HELP = "see what connections do: tables, and a page to play, inspect trained ones and compare"
 EXAMPLES = """\
@@ -50,8 +50,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> None:
-    from residua.explorer.collect import Reading, collect, page_of
-    from residua.explorer.page import write_page
+    from residua.lab.explorer.collect import Reading, collect, page_of
+    from residua.lab.explorer.page import write_page
 
     out = None if arguments.no_page or (arguments.json and arguments.out is None) else Path(arguments.out or PAGE)
     if out is None and not arguments.paths:
@@ -81,7 +81,7 @@ def run(arguments: Arguments) -> None:
 
 
 def _record(source: "Source") -> dict[str, Any]:
-    from residua.analysis import sublayer_statistics, warnings
+    from residua.lab.inspection import sublayer_statistics, warnings
 
     return {
         "trace": source.file and str(source.file),
@@ -92,7 +92,7 @@ def _record(source: "Source") -> dict[str, Any]:
 
 
 def _print(source: "Source") -> None:
-    from residua.analysis import overview, summary, warnings
+    from residua.lab.inspection import overview, summary, warnings
 
     first, *others = overview(source.trace)
     print(one_line(first))

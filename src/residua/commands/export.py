@@ -17,7 +17,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> None:
-    from residua.export import export, loading
+    from residua.lab.export import export, loading
 
     folder = export(arguments.run, arguments.out, checkpoint=arguments.checkpoint, remote_code=arguments.remote_code)
     print(f"load it with: {loading(folder, remote_code=arguments.remote_code)}")

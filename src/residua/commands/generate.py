@@ -1,8 +1,7 @@
 """The command `residua generate`."""
 
-from residua.checks import require
 from residua.commands.base import Arguments, Parser, add_checkpoint, number, opens_model, whole
-from residua.errors import InputError
+from residua.errors import InputError, require
 
 HELP = "let the model of a run, or any of transformers, write text"
 EXAMPLES = """\
@@ -37,8 +36,8 @@ def run(arguments: Arguments) -> None:
             )
         warm = COLDEST <= arguments.temperature <= HOTTEST
         require(warm, "--temperature", f"a number from {COLDEST:g} to {HOTTEST:g}", arguments.temperature)
-    from residua.evaluation.generate import complete
-    from residua.experiment import open_model, open_run
+    from residua.lab.evaluation.generate import complete
+    from residua.lab.experiment import open_model, open_run
 
     if opens_model(arguments.run, arguments.checkpoint):
         model, tokenizer = open_model(arguments.run)

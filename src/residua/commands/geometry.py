@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from residua.commands.base import Arguments, Parser, SubCommand, add_json, print_json, whole
 from residua.errors import extra
-from residua.tables import print_table
+from residua.records.tables import print_table
 
 if TYPE_CHECKING:
     import torch
 
-    from residua.geometry.study import Settings
-    from residua.geometry.tasks import Task
-    from residua.runs.sweep import Job
+    from residua.lab.geometry.study import Settings
+    from residua.lab.geometry.tasks import Task
+    from residua.records.jobs import Job
 
 HELP = "the geometric benchmarks of arXiv 2605.06729, with controls and references"
 EXAMPLES = """\
@@ -36,7 +36,7 @@ def run(arguments: Arguments) -> int | None:
 
 
 def _reflection_arguments(parser: Parser) -> None:
-    from residua.geometry.reflection import CONTROLS, TOYS, ReflectionSettings
+    from residua.lab.geometry.reflection import CONTROLS, TOYS, ReflectionSettings
 
     _add_runs(parser, models=[*TOYS, *CONTROLS], seeds=SEEDS, out="runs/geometry/reflection")
     parser.add_argument(
@@ -50,8 +50,8 @@ def _reflection_arguments(parser: Parser) -> None:
 
 
 def _quick_arguments(parser: Parser) -> None:
-    from residua.geometry.models import MODELS
-    from residua.geometry.tasks import TASKS
+    from residua.lab.geometry.models import MODELS
+    from residua.lab.geometry.tasks import TASKS
 
     models = [name for name in MODELS if name not in NOT_QUICK]
     _add_runs(parser, models=models, seeds=SEEDS[:2], out="runs/geometry/quick, or full with --full")
@@ -67,7 +67,7 @@ def _quick_arguments(parser: Parser) -> None:
 
 
 def _sizes_arguments(parser: Parser) -> None:
-    from residua.geometry.models import MODELS
+    from residua.lab.geometry.models import MODELS
 
     parser.add_argument("--task", default="gyroscope", metavar="NAME", help="(default: %(default)s)")
     parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME", help="(default: all)")
@@ -102,8 +102,8 @@ def _add_runs(parser: Parser, *, models: Sequence[str], seeds: Sequence[int], ou
 def _reflection(arguments: Arguments) -> int:
     import torch
 
-    from residua.geometry.reflection import ReflectionSettings, reflection_job
-    from residua.geometry.tasks import task
+    from residua.lab.geometry.reflection import ReflectionSettings, reflection_job
+    from residua.lab.geometry.tasks import task
 
     steps = ReflectionSettings.steps if arguments.steps is None else arguments.steps
     recipe = ReflectionSettings(steps=steps)
@@ -119,9 +119,9 @@ def _reflection(arguments: Arguments) -> int:
 
 
 def _quick(arguments: Arguments) -> int:
-    from residua.geometry.study import job
-    from residua.geometry.tasks import TASKS
-    from residua.training import pick_device
+    from residua.lab.geometry.study import job
+    from residua.lab.geometry.tasks import TASKS
+    from residua.lab.training import pick_device
 
     settings = _settings(arguments)
     if arguments.steps is not None:
@@ -148,16 +148,16 @@ def _study(
     device: "torch.device",
 ) -> int:
     """Make the runs, then the tables and pictures of all runs in the folder."""
-    from residua.geometry.references import references
-    from residua.geometry.report import table, write_tables
-    from residua.provenance import available_cores, circumstances
-    from residua.runs.sweep import open_runs, run_jobs
+    from residua.lab.geometry.references import references
+    from residua.lab.geometry.report import table, write_tables
+    from residua.records.jobs import open_runs, run_jobs
+    from residua.records.provenance import available_cores, circumstances
 
     workers = arguments.workers
     if workers is None:
         workers = min(4, available_cores()) if device.type == "cuda" else available_cores()
     with extra("lab"):  # before hours are spent on what it will draw
-        from residua.geometry.pictures import draw
+        from residua.lab.geometry.pictures import draw
     here = {"circumstances": circumstances(device) | {"threads": 1}}
     with open_runs(out, settings) as made:
         asked = run_jobs(jobs, made, processes=workers, finish=lambda job, record: {"key": job.key, **record, **here})
@@ -183,9 +183,9 @@ def _study(
 
 
 def _sizes(arguments: Arguments) -> None:
-    from residua.geometry import published
-    from residua.geometry.models import match
-    from residua.geometry.tasks import task
+    from residua.lab.geometry import published
+    from residua.lab.geometry.models import match
+    from residua.lab.geometry.tasks import task
 
     settings = _settings(arguments)
     chosen = task(arguments.task) if arguments.task == "reflection" else settings.task(arguments.task)
@@ -221,7 +221,7 @@ def _sizes(arguments: Arguments) -> None:
 
 
 def _settings(arguments: Arguments) -> "Settings":
-    from residua.geometry.study import FULL, QUICK
+    from residua.lab.geometry.study import FULL, QUICK
 
     return FULL if arguments.full else QUICK
 

@@ -1,7 +1,7 @@
 """The command `residua prepare`."""
 
 from residua.commands.base import Arguments, Parser, add_json, number, print_json, whole
-from residua.tables import cell, print_table
+from residua.records.tables import cell, print_table
 
 HELP = "turn text into tokens on disk"
 EXAMPLES = """\
@@ -65,7 +65,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> None:
-    from residua.data import prepare
+    from residua.lab.data import prepare
 
     data = prepare(
         arguments.source,

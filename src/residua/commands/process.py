@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stderr, 
 from types import FrameType
 
 from residua.errors import InputError, RunError
-from residua.terminal import Wrapped
+from residua.records.terminal import Wrapped
 
 EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory")
 """What torch says of sizes that the machine does not hold."""

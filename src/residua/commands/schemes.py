@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 from residua.commands.base import Arguments, Parser, add_json, print_json
 from residua.errors import InputError, first_line
-from residua.sizes import SIZES
-from residua.tables import print_table
+from residua.records.tables import print_table
 
 if TYPE_CHECKING:
     from residua.connections import Scheme
@@ -146,6 +145,8 @@ def added(scheme: "Scheme") -> dict[str, int]:
 def _parameters(scheme: "Scheme", size: str) -> int:
     import torch
 
+    from residua.models.sizes import SIZES
+
     with torch.device("meta"):
         stream = scheme.build(SIZES[size]["hidden_size"], 2 * SIZES[size]["num_hidden_layers"])
     return sum(parameter.numel() for parameter in stream.parameters())
@@ -197,7 +198,7 @@ def _values(declared: Any) -> list[str]:
 def averages(names: Collection[str]) -> tuple[list[str], list[list[str]]]:
     """Return the header and rows of the published averages of these presets and the plain residual; no rows if there
     are none of these."""
-    from residua.evaluation.published import ROWS
+    from residua.lab.evaluation.published import ROWS
 
     columns = list(dict.fromkeys(f"{row.size}, {row.num_fewshot}-shot" for row in ROWS))
     scores: dict[str, dict[str, str]] = {}

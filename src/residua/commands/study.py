@@ -82,8 +82,8 @@ def _add_schemes(parser: Parser, which: str) -> None:
 
 
 def _run(arguments: Arguments) -> None:
-    from residua.study.engine import ROUNDS, measure_again, run_study
-    from residua.study.plan import load_study
+    from residua.lab.study.engine import ROUNDS, measure_again, run_study
+    from residua.lab.study.plan import load_study
 
     study = load_study(arguments.study).only(arguments.schemes, arguments.rungs, arguments.questions)
     options = {"data": arguments.data, "rungs": arguments.rungs, "rounds": arguments.rounds or ROUNDS}
@@ -99,8 +99,8 @@ def _report(arguments: Arguments) -> None:
 
 
 def _show(folder: Path, out: Path, as_json: bool) -> None:
-    from residua.study.report import markdown, payload, write_report
-    from residua.study.results import read_results
+    from residua.lab.study.report import markdown, payload, write_report
+    from residua.lab.study.results import read_results
 
     found = read_results(folder)
     paths = write_report(found, out)
@@ -113,7 +113,7 @@ def _show(folder: Path, out: Path, as_json: bool) -> None:
 
 
 def _verify(arguments: Arguments) -> int:
-    from residua.study.engine import verify
+    from residua.lab.study.engine import verify
 
     count = wrong = 0
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
@@ -129,7 +129,7 @@ def _verify(arguments: Arguments) -> int:
 
 
 def _audit(arguments: Arguments) -> int:
-    from residua.study.audit import audit
+    from residua.lab.study.audit import audit
 
     count = wrong = 0
     chosen = {name: getattr(arguments, name) for name in ("data", "schemes", "rungs", "seeds")}

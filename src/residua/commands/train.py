@@ -18,7 +18,7 @@ torchrun --nproc-per-node 8 --max-restarts 3 -m -- residua train --config small 
 
 
 def add_arguments(parser: Parser) -> None:
-    from residua.training import add_config_arguments
+    from residua.lab.training import add_config_arguments
 
     parser.usage = "residua train --run DIR [--config NAME|FILE.yaml ...] [--resume] [--print_config] [--KEY VALUE ...]"
     parser.add_argument(
@@ -33,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> int:
-    from residua.training import load_config
+    from residua.lab.training import load_config
 
     sources = arguments.config
     if sources is None and arguments.resume and arguments.run is not None:
@@ -52,9 +52,9 @@ def run(arguments: Arguments) -> int:
     if arguments.run is None:
         raise InputError("expected --run DIR, the folder for the run")
 
-    from residua import experiment
-    from residua.runs.threads import threads
-    from residua.training.distributed import is_first
+    from residua.lab import experiment
+    from residua.lab.training.distributed import is_first
+    from residua.records.threads import threads
 
     with threads(1 if config.small and "OMP_NUM_THREADS" not in os.environ else None):
         result = experiment.run(config, arguments.run, resume=arguments.resume)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from residua.commands.base import Arguments, Parser, add_json, print_json, whole
 from residua.errors import InputError, extra
-from residua.tables import print_table
+from residua.records.tables import print_table
 
 HELP = "tune keys of a training configuration over grids, seeds and neighbours"
 EXAMPLES = """\
@@ -16,7 +16,7 @@ residua study tune --config tiny --model.connection ddl --over train.lr=2e-3,4e-
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments to the parser of `residua study tune`."""
-    from residua.training import add_config_arguments
+    from residua.lab.training import add_config_arguments
 
     parser.usage = (
         "residua study tune --out DIR --over KEY=VALUE,VALUE,... [--over ...] [--config NAME|FILE.yaml ...] "
@@ -58,7 +58,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Arguments) -> None:
     """Train what is missing and show the results. Raises InputError and RunError."""
-    from residua.training import load_config
+    from residua.lab.training import load_config
 
     if arguments.print_config:
         print(load_config(arguments.config, arguments.overrides).to_yaml(), end="")
@@ -67,7 +67,7 @@ def run(arguments: Arguments) -> None:
         raise InputError("expected --out DIR, the folder of the sweep")
     with extra("lab"):  # known to be there before hours are spent on the picture's numbers
         importlib.import_module("matplotlib")
-    from residua.sweep import Sweep, parse_over, train_sweep
+    from residua.lab.study.sweep import Sweep, parse_over, train_sweep
 
     finalists = 3 if arguments.neighbours and arguments.finalists is None else arguments.finalists
     sweep = Sweep(

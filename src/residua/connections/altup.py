@@ -55,7 +55,7 @@ class AlternatingUpdates(RecomputingScheme):
 
     title: ClassVar[str] = "AltUp with LAuReL"
     equation: ClassVar[str] = "P + (1 + c) (block(P_0) - P_0), P = X + C X"
-    users: ClassVar[str] = "Gemma 3n (`gemma3n` in transformers). `residua.dialects` loads its parameters."
+    users: ClassVar[str] = "Gemma 3n (`gemma3n` in transformers). `residua.models.dialects` loads its parameters."
     paper: ClassVar[str] = "arXiv 2301.13310"
 
     num_streams: int = 4

@@ -46,7 +46,7 @@ class InklingAttentionResiduals(SourcesScheme):
 
     title: ClassVar[str] = "Attention residuals of Inkling-2"
     equation: ClassVar[str] = "V_l = F(norm(sum_i a_i norm(V_i))), a = softmax_i(w . norm(V_i) / sqrt(d))"
-    users: ClassVar[str] = "Inkling-2 (`inkling2` in transformers). `residua.dialects` loads its parameters."
+    users: ClassVar[str] = "Inkling-2 (`inkling2` in transformers). `residua.models.dialects` loads its parameters."
     paper: ClassVar[str] = "transformers, models/inkling2"
 
     block_size: int = 12

@@ -4,8 +4,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from residua.checks import require
 from residua.connections.branches import Gate, Pool, Value
+from residua.errors import require
 from residua.ops import K_NORMS, KNorm, delta_write
 
 

@@ -43,7 +43,7 @@ class GatedResidual(ExpandingScheme, MixingScheme):
 
     title: ClassVar[str] = "Gated residual"
     equation: ClassVar[str] = "X + p F(mean_i G_i norm(X_i))"
-    users: ClassVar[str] = "Qwen4-Exp (`qwen4_exp` in transformers). `residua.dialects` loads its parameters."
+    users: ClassVar[str] = "Qwen4-Exp (`qwen4_exp` in transformers). `residua.models.dialects` loads its parameters."
     paper: ClassVar[str] = "transformers, models/qwen4_exp"
 
     rank: int = 320

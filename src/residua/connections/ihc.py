@@ -35,7 +35,7 @@ class IndependentHyperConnections(ProductionHyperConnections):
 
     title: ClassVar[str] = "Independent hyper-connections"
     equation: ClassVar[str] = "X + h_post F(norm(h_pre X))"
-    users: ClassVar[str] = "Hy4 of Tencent (`hy_v4` in transformers). `residua.dialects` loads its parameters."
+    users: ClassVar[str] = "Hy4 of Tencent (`hy_v4` in transformers). `residua.models.dialects` loads its parameters."
     paper: ClassVar[str] = "transformers, models/hy_v4"
 
     magnitude: float = 2.0

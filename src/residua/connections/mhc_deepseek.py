@@ -40,7 +40,7 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
     title: ClassVar[str] = "mHC of DeepSeek-V4 and GLM-5.3"
     equation: ClassVar[str] = "C^T X + h_post F(norm(h_pre X)), C nearly doubly stochastic"
     users: ClassVar[str] = (
-        "DeepSeek-V4 (`deepseek_v4` in transformers) and GLM-5.3-Flash (`glm5_next`). `residua.dialects` loads "
+        "DeepSeek-V4 (`deepseek_v4` in transformers) and GLM-5.3-Flash (`glm5_next`). `residua.models.dialects` loads "
         "their parameters."
     )
     paper: ClassVar[str] = "transformers, models/deepseek_v4"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
 
-from residua.checks import did_you_mean, fits, words
+from residua.errors import did_you_mean, fits, words
 
 
 def named(text: str) -> tuple[str, dict[str, Any]]:

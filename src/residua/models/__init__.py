@@ -3,13 +3,10 @@
 import logging
 
 from residua.errors import extra
-from residua.models import convert_loading
 from residua.models.authors import load_authors_checkpoint
 from residua.models.configuration import MODEL_FIELDS, ResiduaConfig
-from residua.models.convert_configuration import ConvertedConfig
-from residua.models.convert_loading import ConvertedForCausalLM, ConvertedModel
+from residua.models.sizes import SIZES
 from residua.models.transformer import ResiduaForCausalLM, ResiduaModel
-from residua.sizes import SIZES
 
 with extra("lab"):
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, __version__
@@ -34,14 +31,10 @@ _say_if_newer(__version__)
 AutoConfig.register("residua", ResiduaConfig)
 AutoModel.register(ResiduaConfig, ResiduaModel)
 AutoModelForCausalLM.register(ResiduaConfig, ResiduaForCausalLM)
-convert_loading.register()
 
 __all__ = [
     "MODEL_FIELDS",
     "SIZES",
-    "ConvertedConfig",
-    "ConvertedForCausalLM",
-    "ConvertedModel",
     "ResiduaConfig",
     "ResiduaForCausalLM",
     "ResiduaModel",

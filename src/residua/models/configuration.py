@@ -5,9 +5,8 @@ from dataclasses import fields
 from math import inf
 from typing import Any
 
-from residua.checks import fits, require
 from residua.connections import Scheme, describe, resolve
-from residua.errors import extra
+from residua.errors import extra, fits, require
 from residua.models.memory import states_per_layer
 
 with extra("lab"):

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from residua.checks import require
 from residua.connections import Carry, Connection, Memory, Readout, StreamMemory
 from residua.connections.base import State, as_inputs
 from residua.connections.memory import memory_of
-from residua.errors import extra
+from residua.errors import extra, require
 from residua.models.attention import AttentionContext, Rotary
 from residua.models.transformer import Reader, Readers, ResiduaForCausalLM, scaled_logits
 

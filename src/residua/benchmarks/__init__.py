@@ -1,1 +1,0 @@
-"""Measuring speed fairly: candidates take turns in one process, and every number is a ratio within one round."""

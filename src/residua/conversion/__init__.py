@@ -1,0 +1,97 @@
+"""Another residual connection for a transformers model: what `residua.convert` and its companions are.
+
+These functions load transformers only when they are called.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from residua.connections import Scheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    Model = TypeVar("Model", bound=PreTrainedModel)
+else:
+    Model = TypeVar("Model")
+
+
+def convert(
+    model: Model, connection: str | Mapping[str, Any] | Scheme, *, start: Literal["preserve", "fresh"] = "preserve"
+) -> Model:
+    """Rebuild the layers of a transformers model over another residual connection, in place; return the model.
+
+    The layers keep their own code, and all parameters their names. What reads the residual reads through a connection,
+    and what is added to it is written by one. The norms of the model become the norms of the connections.
+
+    Args:
+        model: a model of transformers with its weights, in any mode and precision.
+        connection: a preset's name, a mapping with options or a `Scheme`, as everywhere in residua.
+        start: "preserve": the converted model computes what it computed before (`Scheme.preserving`) and can learn
+            from there; "fresh": the connections start as in a new model.
+
+    Raises:
+        InputError: the model cannot be converted, or the scheme has no start that preserves it. The message has the
+            reason; the model is left as it was.
+    """
+    import residua.conversion.saving  # noqa: F401  from now on the Auto classes open what is saved
+    from residua.conversion import convert_model
+
+    return convert_model.convert(model, connection, start=start)
+
+
+def unconvert(model: Model, *, lossy: bool = False) -> Model:
+    """Give a converted model its plain residual back, in place, and return it.
+
+    Raises:
+        InputError: it was not converted, or its connections have learnt, so that it would compute something else. The
+            message says by how much; `lossy=True` drops what they learnt.
+    """
+    from residua.conversion import convert_model
+
+    return convert_model.unconvert(model, lossy=lossy)
+
+
+def save_connection(model: "PreTrainedModel", folder: str | Path) -> None:
+    """Write the connections of a converted model, without the model, into a folder: safetensors and JSON.
+
+    Raises:
+        InputError: the model was not converted, or holds adapters of PEFT.
+    """
+    from residua.conversion import saving
+
+    saving.save_connection(model, folder)
+
+
+def load_connection(model: Model, folder: str | Path) -> Model:
+    """Give a model the connections in a folder that `save_connection` wrote, in place, and return it.
+
+    model: the plain model that they were trained with, or one that was converted to the same connection. Nothing in the
+    folder is executed.
+
+    Raises:
+        InputError: the folder has no connections, or they belong to a model with other layers, another scheme or other
+            weights.
+    """
+    from residua.conversion import saving
+
+    return saving.load_connection(model, folder)
+
+
+def load(folder: str | Path, **options: Any) -> "PreTrainedModel":
+    """Open a language model that was converted, or one of ours, saved by `save_pretrained`, and return it.
+
+    It is `AutoModelForCausalLM.from_pretrained`, which knows such models once this was called or a model was converted,
+    and at once where transformers was imported before residua.
+
+    Args:
+        folder: the folder, or the name of a repository on the hub.
+        options: of `AutoModelForCausalLM.from_pretrained`, such as `dtype` and `device_map`.
+
+    Raises:
+        InputError: weights are missing, or others are there.
+    """
+    from residua.conversion import saving  # it registers converted models
+
+    return saving.AutoModelForCausalLM.from_pretrained(folder, **options)

@@ -1,0 +1,260 @@
+"""Find out how the layers of a transformers model use their residual, by watching them run on a small input.
+
+Each layer runs its own code with an `Observed` in place of `hidden_states`, which adds as a tensor would and notes
+which modules read it and when something is added to it. Nothing about a family is written down here: a layer that does
+anything else with its residual is refused, and so is a model whose output changes in a single bit.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from residua.conversion.flow import INPUTS, Flow, UnknownUse, is_number, reads
+from residua.conversion.probe import outputs
+from residua.errors import InputError, extra, first_line
+
+with extra("lab"):
+    from transformers import PreTrainedModel
+
+STACKS = ("layers", "h", "blocks", "layer", "block")
+"""The names of the list of layers in the models of transformers."""
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """One connection of a layer: the names of the modules that read for it, and whether the only one is its norm.
+
+    cast: whether the layer casts the residual to the dtype of that norm before it reads.
+    """
+
+    readers: tuple[str, ...]
+    normed: bool
+    cast: bool = False
+
+
+Anatomy = tuple[tuple[Sublayer, ...], ...]
+"""The sublayers of every layer of a stack."""
+
+
+class Observed(Flow):
+    """A flow with the plain residual, a tensor, that notes what a layer does.
+
+    events: the name of a reader, or None for an addition; casts: readers for which the layer casts the residual to the
+    dtype of their weights; asked: the dtype of the last cast.
+    """
+
+    def __init__(self, state: Tensor, events: list[str | None], casts: set[str], asked: torch.dtype | None = None):
+        super().__init__(state)
+        self.events = events
+        self.casts = casts
+        self.asked = asked
+
+    def __add__(self, y: Any) -> "Observed":
+        if not isinstance(y, Tensor):
+            raise UnknownUse(f"adds {'its residual to itself' if isinstance(y, Flow) else type(y).__name__}")
+        if not any(self.events):
+            raise UnknownUse("adds to its residual before any of its modules reads it")
+        self.events.append(None)
+        return Observed(self.state + y, self.events, self.casts)
+
+    __radd__ = __add__
+
+    def __mul__(self, factor: Any) -> "Observed":
+        if not is_number(factor) or not self.events or self.events[-1] is not None:
+            self._refuse()
+        return Observed((self.state * factor).to(self.state.dtype), self.events, self.casts)
+
+    __rmul__ = __mul__
+
+    def reshape(self, *shape: Any) -> "Observed":
+        if (tuple(shape[0]) if len(shape) == 1 else shape)[-1] != self.state.shape[-1]:
+            raise UnknownUse("reshapes its residual across its width")
+        return Observed(self.state.reshape(*shape), self.events, self.casts, self.asked)
+
+    view = reshape
+
+    def cast(self, dtype: torch.dtype) -> "Observed":
+        return Observed(self.state.to(dtype), self.events, self.casts, dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.state.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.state.dtype
+
+
+def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Return the list of the layers of a model and its name inside the base model.
+
+    It is the outermost list of layers, the longest if there are several.
+
+    Raises:
+        InputError: there is none, or it is not clear which.
+    """
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.base_model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in STACKS and len(module) and not inside:
+            found.append((name, module))
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    if isinstance(decoder, nn.Module) and len(found) > 1:
+        kept = {id(module) for module in decoder.modules()}
+        found = [(name, stack) for name, stack in found if id(stack) in kept] or found
+    if not found:
+        raise InputError(f"{type(model).__name__}: expected a list of layers called {', '.join(STACKS)}, found none")
+    order = {name: (name.count("."), -len(stack)) for name, stack in found}
+    found.sort(key=lambda item: order[item[0]])
+    if len(found) > 1 and order[found[0][0]] == order[found[1][0]]:
+        names = " and ".join(name for name, _ in found[:2])
+        raise InputError(f"{type(model).__name__}: expected one stack of layers, found {names}; convert one of them")
+    return found[0]
+
+
+def observe(model: PreTrainedModel, stack: nn.ModuleList, inputs: Mapping[str, Any]) -> tuple[Anatomy, list[Tensor]]:
+    """Return the anatomy of every layer of `stack`, and what the model returns if its layers change nothing.
+
+    A module that gets the residual reads it. Where a layer does not fit so, the modules in it that read and have parts
+    of their own are opened: their parts read, as in blocks that add inside.
+
+    Raises:
+        InputError: a layer runs twice or not at all, or uses its residual in a way that no connection can replace.
+    """
+    if len({id(layer) for layer in stack}) < len(stack):
+        raise InputError(
+            f"{type(model).__name__}: expected layers of their own, found one that stands in several places"
+        )
+    opened: set[tuple[int, str]] = set()
+    while True:
+        watch = Watch(model, stack, opened)
+        try:
+            return watch.run(inputs)
+        except InputError:
+            closed = watch.compound() - opened
+            if not closed:
+                raise
+            opened |= closed
+
+
+class Watch:
+    """One pass in which the layers of `stack` run on an `Observed`; the modules in `opened` are seen through."""
+
+    def __init__(self, model: PreTrainedModel, stack: nn.ModuleList, opened: set[tuple[int, str]]):
+        self.model = model
+        self.stack = stack
+        self.opened = opened
+        self.events: dict[int, list[str | None]] = {}
+        self.casts: dict[int, set[str]] = {}
+        self.incoming: dict[int, Tensor] = {}
+
+    def run(self, inputs: Mapping[str, Any]) -> tuple[Anatomy, list[Tensor]]:
+        name = type(self.model).__name__
+        try:
+            with self._hooks():
+                unchanged = outputs(self.model, inputs)
+        except UnknownUse as error:
+            where = self._place(list(self.events)[-1]) if self.events else "a layer"
+            raise InputError(f"{name}: {where} {first_line(error)}") from error
+        except Exception as error:  # whatever code of a layer raises that meets no tensor
+            raise InputError(f"{name}: a layer needs its residual as a tensor: {first_line(error)}") from error
+        missing = [i for i in range(len(self.stack)) if i not in self.events]
+        if missing:
+            raise InputError(f"{name}: {self._place(missing[0])} did not run")
+        return tuple(self._sublayers(i) for i in range(len(self.stack))), unchanged
+
+    def compound(self) -> set[tuple[int, str]]:
+        """Return the modules that read and have parts of their own, other than norms, in the layer that ran last."""
+        return {
+            (i, name)
+            for i in list(self.events)[-1:]
+            for name in self.events[i]
+            if name and any(self._module(i, name).children()) and not _is_norm(self._module(i, name))
+        }
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        handles = []
+        for i, layer in enumerate(self.stack):
+            handles.append(layer.register_forward_pre_hook(partial(self._open, i), with_kwargs=True))
+            handles.append(layer.register_forward_hook(partial(self._close, i)))
+            for name, child in list(layer.named_modules())[1:]:
+                if (i, name) not in self.opened:
+                    handles.append(
+                        child.register_forward_pre_hook(partial(_note, name), prepend=True, with_kwargs=True)
+                    )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _open(self, i: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        if i in self.events:
+            raise UnknownUse("runs twice in one pass")
+        self.events[i], self.casts[i] = [], set()
+        name = next((name for name in INPUTS if name in kwargs), None)
+        incoming = args[0] if args else kwargs.get(name)
+        if not isinstance(incoming, Tensor) or not 2 <= incoming.dim() <= 5:
+            raise UnknownUse("does not get its residual as one tensor (batch, seq, dim)")
+        self.incoming[i] = incoming
+        flow = Observed(incoming, self.events[i], self.casts[i])
+        return ((flow, *args[1:]), kwargs) if args else (args, {**kwargs, name: flow})
+
+    def _close(self, i: int, layer: nn.Module, args: Any, out: Any) -> Any:
+        """Check that a layer returns its residual, and return instead the one that it got."""
+        items = out if isinstance(out, tuple) else (out,)
+        if sum(isinstance(item, Observed) for item in items) != 1:
+            last = next((event for event in reversed(self.events[i]) if event), None)
+            if None in self.events[i] and last is not None and _is_norm(self._module(i, last)):
+                raise UnknownUse(
+                    f"normalises its residual after an addition ({last}): a stream would not pass the norm"
+                )
+            raise UnknownUse("does not return its residual")
+        if any(item.shape != self.incoming[i].shape for item in items if isinstance(item, Observed)):
+            raise UnknownUse("changes the shape of its residual")
+        plain = tuple(self.incoming[i].to(item.dtype) if isinstance(item, Observed) else item for item in items)
+        return plain if isinstance(out, tuple) else plain[0]
+
+    def _sublayers(self, i: int) -> tuple[Sublayer, ...]:
+        """Cut the events of a layer into sublayers: some reads of one state, then one or several additions to it."""
+        found: list[Sublayer] = []
+        readers: list[str] = []
+        for event in self.events[i]:
+            if event is not None:
+                readers.append(event)
+            elif readers:
+                normed = len(set(readers)) == 1 and _is_norm(self._module(i, readers[0]))
+                cast = normed and readers[0] in self.casts[i]
+                found.append(Sublayer(tuple(dict.fromkeys(readers)), normed, cast))
+                readers = []
+        if readers or not found:
+            raise InputError(f"{type(self.model).__name__}: {self._place(i)} reads its residual and does not add to it")
+        return tuple(found)
+
+    def _module(self, i: int, name: str) -> nn.Module:
+        return self.stack[i].get_submodule(name)
+
+    def _place(self, i: int) -> str:
+        return f"layer {i} ({type(self.stack[i]).__name__})"
+
+
+def _note(name: str, child: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Note that `child` reads the residual, and give it the tensor."""
+    flow = reads(args, kwargs)
+    if not isinstance(flow, Observed):
+        return None
+    flow.events.append(name)
+    if flow.asked is not None and flow.asked == next((p.dtype for p in child.parameters()), None):
+        flow.casts.add(name)
+    args = tuple(item.state if isinstance(item, Observed) else item for item in args)
+    return args, {key: item.state if isinstance(item, Observed) else item for key, item in kwargs.items()}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and all(x.dim() < 2 for x in module.parameters())

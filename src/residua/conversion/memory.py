@@ -1,0 +1,207 @@
+"""The memory of a converted model whose scheme reads earlier tokens: one more layer at the end of the model's cache.
+
+The trunk's layers know neither the padding of a batch nor, in training, the cache. A hook on the trunk finds both and
+hands each part of the stream its memory, in a keyword that the trunk passes on to its layers.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from residua.connections.memory import positions_in, window_of
+from residua.conversion.flow import MEMORY, ConvertedLayer, Flow, layer_streams
+from residua.errors import extra
+from residua.models.memory import (
+    CACHE,
+    CACHE_NAMES,
+    CacheSlot,
+    cache_of,
+    documents_of,
+    expect_no_pages,
+    expect_told_apart,
+    memory_at,
+    padding_of,
+)
+
+with extra("lab"):
+    from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
+
+
+NO_HIDDEN_STATES = "output_hidden_states: expected False, since this scheme reads earlier tokens in every readout"
+
+
+IMAGE_AXES = 3
+"""Axes along which models of texts and images count positions: time, height and width."""
+
+
+class StreamLayer(LinearAttentionLayer):
+    """The layer of a cache that remembers the earlier tokens of a stream; the cache reorders and resets it."""
+
+
+def attach(model: nn.Module, trunk: nn.Module) -> None:
+    """Let a trunk hand out memories, and every module around it read out the hidden states that it returns."""
+    trunk.register_forward_pre_hook(hand_memories, with_kwargs=True)
+    for module in _around(model, trunk):
+        module.register_forward_hook(read_out)
+
+
+def detach(model: nn.Module, trunk: nn.Module) -> None:
+    """Undo `attach`."""
+    for module in _around(model, trunk):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (hand_memories, read_out)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _around(model: nn.Module, trunk: nn.Module) -> list[nn.Module]:
+    """Return the modules that hold the trunk, the model first and the trunk last."""
+    path = next(name for name, module in model.named_modules() if module is trunk).split(".")
+    names = [".".join(path[:i]) for i in range(len(path) + 1)]
+    return [model.get_submodule(name) for name in dict.fromkeys(names)]
+
+
+def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before the forward pass of a trunk: give its layers their memories, if the scheme reads earlier tokens.
+
+    Raises:
+        ValueError: padding between tokens, documents that cannot be told apart, a cache that cannot remember, hidden
+            states, which would need a memory each, or reentrant checkpointing.
+    """
+    stack = next(x for x in trunk.children() if isinstance(x, nn.ModuleList) and isinstance(x[0], ConvertedLayer))
+    for module in (trunk, stack[0]):
+        expect_gradients(module)
+    parts = [part for stream in layer_streams(stack) for part in stream.parts]
+    looking = [part for part in parts if window_of(part)]
+    if not looking and all(getattr(part, "causal", True) for part in parts):
+        return None
+    names = list(inspect.signature(trunk.forward).parameters)
+    given = {**dict(zip(names, args)), **kwargs}
+    config: Any = trunk.config
+    tokens: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if tokens is None and not looking:  # an image
+        return None
+    expect_no_pages(given)
+    cache, _ = cache_of(given)
+    mask = given.get("attention_mask")
+    if given.get("output_hidden_states") or getattr(config, "output_hidden_states", False):
+        raise ValueError(NO_HIDDEN_STATES)
+    use_cache = given.get("use_cache")
+    cached = not trunk.training and (cache is not None or bool(use_cache))
+    positions = given.get("position_ids")
+    documents = documents_of(tokens, mask, _of_text(positions), given, cached=cached)
+    expect_told_apart(parts, mask, documents)
+    if documents is not None and mask is None and "position_ids" in names:
+        told = _separating(positions, documents, config)
+        place = names.index("position_ids")
+        if place < len(args):
+            args = (*args[:place], told, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, "position_ids": told}
+    use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
+    if trunk.training:  # a cache would only be filled and dropped, and a recomputed layer would fill it twice
+        if cache is not None and _filled(cache):
+            raise ValueError("cache: training needs whole sequences, got a filled cache")
+        cache = None
+    if trunk.training or documents is not None:
+        use_cache = False
+        if "use_cache" in names:
+            kwargs = {**kwargs, "use_cache": False}
+    elif use_cache and cache is None:
+        cache = DynamicCache(config=config)
+        if getattr(config, "is_encoder_decoder", False):
+            cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+        kwargs = {**kwargs, next((name for name in CACHE_NAMES if name in names), CACHE): cache}
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    padding = padding_of(tokens, mask, cache, documents)
+    layers = max(len(stack), config.get_text_config().num_hidden_layers)
+    where = 0 if cache is None else _room(cache, len(looking), layers)
+    numbers = iter(range(len(looking)))
+    slots = [CacheSlot(where, next(numbers)) if window_of(part) else None for part in parts]
+    memories = [memory_at(slot, cache, padding, documents) for slot in slots]
+    return args, {**kwargs, MEMORY: memories}
+
+
+def _of_text(positions: Any) -> Any:
+    """Return the positions of the text, the first of those of texts and images; None where they are missing."""
+    if not isinstance(positions, Tensor) or positions.dim() < 3:
+        return positions
+    return positions[0] if len(positions) == 1 + IMAGE_AXES else None
+
+
+def _separating(positions: Tensor | None, documents: Tensor, config: Any) -> Tensor:
+    """Return positions from which the attention of a model sees its documents: as given, but for what is missing."""
+    numbers = positions_in(documents)
+    if "mrope_section" not in (getattr(config.get_text_config(), "rope_parameters", None) or {}):
+        return numbers if positions is None else positions
+    if positions is None or positions.dim() == 2:
+        alone = numbers if positions is None else positions
+        return alone.expand(1 + IMAGE_AXES, *alone.shape)
+    if len(positions) == 1 + IMAGE_AXES:
+        return positions
+    return torch.cat([numbers[None], positions.expand(-1, len(numbers), -1)])
+
+
+def expect_gradients(module: nn.Module) -> None:
+    """Raise ValueError for a module whose layers run in reentrant checkpoints: those pass no gradient to a stream."""
+    options = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
+    if module.training and getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant"):
+        raise ValueError(
+            "gradient_checkpointing_enable: expected use_reentrant=False for a converted model, got True, with which "
+            "nothing before the last layer would learn"
+        )
+
+
+def read_out(module: nn.Module, args: Any, output: Any) -> Any:
+    """After the forward pass of a module around the layers: read every state that it returns.
+
+    Raises:
+        ValueError: the scheme reads earlier tokens in its readout.
+    """
+    if isinstance(output, Flow):
+        last = layer_streams(module)[-1]
+        collapse: Any = last.collapse
+        if last.looks_back:
+            raise ValueError(NO_HIDDEN_STATES)
+        return collapse(output.state, None).to(output.dtype).reshape(output.shape)
+    if isinstance(output, (tuple, list)):
+        return type(output)(read_out(module, args, item) for item in output) if _flows(output) else output
+    if isinstance(output, Mapping) and _flows(output.values()):
+        for name, item in output.items():
+            output[name] = read_out(module, args, item)  # type: ignore[index]
+    return output
+
+
+def _flows(items: Iterable[Any]) -> bool:
+    return any(isinstance(item, Flow) or (isinstance(item, (tuple, list)) and _flows(item)) for item in items)
+
+
+def _filled(cache: Any) -> bool:
+    """Return whether a cache holds tokens."""
+    try:
+        return bool(cache.get_seq_length())
+    except ValueError:  # none of its layers counts tokens: linear attention everywhere
+        return any(any(layer.has_previous_state.values()) for layer in cache.layers)
+
+
+def _room(cache: Any, states: int, num_layers: int) -> int:
+    """Return the index of the layer of the cache that remembers this many parts; add it to a new cache."""
+    layers = getattr(cache, "layers", None)
+    if not isinstance(cache, Cache) or not isinstance(layers, list):
+        raise ValueError(f"cache: expected a cache with layers, such as DynamicCache, got {type(cache).__name__}")
+    found = next((i for i, layer in enumerate(layers) if isinstance(layer, StreamLayer)), None)
+    if found is not None:
+        if layers[found].number_of_states != states:
+            raise ValueError("cache: this cache was filled by a model with another residual scheme")
+        return found
+    if layers and _filled(cache):
+        raise ValueError("cache: this cache was filled without the memory of this model's residual scheme")
+    if cache.layer_class_to_replicate is not None:  # the cache adds a layer for every index that it has not got yet
+        while len(layers) < num_layers:
+            layers.append(cache.layer_class_to_replicate())
+    layers.append(StreamLayer(number_of_states=states))
+    return len(layers) - 1

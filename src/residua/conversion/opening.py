@@ -1,0 +1,123 @@
+"""Open the language model and the tokenizer in a folder of transformers; no code in it is executed."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from residua.conversion.saving import AutoModelForCausalLM  # it knows converted models
+from residua.errors import InputError, extra, first_line
+from residua.models.configuration import usable
+from residua.records.reading import file_name, read_json_files
+
+with extra("lab"):
+    from transformers import (
+        CONFIG_MAPPING,
+        AutoTokenizer,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
+    from transformers.utils import logging
+
+
+def read_model(
+    folder: str | Path, *, dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the language model and the tokenizer in a transformers folder, on the CPU.
+
+    dtype: of the weights; None for the one in which the folder holds them. No code in the folder is executed, and
+    nothing is downloaded.
+
+    Raises:
+        InputError: the folder has no such model, its weights are not the model's, or it needs code of its own.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: expected a run folder or one with a model of transformers, found no config.json")
+    files = read_json_files(folder)
+    try:
+        _refuse_what_leads_elsewhere(folder, files)
+        settings = usable(files["config.json"], folder / "config.json")
+        changed = settings != files["config.json"]
+        config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings) if changed else None
+        with quiet():
+            opened: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                dtype="auto" if dtype is None else dtype,
+            )
+            model, found = opened
+            tokenizer = _read_tokenizer(folder, config)
+    except InputError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        raise InputError(f"{folder}: expected a model of transformers, got: {first_line(error)}") from error
+    differences = [f"{kind.replace('_', ' ')} {sorted(map(str, names))[:5]}" for kind, names in found.items() if names]
+    if differences:
+        raise InputError(f"{folder}: expected the weights of the model in config.json, found {'; '.join(differences)}")
+    return model, tokenizer
+
+
+def _read_tokenizer(folder: Path, config: PreTrainedConfig | None) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise InputError(
+            f"{folder}: must have the model's tokenizer, got none that opens ({first_line(error).rstrip(': ')}); copy "
+            "the files of the tokenizer, such as tokenizer.json, into the folder"
+        ) from error
+
+
+def new_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Return a language model, ours or converted, with new weights in float32. Code that `config` names is not run.
+
+    options: of `from_config`.
+    """
+    with quiet():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
+
+
+CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+"""The names under which configurations have the number of positions."""
+
+
+def context_of(model: PreTrainedModel) -> int | None:
+    """Return how many tokens a language model takes at most; None where its configuration names no number."""
+    config = model.config.get_text_config(decoder=True)
+    found = (getattr(config, name, None) for name in CONTEXTS)
+    return next((number for number in found if isinstance(number, int) and number > 0), None)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the messages and bars of transformers; what matters of them becomes one error."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _refuse_what_leads_elsewhere(folder: Path, files: Mapping[str, Any]) -> None:
+    """Check that no JSON file of a model folder makes transformers read or download anything outside the folder.
+
+    Raises:
+        InputError: weights in another folder, or an adapter of another model.
+    """
+    if "adapter_config.json" in files:
+        raise InputError(f"{folder}: expected a whole model, found an adapter (adapter_config.json); merge it first")
+    for name, index in files.items():
+        if name.endswith(".index.json"):
+            for file in index["weight_map"].values():
+                file_name(folder, file)

@@ -1,4 +1,0 @@
-"""Evaluate trained models.
-
-The modules need different extras, so each name is imported from its own, such as `residua.evaluation.loss`.
-"""

@@ -1,5 +1,0 @@
-"""A self-contained page, opened from disk, to try, inspect and compare connections."""
-
-from residua.explorer.page import write_page
-
-__all__ = ["write_page"]

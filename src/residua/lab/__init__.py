@@ -1,0 +1,1 @@
+"""The laboratory: data, training, evaluation, inspection, cost, studies and geometry experiments."""

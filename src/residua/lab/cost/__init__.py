@@ -1,0 +1,1 @@
+"""What training costs: counted before a run (`estimate`), and measured (`steps`, `measured_memory`)."""

@@ -1,0 +1,75 @@
+"""Parameters, and the arithmetic of one token, counted on models without storage."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from residua.conversion.opening import new_model
+from residua.errors import extra
+from residua.models import ResiduaConfig
+
+with extra("lab"):
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Build the model with shapes and no numbers. options: of `from_config`."""
+    with torch.device("meta"):
+        return new_model(config, **options)
+
+
+def step_on_meta(config: PreTrainedConfig, length: int, counting: AbstractContextManager[Any]) -> None:
+    """Go forward and backward over one sequence, with eager attention, in a mode that counts what is computed."""
+    model = on_meta(config, attn_implementation="eager").train()
+    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+    with counting:
+        model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+
+
+def parameters(config: PreTrainedConfig) -> dict[str, int]:
+    """Count the parameters of the embedding, of the sublayers, and of the scheme with its norms; and their total."""
+    parts = {"embedding": 0, "sublayers": 0, "connections": 0}
+    for name, parameter in on_meta(config).named_parameters():
+        inside = "connections" if ".stream." in name or name == "model.norm.weight" else "sublayers"
+        parts["embedding" if "embed_tokens" in name or "lm_head" in name else inside] += parameter.numel()
+    return {**parts, "total": sum(parts.values())}
+
+
+def flops_per_token(config: ResiduaConfig, *, sequence_length: int) -> dict[str, float]:
+    """Count the matrix products of one token in a training step, forward and backward, in FLOPs.
+
+    matrices     linear maps of the sublayers and the head, as in the plain residual
+    attention    7 T d in each layer for a causal mask that skips what it hides: 2 forward, 5 backward
+    connections  what the scheme adds
+
+    PyTorch's counter runs over one sequence on the meta device. Elementwise arithmetic is left out.
+    """
+    plain = _products(ResiduaConfig(**{**config.to_dict(), "connection": "residual"}), sequence_length)
+    attention = SEEN * _attention(config, sequence_length)
+    total = products_per_token(config, sequence_length=sequence_length)
+    return {"matrices": plain, "attention": attention, "connections": total - attention - plain}
+
+
+def products_per_token(config: PreTrainedConfig, *, sequence_length: int) -> float:
+    """Count the matrix products of `flops_per_token` for any language model of ours, converted ones too."""
+    return _products(config, sequence_length) + SEEN * _attention(config, sequence_length)
+
+
+# Products of attention, forward and backward: 2 + 5 without what the causal mask hides, 4 + 8 in eager attention.
+SEEN, EAGER = 7.0, 12.0
+
+
+def _attention(config: PreTrainedConfig, length: int) -> float:
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", 0)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    return float(length * heads * head_dim * text.num_hidden_layers)
+
+
+def _products(config: PreTrainedConfig, length: int) -> float:
+    """FLOPs per token of all matrix products but the two of attention."""
+    counter = FlopCounterMode(display=False)
+    step_on_meta(config, length, counter)
+    return counter.get_total_flops() / length - EAGER * _attention(config, length)

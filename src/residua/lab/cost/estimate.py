@@ -1,0 +1,91 @@
+"""What a run costs before anyone pays for it: parameters, FLOPs per token, memory per GPU, and the tokens of the run.
+
+All of it is counted. Time is not: run a few steps on your device and multiply.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from residua.errors import InputError, require
+from residua.lab.cost.counts import flops_per_token, parameters
+from residua.lab.cost.memory import step_memory
+from residua.lab.training import RunConfig, TrainConfig
+from residua.lab.training.distributed import BatchShard, Ranks
+from residua.models import ResiduaConfig
+
+__all__ = ["Estimate", "estimate"]
+
+GIB = 2**30
+GPU_MEMORY: Mapping[str, float] = {"h200": 139, "h100": 79, "b200": 179, "a100": 79, "rtx4090": 23.5}
+"""GiB of each GPU that a program can use."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The result of `estimate`. Memory in bytes per GPU, under each way to keep the states of a scheme."""
+
+    parameters: Mapping[str, int]
+    flops_per_token: Mapping[str, float]
+    memory: Mapping[str, Mapping[str, float]]
+    largest_batch_size: Mapping[str, int]
+    gpu_memory: float
+    tokens: int
+    assumptions: tuple[str, ...]
+
+
+def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int = 1) -> Estimate:
+    """Estimate a run; `vocab_size` counts where the configuration leaves it to the tokenizer.
+
+    Raises:
+        InputError: the GPU is not known, or this number of them cannot share a step.
+    """
+    require(gpu in GPU_MEMORY, "--gpu", f"one of {', '.join(GPU_MEMORY)}", gpu)
+    require(gpus >= 1, "--gpus", "at least 1", gpus)
+    capacity, train = GPU_MEMORY[gpu] * GIB, config.train
+    try:
+        share = BatchShard.of(train, Ranks(world_size=gpus))
+    except InputError as error:  # it speaks of processes, which torchrun starts, one for each GPU
+        raise InputError(f"--gpus: {str(error).removeprefix('torchrun: ')}") from error
+    sharded = gpus > 1 and train.parallel == "fsdp"
+    given = asdict(config.from_scratch)
+    given["vocab_size"] = given["vocab_size"] or vocab_size
+    model = ResiduaConfig(**given)
+
+    counted = parameters(model)
+    memory, largest = {}, {}
+    for name, scheme in model.scheme.ways_to_keep().items():
+        parts = step_memory(ResiduaConfig(**{**given, "connection": scheme}), train, share, gpus if sharded else 1)
+        memory[name] = parts
+        moving = parts["activations"] + parts["logits"] + parts["temporary"]
+        room = capacity - parts["total"] + moving
+        largest[name] = max(0, math.floor(room / moving * share.rows_here))
+
+    tokens_per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
+    return Estimate(
+        parameters=counted,
+        flops_per_token=flops_per_token(model, sequence_length=train.sequence_length),
+        memory=memory,
+        largest_batch_size=largest,
+        gpu_memory=capacity,
+        tokens=tokens_per_step * train.steps,
+        assumptions=_assumptions(train, model, share, gpu, gpus, sharded),
+    )
+
+
+def _assumptions(
+    train: TrainConfig, model: ResiduaConfig, share: BatchShard, gpu: str, gpus: int, sharded: bool
+) -> tuple[str, ...]:
+    lines = [
+        f"vocabulary {model.vocab_size:,}; a step is {train.batch_size} x {train.gradient_accumulation} sequences of "
+        f"{train.sequence_length}; {gpus} {gpu}, {'shards of a model' if sharded else 'a whole model on each'}, "
+        f"{train.gradient_accumulation // share.teams} micro-batches of {share.rows_here} sequences a step",
+        f"{gpu}: {GPU_MEMORY[gpu]:g} GiB",
+        f"the residual state in {model.state_dtype}; matrix products in "
+        + ("bfloat16, weights in float32" if train.precision == "bfloat16" else "float32"),
+        "memory is counted for eager mode; the device's context, communication buffers and fragmentation (1 to 3 GiB) "
+        "come on top",
+    ]
+    if train.compile:
+        lines.append("train.compile: a compiled model keeps every state (none) but fewer activations of the sublayers")
+    return tuple(lines)

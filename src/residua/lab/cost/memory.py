@@ -1,0 +1,132 @@
+"""The memory of a training step on one GPU, counted operation by operation: exact for PyTorch's eager mode."""
+
+import weakref
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from residua.lab.cost.counts import on_meta
+from residua.lab.training import TrainConfig, hidden_matrices
+from residua.lab.training.distributed import BatchShard, layers_of, recompute_layers
+from residua.models import ResiduaConfig, ResiduaForCausalLM
+
+
+class Activations(NamedTuple):
+    """Bytes that one micro-batch adds to weights and gradients in eager mode, at the peak of the step.
+
+    kept: by the forward pass for the backward pass; casts: bfloat16 copies of weights, made by autocast; logits: logits
+    and what the loss keeps; temporary: what comes on top at the peak.
+    """
+
+    kept: int
+    casts: int
+    logits: int
+    temporary: int
+
+    @property
+    def peak(self) -> int:
+        return sum(self)
+
+
+def activation_memory(
+    config: ResiduaConfig,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    autocast: bool,
+    recompute: bool = False,
+    fake: bool = True,
+) -> Activations:
+    """Count the storages alive during a forward and a backward pass, by running it on tensors without data.
+
+    `recompute` keeps the inputs of layers alone. `fake=False` runs on real tensors of the CPU and returns the same.
+    """
+    with FakeTensorMode() if fake else nullcontext():
+        model = ResiduaForCausalLM(config).train()
+        if recompute:
+            recompute_layers(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # as in every micro-batch but the first
+        ids = torch.zeros(batch_size, sequence_length, dtype=torch.long)
+        live = _Live([ids, *model.parameters(), *(parameter.grad for parameter in model.parameters())])
+        after_trunk: list[int] = []
+        model.model.register_forward_hook(lambda *_: after_trunk.append(live.total))
+        with live:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = model(input_ids=ids, labels=ids, shift_labels=ids).loss
+            after_forward = live.total
+            loss.backward()
+        head = 2 * model.lm_head.weight.numel() if autocast else 0
+        lasting = [module for name, module in model.named_modules() if not (recompute and ".layers." in name)]
+        casts = 2 * sum(module.weight.numel() for module in lasting if isinstance(module, nn.Linear)) if autocast else 0
+        logits = after_forward - after_trunk[0] - head
+        return Activations(after_forward - logits - casts, casts, logits, live.peak - after_forward)
+
+
+class _Live(TorchDispatchMode):
+    """Follow the storages that operations allocate: their sizes while they are alive, the sum, and its peak."""
+
+    def __init__(self, known: list[Tensor]):
+        super().__init__()
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+        self.sizes: dict[int, int] = {}
+        self.total = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self.known or key in self.sizes:
+            return
+        self.sizes[key] = storage.nbytes()
+        self.total += storage.nbytes()
+        self.peak = max(self.peak, self.total)
+        weakref.finalize(storage, self._drop, key).atexit = False
+
+    def _drop(self, key: int) -> None:
+        self.total -= self.sizes.pop(key, 0)
+
+
+def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard, shards: int) -> dict[str, float]:
+    """Count the bytes of each part of a training step on one GPU, and their total; `shards` is 1 for whole models."""
+    autocast = train.precision == "bfloat16"
+    found = activation_memory(
+        model,
+        batch_size=share.rows_here,
+        sequence_length=train.sequence_length,
+        autocast=autocast,
+        recompute=train.activation_checkpointing,
+    )
+    whole = on_meta(model)
+    count = whole.num_parameters()
+    muon = sum(x.numel() for x in hidden_matrices(whole)) if train.optimizer == "muon" else 0  # it keeps one moment
+    gradients, copies = 4.0 * count / shards, float(found.casts)
+    if shards > 1:
+        # The root is whole in float32; of the layers, one in use and one on its way. Until the last micro-batch of a
+        # step the gradients are whole too.
+        inside = sum(parameter.numel() for layer in layers_of(whole) for parameter in layer.parameters())
+        copies = 4 * (count - inside) + 2 * (2 if autocast else 4) * inside / model.num_hidden_layers
+        if autocast:
+            copies += 2 * whole.lm_head.weight.numel()
+        if train.gradient_accumulation > share.teams:
+            gradients += 4 * count
+    parts = {
+        "weights": 4 * count / shards,
+        "gradients": gradients,
+        "optimizer": (8 * count - 4 * muon) / shards,
+        "copies": copies,
+        "activations": found.kept,
+        "logits": found.logits,
+        "temporary": found.temporary,
+    }
+    return parts | {"total": sum(parts.values())}

@@ -1,0 +1,157 @@
+"""Batches of a given index, computed from (seed, index) alone: no state to save, no list of windows in memory."""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import Protocol
+
+from residua.errors import InputError, extra, require
+
+with extra("lab"):
+    import numpy as np
+
+import torch
+from torch import Tensor
+
+ROUNDS = 6
+
+
+class TokenSource(Protocol):
+    """Tokens as batches need them: their number, and int64 arrays of consecutive ones."""
+
+    def __len__(self) -> int: ...
+
+    def window(self, start: int, length: int) -> np.ndarray: ...
+
+
+class Batches:
+    """Random batches for training: every window of an epoch once, in an order that depends on (seed, epoch) alone.
+
+    An epoch divides the tokens into `windows_per_epoch` windows of `sequence_length` that touch but do not overlap. The
+    start of the first window differs from epoch to epoch, so the windows do too; fewer than 2 * sequence_length tokens
+    at the two ends are left out of each epoch for this.
+
+    With `world_size` ranks of `batch_size` each, the whole batch at `index` depends on world_size * batch_size only:
+    each rank holds consecutive rows of it. Raises InputError if the tokens do not fill one window and its last label.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenSource,
+        batch_size: int,
+        sequence_length: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        _check_positive(batch_size=batch_size, sequence_length=sequence_length)
+        if len(tokens) <= sequence_length:
+            raise InputError(
+                f"sequence_length: {sequence_length} needs {sequence_length + 1} tokens, the data has {len(tokens)}; "
+                "give more text or a shorter sequence_length"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"expected 0 <= rank < world_size, got rank {rank} and world_size {world_size}")
+        self.tokens = tokens
+        self.batch_size = batch_size
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        # One window fewer than fit, where possible, so that the first can start at any of sequence_length places.
+        self.windows_per_epoch = max(1, (len(tokens) - sequence_length) // sequence_length)
+        self._first_starts = min(sequence_length, len(tokens) - self.windows_per_epoch * sequence_length)
+
+    def at(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and labels, two int64 tensors (batch_size, sequence_length).
+
+        labels[b, t] is the token that follows inputs[b, t] in the text: already aligned, so do not shift them again.
+        """
+        require(index >= 0, "index", "at least 0", index)
+        first = (index * self.world_size + self.rank) * self.batch_size
+        epochs, positions = np.divmod(np.arange(first, first + self.batch_size), self.windows_per_epoch)
+        starts = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            starts[chosen] = self._starts(int(epoch), positions[chosen])
+        return _aligned(np.stack([self.tokens.window(int(start), self.sequence_length + 1) for start in starts]))
+
+    def _starts(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        digest = hashlib.blake2b(f"{self.seed} {epoch}".encode(), digest_size=8 * (ROUNDS + 1)).digest()
+        phase, *keys = np.frombuffer(digest, dtype="<u8").tolist()
+        windows = shuffled(positions, self.windows_per_epoch, keys)
+        return phase % self._first_starts + windows * self.sequence_length
+
+
+class HeldOutBatches:
+    """Batches that cover the tokens in order, for evaluation: every token is a label once, except the first.
+
+    Each iteration yields (inputs, labels), int64 tensors (rows, sequence_length) with rows = batch_size except in the
+    last batch. The end of the last window is padded with inputs 0 and labels -100, which a loss ignores.
+    """
+
+    def __init__(self, tokens: TokenSource, batch_size: int, sequence_length: int):
+        _check_positive(batch_size=batch_size, sequence_length=sequence_length)
+        if len(tokens) < 2:
+            raise InputError(f"held-out tokens: expected at least 2, got {len(tokens)}; give more text")
+        self.tokens = tokens
+        self.batch_size = batch_size
+        self.sequence_length = sequence_length
+        self._windows = -(-(len(tokens) - 1) // sequence_length)
+
+    def __len__(self) -> int:
+        return -(-self._windows // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for first in range(0, self._windows, self.batch_size):
+            rows = min(self.batch_size, self._windows - first)
+            block = np.full((rows, self.sequence_length + 1), -100)
+            for row in range(rows):
+                start = (first + row) * self.sequence_length
+                window = self.tokens.window(start, min(self.sequence_length + 1, len(self.tokens) - start))
+                block[row, : len(window)] = window
+            inputs, labels = _aligned(block)
+            yield inputs.masked_fill_(labels == -100, 0), labels
+
+
+def shuffled(positions: np.ndarray, size: int, keys: list[int]) -> np.ndarray:
+    """Map `positions` through the permutation of range(size) that `keys` (64-bit integers) choose.
+
+    A Feistel network over pairs (row, column) of a table of at least `size` cells: each round adds a hash of one
+    coordinate to the other (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). A cell beyond `size` is
+    mapped again until it falls inside (cycle walking). Memory is constant in `size`.
+    """
+    rows = math.isqrt(size - 1) + 1
+    columns = -(-size // rows)
+
+    def network(cells: np.ndarray) -> np.ndarray:
+        row, column = np.divmod(cells, np.uint64(columns))
+        for round_, key in enumerate(keys):
+            if round_ % 2:
+                column = (column + _hash(row, key)) % np.uint64(columns)
+            else:
+                row = (row + _hash(column, key)) % np.uint64(rows)
+        return row * np.uint64(columns) + column
+
+    cells = network(positions.astype(np.uint64))
+    while (outside := cells >= size).any():
+        cells[outside] = network(cells[outside])
+    return cells.astype(np.int64)
+
+
+def _hash(values: np.ndarray, key: int) -> np.ndarray:
+    """Return 32 well-mixed bits of each value, by the finaliser of splitmix64."""
+    mixed = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed >> np.uint64(32)
+
+
+def _aligned(block: np.ndarray) -> tuple[Tensor, Tensor]:
+    # Copies, so that a change to one does not reach the other.
+    return torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(block[:, 1:].copy())
+
+
+def _check_positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        require(size >= 1, name, "at least 1", size)

@@ -1,0 +1,138 @@
+"""Data sets and tokenizers of the Hugging Face hub. Data sets are streamed: nothing of them stays on the disk."""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from residua.errors import InputError, RunError, extra, first_line
+from residua.lab.data.corpus import Corpus, Document
+
+GPT2 = "openai-community/gpt2"
+
+
+class Named(NamedTuple):
+    """A data set on the hub that has a short name.
+
+    samples: the configuration of each on the hub, and the size of its text in bytes, for progress and disk space; the
+        first is the default.
+    """
+
+    repository: str
+    samples: dict[str, tuple[str, int]]
+    validation_tokens: int
+
+
+_BYTES_PER_TOKEN = 4.7
+"""Of FineWeb-Edu's text in GPT-2 tokens, about."""
+
+NAMED = {
+    "fineweb-edu": Named(
+        "HuggingFaceFW/fineweb-edu",
+        {f"{n}BT": (f"sample-{n}BT", int(n * 1e9 * _BYTES_PER_TOKEN)) for n in (10, 100, 350)},
+        validation_tokens=100_000_000,  # the 0.1B of arXiv:2601.00417
+    ),
+}
+"""Another data set is one more entry here."""
+
+
+def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
+    """Open a data set: a name in `NAMED` (`sample` picks a part), or "hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT]".
+
+    The revision (a commit, tag or branch; by default the newest) is resolved to its commit, and every reading uses that
+    commit. Raises InputError if the hub does not have it, RunError if the hub does not answer.
+    """
+    size = 0
+    if source in NAMED:
+        named = NAMED[source]
+        sample = sample or next(iter(named.samples))
+        if sample not in named.samples:
+            raise InputError(f"sample: expected one of {', '.join(named.samples)}, got {sample}")
+        repository, revision, split = named.repository, None, "train"
+        config, size = named.samples[sample]
+    else:
+        found = re.fullmatch(r"hf:([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?", source)
+        if not found:
+            raise InputError(f"source: expected hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT], got {source}")
+        repository, revision, config, split = found.groups()
+        split = split or "train"
+    commit = _commit(repository, revision)
+    identity = {"dataset": repository, "config": config, "split": split, "revision": commit, "column": text_column}
+    return Corpus(source, size, partial(_rows, source, identity), identity, identity, local=False)
+
+
+def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:
+    """Yield the texts of a data set. `name` is the source, for errors; `identity` has the commit and the column."""
+    with extra("lab"):
+        import datasets
+        from huggingface_hub.errors import HTTPError
+        from pyarrow import ArrowException
+
+    column = identity["column"]
+    place = f"{name}: column {column}"
+    settings = {key: identity[key] for key in ("split", "revision")}
+    try:
+        stream = datasets.load_dataset(identity["dataset"], identity["config"], streaming=True, **settings)
+    except (ValueError, FileNotFoundError) as error:
+        raise InputError(f"{name}: {first_line(error)}") from error
+    except (HTTPError, ArrowException, OSError) as error:
+        raise _unreachable(name, error) from error
+    if stream.column_names is not None:
+        if column not in stream.column_names:
+            raise InputError(
+                f"{name}: expected a column {column}, got {', '.join(stream.column_names)}; "
+                "name the right one with --text-column"
+            )
+        stream = stream.select_columns([column])
+    rows = iter(stream)
+    while True:
+        try:
+            text = next(rows).get(column)
+            text = "" if text is None else text
+            if not isinstance(text, str):
+                raise InputError(f"{place}: expected strings, got {type(text).__name__}")
+            size = len(text.encode())
+        except StopIteration:
+            return
+        except (HTTPError, ArrowException, OSError) as error:
+            raise _unreachable(name, error) from error
+        except UnicodeError as error:
+            raise InputError(f"{place}: expected UTF-8 text: {error.reason}; the data set needs mending") from error
+        yield Document(text, size)
+
+
+def download_tokenizer(name: str) -> str:
+    """Return the folder of a tokenizer of the hub, "gpt2" or "hf:OWNER/NAME[@REVISION]", from the cache if possible."""
+    with extra("lab"):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HTTPError
+
+    repository, _, revision = (GPT2 if name == "gpt2" else name.removeprefix("hf:")).partition("@")
+    files = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "config.json"]
+    try:
+        return snapshot_download(repository, revision=revision or None, allow_patterns=files)
+    except (HTTPError, OSError, ValueError) as error:
+        raise _hub_error(f"tokenizer {name}", error) from error
+
+
+def _commit(repository: str, revision: str | None) -> str:
+    with extra("lab"):
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HTTPError
+    try:
+        return HfApi().dataset_info(repository, revision=revision).sha
+    except (HTTPError, OSError, ValueError) as error:
+        raise _hub_error(repository, error) from error
+
+
+def _hub_error(name: str, error: Exception) -> InputError | RunError:
+    """Classify an error: a wrong name or missing access is the user's to fix, anything else may pass."""
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError)):
+        return InputError(f"{name}: the hub does not have it, or it needs a login (hf auth login): {first_line(error)}")
+    return _unreachable(name, error)
+
+
+def _unreachable(name: str, error: Exception) -> RunError:
+    return RunError(f"{name}: the hub cannot be read: {first_line(error)}; try again when it can be reached")

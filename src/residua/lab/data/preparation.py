@@ -1,0 +1,283 @@
+"""Turn text into tokens on disk: `prepare` writes the folder that `PreparedData` opens.
+
+A large text is written shard by shard. At the border of a shard progress.json says what is safely on the disk, and the
+next call with the same arguments continues there.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from residua.errors import InputError, extra, require
+from residua.lab.data import writer
+from residua.lab.data.corpus import Corpus, Document
+from residua.lab.data.encode import Encoder
+from residua.lab.data.hub import NAMED
+from residua.lab.data.progress import size_text, text_progress
+from residua.lab.data.shards import DTYPES, FORMAT, VERSION, PreparedData
+from residua.lab.data.sources import open_corpus
+from residua.lab.data.split import HashSplit, LeadingSplit, split_documents
+from residua.lab.data.staging import Staging, staging
+from residua.lab.data.tokenizer import (
+    byte_tokenizer,
+    check_vocab_size,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_hash,
+    train_bpe,
+    vocabulary,
+)
+from residua.records.durable import write_text
+from residua.records.folder import new_folder
+from residua.records.progress import say
+from residua.records.provenance import available_cores
+
+with extra("lab"):
+    from transformers import PreTrainedTokenizerFast
+
+BPE_TEXT = 100_000_000
+"""Bytes of text, about, to train a BPE on: every n-th document of a larger local corpus, the first ones of the hub."""
+MOST_WORKERS = 1024
+"""Each worker has two or three megabytes of text waiting for it in memory."""
+
+
+def prepare(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    vocab_size: int = 2048,
+    tokenizer: str = "bpe",
+    validation_fraction: float | None = None,
+    validation_tokens: int | None = None,
+    shard_tokens: int = 100_000_000,
+    text_column: str = "text",
+    sample: str | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+) -> PreparedData:
+    """Tokenize the text of `source` into the new folder `out`.
+
+    The same arguments and text give the same bytes, whatever `workers`. `out` appears when all of it is written, or not
+    at all. If a long preparation ends early, even by a kill, its whole shards stay beside `out`, and a call with the
+    same arguments continues from there: it reads the text again from the start (a data set of the hub is downloaded
+    again) and tokenizes the rest. Memory does not grow with the text.
+
+    With `workers` other processes import the calling script, as always with multiprocessing: call this under
+    `if __name__ == "__main__":` there.
+
+    Args:
+        source: "stdlib" (the documentation inside this Python, about 2 MB), a path, "fineweb-edu" or a data set of the
+            hub, see `open_corpus`.
+        out: a new or empty folder.
+        vocab_size: entries of a trained BPE; a short text gives fewer, with a warning.
+        tokenizer: "bpe", trained on the training part; "byte", the 256 bytes and the end of text; a folder with a
+            tokenizer saved by transformers; "gpt2" or "hf:OWNER/NAME" from the hub.
+        validation_fraction: hold out about this part of the documents, chosen by a hash of each text. 0.05 if neither
+            this nor `validation_tokens` is given.
+        validation_tokens: instead, hold out the first documents, at most this many tokens, and leave copies of their
+            texts out of training. The default for a named data set such as fineweb-edu (100 million).
+        shard_tokens: tokens in a shard; the last one of a split has fewer.
+        text_column: the column of parquet files, JSON lines and data sets that holds the text.
+        sample: the part of a named data set; of fineweb-edu "10BT" (default), "100BT" or "350BT".
+        workers: processes that tokenize; 0 tokenizes in this process. None means one for each core if the text is
+            large, otherwise 0.
+        progress: report progress on standard error.
+
+    Raises:
+        InputError: the arguments or the text cannot be used, `out` is not empty, or the disk is too small.
+        RunError: writing failed, the hub cannot be read, or a worker was lost.
+    """
+    out = Path(out).resolve()
+    if validation_fraction is None and validation_tokens is None:
+        if source in NAMED:
+            validation_tokens = NAMED[source].validation_tokens
+        else:
+            validation_fraction = 0.05
+    _check(out, validation_fraction, validation_tokens, shard_tokens, workers, tokenizer, vocab_size)
+    made = None if tokenizer == "bpe" else byte_tokenizer() if tokenizer == "byte" else load_tokenizer(tokenizer)
+    corpus = open_corpus(source, text_column=text_column, sample=sample)
+    if next(iter(corpus), None) is None:
+        raise InputError(f"{source}: no text: expected documents, found nothing or white space")
+    if workers is None:
+        workers = available_cores() if _is_large(corpus) else 0
+
+    plan = {
+        "version": VERSION,
+        "source": corpus.name,
+        **corpus.identity,
+        "tokenizer": f"bpe {vocab_size}" if made is None else _content_hash(made),
+        "validation_fraction": validation_fraction,
+        "validation_tokens": validation_tokens,
+        "shard_tokens": shard_tokens,
+        "save_text": writer.SAVE_TEXT,  # the sha256 of the text depends on it
+    }
+    with staging(out, plan) as staged:
+        folder = staged.folder
+        if staged.saved is None:
+            made = made or _train(corpus, vocab_size, validation_fraction, progress)
+            save_tokenizer(made, folder / "tokenizer")
+        else:
+            made = load_tokenizer(folder / "tokenizer")
+        if _is_large(corpus):
+            _announce(corpus, made, staged, progress)
+        hold_out = (
+            partial(HashSplit, validation_fraction)
+            if validation_tokens is None
+            else partial(LeadingSplit, validation_tokens)
+        )
+        written = writer.write_shards(
+            corpus, _encoder_settings(made), staged, hold_out, shard_tokens, workers, progress
+        )
+        index = _index(corpus, made, written)
+        index["tokenizer_sha256"] = tokenizer_hash(folder / "tokenizer")
+        index["facts"]["tokenizer"] = _tokenizer_name(tokenizer)
+        write_text(folder / "index.json", json.dumps(index, indent=2) + "\n")
+    data = PreparedData.open(out)
+    if tokenizer == "bpe" and data.vocab_size < vocab_size:
+        warnings.warn(
+            f"{corpus.name}: the text gives {data.vocab_size} of the {vocab_size} vocabulary entries", stacklevel=2
+        )
+    return data
+
+
+def _check(
+    out: Path,
+    validation_fraction: float | None,
+    validation_tokens: int | None,
+    shard_tokens: int,
+    workers: int | None,
+    tokenizer: str,
+    vocab_size: int,
+) -> None:
+    if validation_fraction is not None and validation_tokens is not None:
+        raise InputError("expected validation_fraction or validation_tokens, got both; leave one out")
+    between = validation_fraction is None or 0 < validation_fraction < 1
+    require(between, "validation_fraction", "a number between 0 and 1", validation_fraction)
+    require(validation_tokens is None or validation_tokens >= 2, "validation_tokens", "at least 2", validation_tokens)
+    if validation_tokens is not None and tokenizer == "bpe":
+        raise InputError(
+            "validation_tokens: a BPE trained here must not see the held-out text, which is counted in its tokens; "
+            "give another tokenizer, or validation_fraction"
+        )
+    if tokenizer == "bpe":
+        check_vocab_size(vocab_size)
+    require(shard_tokens >= 1, "shard_tokens", "at least 1", shard_tokens)
+    fits = workers is None or 0 <= workers <= MOST_WORKERS
+    require(fits, "workers", f"0 to {MOST_WORKERS} (0: no other process)", workers)
+    new_folder(out)
+
+
+def _is_large(corpus: Corpus) -> bool:
+    return not corpus.local or corpus.size >= writer.SAVE_TEXT
+
+
+def _content_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    return hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()}\0{tokenizer.eos_token}".encode()).hexdigest()
+
+
+def _tokenizer_name(tokenizer: str) -> str:
+    if tokenizer in ("bpe", "byte", "gpt2") or tokenizer.startswith("hf:"):
+        return tokenizer
+    return Path(tokenizer).resolve().name
+
+
+def _train(corpus: Corpus, vocab_size: int, validation_fraction: float, progress: bool) -> PreTrainedTokenizerFast:
+    with text_progress("tokenizer", corpus.size, 0, progress) as advance:
+        documents = split_documents(_watched(corpus, advance), validation_fraction)
+        training = (document.text for split, document in documents if split == "train")
+        if corpus.local:
+            chosen = islice(training, 0, None, -(-corpus.size // BPE_TEXT))
+        else:
+            chosen = _leading(training, BPE_TEXT)
+        return train_bpe(chosen, vocab_size)
+
+
+def _announce(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, staged: Staging, progress: bool) -> None:
+    """Say how much disk the tokens need, estimated from the beginning of the text; refuse if there is less."""
+    texts = [text.encode() for text in _leading((document.text for document in corpus), writer.ENCODE_TEXT)]
+    lengths = Encoder(*_encoder_settings(tokenizer))(texts).lengths
+    width = DTYPES[_dtype(tokenizer)].itemsize
+    free = shutil.disk_usage(staged.folder).free
+    written = staged.tokens * width
+    need = max(corpus.size * int(lengths.sum()) / sum(map(len, texts)) * width, written)
+    if not corpus.size:
+        size = f"its size is not known; each billion tokens takes {size_text(width * 10**9)}"
+    else:
+        start = f", {size_text(written)} of it written" if written else ""
+        size = f"about {need / width:,.0f} tokens, {size_text(need)} on the disk{start}"
+    if progress:
+        say(f"prepare: {corpus.name}: {size}, {size_text(free)} are free")
+    if corpus.size and need - written > free:
+        raise InputError(
+            f"{staged.out}: needs about {size_text(need - written)} of disk, {size_text(free)} are free; "
+            "give another disk or less text"
+        )
+
+
+def _dtype(tokenizer: PreTrainedTokenizerFast) -> str:
+    return "uint16" if vocabulary(tokenizer) <= 65536 else "uint32"
+
+
+def _encoder_settings(tokenizer: PreTrainedTokenizerFast) -> tuple[str, int, str]:
+    return tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, DTYPES[_dtype(tokenizer)].str
+
+
+def _index(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, written: writer.Written) -> dict[str, Any]:
+    parts = written.splits.values()
+    documents = sum(part.documents for part in parts)
+    for name, part in written.splits.items():
+        if part.tokens < 2:
+            raise InputError(
+                f"{corpus.name}: too small: of {documents} document(s) nothing is left for {name}; give more text"
+            )
+    splits = {
+        name: {
+            "documents": part.documents,
+            "bytes": part.bytes,
+            "tokens": part.tokens,
+            "shards": [shard._asdict() for shard in part.shards],
+        }
+        for name, part in written.splits.items()
+    }
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": _dtype(tokenizer),
+        "vocab_size": vocabulary(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "splits": splits,
+        "facts": {
+            "source": corpus.name,
+            **corpus.facts,
+            "sha256": written.sha256,
+            "documents": documents,
+            "bytes": sum(part.bytes for part in parts),
+            "tokens": sum(part.tokens for part in parts),
+            "train_tokens": written.splits["train"].tokens,
+            "validation_tokens": written.splits["validation"].tokens,
+            **written.held_out,
+            "vocab_size": vocabulary(tokenizer),
+        },
+    }
+
+
+def _leading(texts: Iterable[str], size: int) -> Iterator[str]:
+    """Yield the first texts, until they have `size` bytes."""
+    for text in texts:
+        yield text
+        size -= len(text.encode())
+        if size <= 0:
+            return
+
+
+def _watched(documents: Iterable[Document], advance: Callable[[int], None]) -> Iterator[Document]:
+    for document in documents:
+        yield document
+        advance(document.size)

@@ -1,0 +1,261 @@
+"""Tokens on disk: `PreparedData` opens a folder that `prepare` wrote, `Tokens` reads from it.
+
+    index.json               format version, dtype, vocabulary, every shard with its tokens and sha256, facts
+    tokenizer/               loadable by transformers.AutoTokenizer
+    train-00000.bin ...      token ids, little-endian uint16 (uint32 for more than 65536 entries), nothing else
+    validation-00000.bin ...
+
+Each document is followed by the end-of-text token.
+"""
+
+import bisect
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from residua.errors import InputError, RunError, extra
+from residua.lab.data.split import Split
+from residua.lab.data.tokenizer import SavedTokenizer, saved_vocabulary, tokenizer_fingerprint, tokenizer_hash
+from residua.records.reading import file_inside, read_json
+
+with extra("lab"):
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
+
+FORMAT = "residua tokens"
+VERSION = 1
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+VERIFY_ON_OPEN = 64_000_000
+"""Bytes of shards up to which `PreparedData.open` also verifies their content."""
+OPEN_SHARDS = 256
+"""Shards that are open at a time; each holds a file descriptor."""
+
+
+class Shard(NamedTuple):
+    """A file in the folder, the number of its tokens, and the sha256 of its content."""
+
+    file: str
+    tokens: int
+    sha256: str
+
+
+class Tokens:
+    """The token ids of one split, read from its shards as they are needed.
+
+    `len(tokens)` is their number, `tokens.window(start, length)` an int64 array of consecutive ones. Reads are plain
+    ones, not memory maps: a shard that is cut or unreadable while training raises RunError instead of killing the
+    process.
+    """
+
+    def __init__(self, folder: Path, shards: Sequence[Shard], dtype: np.dtype, vocab_size: int):
+        self.folder = folder
+        self.shards = tuple(shards)
+        self.dtype = dtype
+        self.vocab_size = vocab_size
+        self._starts = [0]
+        for shard in self.shards:
+            self._starts.append(self._starts[-1] + shard.tokens)
+        self._files: dict[int, FileIO] = {}
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_files": {}}
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        """Return the ids of tokens start, ..., start + length - 1, across shards.
+
+        Raises IndexError beyond the ends, InputError for an id outside the vocabulary, RunError for unreadable shards.
+        """
+        if not 0 <= start <= start + length <= len(self):
+            raise IndexError(f"tokens {start} to {start + length} of {len(self)}")
+        window = np.empty(length, dtype=np.int64)
+        number = bisect.bisect_right(self._starts, start) - 1
+        done = 0
+        while done < length:
+            offset = start + done - self._starts[number]
+            part = self._read(number, offset, min(length - done, self.shards[number].tokens - offset))
+            window[done : done + len(part)] = part
+            done += len(part)
+            number += 1
+        if window.max(initial=0) >= self.vocab_size:
+            raise InputError(
+                f"{self.folder}: token id {window.max()} near token {start} is outside the vocabulary of "
+                f"{self.vocab_size}: the shard was edited or damaged, prepare the data again"
+            )
+        return window
+
+    def _read(self, number: int, start: int, length: int) -> np.ndarray:
+        path = self.folder / self.shards[number].file
+        width = self.dtype.itemsize
+        try:
+            if hasattr(os, "pread"):  # takes the offset with it, so that threads and forks can share the file
+                content = os.pread(self._file(number).fileno(), length * width, start * width)
+                part = np.frombuffer(content, self.dtype, len(content) // width)
+            else:
+                part = np.fromfile(path, self.dtype, length, offset=start * width)
+        except OSError as error:
+            raise RunError(f"{path}: the shard can no longer be read: {error}") from error
+        if len(part) < length:
+            raise RunError(f"{path}: the shard was cut after it was opened; restore it or prepare the data again")
+        return part
+
+    def _file(self, number: int) -> FileIO:
+        if number not in self._files:
+            if len(self._files) == OPEN_SHARDS:
+                self._files.pop(next(iter(self._files)))
+            self._files[number] = FileIO(self.folder / self.shards[number].file)
+        return self._files[number]
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A folder that `prepare` wrote.
+
+    `vocab_size` and `eos_token_id` are the tokenizer's. `fingerprint` is a sha256 over everything that determines the
+    tokens: training on two folders with the same fingerprint gives the same model. `facts` describe the data in the
+    records of a run, with the fingerprints of tokens and tokenizer. `validation_bytes` is the length of the validation
+    text in UTF-8, for bits per byte.
+    """
+
+    folder: Path
+    vocab_size: int
+    eos_token_id: int
+    fingerprint: str
+    facts: dict[str, Any]
+    train: Tokens
+    validation: Tokens
+    validation_bytes: int
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> "PreparedData":
+        """Open a prepared folder after checking it: shards of up to `VERIFY_ON_OPEN` bytes whole, larger ones by size.
+
+        Raises InputError if a file is missing, cut, edited or of another format.
+        """
+        folder = Path(folder)
+        index = _read_index(folder)
+        try:
+            dtype = DTYPES[index["dtype"]]
+            vocab_size, eos_token_id = _count(index["vocab_size"]), _count(index["eos_token_id"])
+            shards = {
+                split: [_shard(folder, **described) for described in index["splits"][split]["shards"]]
+                for split in get_args(Split)
+            }
+            validation_bytes = _count(index["splits"]["validation"]["bytes"])
+            expected_tokenizer = index["tokenizer_sha256"]
+            facts = dict(index["facts"])
+        except InputError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"{folder / 'index.json'}: damaged ({error!r}); prepare the data again") from None
+
+        if vocab_size - 1 > np.iinfo(dtype).max:
+            raise InputError(f"{folder}: a vocabulary of {vocab_size} does not fit shards of {index['dtype']}")
+        if eos_token_id >= vocab_size:
+            raise InputError(f"{folder}: end of text {eos_token_id} is outside the vocabulary of {vocab_size}")
+        try:
+            tokenizer = tokenizer_hash(folder / "tokenizer")
+        except OSError as error:
+            raise InputError(f"{folder}: its tokenizer cannot be read: {error}; prepare the data again") from None
+        if tokenizer != expected_tokenizer:
+            raise InputError(f"{folder}: tokenizer/ is not the one that made the tokens; prepare the data again")
+        if (found := saved_vocabulary(folder / "tokenizer")) != (vocab_size, eos_token_id):
+            raise InputError(
+                f"{folder}: index.json says vocabulary {vocab_size} and end of text {eos_token_id}, tokenizer/ has "
+                f"{found[0]} and {found[1]}; prepare the data again"
+            )
+
+        content = [VERSION, index["dtype"], vocab_size, eos_token_id, tokenizer]
+        content += [[split, [shard[1:] for shard in shards[split]]] for split in shards]
+        fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        own = tokenizer_fingerprint(vocab_size, eos_token_id, tokenizer)
+        fingerprints = {"fingerprint": fingerprint, "tokenizer_fingerprint": own}
+        data = cls(
+            folder=folder,
+            vocab_size=vocab_size,
+            eos_token_id=eos_token_id,
+            fingerprint=fingerprint,
+            facts=facts | fingerprints,
+            train=Tokens(folder, shards["train"], dtype, vocab_size),
+            validation=Tokens(folder, shards["validation"], dtype, vocab_size),
+            validation_bytes=validation_bytes,
+        )
+        if data._check_sizes() <= VERIFY_ON_OPEN:
+            data.verify()
+        return data
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return SavedTokenizer.open(self.folder / "tokenizer").load()
+
+    def verify(self) -> None:
+        """Read every shard. Raises InputError if a sha256 or a token id is wrong."""
+        for tokens in (self.train, self.validation):
+            for shard in tokens.shards:
+                _verify(self.folder / shard.file, shard, tokens.dtype, self.vocab_size)
+
+    def _check_sizes(self) -> int:
+        total = 0
+        for tokens in (self.train, self.validation):
+            for shard in tokens.shards:
+                path, expected = self.folder / shard.file, shard.tokens * tokens.dtype.itemsize
+                try:
+                    size = path.stat().st_size
+                except OSError as error:
+                    raise InputError(f"{path}: missing shard ({error.strerror}); prepare the data again") from None
+                if size != expected:
+                    raise InputError(f"{path}: expected {expected} bytes, got {size}; prepare the data again")
+                total += size
+        return total
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    path = folder / "index.json"
+    if not path.exists():
+        raise InputError(f"{folder}: no prepared data here (no index.json); make it with `residua prepare`")
+    try:
+        index = read_json(path)
+    except InputError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise InputError(f"{path}: not a readable index ({reason}); prepare the data again") from error
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise InputError(f"{path}: not an index of prepared data; make one with `residua prepare`")
+    if index.get("version") != VERSION:
+        raise InputError(f"{path}: expected format {VERSION}, got {index.get('version')}; prepare the data again")
+    return index
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"expected a count, got {value!r:.50}")
+    return value
+
+
+def _shard(folder: Path, file: Any, tokens: Any, sha256: Any) -> Shard:
+    if not isinstance(sha256, str):
+        raise TypeError(f"expected a sha256, got {sha256!r:.50}")
+    return Shard(file_inside(folder, file).name, _count(tokens), sha256)
+
+
+def _verify(path: Path, shard: Shard, dtype: np.dtype, vocab_size: int) -> None:
+    digest, largest = hashlib.sha256(), 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(16 * 2**20):
+                digest.update(chunk)
+                largest = max(largest, np.frombuffer(chunk, dtype).max())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    if largest >= vocab_size:
+        problem = f"token id {largest} is outside the vocabulary of {vocab_size}"
+    elif digest.hexdigest() != shard.sha256:
+        problem = "its sha256 is not the one in index.json"
+    else:
+        return
+    raise InputError(f"{path}: {problem}: it was edited or damaged, prepare the data again")

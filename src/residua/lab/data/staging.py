@@ -1,0 +1,136 @@
+"""The folder in which a preparation is written, beside its place, until it is whole.
+
+While a large text is prepared, progress.json in it says what is safely on the disk.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from residua.errors import InputError, RunError
+from residua.records.durable import remove, sync, write_text
+from residua.records.folder import LOCK, hold
+from residua.records.progress import say
+from residua.records.reading import read_json
+
+PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True)
+class SplitState:
+    """The documents of a split that are on the disk, and the sha256 of its whole shards."""
+
+    documents: int
+    bytes: int
+    tokens: int
+    sha256: list[str]
+
+
+@dataclass(frozen=True)
+class State:
+    """The part of a text that is on the disk.
+
+    documents: their number, with the ones left out.
+    size: the share of `Corpus.size` that they complete.
+    text_sha256: hashes of the text between two saved states.
+    choice: the state of the `HashSplit` or `LeadingSplit`.
+    """
+
+    documents: int
+    size: int
+    text_sha256: list[str]
+    choice: dict[str, Any]
+    splits: dict[str, SplitState]
+
+
+def damaged(path: Path) -> InputError:
+    return InputError(f"{path}: part of an unfinished preparation is damaged or gone; remove {path.parent}")
+
+
+class Staging:
+    """The folder that becomes `out`. `saved` is the state in its progress.json, None without one."""
+
+    def __init__(self, out: Path, folder: Path, plan: dict[str, Any], saved: State | None):
+        self.out, self.folder, self.plan, self.saved = out, folder, plan, saved
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that `saved` keeps."""
+        return sum(split.tokens for split in self.saved.splits.values()) if self.saved else 0
+
+    def save(self, state: State) -> None:
+        write_text(self.folder / PROGRESS, json.dumps({"plan": self.plan, **asdict(state)}))
+        self.saved = state
+
+    def kept(self) -> str:
+        if self.saved is None:
+            return "nothing was kept, prepare the data again"
+        return f"{self.tokens:,} tokens are kept in {self.folder}: the same command continues from there"
+
+
+@contextmanager
+def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
+    """Yield a folder to write into, which becomes `out` if all goes well; otherwise it stays if it holds progress.
+
+    What an earlier preparation with the same `plan` left is taken up again. Raises InputError if it has another plan,
+    another process is preparing `out`, or `out` cannot be made; RunError if writing fails.
+    """
+    folder = out.with_name(f".{out.name}.preparing")
+    if folder.is_symlink():
+        raise InputError(f"{folder}: must be a folder, got a link; remove it")
+    with hold(folder, own=None):
+        staged = Staging(out, folder, plan, _read_state(folder, plan))
+        try:
+            if staged.saved is None:
+                for path in folder.iterdir():
+                    if path.name != LOCK:
+                        remove(path)
+            yield staged
+            for path in folder.rglob("*"):
+                if path.is_file():
+                    sync(path)
+            os.replace(folder, out)
+            for name in (PROGRESS, LOCK):
+                (out / name).unlink(missing_ok=True)
+            staged.saved = None
+            sync(out.parent)
+        except OSError as error:
+            raise RunError(f"{out}: writing failed: {error.strerror}; {staged.kept()}") from error
+        except (InputError, RunError) as error:
+            if staged.saved is None:
+                raise
+            raise type(error)(f"{error}; {staged.kept()}") from error
+        except KeyboardInterrupt:
+            if staged.saved is not None:
+                say(f"prepare: {staged.kept()}")
+            raise
+        finally:
+            if staged.saved is None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_state(folder: Path, plan: dict[str, Any]) -> State | None:
+    """Return the state that an earlier preparation left, if there is one. Raises InputError if its plan is another."""
+    path = folder / PROGRESS
+    if not path.exists():
+        return None
+    try:
+        saved = read_json(path)
+        before = saved.pop("plan")
+        splits = {name: SplitState(**split) for name, split in saved.pop("splits").items()}
+        state = State(**saved, splits=splits)
+        differing = [key for key in before | plan if before.get(key) != plan.get(key)]
+    except (InputError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(path) from error
+    if differing:
+        what = ", ".join(f"{key} {before.get(key)} there, {plan.get(key)} here" for key in differing)
+        raise InputError(
+            f"{folder}: an unfinished preparation with other settings or another text ({what}); give the same to "
+            "continue it, or remove that folder"
+        )
+    return state

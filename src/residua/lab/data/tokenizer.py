@@ -1,0 +1,186 @@
+"""Tokenizers: a byte-level BPE trained on the corpus, plain bytes, or the user's own.
+
+Each is a `PreTrainedTokenizerFast` with one special token, the end of a text, which also pads (on the left). The
+trained and the byte tokenizer reproduce every Unicode text exactly.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from residua.errors import InputError, extra, first_line
+from residua.lab.data.hub import download_tokenizer
+from residua.records.durable import remove, unfinished
+from residua.records.reading import read_json, read_json_files
+
+with extra("lab"):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_BPE = 257
+"""256 bytes and the end of text."""
+LARGEST_BPE = 1_000_000
+"""Beyond every tokenizer in use. The trainer reserves memory for the whole vocabulary, and aborts if there is none."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+"""What `save_tokenizer` writes."""
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of at most `vocab_size` entries, including the end of text (id 0) and the 256 bytes.
+
+    The same texts in the same order give the same tokenizer. A text with few repetitions gives fewer entries. Raises
+    InputError for a `vocab_size` that a BPE cannot have.
+    """
+    check_vocab_size(vocab_size)
+    tokenizer = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _with_end_of_text(tokenizer, END_OF_TEXT)
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    if vocab_size < SMALLEST_BPE:
+        raise InputError(f"vocab_size: a BPE needs at least {SMALLEST_BPE} (bytes and end of text), got {vocab_size}")
+    if vocab_size > LARGEST_BPE:
+        raise InputError(f"vocab_size: expected at most {LARGEST_BPE:,}, got {vocab_size}; give a smaller one")
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer of UTF-8 bytes: the id of a token is the byte itself, 256 is the end of text."""
+    # ByteLevel writes a printable byte as the character of that code and the n-th other byte as character 256 + n.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    tokenizer = _byte_level(models.BPE(vocab=vocab | {END_OF_TEXT: 256}, merges=[]))
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return _with_end_of_text(tokenizer, END_OF_TEXT)
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
+    """Load the tokenizer that transformers saved in `folder`, or "gpt2" or "hf:OWNER/NAME[@REVISION]" from the hub.
+
+    It needs an end-of-text (eos) token, which then also pads. A tokenizer of the hub is downloaded once. Raises
+    InputError if there is no such tokenizer or it cannot be used, RunError if the hub does not answer.
+    """
+    if isinstance(folder, str) and (folder == "gpt2" or folder.startswith("hf:")):
+        folder = download_tokenizer(folder)
+    folder = Path(folder)
+    try:
+        if "tokenizer.json" not in read_json_files(folder):
+            raise InputError(f"found no {folder / 'tokenizer.json'}")
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        raise InputError(
+            f"tokenizer: expected bpe, byte or a folder with tokenizer.json, got {folder}: {first_line(error)} "
+            "(from the hub: gpt2 or hf:OWNER/NAME)"
+        ) from error
+    if loaded.eos_token is None:
+        raise InputError(f"tokenizer {folder}: no eos_token to separate documents; set one and save it again")
+    return _with_end_of_text(loaded.backend_tokenizer, loaded.eos_token)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a folder that AutoTokenizer reads, the same to the byte with every version of transformers."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.pad_token,
+        "padding_side": tokenizer.padding_side,
+        "clean_up_tokenization_spaces": False,
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(pretty=True), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """Return the sha256 of a saved tokenizer. Raises OSError."""
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the largest id plus one: with gaps between the ids this is more than the number of entries."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def saved_vocabulary(folder: Path) -> tuple[int, int | None]:
+    """Return `vocabulary` and the id of the end of text of a saved tokenizer, faster than loading it.
+
+    Raises InputError if it is damaged.
+    """
+    try:
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        end_of_text = read_json(folder / "tokenizer_config.json")["eos_token"]
+        return max(backend.get_vocab().values()) + 1, backend.token_to_id(end_of_text)
+    except Exception as error:  # tokenizers raises Exception itself for content that it cannot use
+        reason = first_line(error)
+        raise InputError(f"{folder}: not a readable tokenizer ({reason}); prepare the data again") from None
+
+
+@dataclass(frozen=True)
+class SavedTokenizer:
+    """A tokenizer that `save_tokenizer` wrote, checked but not loaded.
+
+    `vocab_size` is the largest id plus one. `fingerprint` is a sha256 over all that decides how text becomes tokens and
+    where a text ends.
+    """
+
+    folder: Path
+    vocab_size: int
+    eos_token_id: int
+    fingerprint: str
+
+    @classmethod
+    def open(cls, folder: Path) -> "SavedTokenizer":
+        """Raises InputError if it is damaged or has no end of text."""
+        size, end_of_text = saved_vocabulary(folder)
+        if end_of_text is None:
+            raise InputError(f"{folder}: expected a tokenizer with its end of text, found another one")
+        return cls(folder, size, end_of_text, tokenizer_fingerprint(size, end_of_text, tokenizer_hash(folder)))
+
+    def load(self) -> PreTrainedTokenizerFast:
+        """Load it from its own files: no class that they name changes what it does."""
+        backend = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        return _with_end_of_text(backend, backend.id_to_token(self.eos_token_id))
+
+
+def tokenizer_fingerprint(vocab_size: int, eos_token_id: int, sha256: str) -> str:
+    """Return the fingerprint of a tokenizer with this `tokenizer_hash`."""
+    return hashlib.sha256(json.dumps([vocab_size, eos_token_id, sha256]).encode()).hexdigest()
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy a saved tokenizer to `folder` in one step; what was there is replaced. Raises OSError."""
+    remove(folder)
+    with unfinished(folder) as temporary:
+        for name in TOKENIZER_FILES:
+            (temporary / name).write_bytes((source / name).read_bytes())
+
+
+def _byte_level(model: models.Model) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _with_end_of_text(tokenizer: Tokenizer, end_of_text: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=end_of_text,
+        pad_token=end_of_text,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,112 @@
+"""The demonstration of what ResBench found: three schemes on the same tokens, each with its tuned settings."""
+
+import importlib
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from residua.errors import extra
+from residua.lab.evaluation.compare import Comparison, compare
+from residua.lab.evaluation.generate import complete
+from residua.lab.evaluation.plots import draw
+from residua.lab.experiment import open_or_prepare, open_run, run
+from residua.lab.explorer import write_page
+from residua.lab.explorer.collect import collect, page_of
+from residua.lab.training import RunConfig, load_config
+from residua.records.jobs import Job, Records, run_jobs
+from residua.records.progress import say
+
+RECIPES = {"residual": "nano", "ddl-tc": "nano-ddl-tc", "residual-tc": "nano-residual-tc"}
+"""The recipe of each run. They differ only in the connection and in what was tuned for it."""
+PROMPT = "The function returns"
+SAMPLE_TOKENS = 80
+PAGE = "explorer.html"
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """The comparison, the paths of its pictures and of the explorer's page about the runs, and the text that each model
+    writes after `PROMPT`.
+    """
+
+    comparison: Comparison
+    pictures: list[Path]
+    page: Path
+    texts: dict[str, str]
+
+
+def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
+    """Train whatever is not trained yet into `out`, and compare.
+
+    Args:
+        out: a folder. Runs that were begun resume; finished ones stay as they are.
+        steps: training steps of each run, with warmup and evaluations moved in proportion; None as in the recipes.
+
+    Raises:
+        InputError: `out` holds runs with other settings.
+        RunError: a run failed.
+        KeyboardInterrupt: the runs were interrupted; their work is saved.
+    """
+    out = Path(out)
+    with extra("lab"):  # before minutes are spent on what it will show
+        importlib.import_module("plotly")
+    runs = train_side_by_side(out, steps)
+    comparison = compare(runs)
+    page = write_page(out / PAGE, *page_of(*collect(runs)))
+    return Demonstration(comparison, draw(comparison, out), page, dict(_texts(out)))
+
+
+def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
+    """Train the runs of `demonstrate`, each in a process of one thread; return their folders."""
+    configs = {name: shortened(load_config(recipe), steps) for name, recipe in RECIPES.items()}
+    data = open_or_prepare(configs["residual"].data, out / "data", progress=True)
+    jobs = []
+    for name, config in configs.items():
+        config = replace(config, data=replace(config.data, path=str(data.folder)))
+        jobs.append(Job(name, _train, (config, out / name), config.train.steps))
+    say(f"training {len(jobs)} models side by side: {', '.join(configs)}")
+    with tempfile.TemporaryDirectory() as folder, Records(Path(folder) / "runs.jsonl", lambda row: row["run"]) as done:
+        run_jobs(jobs, done, processes=len(jobs))
+    return [out / name for name in configs]
+
+
+def _train(config: RunConfig, folder: Path, *, place: Any, report: Callable[[int], None]) -> dict[str, Any]:
+    """Train one run to its end, or until the demonstration is interrupted, which closes the pipe of `report`."""
+    listening = True
+
+    def tell(step: int) -> None:
+        nonlocal listening
+        try:
+            if listening:
+                report(step)
+        except OSError:
+            listening = False
+            signal.raise_signal(signal.SIGTERM)  # training saves its state and ends
+
+    if run(config, folder, resume=(folder / "config.yaml").is_file(), progress=tell)["interrupted"]:
+        raise KeyboardInterrupt
+    return {"run": folder.name}
+
+
+def shortened(config: RunConfig, steps: int | None) -> RunConfig:
+    """Return the same run with `steps` steps; warmup, evaluations and checkpoints keep their proportion to it."""
+    if steps is None:
+        return config
+    scaled = {
+        name: max(1, round(getattr(config.train, name) * steps / config.train.steps))
+        for name in ("evaluate_every", "checkpoint_every")
+    }
+    warmup = config.train.warmup_steps * steps // config.train.steps
+    return replace(config, train=replace(config.train, steps=steps, warmup_steps=warmup, **scaled))
+
+
+def _texts(out: Path) -> Iterator[tuple[str, str]]:
+    for name in RECIPES:
+        opened = open_run(out / name)
+        written = complete(
+            opened.model, opened.tokenizer, PROMPT, max_new_tokens=SAMPLE_TOKENS, min_new_tokens=SAMPLE_TOKENS
+        )
+        yield name, PROMPT + written

@@ -1,0 +1,137 @@
+"""Generate text after a prompt."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from residua.conversion.opening import context_of
+from residua.errors import InputError, extra
+from residua.models.evaluating import evaluating
+
+with extra("lab"):
+    from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
+
+if TYPE_CHECKING:
+    from transformers import GenerationMixin, PreTrainedTokenizerBase
+
+DEFAULT_NEW_TOKENS = 200
+
+
+def complete(
+    model: "GenerationMixin",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str,
+    *,
+    max_new_tokens: int | None = None,
+    min_new_tokens: int = 0,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    top_k: int = 0,
+    greedy: bool = False,
+    seed: int = 0,
+    on_text: Callable[[str], None] | None = None,
+) -> str:
+    """Continue `prompt` until the end-of-text token or `max_new_tokens`; return the new text without the prompt.
+
+    The arguments decide alone: what the model's own generation_config says has no effect.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: the tokenizer it was trained with.
+        prompt: the text to continue; an empty one starts a new document, after an end-of-text token.
+        max_new_tokens: upper limit; None means 200, or fewer if the model's context ends before.
+        min_new_tokens: number of tokens before the end-of-text token is allowed.
+        temperature: divides the logits, above 0; lower is more predictable.
+        top_p: sample among the most probable tokens that together reach this probability, in (0, 1]; 1 is all.
+        top_k: sample among the k most probable tokens; 0 is all.
+        greedy: always take the most probable token; temperature, top_p, top_k and seed then have no effect.
+        seed: seed of the sampling. The global random state of PyTorch does not change.
+        on_text: called with each piece of new text as soon as it is final, to stream the output.
+
+    Raises:
+        InputError: a setting is out of range, prompt and new tokens do not fit into the model's context, or the model
+            computes no probabilities.
+    """
+    _check(temperature, top_p, top_k)
+    tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
+    if None in tokens:
+        raise InputError("prompt: expected a text, since this tokenizer has no end-of-text token, got an empty one")
+    context = context_of(model) or sys.maxsize
+    room = context - len(tokens)
+    if max_new_tokens is None:
+        max_new_tokens = min(DEFAULT_NEW_TOKENS, room)
+    elif max_new_tokens < 1:
+        raise InputError(f"expected max_new_tokens of at least 1, got {max_new_tokens}")
+    if min_new_tokens > max_new_tokens:
+        raise InputError(f"expected min_new_tokens of at most max_new_tokens ({max_new_tokens}), got {min_new_tokens}")
+    if max_new_tokens > room or room < 1:
+        raise InputError(
+            f"expected prompt and new text within the model's {context} positions, got "
+            f"{len(tokens)} + {max(max_new_tokens, 1)} tokens: shorten the prompt or ask for fewer new tokens"
+        )
+
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        do_sample=not greedy,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        # A model may have more rows than the tokenizer has tokens; the other rows were never trained.
+        suppress_tokens=list(range(len(tokenizer), model.config.get_text_config().vocab_size)) or None,
+        **({} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k}),
+    )
+    input_ids = torch.tensor([tokens], device=model.device)
+    with evaluating(model), _alone(model):
+        torch.manual_seed(seed)
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([_Numbers()]),
+            streamer=None if on_text is None else _Pieces(tokenizer, on_text),
+        )
+    return tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
+
+
+@contextmanager
+def _alone(model: "GenerationMixin") -> Iterator[None]:
+    """Keep the model's own generation settings out: transformers fills what a call leaves open with them."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _check(temperature: float, top_p: float, top_k: int) -> None:
+    if not temperature > 0:
+        raise InputError(f"expected a temperature above 0, got {temperature}: for the most probable text use greedy")
+    if not 0 < top_p <= 1:
+        raise InputError(f"expected top_p in (0, 1], got {top_p}")
+    if top_k < 0:
+        raise InputError(f"expected top_k of at least 0 (0: all tokens), got {top_k}")
+
+
+class _Numbers(LogitsProcessor):
+    """Raise InputError for logits that are no numbers: a text would be made of them all the same."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if (scores.isnan() | (scores == torch.inf)).any():
+            raise InputError("expected a model that computes numbers, got logits that are NaN or infinite")
+        return scores
+
+
+class _Pieces(TextStreamer):
+    """Pass each finished piece of text to a callback instead of printing it."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", on_text: Callable[[str], None]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.on_text(text)

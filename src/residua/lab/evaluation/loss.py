@@ -1,0 +1,142 @@
+"""The loss on held-out text: nats per token, also of repeated pairs alone, perplexity, and bits per byte."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from residua.errors import InputError
+from residua.models.evaluating import evaluating
+
+IGNORED_LABEL = -100
+COPYING = 1.5
+"""Nats by which repeated labels are predicted better than all others by a model that looks up earlier pairs. At their
+ends the runs of experiments/resbench/repeats.jsonl that do have a lead of 1.9 and more, the others of 0.8."""
+
+
+def repeated(inputs: Tensor, labels: Tensor) -> Tensor:
+    """Return where the pair (inputs[t], labels[t]) stands earlier in its row: (batch, seq) of bool.
+
+    Such a label can be predicted by looking up what followed the same token before, as induction heads do (Olsson et
+    al. 2022, arXiv 2209.11895). Ignored labels are never repeated.
+    """
+    valid = labels != IGNORED_LABEL
+    pairs = inputs * (2 + int(labels.max())) + (labels + 1).where(valid, 0)
+    ordered, places = pairs.sort(dim=-1, stable=True)  # so that the first of equal pairs comes first
+    again = torch.zeros_like(valid)
+    again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    return torch.zeros_like(valid).scatter_(1, places, again) & valid
+
+
+def transition(points: Sequence[tuple[int, float, float]]) -> float | None:
+    """Return the step at which a model began to look up earlier pairs; None if it did not.
+
+    points: steps with the losses on repeated and on other labels. It is the first crossing of `COPYING` by their
+    difference, on the line between two evaluations.
+    """
+    before: tuple[int, float] | None = None
+    for step, again, other in points:
+        lead = other - again
+        if lead >= COPYING:
+            if before is None:
+                return float(step)
+            return before[0] + (step - before[0]) * (COPYING - before[1]) / (lead - before[1])
+        before = step, lead
+    return None
+
+
+def shard_batches(batches: Iterable[tuple[Tensor, Tensor]], rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield every `size`-th batch, starting at `rank`: the shard of one process among several.
+
+    All shards are equally long, because the ranks of a sharded model must run it together: a shard that has no batch
+    left gets another rank's batch with every label ignored.
+    """
+    remaining = iter(batches)
+    while found := list(islice(remaining, size)):
+        if rank < len(found):
+            yield found[rank]
+        else:
+            inputs, labels = found[0]
+            yield inputs, torch.full_like(labels, IGNORED_LABEL)
+
+
+def held_out_loss(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    bytes: int | None = None,
+    gather: Callable[[Any], list[Any]] = lambda own: [own],
+) -> dict[str, float]:
+    """Return the mean cross-entropy of a causal language model over all labels of `batches`.
+
+    Args:
+        model: called as `model(input_ids=inputs, use_cache=False)`; its result has `logits` (batch, seq, vocab_size).
+        batches: pairs (inputs, labels) of int64 tensors (batch, seq); `labels[:, t]` is the token after
+            `inputs[:, t]` (already aligned), -100 where there is none.
+        bytes: the length of the same text in UTF-8 bytes, for the loss in bits per byte, which can be compared
+            between tokenizers, unlike the loss per token.
+        gather: if several processes measure their shards of the batches (`shard_batches`), returns the values of all.
+
+    Returns:
+        `val_loss` (nats per token), `perplexity` (its exponential), `bits_per_byte` (only with `bytes`) and `tokens`
+        (the number of labels); `repeated_loss` and `other_loss`, the losses on labels that are `repeated` and on all
+        others, and `repeated_share`, the share of the former, if there are labels of both kinds.
+
+        All tokens have the same weight in any split into batches. The sum over the batches is rounded once, in float64,
+        so that it does not depend on the number of processes.
+
+    Raises:
+        InputError: `batches` holds no label, or `bytes` is not positive.
+    """
+    if bytes is not None and bytes < 1:
+        raise InputError(f"expected the number of bytes of the held-out text (at least 1), got {bytes}")
+    device = next(model.parameters()).device
+    measured, repeats = [], []
+    tokens = repeated_tokens = 0
+    with evaluating(model):
+        for inputs, labels in batches:
+            logits = model(input_ids=inputs.to(device), use_cache=False).logits
+            losses = cross_entropy(
+                logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
+                labels.to(device).flatten(),
+                ignore_index=IGNORED_LABEL,
+                reduction="none",
+            )
+            measured.append(losses.sum(dtype=torch.float64).item())
+            tokens += int((labels != IGNORED_LABEL).sum())
+            again = repeated(inputs, labels)
+            repeats.append(losses[again.flatten().to(device)].sum(dtype=torch.float64).item())
+            repeated_tokens += int(again.sum())
+    shares = gather((measured, tokens, repeats, repeated_tokens))
+    tokens, repeated_tokens = sum(share[1] for share in shares), sum(share[3] for share in shares)
+    if tokens == 0:
+        raise InputError("expected held-out text of at least 2 tokens, got no label to predict: hold out more text")
+
+    nats = _total([number for share in shares for number in share[0]])
+    loss = nats / tokens
+    result = {"val_loss": loss, "perplexity": _exponential(loss)}
+    if bytes is not None:
+        result["bits_per_byte"] = nats / math.log(2) / bytes
+    if 0 < repeated_tokens < tokens:
+        repeated_nats = _total([number for share in shares for number in share[2]])
+        result["repeated_loss"] = repeated_nats / repeated_tokens
+        result["other_loss"] = (nats - repeated_nats) / (tokens - repeated_tokens)
+        result["repeated_share"] = repeated_tokens / tokens
+    return result | {"tokens": tokens}
+
+
+def _total(numbers: list[float]) -> float:
+    """Return the sum, rounded once; if a number is not finite, the plain sum."""
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+
+
+def _exponential(loss: float) -> float:
+    """Return exp(loss), or infinity if float64 overflows, so that a diverged run still reports a number."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

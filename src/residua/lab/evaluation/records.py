@@ -1,0 +1,137 @@
+"""Read a run folder: its settings, losses and speed."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_high
+from typing import Any, NamedTuple
+
+from residua.errors import InputError, fits, require
+from residua.records.folder import LOGGING_KEYS, RunFolder, read_object, read_settings
+from residua.records.jsonlines import read_metrics
+
+
+class Point(NamedTuple):
+    """A loss (nats per token) and the point in the run where it was measured."""
+
+    step: int
+    tokens: int
+    seconds: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    `settings` is the resolved configuration with dotted keys, without the seed and `LOGGING_KEYS`. If facts.json has
+    the fingerprint of the data, it replaces the data keys, so that the location of the data does not matter; nor does
+    the location of a base.
+    `tokens_per_second` is the median of the logged speeds.
+    """
+
+    folder: Path
+    seed: int
+    settings: Mapping[str, Any]
+    training: tuple[Point, ...]
+    validation: tuple[Point, ...]
+    tokens_per_second: float | None
+    parameters: int | None
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Run":
+        """Read a run folder.
+
+        Raises:
+            InputError: the folder does not hold a run, or one of its files cannot be read.
+        """
+        run = RunFolder(Path(folder))
+        for path in (run.config, run.metrics):
+            if not path.is_file():
+                raise InputError(f"expected a run folder, got {folder}, which has no {path.name}: train into it first")
+        settings = dict(_flatten(read_settings(run.config)))
+        facts = read_object(run.facts) if run.facts.is_file() else {}
+        training, validation, speeds = _read_metrics(run.metrics)
+
+        _check(run.config, settings)
+        seed = settings.pop("train.seed", 0)
+        settings = {key: value for key, value in settings.items() if key not in LOGGING_KEYS}
+        data = facts.get("data")
+        if isinstance(data, dict) and data.get("fingerprint") is not None:
+            settings = {key: value for key, value in settings.items() if not key.startswith("data.")}
+            settings["data"] = data["fingerprint"]
+        if before := [row["steps_before"] for row in facts.get("resumed", []) if "steps_before" in row]:
+            # Trained on after its last step, so its learning rate was another than that of a run of this length.
+            settings["train.steps"] = ", then ".join(dict.fromkeys(map(str, [*before, settings.get("train.steps")])))
+        if settings.get("model.base_sha256") is not None:
+            settings.pop("model.base", None)
+        # The first logged step is slow and would pull a mean down.
+        speed = median_high(speeds) if speeds else None
+        parameters = facts.get("parameters")
+        require(fits(parameters, int | None), f"{run.facts}: parameters", "a whole number or null", parameters)
+        return cls(run.path, seed, settings, training, validation, speed, parameters)
+
+    @property
+    def connection(self) -> str:
+        """The connection in short form: the name of the preset or scheme, with its options."""
+        prefix = "model.connection."
+        options = {key.removeprefix(prefix): v for key, v in self.settings.items() if key.startswith(prefix)}
+        name = options.pop("preset", None) or options.pop("scheme", None) or self.settings["model.connection"]
+        given = ", ".join(f"{option}={value}" for option, value in options.items())
+        return f"{name}({given})" if given else str(name)
+
+    @property
+    def context(self) -> int | None:
+        """The number of tokens in a sequence, of training and of validation; None where the settings do not say."""
+        return self.settings.get("train.sequence_length")
+
+    @property
+    def end(self) -> Point | None:
+        """The last logged point."""
+        return max((*self.training, *self.validation), key=lambda point: point.step, default=None)
+
+
+def _check(path: Path, settings: Mapping[str, Any]) -> None:
+    """Check the settings that name a run and group it. Raises InputError."""
+    connection = [f"model.connection{part}" for part in ("", ".preset", ".scheme")]
+    require(any(isinstance(settings.get(key), str) for key in connection), f"{path}", "a model.connection", settings)
+    for key in ("train.seed", "train.sequence_length"):
+        value = settings.get(key, 0)
+        require(type(value) is int, f"{path}: {key}", "a whole number", value)
+
+
+def _read_metrics(path: Path) -> tuple[tuple[Point, ...], tuple[Point, ...], list[float]]:
+    """Return training points, validation points and the logged speeds.
+
+    If the step decreases, the run was resumed there, and later points are dropped.
+    """
+    training: list[Point] = []
+    validation: list[Point] = []
+    speeds: list[float] = []
+    tokens, seconds = 0, 0.0
+    for number, row in enumerate(read_metrics(path), start=1):
+        for name in {"tokens", "seconds", "loss", "val_loss", "tokens_per_second"} & row.keys():
+            missing = row[name] is None and name not in ("tokens", "seconds")
+            if not missing and not isinstance(row[name], int | float):
+                raise InputError(f"{path}: expected a number for {name} in line {number}, got {row[name]!r}")
+        step = row["step"]
+        tokens, seconds = row.get("tokens", tokens), row.get("seconds", seconds)
+        for points, name in ((training, "loss"), (validation, "val_loss")):
+            while points and points[-1].step > step:
+                points.pop()
+            if name in row:
+                if points and points[-1].step == step:
+                    points.pop()
+                points.append(Point(step, tokens, seconds, math.nan if row[name] is None else row[name]))
+        if row.get("tokens_per_second") is not None:
+            speeds.append(row["tokens_per_second"])
+    return tuple(training), tuple(validation), speeds
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

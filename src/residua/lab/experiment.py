@@ -1,0 +1,535 @@
+"""One experiment from its parts: data, a model, the training loop, evaluation and telemetry."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from residua.connections import describe, resolve
+from residua.conversion.base_model import (
+    base_connection,
+    base_sha256,
+    expect_digest,
+    freeze_base,
+    open_base,
+    rebuild_base,
+)
+from residua.conversion.opening import context_of, read_model
+from residua.errors import InputError, extra, require
+from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
+from residua.lab.data.tokenizer import SavedTokenizer, copy_tokenizer, load_tokenizer
+from residua.lab.evaluation.loss import held_out_loss, shard_batches
+from residua.lab.inspection import Trace, gate_quantiles, has_gates, pieces, trace
+from residua.lab.inspection.subject import Subject
+from residua.lab.training import (
+    BaseModelConfig,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    RunFolder,
+    claim,
+    latest_checkpoint,
+    load_checkpoint,
+    load_config,
+    pick_device,
+    train,
+)
+from residua.lab.training.checkpoint import Checkpoint, best_checkpoint, open_checkpoint, saved_steps
+from residua.lab.training.distributed import ALONE, BatchShard, Ranks, join
+from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.records.durable import remove, unfinished
+from residua.records.folder import read_object, writable
+from residua.records.progress import say
+from residua.records.provenance import physical_memory
+from residua.records.threads import threads
+
+with extra("lab"):
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+# An embedding with a multiple of 64 rows is faster on accelerators; rows beyond the tokenizer's are never labels.
+VOCABULARY_MULTIPLE = 64
+GPT2_VOCABULARY = 50257
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """An opened run: `model` has the weights after step `step` and is in evaluation mode.
+
+    `tokenizer` made the tokens that the model was trained on. `checkpoint` is the one that was opened.
+    """
+
+    model: ResiduaForCausalLM | PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    config: RunConfig
+    step: int
+    folder: Path
+    checkpoint: Checkpoint
+    place: Path
+    """The folder of the data, or where it was."""
+
+    @cached_property
+    def data(self) -> PreparedData:
+        """The data that the model was trained on. Raises InputError if they are missing, damaged or others."""
+        return _data_of(self.folder, self.place, self.checkpoint)
+
+    def precision(self) -> torch.autocast:
+        """Return the autocast context with the precision of the training."""
+        bfloat16 = self.config.train.precision == "bfloat16"
+        return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=bfloat16)
+
+
+def run(
+    config: RunConfig,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    progress: bool | Callable[[int], None] = True,
+) -> dict[str, Any]:
+    """Train one model into a run folder: prepare or open the data, build the model, train and evaluate it.
+
+    Under torchrun all processes train one model, in a folder that all of them can access.
+
+    Args:
+        config: all settings that affect the numbers.
+        folder: a new or empty folder; with `resume`, the folder of a run, which continues at its newest checkpoint.
+        progress: whether to show the progress, or a function to call instead with each step that is logged.
+
+    Returns:
+        The row of the last step from `residua.lab.training.train`: `val_loss`, `interrupted` and others.
+
+    Raises:
+        InputError: the folder, the data and the configuration do not fit together.
+        RunError: training or writing failed; the older checkpoints stay.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(threads(config.train.threads))
+        ranks = stack.enter_context(join(config.train.device))
+        given = getattr(config.model, "base_sha256", None)
+        with ranks.raise_together():
+            if ranks.first:
+                config = resolved(config)
+        config = ranks.gather(config)[0]
+        held = stack.enter_context(_held(config, folder, resume, ranks))
+        with ranks.raise_together():
+            shard = BatchShard.of(config.train, ranks)
+            if ranks.first:
+                data = _data(config.data, held.path, restart=not held.resume, progress=progress is True)
+                if not saved_steps(held.path):  # it starts at the first step
+                    with writable(held.tokenizer, "a place for the tokenizer of the run"):
+                        copy_tokenizer(data.folder / "tokenizer", held.tokenizer)
+        with ranks.raise_together():
+            if not ranks.first:
+                data = _data(config.data, held.path, restart=False, progress=False)
+            begun = bool(saved_steps(held.path))
+            verify = ranks.first and given is not None  # else its digest was taken just now
+            model = build_model(config, data, held.model if begun else None, verify_base=verify)
+            if isinstance(config.model, BaseModelConfig):
+                if ranks.first and not begun:
+                    with writable(held.model, "a place for the model's configuration"):
+                        remove(held.model)
+                        with unfinished(held.model) as folder_of_model:
+                            model.config.save_pretrained(folder_of_model)
+                model.config.get_text_config().use_cache = False  # it would be filled in every step
+            _require_memory(config, model, shard.rows_here)
+            if ranks.first:
+                for remark in _remarks(config, data, ranks):
+                    say(remark)
+            batches = Batches(
+                data.train,
+                shard.rows_here,
+                config.train.sequence_length,
+                config.train.seed,
+                rank=shard.member,
+                world_size=shard.members,
+            )
+        evaluator, subject = _evaluator(config, data, ranks), Subject.of(model)
+        facts = data.facts
+        if config.data.further_validation is not None:
+            further = _further_validation(config.data.further_validation, data)
+            facts = {**facts, "further_validation": further.facts}
+            evaluator = _with_further(evaluator, _evaluator(config, further, ranks))
+        return train(
+            model,
+            batches,
+            config.train,
+            held,
+            evaluate=evaluator,
+            observe=gate_quantiles if has_gates(subject.stream, subject.dim) else None,
+            facts={**facts, "place": _from(held.path, data.folder)},
+            progress=progress,
+            ranks=ranks,
+        )
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """Return a configuration with absolute paths, and with all that a base decides. Raises InputError."""
+    model, data = config.model, config.data
+    if data.path is not None:  # so that the run can be opened from any working directory
+        data = replace(data, path=str(Path(data.path).resolve()))
+    if data.further_validation is not None:
+        data = replace(data, further_validation=str(Path(data.further_validation).resolve()))
+    if isinstance(model, BaseModelConfig):
+        base = Path(model.base).resolve()
+        own = data.tokenizer == model.base
+        data = replace(data, tokenizer=str(base)) if own else data
+        sha256 = base_sha256(base) if model.base_sha256 is None else model.base_sha256
+        connection = base_connection(base) if model.connection is None else model.connection
+        model = replace(model, base=str(base), base_sha256=sha256, connection=connection)
+    described = describe(resolve(model.connection))
+    if "package" in described:  # its name tells what to install before the run is opened elsewhere
+        model = replace(model, connection=described)
+    return replace(config, model=model, data=data)
+
+
+@contextmanager
+def _held(config: RunConfig, folder: str | Path, resume: bool, ranks: Ranks) -> Iterator[RunFolder]:
+    """Claim the run folder in the first rank, for all ranks. A restart by torchrun resumes the first attempt."""
+    resume = resume or (ranks.restarts > 0 and (Path(folder) / "config.yaml").is_file())
+    held = RunFolder(Path(folder), asdict(config), resume)
+    with ExitStack() as stack:
+        with ranks.raise_together():
+            if ranks.first:
+                held = stack.enter_context(claim(folder, asdict(config), resume=resume))
+        yield held
+
+
+def _remarks(config: RunConfig, data: PreparedData, ranks: Ranks) -> Iterator[str]:
+    """Yield what is unusual in a configuration and changes nothing, or more than one may think."""
+    if config.train.parallel == "fsdp" and not ranks.joined:
+        yield "train.parallel: fsdp shards nothing in one process; torchrun starts several"
+    if isinstance(config.model, BaseModelConfig):
+        return
+    rows, needed = config.model.vocab_size, _rounded_up(data.vocab_size)
+    if rows is not None and rows > needed:
+        yield (
+            f"model.vocab_size: the data have {data.vocab_size} tokens, so {rows - data.vocab_size} of the {rows} rows "
+            f"are never trained; leave it out for {needed}"
+        )
+    head_dim = config.model.head_dim or config.model.hidden_size // config.model.num_attention_heads
+    if config.model.rope_ratio * head_dim < 2:
+        yield (
+            f"model.rope_ratio: {config.model.rope_ratio:g} rotates no dimension of a head; only the causal mask tells "
+            "the model the order of tokens"
+        )
+
+
+def _require_memory(config: RunConfig, model: PreTrainedModel, rows: int) -> None:
+    """Raise InputError if no machine like this one can hold the tokens, one state and the logits of a micro-batch."""
+    device = pick_device(config.train.device)
+    memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else physical_memory()
+    vocabulary, dim = model.get_input_embeddings().weight.shape
+    number = 2 if config.train.precision == "bfloat16" else 4
+    needed = rows * config.train.sequence_length * (2 * 8 + number * (dim + vocabulary))
+    if needed > memory:
+        raise InputError(
+            f"train.batch_size must leave a micro-batch that fits into memory, got {config.train.batch_size}: the "
+            f"tokens, one state and the logits of {rows} x {config.train.sequence_length} take {needed:,} bytes, "
+            f"{device.type} has {memory:,}; use a smaller one and train.gradient_accumulation"
+        )
+
+
+def build_model(
+    config: RunConfig, data: PreparedData | SavedTokenizer, kept: Path | None = None, *, verify_base: bool = True
+) -> ResiduaForCausalLM | PreTrainedModel:
+    """Build the model of a run as it is before the first step. No global random state changes.
+
+    From scratch, its weights depend only on `train.seed`. Without `model.vocab_size`, use the vocabulary of the data or
+    the tokenizer, rounded up to a multiple of 64. With a base, its weights are the base's.
+
+    kept: where the run keeps the configuration of its model, if a checkpoint will be loaded. A base is then not needed,
+        unless it is frozen and no part of the checkpoint.
+    verify_base: read the weights of the base once more to compare their digest.
+
+    Raises:
+        InputError: the model's vocabulary is smaller than the data's, or the base cannot be used.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        if isinstance(config.model, BaseModelConfig):
+            return _built_on_base(config.model, config.train.sequence_length, data, kept, verify_base)
+        return _built_from_scratch(config.model, data)
+
+
+def _built_from_scratch(config: ModelConfig, data: PreparedData | SavedTokenizer) -> ResiduaForCausalLM:
+    settings = asdict(config)
+    if settings["vocab_size"] is None:
+        settings["vocab_size"] = _rounded_up(data.vocab_size)
+    if settings["vocab_size"] < data.vocab_size:
+        raise InputError(
+            f"model.vocab_size: expected at least the {data.vocab_size} tokens of the data in {data.folder}, "
+            f"got {settings['vocab_size']}; leave it out to take the data's"
+        )
+    special = {"eos_token_id": data.eos_token_id, "pad_token_id": data.eos_token_id, "bos_token_id": None}
+    return ResiduaForCausalLM(ResiduaConfig(**settings, **special))
+
+
+def _built_on_base(
+    config: BaseModelConfig, length: int, data: PreparedData | SavedTokenizer, kept: Path | None, verify: bool
+) -> PreTrainedModel:
+    if kept is not None and not config.freeze_base:
+        return rebuild_base(kept)
+    if config.base_sha256 is None or config.connection is None:
+        raise InputError("model.base_sha256: expected the digest of the base, got null; residua train notes it")
+    if verify:
+        expect_digest(Path(config.base), config.base_sha256)
+    model = open_base(Path(config.base), config.connection, config.start)
+    if isinstance(data, PreparedData):
+        _expect_tokenizer_of_base(config.base, data)
+    longest = context_of(model) or length
+    require(length <= longest, "train.sequence_length", f"at most the positions of the base ({longest})", length)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < data.vocab_size:
+        raise InputError(f"model.base: expected at least {data.vocab_size} rows in its embedding, found {rows}")
+    if config.freeze_base:
+        freeze_base(model)
+    return model
+
+
+def _expect_tokenizer_of_base(base: str, data: PreparedData) -> None:
+    """Raise InputError unless the data are tokens of the base's own tokenizer."""
+    own = load_tokenizer(base)
+    there = SavedTokenizer.open(data.folder / "tokenizer").load()
+    same = own.backend_tokenizer.to_str() == there.backend_tokenizer.to_str() and own.eos_token == there.eos_token
+    if not same:
+        raise InputError(
+            f"{data.folder}: expected tokens of the tokenizer in model.base, found those of another; prepare the text "
+            f"with: residua prepare --tokenizer {base}"
+        )
+
+
+def expected_vocabulary(config: RunConfig) -> int:
+    """Return the number of rows of the embedding that `build_model` will make, as far as known before preparation.
+
+    It comes from prepared data if `data.path` is given, else from the size of the tokenizer to train, else from GPT-2.
+    """
+    model = config.from_scratch
+    if model.vocab_size is not None:
+        return model.vocab_size
+    if config.data.path is not None:
+        return _rounded_up(PreparedData.open(config.data.path).vocab_size)
+    known = {"bpe": config.data.vocab_size, "byte": 257}
+    trained = config.data.source is not None and config.data.tokenizer in known
+    return _rounded_up(known[config.data.tokenizer] if trained else GPT2_VOCABULARY)
+
+
+def open_run(
+    folder: str | Path,
+    checkpoint: int | Literal["best"] | None = None,
+    *,
+    device: str = "auto",
+    data: str | Path | None = None,
+) -> OpenRun:
+    """Open the model of a run, at the checkpoint of step `checkpoint`, or else at its newest complete one.
+
+    "best" means the saved checkpoint with the lowest validation loss. The data of the run are opened when they are
+    asked for: those in the folder `data`, or else where they were, from the run or from the root of the disk.
+
+    Raises:
+        InputError: the folder is not a run, it has no such checkpoint, or its tokenizer is not the one that made its
+            tokens.
+    """
+    folder = Path(folder)
+    if not (folder / "config.yaml").is_file():
+        raise InputError(f"{folder}: expected a run folder, found no config.yaml; residua train --run makes one")
+    config = load_config(str(folder / "config.yaml"))
+    found = _checkpoint(folder, checkpoint)
+    place = _place_of_data(config.data, folder) if data is None else Path(data)
+    tokenizer = _tokenizer_of(folder, place, found)
+    model = build_model(config, tokenizer, RunFolder(folder).model)
+    load_checkpoint(found, model)
+    return OpenRun(model.to(pick_device(device)).eval(), tokenizer.load(), config, found.step, folder, found, place)
+
+
+def _tokenizer_of(folder: Path, place: Path, checkpoint: Checkpoint) -> SavedTokenizer:
+    """Return the tokenizer that the run keeps. A run without one has the tokenizer of its data."""
+    own = RunFolder(folder).tokenizer
+    expected = checkpoint.settings.get("data.tokenizer_fingerprint")
+    if expected is None or not own.exists():
+        return SavedTokenizer.open(_data_of(folder, place, checkpoint).folder / "tokenizer")
+    kept = SavedTokenizer.open(own)
+    if kept.fingerprint != expected:
+        raise InputError(
+            f"{own}: expected the tokenizer that this run was trained with, found another; remove this folder to use "
+            "the tokenizer of its data"
+        )
+    return kept
+
+
+def _from(folder: Path, data: Path) -> str | None:
+    """Return the way from a run's folder to its data, so that both can be moved; None on another drive of Windows."""
+    with suppress(ValueError):
+        return Path(os.path.relpath(data.resolve(), folder.resolve())).as_posix()
+    return None
+
+
+def _place_of_data(config: DataConfig, folder: Path) -> Path:
+    """Return the folder of a run's data: by its configuration, or where they are gone from there, from the run."""
+    configured = folder / "data" if config.path is None else Path(config.path)
+    facts = RunFolder(folder).facts
+    if configured.exists() or not facts.is_file():
+        return configured
+    data = read_object(facts).get("data")
+    place = data.get("place") if isinstance(data, dict) else None
+    moved = folder / place if isinstance(place, str) else configured
+    return moved if moved.is_dir() else configured
+
+
+def _data_of(folder: Path, place: Path, checkpoint: Checkpoint) -> PreparedData:
+    """Open the data of a run. Raises InputError if they are not those that its checkpoint was trained on."""
+    try:
+        data = PreparedData.open(place)
+    except InputError as error:
+        raise InputError(f"{error}; if the data of {folder} have moved, give their folder with --data DIR") from error
+    expected = checkpoint.settings.get("data.fingerprint", data.fingerprint)
+    if data.fingerprint != expected:
+        raise InputError(
+            f"{data.folder}: expected the data that {folder} was trained on (fingerprint {str(expected)[:12]}), found "
+            f"other data ({data.fingerprint[:12]}); prepare the same text again there, with the same settings"
+        )
+    return data
+
+
+def is_model_folder(folder: str | Path) -> bool:
+    """Return whether a folder holds a model of transformers, and no run."""
+    return (Path(folder) / "config.json").is_file() and not (Path(folder) / "config.yaml").is_file()
+
+
+def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Open a folder as `models.opening.read_model` does, on a device and in evaluation mode."""
+    model, tokenizer = read_model(folder)
+    return model.to(pick_device(device)).eval(), tokenizer  # type: ignore[arg-type]
+
+
+def evaluate(opened: OpenRun) -> dict[str, float]:
+    """Return validation loss, perplexity and bits per byte of an opened run, measured as during its training."""
+    with opened.precision():
+        return _evaluator(opened.config, opened.data)(opened.model)
+
+
+def trace_run(opened: OpenRun, prompt: str | None = None, *, tokens: int | None = None) -> Trace:
+    """Trace the connections of an opened run, in the precision of its training.
+
+    Args:
+        prompt: the text to run; by default the beginning of the validation data.
+        tokens: the largest number of tokens; None means `train.sequence_length`, or the whole prompt.
+
+    Raises:
+        InputError: there are no tokens, or more than the model's context holds.
+    """
+    facts = {"run": opened.folder.resolve().name, "checkpoint": opened.step}
+    if prompt is not None:
+        with opened.precision():
+            return trace_prompt(opened.model, opened.tokenizer, prompt, tokens=tokens, facts=facts)
+    _expect_some(tokens)
+    length = opened.config.train.sequence_length if tokens is None else tokens
+    ids = opened.data.validation.window(0, min(length, len(opened.data.validation))).tolist()
+    read = f"the first {len(ids)} tokens of the validation data"
+    with opened.precision():
+        return trace(opened.model, ids, text=pieces(opened.tokenizer, ids), facts={**facts, "read": read})
+
+
+def trace_prompt(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    tokens: int | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Trace:
+    """Trace the connections of a model on a text, or on an end-of-text token if it is empty.
+
+    tokens: the largest number of tokens. Raises InputError if it is below 1, or if they do not fit into the model's
+    context.
+    """
+    _expect_some(tokens)
+    ids = (tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id])[:tokens]
+    read = f"{len(ids)} tokens of a prompt"
+    return trace(model, ids, text=pieces(tokenizer, ids), facts={**(facts or {}), "read": read})
+
+
+def _expect_some(tokens: int | None) -> None:
+    if tokens is not None and tokens < 1:
+        raise InputError(f"expected at least 1 token, got {tokens}")
+
+
+def _evaluator(
+    config: RunConfig, data: PreparedData, ranks: Ranks = ALONE
+) -> Callable[[torch.nn.Module], dict[str, float]]:
+    batches = HeldOutBatches(data.validation, config.train.batch_size, config.train.sequence_length)
+    return lambda model: held_out_loss(
+        model, shard_batches(batches, ranks.rank, ranks.world_size), bytes=data.validation_bytes, gather=ranks.gather
+    )
+
+
+def _further_validation(path: str, data: PreparedData) -> PreparedData:
+    """Open the second held-out text of a run. Raises InputError unless the tokenizer of `data` made its tokens."""
+    further = PreparedData.open(path)
+    if further.facts["tokenizer_fingerprint"] != data.facts["tokenizer_fingerprint"]:
+        raise InputError(
+            f"data.further_validation must hold tokens of the tokenizer of {data.folder}, got those of another in "
+            f"{path}; prepare its text with: residua prepare --tokenizer {data.folder / 'tokenizer'}"
+        )
+    return further
+
+
+def _with_further(
+    evaluator: Callable[[torch.nn.Module], dict[str, float]], further: Callable[[torch.nn.Module], dict[str, float]]
+) -> Callable[[torch.nn.Module], dict[str, float]]:
+    """Evaluate on a second text too, whose numbers are named further_val_loss and so on."""
+    return lambda model: {**evaluator(model), **{f"further_{name}": value for name, value in further(model).items()}}
+
+
+def _data(config: DataConfig, folder: Path, *, restart: bool, progress: bool) -> PreparedData:
+    if config.path is not None:
+        return PreparedData.open(_place_of_data(config, folder))
+    own = folder / "data"
+    if own.exists() and restart:
+        remove(own)  # left by a run that ended before its first step, perhaps with other settings
+    return open_or_prepare(config, own, progress=progress)
+
+
+def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> PreparedData:
+    """Open `folder`, or prepare the source of a configuration there first. Raises InputError where there is none."""
+    if folder.exists():
+        return PreparedData.open(folder)
+    if config.source is None:
+        raise InputError("data.path: expected a folder written by residua prepare (or data.source: text), got neither")
+    return prepare(
+        config.source,
+        folder,
+        vocab_size=config.vocab_size,
+        tokenizer=config.tokenizer,
+        validation_fraction=config.validation_fraction,
+        progress=progress,
+    )
+
+
+def _checkpoint(folder: Path, step: int | Literal["best"] | None) -> Checkpoint:
+    if step is None:
+        found = latest_checkpoint(folder)
+        if found is None:
+            raise InputError(f"{folder}: expected a checkpoint in this run, found none; train it first")
+        return found
+    if step == "best":
+        found = best_checkpoint(folder / "checkpoints")
+        if found is None:
+            raise InputError(
+                f"{folder}: expected a checkpoint with a validation loss, found none; a checkpoint has one "
+                "if the model was evaluated at its step (train.evaluate_every)"
+            )
+        return open_checkpoint(found)
+    path = folder / "checkpoints" / f"step-{step}"
+    if not path.is_dir():
+        there = saved_steps(folder)
+        have = f"there are {', '.join(map(str, there))}" if there else "there is none"
+        raise InputError(f"{folder}: expected a checkpoint of step {step}; {have}")
+    return open_checkpoint(path)
+
+
+def _rounded_up(vocab_size: int) -> int:
+    return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

@@ -1,0 +1,299 @@
+"""Collect the traces of run folders, trace files and models, and make of them what the explorer's page shows: a JSON
+payload, and arrays.
+
+The page must stay small enough for mail, so the arrays share the rest of `PAGE` bytes: float32 if all fit, else float16
+for all but beta, and arrays that still do not fit only at the sampled tokens. The page says so.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from residua.errors import InputError, extra
+from residua.lab.experiment import is_model_folder, open_model, open_run, trace_prompt, trace_run
+from residua.lab.explorer.comparison import comparison_payload
+from residua.lab.inspection import archive
+from residua.lab.inspection.summary import warnings
+from residua.lab.inspection.trace import Trace
+from residua.lab.training import latest_checkpoint, read_metrics
+from residua.lab.training.checkpoint import saved_steps
+from residua.records.progress import say
+
+with extra("lab"):
+    import numpy as np
+
+MOST_RUNS = 12
+PAGE = 5_700_000
+LIBRARY = 2_150_000
+"""Bytes of the page without any data: plotly, and our modules and styles."""
+BASE64 = 4 / 3
+CHECKPOINTS = 100
+"""Points of a gate over training: more cannot be distinguished on a screen."""
+
+OF_TOKENS = (
+    *("mixing", "change", "state_norm", "erase_norm", "write_norm", "output_norm"),
+    *("sources_read", "stream_similarity"),
+    *("change_norm", "discrepancy_norm", "row_error", "column_error", "orthogonality_error"),
+    *("h_pre", "h_post", "h_res"),
+)
+"""Values with an axis of sublayers and one of tokens, the most important first; the gates come before them."""
+SMALL = (
+    *("token_loss", "alignment", "effective_rank", "depth_mean"),
+    *("determinant", "singular_max", "singular_min", "defect", "singular_values"),
+)
+AT_SAMPLES = "depth_weights"
+"""A value of the sampled tokens, which is left out where it takes more than a quarter of the room."""
+QUANTILES = ("mean", "q05", "q50", "q95")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The text that models read, the beginning of the validation data for None, and the checkpoints, as `open_run`
+    takes them, with the folder of the data where they have moved. A run that has a trace is traced again if any of
+    these is given."""
+
+    prompt: str | None = None
+    tokens: int | None = None
+    step: int | Literal["best"] | None = None
+    every_step: bool = False
+    data: str | None = None
+
+    @property
+    def again(self) -> bool:
+        return self != Reading()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trace with its name on the page, the folder of its run if known, its file if it has one, and the traces of
+    other checkpoints that were made with it."""
+
+    name: str
+    trace: Trace
+    run: Path | None = None
+    file: Path | None = None
+    earlier: Sequence["Source"] = ()
+
+
+def collect(paths: Sequence[str | Path], reading: Reading = Reading()) -> tuple[list[Source], dict[str, Any] | None]:
+    """Return the traces of these run folders, trace files and folders of models, and the comparison of the runs.
+
+    A run without a trace of its newest checkpoint gets one, which is saved in the run, and so does every run and model
+    if `reading` says what to read. Two or more runs are compared.
+
+    Raises:
+        InputError: a path is neither a run folder, nor a model, nor a trace, a trace has another version, a model has
+            neither a trace nor a prompt, or there are too many.
+    """
+    paths = list({Path(path).resolve(): Path(path) for path in paths}.values())
+    if len(paths) > MOST_RUNS:
+        raise InputError(f"one page takes at most {MOST_RUNS} runs and traces, got {len(paths)}")
+    makers = [_maker(path, reading) for path in paths]
+    runs = [path for path, make in zip(paths, makers) if make is _of_run]
+    # Read everything first, so that a mistake in the last path is found before a minute of work.
+    comparison = comparison_payload(runs) if len(runs) > 1 else None
+    traces = {path: make(path, reading) for path, make in zip(paths, makers) if make is _of_file}
+    return [traces.get(path) or make(path, reading) for path, make in zip(paths, makers)], comparison
+
+
+def page_of(
+    sources: Sequence[Source], comparison: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the payload and the arrays of a page for these traces and this comparison."""
+    names = _distinct([source.name for source in sources])
+    described = [_described(source, name) for source, name in zip(sources, names)]
+    shown = list(dict.fromkeys(source.name for source in sources))
+    title = ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "") or "residua"
+    payload = {"title": title, "traces": described, "comparison": comparison}
+    room = (PAGE - LIBRARY - len(json.dumps(payload))) / BASE64
+    arrays: dict[str, np.ndarray] = {}
+    for number, source in enumerate(sources):
+        share = room / len(sources)
+        over_training = _over_training(source)
+        share -= sum(values.nbytes for values in over_training.values())
+        for name, (values, tokens) in {**_fitted(source.trace, share), **_whole(over_training)}.items():
+            key = f"{number}.{name}"
+            arrays[key] = values
+            described[number]["arrays"][name] = {"key": key, "shape": list(values.shape), "tokens": tokens}
+    return payload, arrays
+
+
+def _maker(path: Path, reading: Reading) -> Callable[[Path, Reading], Source]:
+    """Return what makes the source of a path, once it is known to be possible."""
+    if not path.exists():
+        raise InputError(f"{path}: expected a run folder or a trace, found no such file or folder")
+    if path.is_file():
+        if reading.again:
+            raise InputError(f"{path}: a trace cannot be made again; give the folder of its run or model")
+        return _of_file
+    if is_model_folder(path):
+        if reading.step is not None or reading.every_step:
+            raise InputError(f"--checkpoint: expected a run folder, got {path}")
+        if reading.prompt is None and (reading.again or not archive.place(path, None).is_file()):
+            raise InputError(f"{path}: this model has no validation text of its own; give --prompt TEXT")
+        return _of_model if reading.again else _of_file
+    if not (path / "config.yaml").is_file():
+        raise InputError(f"{path}: expected a run folder, found no config.yaml; residua train --run makes one")
+    return _of_run
+
+
+def _of_file(path: Path, reading: Reading) -> Source:
+    file = archive.place(path, None) if path.is_dir() else path
+    trace = Trace.load(file)
+    return Source(_name(file, trace), trace, file=file)
+
+
+def _of_model(folder: Path, reading: Reading) -> Source:
+    facts = {"run": folder.resolve().name}
+    trace = trace_prompt(*open_model(folder), str(reading.prompt), tokens=reading.tokens, facts=facts)
+    return Source(facts["run"], trace, file=trace.keep(folder))
+
+
+def _of_run(folder: Path, reading: Reading) -> Source:
+    """Return the trace of a run's newest checkpoint, or what is asked for; make and save what the run does not have."""
+    name = folder.resolve().name
+    if not reading.again:
+        files = dict(archive.saved(folder))
+        newest = latest_checkpoint(folder)
+        step = newest.step if newest else max(files, default=None)
+        if step in files:
+            return Source(name, Trace.load(files[step]), folder, files[step])
+    steps = saved_steps(folder) if reading.every_step else []
+    *earlier, last = [_traced(folder, name, step, reading) for step in steps or [reading.step]]
+    return replace(last, earlier=earlier)
+
+
+def _traced(folder: Path, name: str, step: int | Literal["best"] | None, reading: Reading) -> Source:
+    opened = open_run(folder, step, data=reading.data)
+    if not reading.again:
+        say(f"{folder}: no trace of its newest checkpoint yet, making one")
+    trace = trace_run(opened, reading.prompt, tokens=reading.tokens)
+    return Source(name, trace, folder, trace.keep(folder))
+
+
+def _name(path: Path, trace: Trace) -> str:
+    run, step = trace.facts.get("run"), trace.facts.get("checkpoint")
+    return path.name.removesuffix(".safetensors") if run is None else run if step is None else f"{run}, step {step}"
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return the names, with numbers appended to duplicates."""
+    counts: dict[str, int] = {}
+    result = []
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+        result.append(f"{name} ({counts[name]})" if names.count(name) > 1 else name)
+    return result
+
+
+def _described(source: Source, name: str) -> dict[str, Any]:
+    trace = source.trace
+    return {
+        "name": name,
+        "facts": trace.facts,
+        "tokens": trace.tokens,
+        "warnings": warnings(trace),
+        "checked": _checked(trace),
+        "arrays": {},
+    }
+
+
+def _checked(trace: Trace) -> list[str]:
+    """Return the statements that hold for a trace without warnings, as far as it has the values for them."""
+    facts, values = trace.facts, trace.values
+    found = ["all numbers are finite", "the connection is causal"]
+    if any(gate["range"] for gate in facts["gates"].values()):
+        found.append("no gate is stuck at its start or saturated")
+    if "h_res" in values and values["h_res"].shape[-1] > 1:
+        kept = f" and stayed {facts['constraint']}" if facts["constraint"] else ""
+        found.append(f"the mixing has left the identity{kept}")
+    if "stream_similarity" in values:
+        found.append("the streams are not copies of one another")
+    if "compress_share" in values and values["compress_share"].shape[1] > 1:
+        found.append("no compressor reads one channel alone")
+    return found
+
+
+def _fitted(trace: Trace, room: float) -> dict[str, tuple[np.ndarray, list[int] | None]]:
+    """Return the arrays of a trace within `room` bytes, each with the tokens it covers, None for all."""
+    values = _derived(trace)
+    small = {name: values[name].float().numpy() for name in SMALL if name in values}
+    large = {name: values[name].float().numpy() for name in (*trace.facts["gates"], *OF_TOKENS) if name in values}
+    found = _whole(small)
+    room -= sum(array.nbytes for array in small.values())
+    if AT_SAMPLES in values:
+        weights = values[AT_SAMPLES].float().numpy()
+        weights = weights if weights.nbytes <= room / 4 else weights.astype(np.float16)
+        if weights.nbytes <= room / 4:
+            found |= _whole({AT_SAMPLES: weights})
+            room -= weights.nbytes
+    if sum(array.nbytes for array in large.values()) > room:
+        large = {name: array if name == "beta" else _halved(array) for name, array in large.items()}
+    sampled = list(trace.facts["sampled"])
+    for name, array in large.items():
+        whole = array.nbytes <= room
+        found[name] = (array, None) if whole else (array[:, sampled], sampled)
+        room -= found[name][0].nbytes
+    return found
+
+
+def _whole(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, None]]:
+    return {name: (array, None) for name, array in arrays.items()}
+
+
+def _derived(trace: Trace) -> dict[str, torch.Tensor]:
+    """Return the trace's values, the distance of each mixing matrix from the identity, and relative changes."""
+    values = dict(trace.values)
+    if "h_res" in values:
+        mix = values["h_res"].float()
+        values["mixing"] = torch.linalg.matrix_norm(mix - torch.eye(mix.shape[-1]))
+    if "change_norm" in values and "state_norm" in values:
+        values["change"] = values["change_norm"] / values["state_norm"][:-1]
+    return values
+
+
+def _halved(array: np.ndarray) -> np.ndarray:
+    """Convert to float16 if that keeps three digits."""
+    sizes = np.abs(array[np.isfinite(array) & (array != 0)])
+    fits = sizes.size == 0 or (sizes.max() < 6e4 and sizes.min() > 1e-4)
+    return array.astype(np.float16) if fits else array
+
+
+def _over_training(source: Source) -> dict[str, np.ndarray]:
+    """Return the gates over training: `steps` (N), and `training.beta.mean` and others (N, sublayers).
+
+    They come from the telemetry of the training if there is any, else from the traces of several checkpoints.
+    """
+    if source.run is None:
+        return {}
+    names = source.trace.facts["sublayers"]
+    logged = {row["step"]: row for row in read_metrics(source.run / "connections.jsonl")}
+    rows = [logged[step] for step in sorted(logged)] or list(_of_checkpoints(source.run))
+    found: dict[str, np.ndarray] = {}
+    for gate in source.trace.facts["gates"]:
+        series = [row for row in rows if len(row.get(gate, {}).get("mean", ())) == len(names)]
+        if len(series) < 2:
+            continue
+        series = [series[round(i)] for i in np.linspace(0, len(series) - 1, min(CHECKPOINTS, len(series)))]
+        found[f"training.{gate}.steps"] = np.array([row["step"] for row in series], dtype=np.float32)
+        for quantile in QUANTILES:
+            if all(quantile in row[gate] for row in series):
+                numbers = [[np.nan if x is None else x for x in row[gate][quantile]] for row in series]
+                found[f"training.{gate}.{quantile}"] = np.array(numbers, dtype=np.float32)
+    return found
+
+
+def _of_checkpoints(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield rows as in connections.jsonl, computed from the traces of the run's checkpoints."""
+    for step, path in archive.saved(run):
+        trace = Trace.load(path)
+        row: dict[str, Any] = {"step": step}
+        for gate in trace.facts["gates"]:
+            values = trace.values[gate].float()
+            points = values.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).tolist()
+            row[gate] = dict(zip(QUANTILES, [values.mean(1).tolist(), *points]))
+        yield row

@@ -1,0 +1,109 @@
+"""The comparison of several runs on the page: losses, differences to every possible baseline, settings."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from residua.lab.evaluation.compare import AXES, Comparison, Group, compare
+from residua.lab.evaluation.records import Point
+from residua.records.jsonlines import finite
+
+POINTS = 200
+"""Largest number of points in a loss curve; a screen shows no more."""
+DIFFERENCES = 60
+"""Largest number of points in a curve of differences; there is a curve for every pair of groups and every axis."""
+
+
+def comparison_payload(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return the comparison of the runs in `folders` as plain values, with each group in turn as the baseline.
+
+    `against[baseline]` holds, for every group by name, the differences along each axis as rows [at, mean, deviation or
+    None, pairs of seeds], which are zero for the baseline itself; the groups whose final difference is more than noise
+    (`clear`); and `notes`. `colour` is the colour number of a group in every picture.
+
+    Raises:
+        InputError: a folder does not hold a run.
+    """
+    found = compare(folders)
+    records = {record["name"]: record for record in found.to_json()["groups"]}
+    names = [group.name for group in found.groups]
+    return {
+        "axes": list(AXES),
+        "baseline": found.baseline.name if found.baseline else names[0],
+        "groups": [
+            _group(group, records[group.name]) | {"colour": found.colours[group.name]} for group in found.groups
+        ],
+        "against": {name: _against(found.against(name)) for name in names},
+        "settings": _settings(found.groups),
+    }
+
+
+def _group(group: Group, record: dict[str, Any]) -> dict[str, Any]:
+    known = ("name", "seeds", "val_loss", "parameters", "tokens", "tokens_per_second", "seconds")
+    curves = [
+        {
+            "run": run.folder.name,
+            "seed": run.seed,
+            "validation": _thinned([_plain(point) for point in run.validation], POINTS),
+            "training": [_plain(point) for point in _averaged(run.training, POINTS)],
+        }
+        for run in group.runs
+    ]
+    return {name: record[name] for name in known} | {"runs": curves}
+
+
+def _against(found: Comparison) -> dict[str, Any]:
+    differences: dict[str, dict[str, list[Any]]] = {}
+    for group in found.groups:
+        if group is found.baseline:
+            own = {axis: sorted({getattr(p, axis) for r in group.runs for p in r.validation}) for axis in AXES}
+            rows = {axis: [[at, 0.0, None, 0] for at in points] for axis, points in own.items()}
+        else:
+            rows = {axis: [_plain(d) for d in found.differences(group, axis)] for axis in AXES}
+        differences[group.name] = {axis: _thinned(points, DIFFERENCES) for axis, points in rows.items()}
+    reached = {group.name: found.final_difference(group) for group in found.groups if group is not found.baseline}
+    final = {group.name: [None, 0.0, None, 0] for group in found.groups if group is found.baseline}
+    final |= {name: _plain(difference) for name, difference in reached.items()}
+    clear = [name for name, difference in reached.items() if difference and difference.clear]
+    return {"differences": differences, "final": final, "clear": clear, "notes": list(found.notes)}
+
+
+def _settings(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return the settings in which the groups differ, one row each, as text; "–" if a group does not have it."""
+    settings = [group.runs[0].settings for group in groups]
+    keys = sorted({key for some in settings for key in some})
+    rows = [[key, *(_text(some, key) for some in settings)] for key in keys]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    return {"rows": differing, "equal": len(rows) - len(differing)}
+
+
+def _text(settings: Any, key: str) -> str:
+    if key not in settings:
+        return "–"
+    value = settings[key]
+    return f"{value:.6g}" if isinstance(value, float) else str(value)[:40]
+
+
+def _averaged(points: Sequence[Point], most: int) -> list[Point]:
+    """Return at most `most` points, each a mean over neighbours, because the loss of a single batch is noisy."""
+    width = -(-len(points) // most) if points else 1
+    chunks = (points[start : start + width] for start in range(0, len(points), width))
+    return [
+        Point(chunk[-1].step, chunk[-1].tokens, chunk[-1].seconds, math.fsum(p.loss for p in chunk) / len(chunk))
+        for chunk in chunks
+    ]
+
+
+def _thinned(rows: list[Any], most: int) -> list[Any]:
+    """Return at most `most` rows, evenly spaced, including the first and the last."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
+
+
+def _plain(values: Sequence[float | None] | None) -> list[float | None] | None:
+    """Return the values for JSON: None for numbers that are not finite, others with seven digits."""
+    if values is None:
+        return None
+    return [float(f"{value:.7g}") if isinstance(value, float) else value for value in finite(values)]

@@ -1,0 +1,288 @@
+"""Export a trained run as a transformers folder: weights, tokenizer, model card, and optionally the code."""
+
+import ast
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from residua.conversion.configuration import MODEL_TYPE, SavedAsConverted
+from residua.conversion.opening import context_of, quiet
+from residua.errors import InputError, RunError, extra, first_line
+from residua.lab.data.tokenizer import save_tokenizer
+from residua.lab.experiment import OpenRun, open_run
+from residua.records.durable import unfinished
+from residua.records.folder import new_folder
+from residua.records.jsonlines import read_metrics
+from residua.records.reading import read_json, write_yaml
+from residua.records.tables import cell
+from residua.records.terminal import printable
+
+with extra("lab"):
+    from safetensors import SafetensorError
+
+PACKAGE = Path(__file__).parents[1]
+ENTRY = "residua.models.transformer"
+# transformers needs one file with the classes; other modules are named by their dotted name with underscores.
+FILES = {ENTRY: "modeling_residua", "residua.models.configuration": "configuration_residua"}
+CLASSES = {"AutoConfig": "ResiduaConfig", "AutoModel": "ResiduaModel", "AutoModelForCausalLM": "ResiduaForCausalLM"}
+OPTIONAL = {"triton"}
+"""Packages that a copied module imports but that may not be installed."""
+
+CONVERTED_CODE = "modeling_residua_converted"
+CONVERTED_CLASSES = {
+    "AutoConfig": "ConvertedConfig",
+    "AutoModel": "ConvertedModel",
+    "AutoModelForCausalLM": "ConvertedForCausalLM",
+}
+CONVERTED_TEXT = f"""# The residual connections of this model are residua's; install it: pip install residua
+from residua.conversion.saving import {", ".join(CONVERTED_CLASSES.values())}
+
+__all__ = {list(CONVERTED_CLASSES.values())!r}
+"""
+"""The remote code of a converted model. It runs its family's code in transformers, which no copy could carry, so it
+asks for residua; transformers names a package that is missing, and stops."""
+
+
+def export(
+    run: str | Path, folder: str | Path, *, checkpoint: int | Literal["best"] | None = None, remote_code: bool = False
+) -> Path:
+    """Write the model of a run into a new or empty folder, completely or not at all.
+
+    The folder holds model.safetensors, config.json, generation_config.json, the tokenizer and README.md, the model
+    card. With `remote_code` it also holds code, so that
+    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works without this package; for a converted
+    model it works wherever this package is installed. Otherwise `residua.load(folder)` opens it.
+
+    Raises:
+        InputError: `run` is not a run or has no such checkpoint; `folder` is not empty or is the working directory.
+        RunError: the folder cannot be written.
+    """
+    place = new_folder(folder)
+    opened = open_run(run, checkpoint, device="cpu")
+    card = model_card(opened, Path(run), name=place.name, remote_code=remote_code)
+    with model_folder(place) as temporary:
+        save_tokenizer(opened.tokenizer, temporary)
+        opened.model.save_pretrained(temporary)
+        if remote_code:
+            add_code(temporary)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+    return Path(folder)
+
+
+def loading(folder: str | Path, *, remote_code: bool) -> str:
+    """Return the code that loads a model written with or without `remote_code`, on one line."""
+    if not remote_code:
+        return f"import residua; residua.load({str(folder)!r})"
+    call = f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)"
+    return f"import transformers; {call}"
+
+
+@contextmanager
+def model_folder(place: Path) -> Iterator[Path]:
+    """Make a folder for a saved model, which takes its place when the body ends; after a failure nothing stays.
+
+    Raises RunError if it cannot be written.
+    """
+    try:
+        with unfinished(place) as temporary, quiet():
+            yield temporary
+            mode = (temporary / "config.json").stat().st_mode
+            for file in temporary.glob("*.safetensors"):
+                file.chmod(mode)  # safetensors makes files readable only by their owner
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise RunError(f"{place}: cannot write the model: {reason}; nothing of it was left there") from error
+
+
+def add_code(folder: Path) -> None:
+    """Add to the folder of a saved model the code that `trust_remote_code=True` runs.
+
+    Raises:
+        InputError: the scheme of the model, which is not a converted one, is another package's.
+        OSError: the folder cannot be written.
+    """
+    config = folder / "config.json"
+    settings = read_json(config)
+    if package := settings.get("connection", {}).get("package"):  # its class is no Scheme of the copied code
+        raise InputError(
+            f"remote code: expected a scheme of residua, got {settings['connection']['scheme']!r} of the package "
+            f"{package!r}, which is not copied; export without it, and load the model where residua and {package} are "
+            "installed"
+        )
+    if settings["model_type"] == MODEL_TYPE:
+        entry, classes, code = CONVERTED_CODE, CONVERTED_CLASSES, {CONVERTED_CODE: CONVERTED_TEXT}
+    else:
+        entry, classes, code = FILES[ENTRY], CLASSES, model_code()
+    for name, text in code.items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    # All classes are in one file: for a second one transformers would load another copy of everything.
+    settings["auto_map"] = {auto: f"{entry}.{name}" for auto, name in classes.items()}
+    config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def model_code() -> dict[str, str]:
+    """Return the modules that the model needs as texts by file name: flat, with relative imports, for transformers.
+
+    They are found by following the imports of `ENTRY`. Only their import lines change.
+    """
+    files: dict[str, str] = {}
+    waiting = [ENTRY]
+    while waiting:
+        module = waiting.pop()
+        if _file(module) in files:
+            continue
+        text = _source(module).read_text(encoding="utf-8")
+        lines = text.splitlines()
+        for node in sorted(_imports(text), key=lambda node: node.lineno, reverse=True):
+            statements, needed = _relative(node)
+            indent = " " * node.col_offset
+            lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in statements]
+            waiting += needed
+        files[_file(module)] = "\n".join(lines) + "\n"
+    return files
+
+
+def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> str:
+    """Return the text of README.md: how to load the model, and how it was trained."""
+    config = opened.model.config.get_text_config()
+    context = context_of(opened.model)
+    facts = read_json(run / "facts.json") if (run / "facts.json").exists() else {}
+    data = facts.get("data", {}) if isinstance(facts, dict) else None
+    if not isinstance(data, dict):
+        raise InputError(f"{run / 'facts.json'}: expected a JSON object with an object data, got something else")
+    settings = asdict(opened.config)
+    settings["data"].pop("path")  # a path on the machine that trained it, as those of a base are
+    if "base" in settings["model"]:
+        settings["model"]["base"] = settings["data"]["tokenizer"] = Path(settings["model"]["base"]).name
+    parameters = opened.model.num_parameters()
+    rows = [
+        ("connection", _connection(opened)),
+        ("size", f"{parameters:,} parameters, {config.num_hidden_layers} layers, width {config.hidden_size}"),
+        ("context", f"{context or 'any number of'} tokens, vocabulary {config.vocab_size}"),
+        ("trained", f"{opened.step:,} of {opened.config.train.steps:,} steps"),
+        *_measured(run, opened.step),
+        *((f"data: {key}", cell(value)) for key, value in data.items()),
+        *((key, cell(facts[key])) for key in ("date", "device", "commit", "torch", "transformers") if facts.get(key)),
+    ]
+    code, settings = json.dumps(name), write_yaml(settings).rstrip()
+    # Longer than any fence in the settings.
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))
+    if remote_code:
+        converted = isinstance(opened.model.config, SavedAsConverted)
+        needed = "# residua must be installed: pip install residua\n" if converted else ""
+        # On both lines, because the tokenizer also reads config.json.
+        opening = f"""from transformers import AutoModelForCausalLM, AutoTokenizer
+{needed}
+model = AutoModelForCausalLM.from_pretrained({code}, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained({code}, trust_remote_code=True)"""
+    else:
+        opening = f"""import residua
+from transformers import AutoTokenizer
+
+model = residua.load({code})
+tokenizer = AutoTokenizer.from_pretrained({code})"""
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- residua
+- residual-connections
+---
+
+# {_markdown(name)}
+
+A language model trained with residua: residual connections for PyTorch,
+[Deep Delta Learning](https://arxiv.org/abs/2601.00417) and the schemes it is compared with.
+
+```python
+{opening}
+```
+
+| what | value |
+| --- | --- |
+{chr(10).join(f"| {_markdown(what)} | {_markdown(value)} |" for what, value in rows)}
+
+The settings of the run:
+
+{fence}yaml
+{settings}
+{fence}
+"""
+
+
+def _markdown(text: str) -> str:
+    """Return a text as one line of Markdown, with all Markdown and HTML markup escaped."""
+    escaped = re.sub(r"([\\`*_\[\]<>|~&$#])", r"\\\1", printable(text))
+    return " ".join(escaped.split())
+
+
+def _connection(opened: OpenRun) -> str:
+    given = opened.config.model.connection
+    return given if isinstance(given, str) else json.dumps(given)
+
+
+def _measured(run: Path, step: int) -> Iterator[tuple[str, str]]:
+    """Yield tokens, seconds and the last validation up to `step`, from metrics.jsonl."""
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] <= step]
+    known = {key: value for row in rows for key, value in row.items()}
+    names = {
+        "tokens": ("tokens seen", "{:,}"),
+        "val_loss": ("validation loss", "{:.4f} nats per token"),
+        "perplexity": ("perplexity", "{:.2f}"),
+        "bits_per_byte": ("bits per byte", "{:.4f}"),
+        "seconds": ("seconds of training", "{:,.0f}"),
+    }
+    for key, (what, form) in names.items():
+        if known.get(key) is not None:
+            yield what, form.format(known[key])
+
+
+def _file(module: str) -> str:
+    return FILES.get(module) or module.removeprefix("residua.").replace(".", "_")
+
+
+def _source(module: str) -> Path | None:
+    """Return the file of a module of this package, or None. Nothing is imported: a module may need triton."""
+    path = PACKAGE.joinpath(*module.split(".")[1:])
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def _imports(text: str) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the import statements that must change, anywhere in the module."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            top = node.module.partition(".")[0]
+        elif isinstance(node, ast.Import):
+            top = node.names[0].name.partition(".")[0]
+        else:
+            continue
+        if top == "residua" or top in OPTIONAL:
+            yield node
+
+
+def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
+    """Return the lines that replace an import, and the modules of this package that they need."""
+    if isinstance(node, ast.Import) or node.module.partition(".")[0] != "residua":
+        # transformers refuses a model with an import that fails, unless it stands in a try statement.
+        return ["try:", textwrap.indent(ast.unparse(node), "    "), "except ImportError:", "    raise"], []
+    names: list[str] = []
+    lines: list[str] = []
+    needed: list[str] = []
+    for alias in node.names:
+        inner = f"{node.module}.{alias.name}"
+        if _source(inner) is not None:
+            # `from . import name` would be shorter, but transformers copies only files that are named after a dot.
+            own = alias.asname or alias.name
+            lines += [f"from .{_file(inner)} import __name__ as {own}", f"{own} = __import__('sys').modules[{own}]"]
+            needed.append(inner)
+        else:
+            names.append(ast.unparse(alias))
+    if names:
+        lines.append(f"from .{_file(node.module)} import {', '.join(names)}")
+        needed.append(node.module)
+    return lines, needed

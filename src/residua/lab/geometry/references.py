@@ -1,0 +1,145 @@
+"""What no training is needed for: predictors that see the inputs up to t and nothing else, and the floors they imply.
+
+Each takes inputs (trajectories, length, dim) and returns predictions of the same shape; prediction t uses inputs up to
+t, except where `Reference.causal` is False. A learned model that does worse than one of these has learned little.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from residua.lab.geometry.tasks import Task, expected_cosine_and_sine, near_pi_planes, rotate
+
+Predictor = Callable[[Tensor], Tensor]
+
+
+def zero(inputs: Tensor) -> Tensor:
+    return torch.zeros_like(inputs)
+
+
+def copy(inputs: Tensor) -> Tensor:
+    """x_t."""
+    return inputs.clone()
+
+
+def negate(inputs: Tensor) -> Tensor:
+    """-x_t."""
+    return -inputs
+
+
+def running_mean(inputs: Tensor) -> Tensor:
+    """Return the mean of x_s over s <= t: on stability nearly the best that can be done."""
+    counts = torch.arange(1, inputs.shape[1] + 1, device=inputs.device, dtype=torch.float64)
+    return (inputs.cumsum(1, dtype=torch.float64) / counts.unsqueeze(-1)).to(inputs.dtype)
+
+
+def true_rotation(task: Task) -> Predictor:
+    """R x_t with the one rotation of a near-pi task."""
+    first, second, angle = near_pi_planes(task)
+    one = torch.eye(task.dim, dtype=torch.float64)
+    planes = first.expand(task.dim, -1), second.expand(task.dim, -1)
+    # Row i of the points after one step is R e_i: the transpose of R.
+    transposed = rotate(one, *planes, torch.tensor([[angle]], dtype=torch.float64), 1)[:, 1]
+    return lambda inputs: (inputs.double() @ transposed.to(inputs.device)).to(inputs.dtype)
+
+
+def expected_rotation(dim: int) -> Tensor:
+    """E R of the gyroscope over planes and angles, (dim, dim) float64: E R x_0 is the best causal first prediction."""
+    cosine, sine = expected_cosine_and_sine()
+    first = torch.arange(dim - 1, dtype=torch.float64)
+    # Row i: 1 / (dim - 1) for the first axis, then 1 / (dim - 1 - i) for each second axis j > i.
+    plane = torch.zeros(dim, dim, dtype=torch.float64)
+    plane[:-1] = (1 / ((dim - 1) * (dim - 1 - first))).unsqueeze(1)
+    plane = plane.triu(1)
+    in_plane = plane.sum(0) + plane.sum(1)
+    return torch.diag(1 - in_plane * (1 - cosine)) + sine * (plane.T - plane)
+
+
+def causal_floor(dim: int) -> float:
+    """Return the least expected error at position 0 of the gyroscope that a causal model can reach, mean squared.
+
+    x_0 says nothing about the rotation, so the best prediction is E R x_0, whose error per coordinate is
+    (1 - ||E R||_F^2 / dim) / dim. A model below it has seen what comes later.
+    """
+    return (1 - expected_rotation(dim).square().sum().item() / dim) / dim
+
+
+def plane_known_floor(dim: int) -> float:
+    """Return the same floor for a model that knows the plane, and not the angle, before it predicts."""
+    cosine, sine = expected_cosine_and_sine()
+    return (2 - 2 * (cosine**2 + sine**2)) / dim**2
+
+
+def expected_first_point(inputs: Tensor) -> Tensor:
+    """E R x_0 (trajectories, dim): what reaches `causal_floor` on the gyroscope."""
+    return (inputs[:, 0].double() @ expected_rotation(inputs.shape[-1]).to(inputs.device).T).to(inputs.dtype)
+
+
+def solved_rotation(inputs: Tensor) -> Tensor:
+    """E R x_0 at position 0; from there on the rotation is read off the last two points, and applied.
+
+    Two points are enough: they differ in the two axes of the plane alone, and there by the angle. So the gyroscope has
+    nothing left to learn after position 0, and this is, up to rounding, the best causal predictor there is.
+    """
+    before, now = inputs[:, :-1].double(), inputs[:, 1:].double()
+    axes = (now - before).abs().topk(2, dim=-1).indices
+    (a, b), (c, d) = (points.gather(-1, axes).unbind(-1) for points in (before, now))
+    angle = torch.atan2(a * d - b * c, a * c + b * d)
+    cos, sin = angle.cos(), angle.sin()
+    after = now.scatter(-1, axes, torch.stack((cos * c - sin * d, sin * c + cos * d), dim=-1))
+    return torch.cat((expected_first_point(inputs).unsqueeze(1), after.to(inputs.dtype)), dim=1)
+
+
+class Reference(NamedTuple):
+    label: str
+    predict: Predictor
+    causal: bool = True
+
+
+def predictors(task: Task) -> dict[str, Reference]:
+    """Return the references of a task by key; "solved" is the best that can be done, where its closed form is known."""
+    found = {
+        "zero": Reference("predict 0", zero),
+        "copy": Reference("copy x_t", copy),
+        "negate": Reference("negate: −x_t", negate),
+    }
+    if task.length > 1:
+        found["running-mean"] = Reference("running mean", running_mean)
+    if task.name == "gyroscope":
+        found["solved"] = Reference("rotation from two points", solved_rotation)
+    if task.name.startswith("near-pi"):
+        found["solved"] = Reference("the true rotation", true_rotation(task))
+    return found
+
+
+def references(task: Task) -> list[dict[str, Any]]:
+    """Return one record (`report`) per reference: its mean squared error on the validation data of `task`.
+
+    On the gyroscope also the two floors of position 0, exact and not measured: their `loss` is what position 0 alone
+    adds to the mean over positions, so the "causal-floor" is the lowest expected loss of any causal model.
+    """
+    inputs, targets = task.data()[2:]
+    records = []
+    for key, reference in predictors(task).items():
+        predictions = reference.predict(inputs)
+        by_position = (predictions.double() - targets).square().mean((0, 2))
+        record = _record(task, key, reference.label, reference.causal, by_position.mean().item())
+        record |= {"position0_loss": by_position[0].item(), "by_position": by_position.tolist()}
+        if task.name == "reflection" and key != "zero":
+            record["cosine"] = cosine_similarity(predictions, targets, dim=-1).mean().item()
+        records.append(record)
+    if task.name == "gyroscope":
+        floors = {
+            "causal-floor": ("expected floor of position 0, causal", True, causal_floor(task.dim)),
+            "plane-known-floor": ("expected floor of position 0, plane known", False, plane_known_floor(task.dim)),
+        }
+        for key, (label, causal, floor) in floors.items():
+            records.append(_record(task, key, label, causal, floor / task.length) | {"position0_loss": floor})
+    return records
+
+
+def _record(task: Task, key: str, label: str, causal: bool, loss: float) -> dict[str, Any]:
+    return {"kind": "reference", "task": task.name, "model": key, "label": label, "causal": causal, "loss": loss}

@@ -1,0 +1,81 @@
+"""What the sublayers of a model read over depth: their weights side by side, in columns that are the sources."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from residua.connections import DepthWeights
+from residua.lab.inspection.measure import each_token
+
+
+class DepthReads:
+    """Collect `DepthWeights` of T tokens, sublayer by sublayer; `sampled`: (P) positions of tokens.
+
+    Sublayers see different sources: later ones more, and a sum may still have been growing. Those that begin with the
+    same sublayer are one column.
+    """
+
+    def __init__(self, sampled: Tensor):
+        self.sampled = sampled
+        self.reads: tuple[str, ...] = ()
+        self._found: dict[int, tuple[tuple[range | None, ...], Tensor, Tensor, Tensor]] = {}
+
+    def add(self, index: int, found: DepthWeights, y: Tensor) -> None:
+        """Add what sublayer `index` reads; y: (1, T, dim), its output."""
+        weights = each_token(found.weights, y, 2).to("cpu", torch.float32)
+        self._found[index] = found.sources, weights[self.sampled], weights.mean(0), sources_read(weights)
+        self.reads = max(self.reads, found.reads, key=len)
+
+    def sources(self) -> list[range | None]:
+        """Return the columns: learned sources, the embedding, and what sublayers gave, each as far as it was read."""
+        seen = {source for sources, *_ in self._found.values() for source in sources}
+        longest = {_start(source): source for source in sorted(seen, key=lambda source: len(source or ()))}
+        return [longest[start] for start in sorted(longest)]
+
+    def names(self, sublayers: Sequence[str]) -> list[str]:
+        """Return the names of the columns, given those of the sublayers."""
+        return ["learned" if source is None else _name(source, sublayers) for source in self.sources()]
+
+    def left_out(self, depth: int) -> dict[str, list[int]]:
+        """Return those of `depth` sublayers that read no sources, where others do, as `Trace.facts` has them."""
+        missing = [i for i in range(depth) if i not in self._found]
+        return {"depth_weights": missing} if self._found and missing else {}
+
+    def values(self, depth: int) -> dict[str, Tensor]:
+        """Return depth_weights, depth_mean and sources_read of `depth` sublayers as `Trace` describes them."""
+        if not self._found:
+            return {}
+        starts = [_start(source) for source in self.sources()]
+        reads = max(1, len(self.reads))
+        first = next(iter(self._found.values()))
+        weights = torch.zeros(depth, len(self.sampled), reads, len(starts))
+        mean = torch.zeros(depth, reads, len(starts))
+        counts = torch.ones(depth, len(first[3]))
+        for i, (sources, sampled, own, count) in self._found.items():
+            columns = [starts.index(_start(source)) for source in sources]
+            weights[i, ..., columns] = sampled  # a single read is that of all inputs
+            mean[i, ..., columns] = own
+            counts[i] = count
+        return {"depth_weights": weights, "depth_mean": mean, "sources_read": counts}
+
+
+def sources_read(weights: Tensor) -> Tensor:
+    """Return how many sources a token reads, in effect: (T, reads, sources) -> (T), from 1 to all.
+
+    The exponential of the entropy of the weights' absolute values, scaled to a sum of 1; the mean over the reads.
+    """
+    sizes = weights.abs()
+    shares = sizes / sizes.sum(-1, keepdim=True)
+    return torch.special.entr(shares).sum(-1).exp().mean(-1)
+
+
+def _start(source: range | None) -> int:
+    return -2 if source is None else source.start
+
+
+def _name(source: range, sublayers: Sequence[str]) -> str:
+    if source.start < 0:
+        return "embedding"
+    first, last = sublayers[source.start], sublayers[source.stop - 1]
+    return first if first == last else f"{first} to {last}"

@@ -1,0 +1,108 @@
+"""What an analysis asks of a language model, be it one of ours or a converted one."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from residua.connections import Scheme, Stream
+from residua.conversion.configuration import conversion_of
+from residua.conversion.convert_model import is_converted, replaced, stream_of
+from residua.conversion.opening import context_of
+from residua.errors import InputError
+from residua.lab.inspection.watch import ConnectionRecord, as_written, watching
+from residua.models import ResiduaForCausalLM, ResiduaModel
+from residua.ops import at_least_float32
+
+# Compute logits for this many tokens at a time: with a large vocabulary they are a pass's largest tensors.
+LOGITS_AT_A_TIME = 256
+
+Record = Callable[[ConnectionRecord], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A language model whose connections can be watched.
+
+    sublayers: their names, in order. context: the largest number of tokens, or None; vocabulary: the number of token
+    ids. head: whether it predicts tokens.
+    """
+
+    model: nn.Module
+    scheme: Scheme
+    stream: Stream
+    dim: int
+    sublayers: tuple[str, ...]
+    context: int | None
+    vocabulary: int
+    head: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Subject":
+        """Raises InputError for a model of another kind."""
+        if isinstance(model, (ResiduaForCausalLM, ResiduaModel)):
+            trunk = model.model if isinstance(model, ResiduaForCausalLM) else model
+            config = trunk.config
+            kinds = [(i, kind) for i in range(len(trunk.layers)) for kind in ("attention", "mlp")]
+            scheme, stream, head = config.scheme, trunk.stream, isinstance(model, ResiduaForCausalLM)
+        elif is_converted(model):
+            conversion = conversion_of(model)
+            config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+            kinds = [(i, part.readers[0]) for i, layer in enumerate(conversion.anatomy) for part in layer]
+            scheme, stream = conversion.scheme, stream_of(model)
+            head = getattr(model, "get_output_embeddings", lambda: None)() is not None
+        else:
+            raise InputError(
+                f"trace: expected a model with a residual scheme, one of ours or a converted one, got "
+                f"{type(model).__name__}; residua convert gives it one"
+            )
+        return cls(
+            model,
+            scheme,
+            stream,
+            config.hidden_size,
+            tuple(f"{i + 1} {kind}" for i, kind in kinds),
+            context_of(model),
+            config.vocab_size,
+            head,
+        )
+
+    def run(self, ids: Tensor, record: Record, *, logits_to_keep: int = 0) -> Any:
+        """Run the model on token ids (rows, T), calling `record` after every write; return its output.
+
+        logits_to_keep: for how many of the last tokens to compute logits, if the model can choose; 0 for all.
+        """
+        options: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            options["logits_to_keep"] = logits_to_keep
+        watch = watching(record)
+        with torch.no_grad(), as_written(self.model):
+            if isinstance(self.model, (ResiduaForCausalLM, ResiduaModel)):
+                return self.model(**options, watch=watch)
+            with replaced(self.model, watch):
+                return self.model(**options)
+
+    def losses(self, ids: Tensor, record: Record) -> Tensor:
+        """Run the model on T token ids as `run` does; return -log p of the token after each, (T).
+
+        They are NaN for the last token, and without a head.
+        """
+        losses = torch.full((len(ids),), torch.nan, dtype=torch.float64, device=ids.device)
+        if isinstance(self.model, ResiduaForCausalLM):
+            trunk = Subject.of(self.model.model)
+            hidden, logits_of = trunk.run(ids[None], record).last_hidden_state, self.model.logits
+        else:
+            output = self.run(ids[None], record)
+            if not self.head:
+                return losses
+            hidden, logits_of = output.logits, nn.Identity()
+        with torch.no_grad():
+            for start in range(0, len(ids) - 1, LOGITS_AT_A_TIME):
+                labels = ids[start + 1 : start + 1 + LOGITS_AT_A_TIME]
+                logits = at_least_float32(logits_of(hidden[:, start : start + len(labels)])[0])
+                losses[start : start + len(labels)] = F.cross_entropy(logits, labels, reduction="none").double()
+        return losses

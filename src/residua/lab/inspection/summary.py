@@ -1,0 +1,285 @@
+"""Summarise a trace: warnings, and tables of its sublayers."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from residua.lab.inspection.trace import Trace
+from residua.records.jsonlines import finite
+
+STUCK = 1e-3
+"""Mean distance of a gate from its initial value below which it has not moved."""
+SATURATED = 0.005
+"""Distance of a gate from its bounds, as a fraction of its range, below which its gradient is under
+1/50 of the largest."""
+MOST = 0.9
+"""Fraction of the tokens, or of the weights, that counts as all of them."""
+IDENTITY = 0.01
+"""Mean distance of the entries of a mixing matrix from the identity's, the largest of a token, below which it does not
+mix."""
+COPIES = 1e-5
+"""Distance of the mean cosine between streams from 1, about what float32 can tell, below which they are copies."""
+CONSTRAINT = 0.05
+"""Largest mean error of a constraint that rounding or too few iterations can explain."""
+
+
+class Table(NamedTuple):
+    """Rows of text under a header."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+
+def warnings(trace: Trace) -> list[str]:
+    """Return what a reader of the numbers must know first, one sentence each; empty if nothing is wrong."""
+    checks = (_not_finite, _causality, _gates, _mixing, _streams, _compressors)
+    return [sentence for check in checks for sentence in check(trace)]
+
+
+def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
+    """Return every sublayer's numbers, averaged over the tokens, as plain values; None for numbers that are not finite.
+
+    Means have the names of `Trace.values`; gates also have `_q05`, `_q50`, `_q95`. Singular values and
+    determinants belong to the product of all shortcuts so far; they are medians over the sampled tokens. `most_read`
+    names the source with the largest weight, `most_read_weight`; both are None for a sublayer that reads none.
+    """
+    values, gates = trace.values, trace.facts["gates"]
+    rows: list[dict[str, Any]] = [{"sublayer": name} for name in trace.facts["sublayers"]]
+    depth = len(rows)
+    for name in ("state_norm", "input_norm", "output_norm", "change_norm", "erase_norm", "write_norm", *gates, *_MEANS):
+        if name in values:
+            _fill(rows, name, values[name][:depth].mean(1))
+    for name in gates:
+        levels = torch.tensor([0.05, 0.5, 0.95])
+        for level, column in zip(("q05", "q50", "q95"), values[name].quantile(levels, dim=1)):
+            _fill(rows, f"{name}_{level}", column)
+    if "beta" in values:
+        enlarging, identity, projection, reflection = trace.regimes().T
+        low, _ = gates["beta"]["range"] or (0.0, 2.0)
+        if low < 0:
+            _fill(rows, "enlarging", enlarging)
+        _fill(rows, "identity", identity)
+        _fill(rows, "projection", projection)
+        _fill(rows, "reflection", reflection)
+    if "h_res" in values:
+        _fill(rows, "distance_from_identity", _from_identity(values["h_res"]).mean(1))
+    for name in ("determinant", "singular_max", "singular_min", "defect"):
+        if name in values:
+            _fill(rows, name, values[name].median(1).values)
+    if "depth_mean" in values:
+        _most_read(rows, trace)
+    for name in ("h_pre", "h_post"):
+        if name in values:
+            for row, means in zip(rows, values[name].mean(1).tolist()):
+                row[name] = finite(means)
+    return rows
+
+
+_MEANS = (
+    *("discrepancy_norm", "row_error", "column_error", "orthogonality_error"),
+    *("stream_similarity", "sources_read"),
+)
+
+
+def summary(trace: Trace) -> Table:
+    """Return the `sublayer_statistics` as a table: one row per sublayer, with the columns that the scheme has."""
+    found = sublayer_statistics(trace)
+    gates = [column for name in trace.facts["gates"] for column in _columns_of_gate(name)]
+    columns = [column for column in (*gates, *_COLUMNS) if column.key in found[0]]
+    if trace.facts["constraint"] != "doubly stochastic":
+        columns = [column for column in columns if column.key not in ("row_error", "column_error")]
+    rows = [[row["sublayer"], *(column.cell(row[column.key]) for column in columns)] for row in found]
+    return Table(["sublayer", *(column.title for column in columns)], rows)
+
+
+def overview(trace: Trace) -> list[str]:
+    """Return lines about the text that was read, the numbers over the whole depth, and the meaning of the columns."""
+    facts, values = trace.facts, trace.values
+    known = [facts["preset"] or facts["scheme"]["scheme"]]
+    known += [f"step {facts['checkpoint']}"] if facts["checkpoint"] is not None else []
+    known += [facts.get("read", f"{trace.num_tokens} tokens")]
+    known += [f"loss {facts['loss']:.4f} nats per token"] if facts["loss"] is not None else []
+    lines = [", ".join(known)]
+    if "alignment" in values and trace.num_sublayers > 1:
+        others = ~torch.eye(trace.num_sublayers, dtype=torch.bool)
+        lines.append(
+            f"directions: mean |cos(k_i, k_j)| {values['alignment'][others].mean():.3f}, effective rank "
+            f"{values['effective_rank'].mean():.2f} of {min(trace.num_sublayers, facts['dim'])}"
+        )
+    if "singular_max" in values:
+        low, high = values["singular_min"][-1].median(), values["singular_max"][-1].median()
+        lines.append(f"product of all shortcuts: singular values {low:.4g} to {high:.4g} (median token)")
+    if "stream_similarity" in values:
+        first, last = values["stream_similarity"][[0, -1]].mean(1)
+        lines.append(f"streams: mean cosine between two of them {first:.3f} at the start, {last:.3f} at the end")
+    return [*lines, "columns: " + "; ".join(meaning for key, meaning in _MEANINGS if key in values)]
+
+
+_MEANINGS = [
+    ("state_norm", "means over the tokens, |X| before the sublayer"),
+    ("beta", "enlarging: beta < -0.5, identity: -0.5 to 0.5, projection: to 1.5, reflection: above"),
+    ("erase_norm", "erase beta |k^T X|"),
+    ("write_norm", "write beta |v|"),
+    ("h_res", "H the shortcut's matrix, |H - I| by its largest entry"),
+    ("stream_similarity", "cos the mean cosine between two streams before the sublayer"),
+    ("sources_read", "sources how many are read in effect, reads most the one with the largest weight"),
+    ("singular_max", "min s, max s: singular values of the product so far"),
+]
+
+
+class _Column(NamedTuple):
+    key: str
+    title: str
+    form: str
+
+    def cell(self, value: Any) -> str:
+        if isinstance(value, list):
+            return " ".join(map(self.cell, value))
+        if value is None:
+            return "none" if self.key in _MOST_READ else "nan"
+        return format(value, self.form)
+
+
+_MOST_READ = ("most_read", "most_read_weight")
+_COLUMNS = [
+    _Column("enlarging", "enlarging", ".0%"),
+    _Column("identity", "identity", ".0%"),
+    _Column("projection", "projection", ".0%"),
+    _Column("reflection", "reflection", ".0%"),
+    _Column("h_pre", "h_pre", ".2f"),
+    _Column("h_post", "h_post", ".2f"),
+    _Column("distance_from_identity", "|H - I|", ".3f"),
+    _Column("sources_read", "sources", ".2f"),
+    _Column("most_read", "reads most", ""),
+    _Column("most_read_weight", "weight", ".3f"),
+    _Column("stream_similarity", "cos", ".3f"),
+    _Column("row_error", "rows off", ".1e"),
+    _Column("column_error", "columns off", ".1e"),
+    _Column("orthogonality_error", "|H'H - I|", ".1e"),
+    _Column("state_norm", "|X|", ".4g"),
+    _Column("change_norm", "|change|", ".4g"),
+    _Column("erase_norm", "erase", ".3g"),
+    _Column("write_norm", "write", ".3g"),
+    _Column("output_norm", "|y|", ".3g"),
+    _Column("singular_min", "min s", ".3g"),
+    _Column("singular_max", "max s", ".3g"),
+]
+
+
+def _columns_of_gate(name: str) -> list[_Column]:
+    quantiles = (_Column(f"{name}_q{level}", f"{int(level)}%", ".3f") for level in ("05", "50", "95"))
+    return [_Column(name, name, ".3f"), *quantiles]
+
+
+def _fill(rows: list[dict[str, Any]], name: str, column: Tensor) -> None:
+    for row, value in zip(rows, column.tolist()):
+        row[name] = finite(value)
+
+
+def _most_read(rows: list[dict[str, Any]], trace: Trace) -> None:
+    sources, without = trace.facts["sources"], trace.facts["left_out"].get("depth_weights", [])
+    for i, (row, weights) in enumerate(zip(rows, trace.values["depth_mean"].mean(1))):
+        most = int(weights.abs().argmax())
+        found = (None, None) if i in without or not weights.isfinite().all() else (sources[most], weights[most].item())
+        row.update(zip(_MOST_READ, found))
+
+
+def _named(trace: Trace, which: list[int]) -> str:
+    """Return the names of sublayers: "all sublayers", or the first few."""
+    if len(which) == trace.num_sublayers:
+        return "all sublayers"
+    names = ", ".join(trace.facts["sublayers"][i] for i in which[:4])
+    return names + (f" and {len(which) - 4} more" if len(which) > 4 else "")
+
+
+def _where(condition: Tensor) -> list[int]:
+    return condition.nonzero().flatten().tolist()
+
+
+def _not_finite(trace: Trace) -> Iterator[str]:
+    values = trace.values
+    broken = []
+    for name, value in values.items():
+        known = value[:-1] if name == "token_loss" else value
+        if name == "token_loss" and known.isnan().all():
+            continue  # a model without a head
+        if not known.isfinite().all():
+            broken.append(name)
+    if not broken:
+        return
+    state = ~values["state_norm"].isfinite().all(1)
+    where = _where(state)
+    place = ""
+    if where:
+        before = where[0]
+        place = (
+            "; the state from the start" if before == 0 else f"; the state after {trace.facts['sublayers'][before - 1]}"
+        )
+    yield f"not finite: {', '.join(broken[:5])}{' and more' if len(broken) > 5 else ''}{place}"
+
+
+def _causality(trace: Trace) -> Iterator[str]:
+    if not trace.facts["causal"]:
+        yield "not causal: the coefficients of a token depend on later tokens, so losses of this model mean nothing"
+
+
+def _gates(trace: Trace) -> Iterator[str]:
+    for name, known in trace.facts["gates"].items():
+        gate, start = trace.values[name], known["start"]
+        there = torch.ones(trace.num_sublayers, dtype=torch.bool)
+        there[trace.facts["left_out"].get(name, [])] = False
+        stuck = _where(there & ((gate - start).abs().mean(1) < STUCK)) if start is not None else []
+        if stuck:
+            yield f"{name} is still at its start, {start:g}: {_named(trace, stuck)}"
+        if known["range"] is None:
+            continue
+        low, top = known["range"]
+        margin = SATURATED * (top - low)
+        for bound, near in ((low, gate < low + margin), (top, gate > top - margin)):
+            closed = _where(there & (near.float().mean(1) > MOST))
+            if closed:
+                yield (
+                    f"{name} is saturated at {bound:g}, where it has nearly no gradient, for most tokens: "
+                    f"{_named(trace, closed)}"
+                )
+
+
+def _mixing(trace: Trace) -> Iterator[str]:
+    values = trace.values
+    if "h_res" not in values or values["h_res"].shape[-1] < 2:
+        return
+    without = set(trace.facts["left_out"].get("h_res", []))
+    same = _where(_from_identity(values["h_res"]).mean(1) < IDENTITY)
+    same = [i for i in same if i not in without]
+    if same:
+        yield f"the mixing matrix is still the identity, within {IDENTITY:g}: {_named(trace, same)}"
+    constraint = trace.facts["constraint"]
+    errors = {"doubly stochastic": ("row_error", "column_error"), "orthogonal": ("orthogonality_error",)}
+    for name in errors.get(constraint, ()):
+        off = _where(values[name].mean(1) > CONSTRAINT)
+        if off:
+            worst = values[name].mean(1).max()
+            yield f"the mixing matrix is not {constraint}: {name} is {worst:.2g} on average: {_named(trace, off)}"
+
+
+def _streams(trace: Trace) -> Iterator[str]:
+    similarity = trace.values.get("stream_similarity")
+    if similarity is not None and (1 - similarity.mean(1) < COPIES).all():
+        yield "the streams are copies of one another before and after every sublayer: together they hold what one holds"
+
+
+def _compressors(trace: Trace) -> Iterator[str]:
+    share = trace.values.get("compress_share")
+    if share is None or share.shape[1] < 2:
+        return
+    for channel in range(share.shape[1]):
+        alone = _where(share[:, channel] > MOST)
+        if alone:
+            yield f"the compressor reads channel {channel} alone: {_named(trace, alone)}"
+
+
+def _from_identity(h_res: Tensor) -> Tensor:
+    """Return the largest difference of an entry from the identity: (S, T, n, n) -> (S, T)."""
+    return (h_res - torch.eye(h_res.shape[-1])).abs().amax((-2, -1))

@@ -1,0 +1,50 @@
+"""The gates that a training run logs: mean and quantiles for every sublayer."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from residua.connections import Stream
+from residua.connections.base import as_inputs
+from residua.lab.inspection.measure import gates
+from residua.lab.inspection.subject import Subject
+from residua.lab.inspection.watch import ConnectionRecord
+
+QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
+
+
+@torch.no_grad()
+def has_gates(stream: Stream, dim: int) -> bool:
+    """Return whether the connections of a stream have gates for `gate_quantiles`, by running one token through one."""
+    for connection in stream.connections[:1]:
+        weights = next(stream.parameters(), None)
+        like = {} if weights is None else {"dtype": weights.dtype, "device": weights.device}
+        before = stream.expand(torch.ones(1, 1, dim, **like))
+        x, carry = connection.read(before)
+        y = as_inputs(x)[0]
+        return bool(gates(ConnectionRecord(0, connection, before, None, y, carry, y, before).shortcut()))
+    return False
+
+
+def gate_quantiles(model: nn.Module, tokens: Tensor) -> dict[str, dict[str, list[float]]]:
+    """Return mean and quantiles of every gate over the tokens (rows, T), {"beta": {"mean": [S], "q05": [S], ...}, ...}.
+
+    S sublayers; one forward pass without gradients, in the precision of the caller. If ranks hold parts of the
+    model, all of them must call this together.
+    """
+    found: dict[str, list[Tensor]] = {}
+
+    def collect(record: ConnectionRecord) -> None:
+        for name, gate in gates(record.shortcut()).items():
+            found.setdefault(name, []).append(gate.float().flatten())
+
+    Subject.of(model).run(tokens, collect, logits_to_keep=1)
+    return {name: _quantiles(torch.stack(rows)) for name, rows in found.items()}
+
+
+def _quantiles(gates: Tensor) -> dict[str, Any]:
+    """Return mean and quantiles of gates: (S, tokens), with one copy to the host, which waits for the device."""
+    shares = torch.tensor(list(QUANTILES.values()), device=gates.device)
+    table = torch.cat([gates.mean(-1, keepdim=True).T, gates.quantile(shares, -1)]).tolist()
+    return dict(zip(("mean", *QUANTILES), table))

@@ -1,0 +1,261 @@
+"""A trace: measurements of every connection of a language model at every token of one text.
+
+`trace` runs the model once, through the public read and write of its connections, and keeps only small arrays.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from residua.connections import PRESETS, GateFacts, Mixing, RankOne, describe
+from residua.errors import InputError
+from residua.lab.inspection import archive
+from residua.lab.inspection.depth import DepthReads
+from residua.lab.inspection.measure import gates, measured, norm, stream_similarity
+from residua.lab.inspection.spectrum import alignment, effective_rank, matrix_products, rank_one_products
+from residua.lab.inspection.subject import Subject
+from residua.lab.inspection.watch import ConnectionRecord
+from residua.records.durable import unlinked
+from residua.records.progress import say
+from residua.records.provenance import circumstances
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Measurements of the connections of a model at every token of one text.
+
+    Sizes: S sublayers in order, T tokens, n streams, P sampled tokens, d the width. `values` are float32 tensors on the
+    CPU (`token_ids` int64); X is the state, x the sublayer's input, y its output.
+
+    every scheme
+        token_ids (T); token_loss (T): of predicting the next token, in nats, NaN for the last
+        state_norm (S + 1, T): |X| before each sublayer and after the last
+        input_norm (S, T): |x| before its norm, if the connection has one; output_norm (S, T): |y|
+        change_norm (S, T): |X' - X|
+    shortcut "rank-one" (`connections.RankOne`)
+        beta (S, T); readout (S, T, n): k^T X; erase_norm (S, T): beta |k^T X|
+        target (S, T, n): v; write_norm, discrepancy_norm (S, T): beta |v|, |v - k^T X|, if v is written
+        compress_share (S, n): the weight of each row in the sublayer's input
+        direction (S, P, d): the unit vector k; alignment (S, S): mean |cos(k_i, k_j)|; effective_rank (P): of the k's
+    shortcut "mixing" (`connections.Mixing`)
+        h_pre, h_post (S, T, n); h_res (S, T, n, n): the shortcut's matrix, target stream first
+        row_error, column_error (S, T): largest |sum - 1|; orthogonality_error (S, T): |H^T H - I|, spectral
+        the gates that h_res depends on (S, T), by the names that the scheme gives them; angles are in radians
+    streams side by side (`Connection.streams`)
+        stream_similarity (S + 1, T): the mean cosine between two streams, before each sublayer and after the last
+    reads over depth (`connections.DepthWeights`), with `facts["sources"]` as columns
+        depth_weights (S, P, reads, sources), depth_mean (S, reads, sources): the weights, and their mean over all T
+            tokens; 0 for what a sublayer does not read
+        sources_read (S, T): how many sources a sublayer reads, in effect; 1 where it reads the last state alone
+    products M_l ... M_0 of the shortcuts of sublayers 0 to l, on R^d for rank-1 shortcuts, otherwise on R^n
+        determinant, singular_max, singular_min, defect (S, P): defect is |M^T M - I|, spectral
+        singular_values (P, r): after the last sublayer; r = min(S, d), where the others are 1, or r = n
+
+    `facts`, metadata for JSON: version of the format; residua, commit, date; preset (or None) and scheme; shortcut
+    ("rank-one", "mixing" or None); causal; constraint on h_res ("doubly stochastic", "orthogonal" or None); gates: by
+    the names of those in `values`, what is known of them, as in `connections.GateFacts`; left_out: by the name of a
+    mapping or gate, the sublayers that omit it; sources, reads: their names, by the axes of depth_weights; dim; rows
+    (of width dim in the last state); sublayers (their names); run and checkpoint (or None); sampled (token positions);
+    loss (mean of token_loss, or None).
+    """
+
+    facts: dict[str, Any]
+    tokens: list[str]
+    values: dict[str, Tensor]
+
+    def __repr__(self) -> str:
+        scheme = self.facts.get("preset") or (self.facts.get("scheme") or {}).get("scheme")
+        sizes = f"{self.num_tokens} tokens, {len(self.facts.get('sublayers', ()))} sublayers"
+        return f"Trace({scheme}, {sizes}: {', '.join(sorted(self.values))})"
+
+    @property
+    def num_sublayers(self) -> int:
+        return len(self.facts["sublayers"])
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def regimes(self, identity: float = 0.5, reflection: float = 1.5) -> Tensor:
+        """Return fractions of the tokens, (S, 4): beta < -`identity`, which enlarges what lies along k; up to
+        `identity`; between; beta > `reflection`.
+
+        Raises:
+            InputError: the scheme has no beta.
+        """
+        if "beta" not in self.values:
+            raise InputError(f"regimes: expected a trace of a scheme with beta, got one of {sorted(self.values)}")
+        beta = self.values["beta"]
+        enlarging, reflecting, between = beta < -identity, beta > reflection, (beta >= identity) & (beta <= reflection)
+        return torch.stack([enlarging, (beta < identity) & ~enlarging, between, reflecting], -1).float().mean(1)
+
+    def save(self, path: str | Path) -> Path:
+        """Write one safetensors file. Raises OSError."""
+        return archive.write(path, self.facts, self.tokens, self.values)
+
+    def keep(self, folder: str | Path) -> Path | None:
+        """Save the trace in the folder of its run or model; where that cannot be written, say so and return None."""
+        path = archive.place(folder, self.facts["checkpoint"])
+        try:
+            unlinked(path.parent)
+            return self.save(path)
+        except (OSError, InputError) as error:
+            say(f"{path}: the trace is not kept: {getattr(error, 'strerror', None) or error}")
+            return None
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Trace":
+        """Read a trace file. Raises InputError if it is not a trace, is damaged, or has another version."""
+        return cls(*archive.read(path))
+
+
+def trace(
+    model: "PreTrainedModel",
+    tokens: Sequence[int] | Tensor,
+    *,
+    text: Sequence[str] | None = None,
+    sample: int = 64,
+    facts: Mapping[str, Any] | None = None,
+) -> Trace:
+    """Run the model once over `tokens` and measure its connections. The model is not changed.
+
+    Args:
+        model: one of ours or a converted one, in any mode, dtype and on any device; without a language-model head there
+            are no losses.
+        tokens: T token ids.
+        text: the T pieces of text that the tokens stand for; by default their numbers.
+        sample: number of evenly spaced tokens for values that are large or slow to compute.
+        facts: further metadata for `Trace.facts`, such as run and checkpoint.
+
+    Raises:
+        InputError: the model is of another kind, or the tokens do not fit it.
+    """
+    subject = Subject.of(model)
+    ids = _token_ids(tokens, subject)
+    shown = [str(i) for i in ids.tolist()] if text is None else list(text)
+    if len(shown) != len(ids):
+        raise InputError(f"trace: expected a piece of text for each of the {len(ids)} tokens, got {len(shown)}")
+    if sample < 1:
+        raise InputError(f"trace: expected a sample of at least 1 token, got {sample}")
+    sampled = torch.linspace(0, len(ids) - 1, min(sample, len(ids)), dtype=torch.float64).round().long()
+    scheme = subject.scheme
+    recorder = _Recorder(sampled)
+    ids = ids.to(model.get_input_embeddings().weight.device)
+    losses = subject.losses(ids, recorder.add)
+    values = {"token_ids": ids, "token_loss": losses, **recorder.values()}
+    counted = losses[:-1]
+    here = circumstances(ids.device)
+    found = {
+        "version": archive.VERSION,
+        **{name: here[name] for name in ("residua", "commit", "date")},
+        "preset": next((name for name, preset in PRESETS.items() if preset == scheme), None),
+        "scheme": describe(scheme),
+        "shortcut": recorder.shortcut,
+        "causal": scheme.causal,
+        "constraint": scheme.constraint,
+        "gates": {name: _known(scheme.gates.get(name)) for name in recorder.gates if name in values},
+        "left_out": recorder.left_out | recorder.depth.left_out(len(subject.sublayers)),
+        "sources": recorder.depth.names(subject.sublayers),
+        "reads": list(recorder.depth.reads),
+        "dim": subject.dim,
+        "rows": scheme.state_size(len(subject.sublayers), subject.dim) // subject.dim,
+        "sublayers": list(subject.sublayers),
+        "run": None,
+        "checkpoint": None,
+        "sampled": sampled.tolist(),
+        "loss": counted.mean().item() if len(counted) and counted.isfinite().all() else None,
+    }
+    kept = {name: x.cpu() if name == "token_ids" else x.to("cpu", torch.float32) for name, x in values.items()}
+    return Trace(found | dict(facts or {}), shown, kept)
+
+
+def pieces(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[str]:
+    """Return the text of each token by itself; part of a character gives a replacement character."""
+    return [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in tokens]
+
+
+class _Recorder:
+    """Collect the values of every sublayer; `sampled`: (P) positions of tokens."""
+
+    def __init__(self, sampled: Tensor):
+        self.sampled = sampled
+        self.shortcut: str | None = None
+        self.gates: dict[str, None] = {}
+        self.left_out: dict[str, list[int]] = {}
+        self._states: list[Tensor] = []
+        self._rows: list[dict[str, Tensor]] = []
+        self._exact: list[dict[str, Tensor]] = []
+        self._similarity: list[Tensor] = []
+        self.depth = DepthReads(sampled)
+
+    def add(self, record: ConnectionRecord) -> None:
+        if record.index == 0:
+            self._states.append(norm(record.before).to("cpu", torch.float32))
+        self._states.append(norm(record.after).to("cpu", torch.float32))
+        states = [record.after] if record.index else [record.before, record.after]
+        for streams in map(record.connection.streams, states):
+            if streams is not None and streams.shape[-2] > 1:
+                self._similarity.append(stream_similarity(streams).to("cpu", torch.float32))
+        weights = record.connection.depth_weights(record.carry)
+        if weights is not None:
+            self.depth.add(record.index, weights, record.y)
+        shortcut = record.shortcut()
+        self.shortcut = "rank-one" if isinstance(shortcut, RankOne) else "mixing" if shortcut else self.shortcut
+        if isinstance(shortcut, Mixing):
+            for name in shortcut.left_out:
+                self.left_out.setdefault(name, []).append(record.index)
+        self.gates |= dict.fromkeys(gates(shortcut))
+        found = measured(record, shortcut)
+        # Values that are multiplied over the whole depth stay in float64, at the sampled tokens.
+        exact = {name: found[name].cpu()[self.sampled].double() for name in _MULTIPLIED if name in found}
+        found.pop("direction", None)
+        self._rows.append({name: rows.to("cpu", torch.float32) for name, rows in found.items()})
+        self._exact.append(exact)
+
+    def values(self) -> dict[str, Tensor]:
+        values = {"state_norm": torch.stack(self._states), **_stacked(self._rows)}
+        if self._similarity:
+            values["stream_similarity"] = torch.stack(self._similarity)
+        values |= self.depth.values(len(self._rows))
+        exact = _stacked(self._exact)
+        if "direction" in exact:
+            k = exact["direction"]
+            values |= {"direction": k, "alignment": alignment(k), "effective_rank": effective_rank(k)}
+            values |= rank_one_products(k, exact["beta"])._asdict()
+        elif "h_res" in exact:
+            values |= matrix_products(exact["h_res"])._asdict()
+        return values
+
+
+def _known(gate: GateFacts | None) -> dict[str, Any]:
+    """Return what is known of a gate as JSON gives it back."""
+    ends, start = gate or GateFacts()
+    return {"range": None if ends is None else list(ends), "start": start}
+
+
+_MULTIPLIED = ("direction", "beta", "h_res")
+
+
+def _stacked(sublayers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack the values that every sublayer has, with the axis of sublayers first."""
+    names = [name for name in sublayers[0] if all(name in found for found in sublayers)] if sublayers else []
+    return {name: torch.stack([found[name] for found in sublayers]) for name in names}
+
+
+def _token_ids(tokens: Sequence[int] | Tensor, subject: Subject) -> Tensor:
+    ids = torch.as_tensor(tokens)
+    longest, size = subject.context, subject.vocabulary
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
+        raise InputError(f"trace: expected a list of at least one token id, got {tuple(ids.shape)} of {ids.dtype}")
+    if longest is not None and len(ids) > longest:
+        raise InputError(f"trace: expected at most {longest} tokens, the model's context, got {len(ids)}")
+    if not 0 <= ids.min() <= ids.max() < size:
+        raise InputError(f"trace: expected token ids from 0 to {size - 1}, got {ids.min()} to {ids.max()}")
+    return ids.long()

@@ -1,0 +1,149 @@
+"""What a training step of each scheme costs: arithmetic, time in interleaved rounds, memory. No run depends on it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from residua.conversion.base_model import freeze_base
+from residua.conversion.opening import new_model
+from residua.errors import extra
+from residua.lab.cost.counts import products_per_token, step_on_meta
+from residua.lab.cost.measured_memory import kept_bytes, peak_of
+from residua.lab.cost.settings import many_graphs
+from residua.lab.cost.timing import compare, cuda_clock, process_clock
+from residua.lab.training import BaseModelConfig, RunConfig, make_optimizer, pick_device
+from residua.records.provenance import circumstances
+from residua.records.threads import threads
+
+with extra("lab"):
+    from transformers import PreTrainedConfig
+
+ROUNDS, WARMUP = 45, 2
+
+
+class Step:
+    """A training step of a run on random tokens: forward, backward, clipping, fused AdamW, as in the loop.
+
+    On the run's device, in its precision, compiled where the run is.
+    """
+
+    def __init__(self, config: RunConfig, model: PreTrainedConfig):
+        train = config.train
+        device = pick_device(train.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            tokens = torch.randint(model.get_text_config().vocab_size, (train.batch_size, train.sequence_length + 1))
+            self.model = new_model(model).train().to(device)
+        if isinstance(config.model, BaseModelConfig) and config.model.freeze_base:
+            freeze_base(self.model)
+        tokens = tokens.to(device)
+        self.inputs, self.labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self.forward = torch.compile(self.model) if train.compile else self.model
+        self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=train.precision == "bfloat16")
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = make_optimizer(self.model, train)
+        self.clip = train.clip
+
+    def loss(self) -> Tensor:
+        with self.autocast:
+            return self.forward(input_ids=self.inputs, labels=self.labels, shift_labels=self.labels).loss
+
+    def __call__(self) -> None:
+        self.loss().backward()
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def measure(
+    configs: Mapping[str, tuple[RunConfig, PreTrainedConfig]],
+    baseline: str,
+    *,
+    rounds: int = ROUNDS,
+    peak: bool = True,
+    compiled: bool = False,
+    advance: Any = lambda: None,
+) -> list[dict[str, Any]]:
+    """Measure the step of every scheme at one size; one record each, complete in itself.
+
+    time     of a step, in rounds in which all schemes take turns, so that a busy machine slows all of them: process
+             time of one thread on the CPU, or the device's
+    flops    per token, of the matrix products and of all other arithmetic (`elementwise`)
+    kept     bytes that autograd keeps for the backward pass
+    peak     bytes by which a process grows that makes the model and takes two steps, or the device's allocations in the
+             second; None if not measured
+
+    With `compiled` all steps go through `torch.compile`, whatever the runs do, and only their time is measured.
+    """
+    if compiled:
+        configs = {
+            name: (replace(config, train=replace(config.train, compile=True)), model)
+            for name, (config, model) in configs.items()
+        }
+        peak = False
+    device = pick_device(next(iter(configs.values()))[0].train.device)
+    peaks = {name: peak_of(Step, pair, name, device=device.type) if peak else None for name, pair in configs.items()}
+    with threads(1), many_graphs(len(configs)):
+        steps = {name: Step(*pair) for name, pair in configs.items()}
+        kept = {name: None if compiled else kept_bytes(step) for name, step in steps.items()}
+        clock = cuda_clock if device.type == "cuda" else process_clock
+        timing = compare(steps, baseline, rounds=rounds, warmup=WARMUP, clock=clock, advance=advance)
+        conditions = circumstances(device)
+    records = []
+    for name, (config, model) in configs.items():
+        length = config.train.sequence_length
+        products = products_per_token(model, sequence_length=length)
+        records.append(
+            {
+                "scheme": name,
+                "baseline": baseline,
+                "compiled": compiled,
+                "parameters": sum(parameter.numel() for parameter in steps[name].parameters),
+                "time_ratio": timing.ratio(name)._asdict(),
+                "step_seconds": timing.median_seconds(name),
+                "seconds": list(timing.seconds[name]),
+                "flops_per_token": {"products": products, "elementwise": elementwise(model, length)},
+                "kept_bytes": kept[name],
+                "peak_bytes": peaks[name],
+                "model": {key: value for key, value in asdict(config.model).items() if key != "base"},  # a path
+                **conditions,
+            }
+        )
+    return records
+
+
+def elementwise(model: PreTrainedConfig, length: int) -> float:
+    """Count the arithmetic of one token in a training step that is no matrix product, in FLOPs.
+
+    Every operation that is neither a product nor a view counts one for each element of its largest tensor. A rank-one
+    write is of this kind, so leaving it out would flatter it.
+    """
+    counted = _Elements()
+    step_on_meta(model, length, counted)
+    return counted.total / length
+
+
+class _Elements(TorchDispatchMode):
+    """Adds up the elements that operations work on, but for matrix products and views."""
+
+    PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
+    FREE = ("empty", "empty_like", "empty_strided", "detach", "t", "new_empty", "new_empty_strided", "_unsafe_view")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name not in self.PRODUCTS and name not in self.FREE and not func.is_view:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+            self.total += max((math.prod(tensor.shape) for tensor in tensors), default=0)
+        return result

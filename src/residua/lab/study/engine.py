@@ -1,0 +1,281 @@
+"""Run a study: what its folder does not hold yet, resumable at any kill, and verify what it holds.
+
+A folder of a study holds
+
+    study.json       the study as it was read: of all calls together, so that no scheme leaves the report
+    settings.json    its title and the fingerprint of the data: others are refused
+    records.jsonl    one line for every finished run
+    costs.jsonl      one line for what a step of each scheme costs at each size
+    audits.jsonl     one line for every audited run, see `audit`
+    runs/            the state of runs that are under way
+"""
+
+import json
+import random
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from residua.errors import InputError, require
+from residua.lab.study.cost import ROUNDS, WARMUP, measure
+from residua.lab.study.folder import SHARED, plain, read_folder
+from residua.lab.study.plan import Plan, Run, Study
+from residua.lab.study.records import checked_costs, checked_runs
+from residua.lab.study.sweep import train_point
+from residua.records import jsonlines
+from residua.records.durable import write_text
+from residua.records.folder import read_object, writable
+from residua.records.jobs import Job, Record, open_runs, run_jobs
+from residua.records.jsonlines import JsonLines, finite
+from residua.records.progress import Progress, say
+from residua.records.threads import threads
+
+SAME = ("device", "torch")
+"""Facts of a run with which its last bits can change."""
+TUNED = ("over", "factors", "length", "seed")
+"""What all tuning runs in a folder share."""
+GROWING = ("seeds", "baselines", "longer")
+"""What may be added to, as may the budgets. Taking some away would choose among results."""
+ORDER = {"tune": 0, "final": 0, "report": 0, "longer": 1}
+
+
+def run_study(
+    study: Study,
+    out: str | Path,
+    *,
+    data: str | None = None,
+    rungs: Sequence[str] | None = None,
+    processes: int = 1,
+    costs: bool = True,
+    rounds: int = ROUNDS,
+    progress: bool = True,
+) -> Plan:
+    """Train the runs of a study that the folder `out` does not hold yet. After a kill, call this again to continue.
+
+    The study may grow from call to call: runs of other schemes and sizes stay in the folder.
+
+    Args:
+        data: a folder of prepared data, in place of what the study's configuration names.
+        rungs: the sizes of which rows are wanted; others of the study are tuned at most. None for all of them.
+        processes: runs at the same time, each with one thread; no number depends on it.
+        costs: measure time and memory of the schemes that have no record of them.
+        rounds: in which the schemes take turns while their steps are timed.
+
+    Raises:
+        InputError: the study, the data or the folder cannot be used.
+        RunError: a run failed for another reason than its numbers, or a result could not be written.
+    """
+    out = Path(out)
+    plan = Plan(study, study.data(data), rungs)
+    with open_runs(out, {"title": study.title, "data": plan.facts["fingerprint"]}) as made:
+        checked_runs(list(made.finished.values()), str(out / "records.jsonl"), plan.facts["fingerprint"])
+        with writable(out):
+            write_text(out / "study.json", json.dumps(asdict(joined(plan.study, out)), indent=1) + "\n")
+        if costs:
+            measure_costs(plan, out, rounds=rounds, progress=progress)
+        if progress:
+            for (rung, scheme), error in plan.misfits.items():
+                say(f"study: {scheme} is left out at {rung}: {error}")
+            say(f"study: {plan.most} runs at most, {len(made.finished)} finished in {out}")
+        run_jobs(lambda finished: jobs(plan, finished), made, processes=processes, finish=_finish, progress=progress)
+    return plan
+
+
+def joined(study: Study, out: Path) -> Study:
+    """The study with the schemes and sizes that its folder has runs of already.
+
+    Raises:
+        InputError: the runs of the folder had other settings, so that rows would mix runs that cannot be compared; or
+            the study leaves out seeds, baselines, longer runs or tuning runs that the folder's study has.
+    """
+    if not (out / "study.json").is_file():
+        return study
+    before = read_folder(out)
+    pairs = {name: (getattr(before, name), getattr(study, name)) for name in SHARED}
+    pairs |= {f"tuning.{name}": (getattr(before.tuning, name), getattr(study.tuning, name)) for name in TUNED}
+    rungs = [name for name in study.rungs if name in before.rungs]
+    pairs |= {f"rungs.{name}": tuple(replace(one.rungs[name], seeds=None) for one in (before, study)) for name in rungs}
+    schemes = [name for name in study.schemes if name in before.schemes]
+    pairs |= {f"schemes.{name}": (before.schemes[name], study.schemes[name]) for name in schemes}
+    for name, (earlier, now) in pairs.items():
+        if plain(earlier) != plain(now):
+            raise InputError(
+                f"{out}: its runs were made with another {name} ({plain(earlier)}), now {plain(now)}; use another "
+                "name or another folder"
+            )
+    growing = {name: (getattr(before, name), getattr(study, name)) for name in GROWING}
+    growing["tuning.final_seeds"] = before.tuning.judges, study.tuning.judges
+    growing |= {f"rungs.{name}.seeds": (before.seeds_at(name), study.seeds_at(name)) for name in rungs}
+    for name, (earlier, now) in growing.items():
+        fewer = [one for one in earlier if one not in now]
+        require(not fewer, name, f"those of {out} ({', '.join(map(str, earlier))})", now)
+    first = before.baselines[0]
+    require(study.baselines[0] == first, "baselines", f"{first} first, beside which {out} timed steps", study.baselines)
+    for name in ("runs", "baseline_runs", "finalists"):
+        earlier, now = getattr(before.tuning, name), getattr(study.tuning, name)
+        require(now >= earlier, f"tuning.{name}", f"at least the {earlier} of {out}", now)
+    return replace(study, schemes={**before.schemes, **study.schemes}, rungs={**before.rungs, **study.rungs})
+
+
+def open_study(out: str | Path, data: str | None = None) -> tuple[Plan, Sequence[Record], Sequence[Record]]:
+    """The plan of a study's folder, its records and its costs.
+
+    Raises:
+        InputError: the folder holds no study, or its data are elsewhere or have changed.
+    """
+    out = Path(out)
+    plan = _plan(read_folder(out), out, data)
+    runs, costs = (out / name for name in ("records.jsonl", "costs.jsonl"))
+    records = checked_runs(jsonlines.read(runs), str(runs), plan.facts["fingerprint"])
+    return plan, records, checked_costs(jsonlines.read(costs), str(costs))
+
+
+def _plan(study: Study, out: Path, data: str | None, rungs: Sequence[str] | None = None) -> Plan:
+    plan = Plan(study, study.data(data), rungs)
+    known = read_object(out / "settings.json")
+    require(known.get("data") == plan.facts["fingerprint"], "--data", f"the data of {out}", plan.data)
+    return plan
+
+
+def measure_again(
+    study: Study,
+    out: str | Path,
+    *,
+    data: str | None = None,
+    rungs: Sequence[str] | None = None,
+    rounds: int = ROUNDS,
+    compiled: bool = False,
+    progress: bool = True,
+) -> None:
+    """Measure the costs of a study's schemes once more, on a quieter machine or in more rounds; the last ones count.
+
+    `compiled` measures the time of a step through `torch.compile`, beside the time of the step that the runs take.
+    Raises InputError where the folder holds no study, or one of other settings or data.
+    """
+    out = Path(out)
+    read_folder(out)
+    plan = _plan(study, out, data, rungs)
+    joined(plan.study, out)
+    measure_costs(plan, out, rounds=rounds, again=True, compiled=compiled, progress=progress)
+
+
+def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
+    """The jobs of all runs that the study needs so far, the finished ones too."""
+    rungs, schemes = list(plan.study.rungs), list(plan.study.schemes)
+    found = []
+    for run in plan.runs(finished):
+        further = run.kind == "report" and run.config.train.seed not in plan.study.seeds
+        order = rungs.index(run.rung), 2 if further else ORDER[run.kind], schemes.index(run.scheme)
+        cost = float(plan.steps[run.rung])  # of a step: it grows with the model as the number of steps does
+        found.append(Job(run.key, train_run, (run,), run.config.train.steps, cost, order))
+    return found
+
+
+def train_run(run: Run, *, place: Path, report: Any) -> Record:
+    """One run, in the folder `place`; returns its record."""
+    record = train_point(run.config, run.point, run.config.train.seed, place=place, report=report)
+    of = {"kind": run.kind, "rung": run.rung, "scheme": run.scheme, "connection": run.config.model.connection}
+    return {**of, **record}
+
+
+def measure_costs(
+    plan: Plan,
+    out: Path,
+    *,
+    rounds: int = ROUNDS,
+    again: bool = False,
+    compiled: bool = False,
+    progress: bool = True,
+) -> None:
+    """Measure the cost of every scheme at every size that has no record of it, or of all of them `again`.
+
+    Schemes of one size are measured in the same rounds, so one that joins brings the baselines once more.
+    """
+    path = out / "costs.jsonl"
+    rows = () if again else checked_costs(jsonlines.read(path), str(path))
+    known = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
+    for rung in plan.rungs:
+        connections = {name: plan.study.schemes[name].connection for name in plan.schemes_at(rung)}
+        missing = [name for name, connection in connections.items() if (rung, name, connection) not in known]
+        if not missing:
+            continue
+        names = list(dict.fromkeys([*plan.study.baselines, *missing]))
+        configs = {name: plan.config(rung, name) for name in names}
+        with Progress(f"time and memory, {rung}", len(names) * (rounds + WARMUP), enabled=progress) as bar:
+            done = iter(range(1, 10**9))
+            records = measure(
+                {name: (config, plan.model(config)) for name, config in configs.items()},
+                names[0],
+                rounds=rounds,
+                compiled=compiled,
+                advance=lambda bar=bar, done=done: bar.update(next(done), ""),
+            )
+        with writable(path, "a file to append to"), JsonLines(path) as lines:
+            for record in records:
+                connection = plan.study.schemes[record["scheme"]].connection
+                lines.write({"rung": rung, "connection": connection, **record})
+            lines.sync()
+
+
+class Verified(NamedTuple):
+    """A run that was repeated: what its record says, and what came now."""
+
+    key: str
+    recorded: Record
+    repeated: Record
+
+    @property
+    def equal(self) -> bool:
+        """Whether the losses, all of the curve, agree to the last bit, and the settings that the report shows."""
+        names = ("val_loss", "loss", "curve", "connection", "point", "tokens")
+        parameters = [(one.get("facts") or {}).get("parameters") for one in (self.recorded, self.repeated)]
+        same = all(self.recorded.get(name) == self.repeated.get(name) for name in names)
+        return same and parameters[0] == parameters[1]
+
+    @property
+    def elsewhere(self) -> str:
+        """Where the record was made, if that was another processor or PyTorch, which explains other bits; or ""."""
+        made, now = ((one.get("facts") or {}) for one in (self.recorded, self.repeated))
+        other = [f"{name} {made.get(name)}, here {now.get(name)}" for name in SAME if made.get(name) != now.get(name)]
+        return "; ".join(other) if now else ""
+
+
+def verify(
+    out: str | Path, *, seed: int, data: str | None = None, share: float = 0.1, progress: bool = True
+) -> Iterator[Verified]:
+    """Repeat a random share of a study's runs, one at least, and compare them with their records.
+
+    seed: of the choice. Whoever can guess it knows which runs are repeated.
+
+    Raises:
+        InputError: the folder holds no finished run of its study, or records that the study would not make, which
+            nobody can repeat; or the share is not between 0 and 1.
+        RunError: a run failed for another reason than its numbers.
+    """
+    require(0 < share <= 1, "--share", "a number above 0, 1 at most", share)
+    plan, rows, _ = open_study(out, data)
+    finished = {row.get("key"): row for row in rows}
+    found = [run for run in (*plan.runs(finished), *plan.other_points(finished)) if run.key in finished]
+    if not found:
+        raise InputError(f"{out}: expected finished runs of the study, found none")
+    if strange := finished.keys() - {run.key for run in found}:
+        first = min(map(str, strange))[:80]
+        raise InputError(f"{out}: expected records of the study's own runs, found {len(strange)} others: {first!r}")
+    chosen = random.Random(seed).sample(found, max(1, round(share * len(found))))
+    for number, run in enumerate(chosen, start=1):
+        with tempfile.TemporaryDirectory() as home, Progress("", run.config.train.steps, enabled=progress) as bar:
+            text = f"{number}/{len(chosen)} {run.key}"
+            repeated = repeat(run, Path(home) / "run", lambda step, bar=bar, text=text: bar.update(step, text))
+        yield Verified(run.key, finished[run.key], finite(repeated))
+
+
+def repeat(run: Run, place: Path, report: Any) -> Record:
+    """Train a run once more, with one thread as all runs."""
+    with threads(1):
+        return train_run(run, place=place, report=report)
+
+
+def _finish(job: Job, record: Record) -> Record:
+    return {"key": job.key, **record}

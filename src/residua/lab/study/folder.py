@@ -1,0 +1,48 @@
+"""Read the study that a folder or a record describes."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from residua.errors import InputError
+from residua.lab.study.plan import Study, read_study
+from residua.records.folder import read_object
+
+AUDITS = "audits.jsonl"
+SHARED = ("config", "set", "tokens_per_parameter", "warmup", "evaluations")
+"""What all runs of a study have in common."""
+
+
+def read_folder(out: Path) -> Study:
+    """The study that a folder holds. Raises InputError where it holds none."""
+    if not (out / "study.json").is_file():
+        raise InputError(
+            f"{out}: expected the folder of a study, found no study.json; residua study run FILE --out DIR makes one"
+        )
+    return restore(read_object(out / "study.json"), str(out / "study.json"))
+
+
+def restore(document: Mapping[str, Any], source: str) -> Study:
+    """The study that `asdict` wrote. Raises InputError for something else."""
+    values = dict(document)
+    try:
+        values["rungs"] = {
+            name: {**rung["keys"], **{key: value for key, value in rung.items() if key not in ("name", "keys")}}
+            for name, rung in values["rungs"].items()
+        }
+        values["schemes"] = {
+            name: {**entry["keys"], "connection": entry["connection"], "parameters_of": entry["parameters_of"]}
+            for name, entry in values["schemes"].items()
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{source}: expected rungs and schemes as residua study writes them, got others") from error
+    return read_study(values, source)
+
+
+def plain(value: Any) -> Any:
+    """A part of a study as JSON holds it: there a tuple is a list."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(one) for one in value]
+    return json.loads(json.dumps(asdict(value) if is_dataclass(value) else value))

@@ -1,0 +1,601 @@
+"""What the records of a study say: losses, paired differences at equal tokens, FLOPs and seconds, noise.
+
+Everything follows from the records, so a page can be made again without the data or the code of the runs.
+"""
+
+import itertools
+import json
+import math
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from residua.errors import extra, fits
+from residua.lab.study.folder import AUDITS, read_folder
+from residua.lab.study.plan import Study, judged
+from residua.lab.study.questions import MEASURES, Published, Question
+from residua.lab.study.records import checked_audits, checked_costs, checked_runs
+from residua.records import jsonlines
+from residua.records.folder import read_object
+from residua.records.jobs import Record
+from residua.records.statistics import Estimate, holm, paired, spearman
+
+with extra("lab"):
+    import numpy
+
+BELOW = 0.9
+"""A scheme whose step costs less than a baseline's is compared with fewer tokens of it, down to this share, along the
+line between its runs; beyond the longest runs of a baseline there is no comparison."""
+FEWEST_ROUNDS = 9
+"""With fewer rounds of time measurements the error of their median is not known, and nothing is compared."""
+NORMAL = statistics.NormalDist()
+COMPILED = "compiled seconds"
+SIGNIFICANT = 0.05
+"""p below which a difference is seen, and corrected p below which it is clear of zero."""
+RESAMPLES = 4000
+FEWEST_RANKED = 4
+"""Schemes below which no correlation with a published ranking is computed."""
+
+
+class Difference(NamedTuple):
+    """Loss minus a baseline's at an equal amount of something, paired by seed.
+
+    cost       of a step, relative to the baseline's: where on the baseline's curve it is compared
+    estimate   over the seeds; None where the baseline was not trained for as long. At equal seconds its deviation has
+               the error of the timing too, which the seeds share: of the median ratio, times the slope of the
+               baseline's loss over the logarithm of the steps
+    p, holm    of a difference of zero; corrected for the number of comparisons of its kind in the study
+    """
+
+    baseline: str
+    measure: str
+    cost: float
+    estimate: Estimate | None
+    p: float | None = None
+    holm: float | None = None
+
+    @property
+    def seen(self) -> bool:
+        """Whether zero is excluded before the correction."""
+        return self.p is not None and self.p < SIGNIFICANT
+
+    @property
+    def clear(self) -> bool:
+        """Whether zero is excluded after the correction."""
+        return self.holm is not None and self.holm < SIGNIFICANT
+
+    @property
+    def ahead(self) -> bool:
+        return self.clear and self.estimate is not None and self.estimate.mean < 0
+
+
+@dataclass
+class Row:
+    """One scheme at one size. `runs` are all records behind it, `costs` what a step of it costs, in the order measured.
+
+    `losses` are those of the study's seeds, `further` the records of seeds that only a question has.
+    """
+
+    rung: str
+    scheme: str
+    connection: str
+    point: Mapping[str, Any]
+    losses: Mapping[int, float | None]
+    runs: Sequence[Record]
+    costs: Sequence[Record]
+    steps: int
+    tokens: int | None
+    parameters: int | None
+    seeds: int
+    tuning_runs: int
+    further: Sequence[Record] = ()
+    differences: list[Difference] = field(default_factory=list)
+    curves: dict[str, list[tuple[int, float, float | None]]] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> Record | None:
+        """What the step that the runs take costs, as measured last."""
+        return next(reversed(self.timed(False)), None)
+
+    @property
+    def compiled(self) -> Record | None:
+        """The same through `torch.compile`."""
+        return next(reversed(self.timed(True)), None)
+
+    def timed(self, compiled: bool) -> list[Record]:
+        return [cost for cost in self.costs if bool(cost.get("compiled", False)) is compiled]
+
+    @property
+    def loss(self) -> Estimate | None:
+        """The last validation loss over the seeds; None where a run diverged or none is there."""
+        values = list(self.losses.values())
+        return None if not values or None in values else Estimate.of(values)
+
+    @property
+    def all_losses(self) -> Mapping[int, float | None]:
+        """Those of the study's seeds and of further ones."""
+        return {**self.losses, **{record["seed"]: record["val_loss"] for record in self.further}}
+
+    @property
+    def whole(self) -> bool:
+        """Whether all seeds of the study are there."""
+        return len(self.losses) == self.seeds
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where its runs were made, without those that tuned."""
+        own = [run for run in [*self.runs, *self.further] if run["kind"] in ("report", "longer")]
+        return tuple(sorted({str(_fact(run, "device")) for run in own}))
+
+    @property
+    def edges(self) -> list[str]:
+        """The tuned keys of which the best value is the smallest or largest that was tried: the budget ended there."""
+        return [key for key, some in self._tried.items() if len(some) > 1 and self.point[key] in (min(some), max(some))]
+
+    @property
+    def alone(self) -> list[str]:
+        """The tuned keys of which one value was tried: the budget ended before another."""
+        return [key for key, some in self._tried.items() if len(some) == 1]
+
+    @property
+    def _tried(self) -> dict[str, set[float]]:
+        """The numbers that tuning tried, by key: those of the last search that moved it."""
+        searches: dict[str, list[Record]] = {}
+        for run in self.runs:
+            if run["kind"] == "tune":
+                searches.setdefault(run["rung"], []).append(run)
+        tried: dict[str, set[float]] = {}
+        for key, runs in itertools.product(self.point, searches.values()):
+            some = [run["point"].get(key) for run in runs]
+            if all(fits(one, float) for one in some) and (key not in tried or len(set(some)) > 1):
+                tried[key] = set(some)
+        return tried
+
+    @property
+    def flops(self) -> float | None:
+        """Of a token in a training step."""
+        return None if self.cost is None else sum(self.cost["flops_per_token"].values())
+
+    def difference(self, baseline: str, measure: str) -> Difference | None:
+        return next((d for d in self.differences if (d.baseline, d.measure) == (baseline, measure)), None)
+
+
+class Answer(NamedTuple):
+    """What the runs say to one comparison of a question at one size.
+
+    difference   the loss of `scheme` minus that of `to`; `holm` counts all answers of the study
+    waiting      those of the two that are not finished
+    missing      why there is no difference though both are; None where there is one
+    """
+
+    question: Question
+    rung: str
+    scheme: str
+    to: str
+    measure: str
+    difference: Difference | None
+    waiting: Sequence[str] = ()
+    missing: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The answer in words: a side, or the smallest difference that such runs would have shown."""
+        if self.difference is None or self.difference.estimate is None:
+            return "not yet"
+        estimate = self.difference.estimate
+        side = "ahead" if estimate.mean < 0 else "behind"
+        if self.difference.clear:
+            return side
+        if self.difference.seen:
+            return f"{side} by its interval, but not after the correction"
+        seen = "" if estimate.detectable is None else f"; four of five such studies would see {estimate.detectable:.4f}"
+        return f"no difference seen{seen}"
+
+
+class Ranking(NamedTuple):
+    """Spearman's correlation of a study's losses with a published ranking at one size.
+
+    schemes       those that both have, with all seeds of the study
+    correlation   None with fewer than FEWEST_RANKED of them, and where all losses of a side are equal
+    lower, upper  of the 95 % percentile interval over resampled schemes and seeds
+    """
+
+    published: Published
+    rung: str
+    schemes: Sequence[str]
+    correlation: float | None = None
+    lower: float | None = None
+    upper: float | None = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of a study in its order, and what holds for all of them."""
+
+    study: Study
+    rows: Sequence[Row]
+    answers: Sequence[Answer]
+    comparisons: int
+    commits: Sequence[str]
+    torches: Sequence[str]
+    devices: Sequence[str]
+    corpora: Sequence[Mapping[str, Any]]
+    unfinished: Sequence[str]
+    audits: Sequence[Record] = ()
+
+    def with_audits(self, audits: Sequence[Record]) -> "Results":
+        """The same with the audits of the runs behind its rows, the last one of each run."""
+        behind = {run["key"] for row in self.rows for run in row.runs if "key" in run}
+        return replace(self, audits=[a for a in {a["key"]: a for a in audits}.values() if a["key"] in behind])
+
+    def row(self, rung: str, scheme: str) -> Row | None:
+        return next((row for row in self.rows if (row.rung, row.scheme) == (rung, scheme)), None)
+
+    def ahead(self, rung: str, measure: str) -> list[str] | None:
+        """The schemes that are ahead of every baseline, clear of zero; None where nothing was compared."""
+        own = [row for row in self.rows if row.rung == rung and row.whole and row.scheme not in self.study.baselines]
+        pairs = {row.scheme: [row.difference(name, measure) for name in self.study.baselines] for row in own}
+        if not any(d is not None and d.p is not None for found in pairs.values() for d in found):
+            return None
+        return [name for name, found in pairs.items() if all(d is not None and d.ahead for d in found)]
+
+    @property
+    def measures(self) -> list[str]:
+        """What the rows are compared at: compiled seconds only where somebody measured them."""
+        compiled = any(d.measure == COMPILED for row in self.rows for d in row.differences)
+        return [measure for measure in MEASURES if compiled or measure != COMPILED]
+
+    def noise(self, rung: str) -> Estimate | None:
+        """The loss of the first baseline at a rung: its deviation over the seeds is the noise of a single run."""
+        row = self.row(rung, self.study.baselines[0])
+        return None if row is None else row.loss
+
+
+def read_results(folder: str | Path) -> Results:
+    """The results in a study's folder. Needs neither the data nor the folder's lock.
+
+    Raises InputError if the folder holds no study, or records that no study wrote.
+    """
+    folder = Path(folder)
+    study = read_folder(folder)
+    fingerprint = read_object(folder / "settings.json").get("data")
+    runs, costs, audits = (
+        check(jsonlines.read(folder / name), str(folder / name))
+        for name, check in (
+            ("records.jsonl", partial(checked_runs, data=fingerprint)),
+            ("costs.jsonl", checked_costs),
+            (AUDITS, checked_audits),
+        )
+    )
+    return results(study, runs, costs).with_audits(audits)
+
+
+def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) -> Results:
+    """Gather the rows of a study from its records and from the costs, of which the last count.
+
+    Records of a name that the study uses for another connection now are left out.
+    """
+    last = {record["key"]: record for record in records if "key" in record}
+    by_row: dict[tuple[str, str], list[Record]] = {}
+    for record in last.values():
+        by_row.setdefault((record["rung"], record["scheme"]), []).append(record)
+    measured: dict[tuple[str, str, str], list[Record]] = {}
+    for cost in costs:
+        measured.setdefault((cost["rung"], cost["scheme"], cost["connection"]), []).append(cost)
+    rows, longer, unfinished = [], {}, []
+    for rung in study.rungs.values():
+        for name, entry in study.schemes.items():
+            at = {
+                size: [record for record in by_row.get((size, name), []) if record["connection"] == entry.connection]
+                for size in (rung.name, *study.searches(rung.name))
+            }
+            own, tuning, best = at[rung.name], [], [{}]
+            for size in study.searches(rung.name):
+                tuning_here, best = _searched(study, size, at[size], best)
+                tuning += tuning_here
+            known = [r for r in own if r["kind"] in ("report", "longer") and r["seed"] in study.seeds_at(rung.name)]
+            point = next((r["point"] for r in known if r["point"] in best), None)
+            reported = [r for r in known if r["kind"] == "report" and r["point"] == point]
+            if not reported:
+                unfinished.append(f"{name} at {rung.name}")
+                continue
+            own_costs = measured.get((rung.name, name, entry.connection), [])
+            row = _row(study, rung.name, name, reported, tuning, own_costs)
+            seeds = study.further_seeds(rung.name, name)
+            row.further = [r for r in own if r["kind"] == "report" and r["point"] == point and r["seed"] in seeds]
+            if name in study.baselines:
+                more = [r for r in known if r["kind"] == "longer" and r["point"] == point]
+                longer[rung.name, name] = more
+                row.runs = [*row.runs, *more]
+            if not row.whole:
+                unfinished.append(f"{name} at {rung.name}: {len(row.losses)} of {row.seeds} seeds")
+            rows.append(row)
+    found = {(row.rung, row.scheme): row for row in rows}
+    for row in rows:
+        for baseline in study.baselines:
+            base = found.get((row.rung, baseline))
+            if base is not None and base is not row:
+                row.differences += _differences(row, base, longer[base.rung, baseline])
+                row.curves[baseline] = _curve(row, base)
+    _correct(rows)
+    return _gathered(study, rows, unfinished, _answers(study, found, longer))
+
+
+def _fact(run: Record, name: str) -> Any:
+    return (run.get("facts") or {}).get(name)
+
+
+def _gathered(study: Study, rows: Sequence[Row], unfinished: Sequence[str], answers: Sequence[Answer]) -> Results:
+    facts = [record["facts"] for row in rows for record in [*row.runs, *row.further] if record.get("facts")]
+    return Results(
+        study,
+        rows,
+        answers,
+        sum(d.measure == "tokens" for row in rows for d in row.differences if d.p is not None),
+        sorted({str(one.get("commit")) for one in facts}),
+        sorted({str(one.get("torch")) for one in facts}),
+        sorted({str(one.get("device")) for one in facts} | {str(row.cost["device"]) for row in rows if row.cost}),
+        list({json.dumps(one.get("data"), sort_keys=True): one.get("data") or {} for one in facts}.values()),
+        unfinished,
+    )
+
+
+def begun(study: Study, rows: Iterable[Row]) -> list[str]:
+    """The sizes that have a finished row, in the order of the study."""
+    there = {row.rung for row in rows if row.whole}
+    return [rung for rung in study.rungs if rung in there]
+
+
+def _answers(
+    study: Study, rows: Mapping[tuple[str, str], Row], longer: Mapping[tuple[str, str], Sequence[Record]]
+) -> list[Answer]:
+    """The answers to all questions at all sizes that have a finished row, corrected for their number."""
+    answers = []
+    sizes = begun(study, rows.values()) or list(study.rungs)[:1]
+    for question, rung in itertools.product(study.questions.values(), sizes):
+        for scheme, to in question.compare:
+            row, base = rows.get((rung, scheme)), rows.get((rung, to))
+            known: dict[str, Difference] = {}
+            waiting = [name for name, one in ((scheme, row), (to, base)) if one is None or not one.whole]
+            if row is not None and base is not None and not waiting:
+                if question.seeds and all(set(question.seeds) <= one.all_losses.keys() for one in (row, base)):
+                    known = {"tokens": _at_all_seeds(row, base, question.seeds)}
+                else:
+                    known = {d.measure: d for d in _differences(row, base, longer.get((rung, to), []))}
+            for measure in question.at:
+                difference, missing = known.get(measure), None
+                if not waiting and difference is None:
+                    missing = _not_measured(measure, scheme, to)
+                elif not waiting and (difference.estimate is None or difference.estimate.count < row.seeds):
+                    missing = f"{to} has no runs {difference.cost:.2f} times as long as {scheme}, or one diverged"
+                there = None if missing else difference
+                answers.append(Answer(question, rung, scheme, to, measure, there, waiting, missing))
+    there = [place for place, answer in enumerate(answers) if answer.difference and answer.difference.p is not None]
+    for place, value in zip(there, holm([answers[place].difference.p for place in there])):
+        answer = answers[place]
+        answers[place] = answer._replace(difference=answer.difference._replace(holm=value))
+    return answers
+
+
+def _not_measured(measure: str, scheme: str, to: str) -> str:
+    if measure == "FLOPs":
+        return f"{scheme} or {to} has no costs"
+    steps, option = ("compiled steps", " compiled") if measure == COMPILED else ("steps", "")
+    return f"{steps} of {scheme} and {to} were not timed in the same rounds (--measure{option})"
+
+
+def _at_all_seeds(row: Row, base: Row, further: Sequence[int]) -> Difference:
+    """The difference at equal tokens over the study's seeds and further ones."""
+    seeds = {*row.losses, *further}
+    ours, theirs = ({seed: loss for seed, loss in one.all_losses.items() if seed in seeds} for one in (row, base))
+    finite = None not in (*ours.values(), *theirs.values())
+    estimate = paired(ours, theirs) if finite else None
+    return Difference(base.scheme, "tokens", 1.0, estimate, estimate and estimate.p_value)
+
+
+def gates_of(audit: Record) -> list[str]:
+    """The gates of an audited run: what has quantiles."""
+    rows = [row for point in audit["points"] for row in point["sublayers"]]
+    names = (key.removesuffix("_q50") for row in rows for key in row if key.endswith("_q50"))
+    return [name for name in dict.fromkeys(names) if name.isidentifier()]
+
+
+def _searched(
+    study: Study, rung: str, records: Sequence[Record], start: Sequence[Mapping[str, Any]]
+) -> tuple[list[Record], list[Any]]:
+    """The runs of a search among the records of a scheme at one size, of the length that the study gives them, and the
+    points that it may have chosen: several where a key had no effect, none while finalists are missing.
+
+    start: where it may have begun, as far as the search before it tells.
+    """
+    tuning, moved = study.tuning_at(rung), study.rungs[rung].over or study.tuning.over
+    length = {max(1, round(tuning.length * r["steps"])) for r in records if r["kind"] == "report"}
+    begins = [{key: value for key, value in point.items() if key not in moved} for point in start]
+    tuned = [
+        r
+        for r in records
+        if r["kind"] == "tune"
+        and (not length or r["steps"] in length)
+        and {key: value for key, value in r["point"].items() if key not in moved} in begins
+    ]
+    finals = [r for r in records if r["kind"] == "final"]
+    count, judges = tuning.finalists, tuning.judges
+    best = _lowest([(record["point"], record["val_loss"]) for record in tuned], count)
+    if count == 1:
+        return [*tuned, *finals], best
+    means = []
+    for point in best:
+        losses = {record["seed"]: record["val_loss"] for record in finals if record["point"] == point}
+        if losses.keys() >= {*judges}:
+            means.append((point, judged([losses[seed] for seed in judges])))
+    return [*tuned, *finals], _lowest(means, 1) if len(means) >= min(count, len(best)) else []
+
+
+def _lowest(losses: Sequence[tuple[Any, float | None]], count: int) -> list[Any]:
+    """The points with the `count` lowest losses, and those that tie with them."""
+    lowest = sorted(loss for _, loss in losses if loss is not None)[:count]
+    return [point for point, loss in losses if loss in lowest]
+
+
+def _row(
+    study: Study,
+    rung: str,
+    name: str,
+    reported: Sequence[Record],
+    tuning: Sequence[Record],
+    costs: Sequence[Record],
+) -> Row:
+    by_seed = {record["seed"]: record for record in sorted(reported, key=lambda record: record["seed"])}
+    facts = next((record["facts"] for record in by_seed.values() if record.get("facts")), {})
+    first = next(iter(by_seed.values()))
+    return Row(
+        rung,
+        name,
+        first["connection"],
+        first["point"],
+        {seed: record["val_loss"] for seed, record in by_seed.items()},
+        [*tuning, *by_seed.values()],
+        costs,
+        first["steps"],
+        next((record.get("tokens") for record in by_seed.values()), None),
+        facts.get("parameters"),
+        len(study.seeds_at(rung)),
+        sum(record["kind"] == "tune" for record in tuning),
+    )
+
+
+def _differences(row: Row, base: Row, longer: Sequence[Record]) -> list[Difference]:
+    losses: dict[int, dict[int, float]] = {}
+    for record in [*(r for r in base.runs if r["kind"] == "report"), *longer]:
+        if record["val_loss"] is not None:
+            losses.setdefault(record["seed"], {})[record["steps"]] = record["val_loss"]
+    costs, errors = {"tokens": 1.0}, {}
+    if row.cost is not None and base.cost is not None:
+        costs["FLOPs"] = row.flops / base.flops
+    for measure, compiled in (("seconds", False), (COMPILED, True)):
+        if timed := _timed_together(row, base, compiled):
+            ours, theirs = timed
+            costs[measure] = ours["time_ratio"]["median"] / theirs["time_ratio"]["median"]
+            errors[measure] = math.hypot(_error(ours), _error(theirs))
+    found = []
+    for measure, cost in costs.items():
+        at = {seed: _at(known, row.steps * cost) for seed, known in losses.items()}
+        theirs = {seed: loss for seed, (loss, _) in at.items() if loss is not None}
+        ours = {seed: loss for seed, loss in row.losses.items() if loss is not None}
+        # At another cost all seeds or none: the baselines' longer runs may still go on.
+        whole = len(ours) == len(row.losses) and (cost == 1 or ours.keys() <= theirs.keys())
+        estimate = paired(ours, theirs) if whole else None
+        if measure in errors and estimate is not None:
+            slope = statistics.fmean(at[seed][1] for seed in ours.keys() & theirs.keys())
+            estimate = estimate.shared(slope * errors[measure])
+        found.append(Difference(base.scheme, measure, cost, estimate, estimate and estimate.p_value))
+    return found
+
+
+def _timed_together(row: Row, base: Row, compiled: bool) -> tuple[Record, Record] | None:
+    """The costs of two from the newest rounds in which both took turns, so that what slowed both is left out.
+
+    From rounds of another hour a ratio of ratios would be off by what changed between them.
+    """
+
+    def rounds(cost: Record) -> tuple[Any, ...]:
+        return cost["date"], cost["device"], cost["baseline"], len(cost["seconds"])
+
+    theirs = {rounds(cost): cost for cost in base.timed(compiled)}
+    for ours in reversed(row.timed(compiled)):
+        if rounds(ours) in theirs and len(ours["seconds"]) >= FEWEST_ROUNDS:
+            return ours, theirs[rounds(ours)]
+    return None
+
+
+def _error(cost: Record) -> float:
+    """The standard error of the logarithm of a median time ratio, from its quartiles, as if rounds were normal."""
+    ratio, rounds = cost["time_ratio"], len(cost["seconds"])
+    deviation = (ratio["upper"] - ratio["lower"]) / (2 * NORMAL.inv_cdf(0.75))
+    return math.sqrt(math.pi / 2 / rounds) * deviation / ratio["median"]
+
+
+def _at(losses: Mapping[int, float], steps: float) -> tuple[float | None, float]:
+    """The loss of runs of `steps` steps, linear in their logarithm between finished runs, None beyond the longest; and
+    what it changes by when the logarithm grows by one."""
+    known = sorted(losses)
+    if len(known) < 2:
+        return losses.get(steps), 0.0
+    upper = next((i for i in range(1, len(known)) if known[i] >= steps), len(known) - 1)
+    low, high = known[upper - 1], known[upper]
+    slope = (losses[high] - losses[low]) / math.log(high / low)
+    if steps in losses:
+        return losses[int(steps)], slope
+    there = BELOW * known[0] <= steps <= known[-1]
+    return losses[low] + slope * math.log(steps / low) if there else None, slope
+
+
+def _curve(row: Row, base: Row) -> list[tuple[int, float, float | None]]:
+    """(step, difference, half of its 95 % interval) along the reported runs, where both were evaluated."""
+    sides = [
+        {
+            record["seed"]: dict(map(tuple, record.get("curve") or []))
+            for record in one.runs
+            if record["kind"] == "report"
+        }
+        for one in (row, base)
+    ]
+    shared = sides[0].keys() & sides[1].keys()
+    steps = sorted({step for seed in shared for step in sides[0][seed].keys() & sides[1][seed].keys()})
+    curve = []
+    for step in steps:
+        values = [{seed: side[seed].get(step) for seed in shared} for side in sides]
+        if all(loss is not None for side in values for loss in side.values()):
+            estimate = paired(*values)
+            curve.append((step, estimate.mean, estimate.half_width))
+    return curve
+
+
+def _correct(rows: Sequence[Row]) -> None:
+    """Correct the p-values at equal tokens, FLOPs and so on each for the number of all of them, over all sizes."""
+    families: dict[str, list[tuple[Row, int]]] = {}
+    for row in rows:
+        for place, difference in enumerate(row.differences):
+            if difference.p is not None:
+                families.setdefault(difference.measure, []).append((row, place))
+    for places in families.values():
+        corrected = holm([row.differences[place].p for row, place in places])
+        for (row, place), value in zip(places, corrected):
+            row.differences[place] = row.differences[place]._replace(holm=value)
+
+
+def rankings(found: Results, *, samples: int = RESAMPLES) -> list[Ranking]:
+    """Compare every size that has a finished row with every published ranking.
+
+    A resample draws the schemes with replacement, and the seeds, the same for all schemes, as their losses are paired.
+    It says how far another choice of schemes or seeds could lead, and nothing of the published runs' own noise.
+    """
+    sizes = begun(found.study, found.rows)
+    return [_ranking(found, one, rung, samples) for one in found.study.published.values() for rung in sizes]
+
+
+def _ranking(found: Results, published: Published, rung: str, samples: int) -> Ranking:
+    rows = [row for row in found.rows if row.rung == rung and row.scheme in published.differences]
+    rows = [row for row in rows if row.whole and row.loss is not None]
+    ranking = Ranking(published, rung, [row.scheme for row in rows])
+    if len(rows) < FEWEST_RANKED:
+        return ranking
+    ours = numpy.array([[row.losses[seed] for seed in found.study.seeds_at(rung)] for row in rows])
+    theirs = numpy.array([published.differences[row.scheme] for row in rows])
+    chance = random.Random(0)
+    draws = [[chance.choices(range(size), k=size) for size in ours.shape] for _ in range(samples)]
+    schemes, seeds = map(numpy.array, zip(*draws))
+    resampled = spearman(ours[schemes[:, :, None], seeds[:, None, :]].mean(-1), theirs[schemes])
+    resampled = numpy.sort(resampled[~numpy.isnan(resampled)])
+    correlation = float(spearman(ours.mean(-1), theirs))
+    if math.isnan(correlation):
+        return ranking
+    ranking = ranking._replace(correlation=correlation)
+    if len(resampled) < samples / 2:
+        return ranking
+    lower, upper = (float(resampled[round(share * (len(resampled) - 1))]) for share in (0.025, 0.975))
+    return ranking._replace(lower=lower, upper=upper)

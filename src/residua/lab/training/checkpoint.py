@@ -1,0 +1,346 @@
+"""Atomic checkpoints: a folder of safetensors files, and a manifest that lists them.
+
+    manifest.json            step, seconds, validation loss and settings; bytes and sha256 of every data file
+    model.safetensors        weights and persistent buffers by name, shared ones once
+    optimizer.safetensors    `optimizer.NAME.KEY` for the optimizer's state of a weight, `random.cpu.RANK` and
+                             `random.cuda.RANK` for the random states of torch
+
+Each of several ranks writes its own two files (`training.shards`); any number of ranks can resume from them. Learning
+rates and the other settings of the optimizer follow from the configuration and the step. Other files in the folder are
+ignored.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from residua.errors import InputError
+from residua.lab.training.distributed import ALONE, Ranks, gather
+from residua.lab.training.shards import Block, StoredTensors, blocks_of_rank, write_blocks
+from residua.records.durable import file_sha256, partial, publish, remove, sync
+from residua.records.progress import say
+from residua.records.reading import file_inside, read_json
+
+MANIFEST = "manifest.json"
+WEIGHTS, OPTIMIZER = "model", "optimizer"
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint. `settings` are flat, as `flatten` makes them. `val_loss` is None if the model
+    was not evaluated at this step. `files` are the names of its safetensors files.
+    """
+
+    path: Path
+    step: int
+    seconds: float
+    settings: Mapping[str, Any]
+    val_loss: float | None = None
+    files: tuple[str, ...] = ()
+
+
+Blocks = Mapping[str, Mapping[str, Block]]
+"""The blocks of each file that one rank saves, by `WEIGHTS` and `OPTIMIZER`."""
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ranks: Ranks) -> Blocks:
+    """Return the tensors that this rank saves, on the CPU; copies if several ranks train while they are written."""
+    own = own_tensors(model)
+    names = {id(tensor): name for name, tensor in own.items()}
+    state = {
+        f"optimizer.{names[id(parameter)]}.{key}": value
+        for parameter, kept in optimizer.state.items()
+        for key, value in kept.items()
+    }
+    weights, state = (
+        blocks_of_rank(tensors, ranks.rank, ranks.world_size, copy=ranks.joined) for tensors in (own, state)
+    )
+    for kind, values in _random_state(device).items():
+        state[f"random.{kind}.{ranks.rank}"] = Block(values, tuple(values.shape), (0,))
+    return {WEIGHTS: weights, OPTIMIZER: state}
+
+
+def write_checkpoint(checkpoint: Checkpoint, blocks: Blocks, ranks: Ranks) -> Checkpoint:
+    """Write the blocks of each rank, then the manifest, and rename the folder. Ranks communicate in `ranks.saving`.
+
+    Raises:
+        OSError: a rank cannot write; then all ranks raise it. Other exceptions are raised by one rank only.
+    """
+    temporary = None
+    with ranks.raise_together_saving():
+        if ranks.first:
+            temporary = partial(checkpoint.path)
+            temporary.mkdir(parents=True)
+    temporary = gather(temporary, ranks.saving)[0]
+    try:
+        with ranks.raise_together_saving():
+            files = _write_files(temporary, blocks, ranks)
+        for others in gather(files, ranks.saving):
+            files |= others
+        checkpoint = replace(checkpoint, files=tuple(sorted(files)))
+        with ranks.raise_together_saving():
+            if ranks.first:
+                _publish(checkpoint, temporary, files)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return checkpoint
+
+
+def _write_files(folder: Path, blocks: Blocks, ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """Write the files of this rank; return their entries in the manifest."""
+    part = f"-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}" if ranks.world_size > 1 else ""
+    files = {}
+    for kind in (WEIGHTS, OPTIMIZER):
+        path = folder / f"{kind}{part}.safetensors"
+        write_blocks(path, blocks[kind])
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    return files
+
+
+def _publish(checkpoint: Checkpoint, temporary: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the manifest of a finished folder and rename it to its final name. Raises OSError."""
+    manifest = {
+        "step": checkpoint.step,
+        "seconds": checkpoint.seconds,
+        "val_loss": checkpoint.val_loss,
+        "settings": dict(checkpoint.settings),
+        "files": dict(files),
+    }
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for name in (*files, MANIFEST):
+        sync(temporary / name)
+    sync(temporary)
+    _remove(checkpoint.path)  # can only be a damaged one, as the run resumed before it
+    publish(temporary, checkpoint.path)
+
+
+def drop_old(folder: Path, step: int, *, keep: int, keep_best: bool, damaged: Collection[int] = ()) -> None:
+    """Drop all checkpoints up to `step` except the newest `keep`, and the best if `keep_best`. Raises OSError.
+
+    damaged: the steps of damaged checkpoints, which are dropped too.
+    """
+    there = [path for path in _step_folders(folder) if int(_step(path)) <= step]
+    whole = [path for path in there if int(_step(path)) not in damaged]
+    kept = {*whole[:keep], _best(whole) if keep_best else None}
+    for path in there:
+        if path not in kept:
+            _remove(path)
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint with the lowest validation loss, the newest of equals; its files are not checked."""
+    return _best(_step_folders(folder))
+
+
+def _best(paths: Sequence[Path]) -> Path | None:
+    losses = {}
+    for path in paths:
+        try:
+            losses[path] = _read_manifest(path)[0].val_loss
+        except InputError:
+            continue
+    known = {path: loss for path, loss in losses.items() if loss is not None and loss == loss}
+    return min(known, key=known.get, default=None)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Check every file of a checkpoint against its manifest.
+
+    Raises:
+        InputError: a file is missing, cut short, changed or cannot be read; it names the file.
+    """
+    path = Path(path)
+    checkpoint, files = _read_manifest(path)
+    for name, (size, sha256) in files.items():
+        file = file_inside(path, name)
+        if not file.is_file():
+            raise InputError(f"{path}: expected {name}, found no such file")
+        try:
+            found = file.stat().st_size
+            changed = found == size and file_sha256(file) != sha256
+        except OSError as error:
+            raise InputError(f"{path}: expected to read {name}, got: {error.strerror or error}") from error
+        if found != size:
+            raise InputError(f"{path}: expected {size} bytes in {name}, found {found}")
+        if changed:
+            raise InputError(
+                f"{path}: expected the sha256 of {MANIFEST} for {name}, found another: the file was changed"
+            )
+    return checkpoint
+
+
+def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, str]]]:
+    """Return a checkpoint according to its manifest, and bytes and sha256 of its files, unchecked."""
+    if not (path / MANIFEST).exists():
+        raise InputError(f"{path}: expected a checkpoint, found no {MANIFEST}: its save was cut short")
+    manifest = read_json(path / MANIFEST)
+    try:
+        step, seconds, settings = (manifest[key] for key in ("step", "seconds", "settings"))
+        loss = manifest.get("val_loss")
+        files = {str(name): (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path / MANIFEST}: expected the manifest of a checkpoint, got {error!r}") from error
+    kinds = (step, int), (seconds, int | float), (settings, dict), (loss, int | float | None)
+    if not all(isinstance(value, kind) and not isinstance(value, bool) for value, kind in kinds):
+        raise InputError(f"{path / MANIFEST}: expected step, seconds, val_loss and settings, got values of other types")
+    return Checkpoint(path, step, seconds, settings, loss, tuple(sorted(files))), files
+
+
+def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
+    """Return the newest complete checkpoint of a run folder, or None. The run may still be training.
+
+    Says which damaged checkpoints it skips.
+    """
+    seen: set[Path] = set()
+    while path := next((path for path in _step_folders(Path(folder) / "checkpoints") if path not in seen), None):
+        seen.add(path)
+        try:
+            return open_checkpoint(path)
+        except InputError as error:
+            if path.exists():
+                say(f"skipping a damaged checkpoint: {error}")
+    return None
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint | str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device: torch.device | None = None,
+    ranks: Ranks = ALONE,
+) -> Checkpoint:
+    """Load the weights into `model`; with an `optimizer`, also restore its state and the random state of torch.
+
+    Args:
+        checkpoint: a folder, which is checked first, or the result of `latest_checkpoint` or `open_checkpoint`.
+        device: the device whose random state is restored, besides the CPU's.
+        ranks: all of them must call this; each reads only its part of the model.
+
+    Raises:
+        InputError: the checkpoint is damaged or was not made by such a model.
+        ReportedElsewhere: another rank raises InputError.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(checkpoint)
+    own = own_tensors(model)
+    with ranks.raise_together():
+        with _stored(checkpoint, WEIGHTS) as stored:
+            _refuse_other_weights(checkpoint.path, stored.shapes, own)
+            for name, tensor in own.items():
+                stored.read_into(name, tensor)
+        if optimizer is not None:
+            with _stored(checkpoint, OPTIMIZER) as stored:
+                _restore_optimizer(checkpoint.path, stored, own, optimizer)
+                _restore_random_state(checkpoint.path, stored, device, ranks.rank)
+    return checkpoint
+
+
+def _stored(checkpoint: Checkpoint, kind: str) -> StoredTensors:
+    names = (name for name in checkpoint.files if name.startswith(kind))
+    return StoredTensors([file_inside(checkpoint.path, name) for name in names], checkpoint.path)
+
+
+def _restore_optimizer(
+    source: Path, stored: StoredTensors, own: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    """Read the optimizer's state: sharded as on this rank if it has the weight's shape, otherwise whole."""
+    for full_name, shape in stored.shapes.items():
+        kind, _, rest = full_name.partition(".")
+        if kind != "optimizer":
+            continue
+        name, _, key = rest.rpartition(".")
+        if name not in own:
+            raise InputError(f"{source}: expected the optimizer of this model, got the state of a weight {name!r}")
+        parameter, dtype = own[name].detach(), stored.dtype(full_name)
+        if shape == parameter.shape:
+            value = torch.empty_like(parameter, dtype=dtype)
+        else:
+            value = torch.empty(shape, dtype=dtype, device=parameter.device)
+        stored.read_into(full_name, value)
+        optimizer.state[own[name]][key] = value
+
+
+def _restore_random_state(source: Path, stored: StoredTensors, device: torch.device | None, rank: int) -> None:
+    """Restore the random state of this rank. A rank without a saved state keeps its own."""
+    for kind in ("cpu", "cuda"):
+        name = f"random.{kind}.{rank}"
+        if name not in stored.shapes or (kind == "cuda" and (device is None or device.type != "cuda")):
+            continue
+        state = torch.empty(stored.shapes[name], dtype=stored.dtype(name))
+        stored.read_into(name, state)
+        try:
+            torch.set_rng_state(state) if kind == "cpu" else torch.cuda.set_rng_state(state, device)
+        except (RuntimeError, TypeError) as error:
+            raise InputError(f"{source}: expected a random state of torch, got: {error}") from error
+
+
+def _refuse_other_weights(source: Path, stored: Mapping[str, Sequence[int]], own: Mapping[str, Tensor]) -> None:
+    """Check the shapes of stored weights against a model's.
+
+    Raises:
+        InputError: they differ; it names the first differences.
+    """
+    there = {name: str(list(size)) for name, size in stored.items()}
+    here = {name: str(list(tensor.shape)) for name, tensor in own.items()}
+    differences = [
+        f"{name} ({there.get(name, 'absent')} in the file, {here.get(name, 'absent')} in the model)"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]
+    if differences:
+        shown = ", ".join(differences[:SHOWN]) + (" and others" if len(differences) > SHOWN else "")
+        raise InputError(f"{source}: expected the weights of this model, which differ in {shown}")
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name; shared ones once, under their first name.
+
+    What a model names in its attribute `kept_elsewhere` is left out: whoever builds the model loads it.
+    """
+    first_name: dict[int, str] = {}
+    tensors = model.state_dict(keep_vars=True)
+    elsewhere: Collection[str] = getattr(model, "kept_elsewhere", ())
+    for name, tensor in tensors.items():
+        if name not in elsewhere:
+            first_name.setdefault(id(tensor), name)
+    return {name: tensors[name] for name in first_name.values()}
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def saved_steps(folder: str | Path) -> list[int]:
+    """Return the steps of the checkpoints in a run folder, in order; their files are not checked."""
+    return sorted(int(_step(path)) for path in _step_folders(Path(folder) / "checkpoints"))
+
+
+def _step(path: Path) -> str:
+    return path.name.removeprefix("step-")
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    """Return the folders named as checkpoints, the newest first."""
+    paths = (path for path in folder.glob("step-*") if _step(path).isdecimal())
+    return sorted(paths, key=lambda path: int(_step(path)), reverse=True)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint; a kill leaves a stale partial folder, never a checkpoint with files missing."""
+    if path.exists() or path.is_symlink():
+        doomed = partial(path)
+        os.replace(path, doomed)
+        remove(doomed)

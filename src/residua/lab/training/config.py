@@ -1,0 +1,425 @@
+"""The configuration of a run: frozen dataclasses, read from recipes and YAML files that stack, and dotted overrides."""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from residua.errors import InputError, did_you_mean, fits, require, shown, words
+from residua.records.reading import parse_yaml, read_text, write_yaml
+
+LARGEST_VOCABULARY = 2**24
+SMALL = 2**17
+"""Tokens of a micro-batch times width, up to which one thread trains nearly as fast as two on a quiet machine, and
+several times as fast on a busy one, where threads wait for each other: experiments/threads.py."""
+
+
+def _setting(default: Any, explanation: str) -> Any:
+    return field(default=default, metadata={"help": explanation})
+
+
+class _Section:
+    """One section of a configuration: it checks its values and names itself in errors."""
+
+    def _check(self, name: str, condition: bool, expected: str) -> None:
+        require(condition, f"{_NAMES[type(self)]}.{name}", expected, getattr(self, name))
+
+    def _check_types(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            self._check(name, fits(value, kind), words(kind))
+            if isinstance(value, int):
+                self._check(name, abs(value) < 2**63, "a whole number of at most 64 bits")
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Section):
+    """The fields of `residua.models.ResiduaConfig`, which checks them; a test keeps the two equal."""
+
+    vocab_size: int | None = _setting(None, "rows of the embedding; null for the tokenizer's, rounded up")
+    hidden_size: int = _setting(768, "width d")
+    num_hidden_layers: int = _setting(12, "blocks of attention and MLP, two sublayers each")
+    num_attention_heads: int = _setting(6, "heads")
+    head_dim: int | None = _setting(None, "width of a head; null for hidden_size / num_attention_heads")
+    intermediate_size: int | None = _setting(None, "width of the SwiGLU; null for floor(8 hidden_size / 3)")
+    max_position_embeddings: int = _setting(1024, "longest sequence the model is meant for")
+    connection: str | dict = _setting(  # noqa: RUF009
+        "ddl", """the residual scheme: a preset's name, or {"preset": name, **options}"""
+    )
+    state_dtype: Literal["float32", "bfloat16"] | None = _setting(
+        None, "dtype of the residual state; null for the embeddings', which is float32 under autocast"
+    )
+    qk_norm: Literal["post_rope", "pre_rope"] | None = _setting(
+        "post_rope", "norm of queries and keys: post_rope (the authors' order), pre_rope, or null for none"
+    )
+    rope_theta: float = _setting(10000.0, "base of the rotary frequencies")
+    rope_ratio: float = _setting(1.0, "fraction of each head that is rotated")
+    attention_output_gate: bool = _setting(
+        False, "heads are normalised and gated by SiLU(W_g x) before the output projection"
+    )
+    rms_norm_eps: float = _setting(1e-5, "epsilon of every norm")
+    embedding_init_std: float = _setting(0.02, "standard deviation of the embedding at the start")
+    hidden_init_std_factor: float = _setting(
+        0.5,
+        "projections start with standard deviation factor / sqrt(hidden_size), projections that write into the "
+        "residual with another 1 / sqrt(num_hidden_layers)",
+    )
+    tie_word_embeddings: bool = _setting(True, "the head's weights are the embedding's")
+    mup: bool = _setting(False, "scale logits by mup_base_width / hidden_size, and learning rates by the rules of muP")
+    mup_base_width: int = _setting(1024, "the width at which muP changes nothing")
+    use_cache: bool = _setting(True, "keep keys and values while generating")
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+
+@dataclass(frozen=True)
+class BaseModelConfig(_Section):
+    """The section `model` of a run that trains a converted model of transformers: the one with the key `base`.
+
+    Sizes, vocabulary and attention are the base's own, so the keys of `ModelConfig` do not apply.
+    """
+
+    base: str = field(
+        metadata={"help": "folder with a model of transformers and its tokenizer, plain or converted, to train on"}
+    )
+    base_sha256: str | None = _setting(
+        None, "digest of the base's weights and config.json; null for the base as it is, whose digest the run notes"
+    )
+    connection: str | dict | None = _setting(  # noqa: RUF009
+        None, "the residual scheme that a plain base gets; null for the one that the base has"
+    )
+    start: Literal["preserve", "fresh"] = _setting(
+        "preserve", "the start of a plain base's connections: preserve what it computes, or fresh as in a new model"
+    )
+    freeze_base: bool = _setting(
+        False, "train the connections alone; checkpoints then hold them alone and need the base"
+    )
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+
+@dataclass(frozen=True)
+class DataConfig(_Section):
+    """The training data: a prepared folder, or a source that is prepared into the run folder."""
+
+    path: str | None = _setting(None, "folder written by `residua prepare`")
+    source: str | None = _setting("stdlib", "used if path is null: stdlib, a text file or a folder of text")
+    tokenizer: str = _setting("bpe", "bpe, byte, or a tokenizer's folder")
+    vocab_size: int = _setting(2048, "entries of a trained BPE tokenizer")
+    validation_fraction: float = _setting(0.05, "fraction of the text that is held out")
+    further_validation: str | None = _setting(
+        None, "folder written by `residua prepare` with the same tokenizer; its held-out text is evaluated too"
+    )
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        self._check("vocab_size", self.vocab_size >= 1, "at least 1")
+        self._check("vocab_size", self.vocab_size <= LARGEST_VOCABULARY, f"at most {LARGEST_VOCABULARY}")
+        self._check("validation_fraction", 0 < self.validation_fraction < 1, "a number between 0 and 1")
+
+
+@dataclass(frozen=True)
+class TrainConfig(_Section):
+    """How a model is trained. Tokens per step, over all processes: batch_size * gradient_accumulation *
+    sequence_length. Several processes share the micro-batches of a step, and also their rows if there are fewer
+    micro-batches than processes (`distributed.BatchShard`): any number of processes takes the same steps.
+
+    Raises:
+        InputError: a value is of another type or outside its range.
+    """
+
+    steps: int = _setting(400, "optimizer steps")
+    batch_size: int = _setting(16, "sequences per micro-batch")
+    sequence_length: int = _setting(128, "tokens per sequence")
+    gradient_accumulation: int = _setting(1, "micro-batches per step")
+    lr: float = _setting(1e-3, "peak learning rate")
+    connection_lr_factor: float = _setting(
+        1.0, "factor on the learning rate of the connections' own parameters, norms left out"
+    )
+    min_lr_ratio: float = _setting(0.05, "last learning rate as a fraction of the peak")
+    warmup_steps: int = _setting(0, "steps of linear warmup")
+    optimizer: Literal["adamw", "muon"] = _setting(
+        "adamw", "muon for the matrices of attention and MLP, at the same learning rate, and adamw for the rest"
+    )
+    weight_decay: float = _setting(0.1, "decoupled weight decay, on matrices only")
+    beta1: float = _setting(0.9, "AdamW's first")
+    beta2: float = _setting(0.95, "AdamW's second")
+    adam_eps: float = _setting(1e-8, "AdamW's epsilon")
+    clip: float = _setting(1.0, "largest gradient norm; 0 for no clipping")
+    seed: int = _setting(0, "seed of the initial weights and the order of the data")
+    precision: Literal["float32", "bfloat16"] = _setting("float32", "bfloat16 runs under autocast, weights in float32")
+    compile: bool = _setting(False, "torch.compile the model; layer by layer if several processes train")
+    activation_checkpointing: bool = _setting(False, "keep only the inputs of layers and recompute the rest")
+    parallel: Literal["auto", "ddp", "fsdp", "none"] = _setting(
+        "auto", "under torchrun: replicate the model (ddp, the choice of auto) or shard it (fsdp)"
+    )
+    threads: int | None = _setting(
+        None, "threads of PyTorch on the CPU; null for one if the model is small, else for PyTorch's choice"
+    )
+    device: Literal["auto", "cpu", "cuda"] = _setting("auto", "auto picks cuda if available")
+    log_every: int = _setting(1, "steps between two rows of metrics")
+    evaluate_every: int = _setting(100, "steps between two evaluations; the last step has one")
+    checkpoint_every: int = _setting(100, "steps between two checkpoints; the last step has one")
+    keep_checkpoints: int = _setting(2, "newest checkpoints to keep")
+    keep_best: bool = _setting(False, "keep the checkpoint with the lowest validation loss too")
+    tensorboard: bool = _setting(True, "write TensorBoard events too")
+    wandb: str | None = _setting(None, "Weights & Biases project that also gets the rows; needs the package wandb")
+    connections_every: int = _setting(
+        0, "steps between two rows of connections.jsonl, the gates of schemes that have such; 0 for none"
+    )
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        counts = ("steps", "batch_size", "sequence_length", "gradient_accumulation", "log_every", "evaluate_every")
+        for name in (*counts, "checkpoint_every", "keep_checkpoints"):
+            self._check(name, getattr(self, name) >= 1, "at least 1")
+        self._check("threads", self.threads is None or 1 <= self.threads <= 1024, "1 to 1024, or null")
+        self._check("connections_every", self.connections_every >= 0, "at least 0")
+        for name in ("lr", "connection_lr_factor", "adam_eps"):
+            self._check(name, 0 < getattr(self, name) < math.inf, "a positive number")
+        for name in ("weight_decay", "clip"):
+            self._check(name, 0 <= getattr(self, name) < math.inf, "a number of at least 0")
+        for name in ("beta1", "beta2"):
+            self._check(name, 0 <= getattr(self, name) < 1, "a number in [0, 1)")
+        sharded = self.optimizer == "muon" and self.parallel == "fsdp"
+        self._check("parallel", not sharded, "auto, ddp or none with train.optimizer=muon, which needs whole matrices")
+        self._check("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "a number in [0, 1]")
+        self._check("warmup_steps", 0 <= self.warmup_steps <= self.steps, f"0 to train.steps ({self.steps})")
+        self._check("seed", self.seed >= 0, "a whole number of at least 0")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a run: `model` for a model from scratch or from a base, `data` for the corpus, `train`
+    for the loop.
+
+    Raises:
+        InputError: a value is out of range, or two of them do not fit together.
+    """
+
+    model: ModelConfig | BaseModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, BaseModelConfig):
+            self._check_base(self.model)
+        else:
+            self._check_model(self.model)
+
+    def _check_base(self, model: BaseModelConfig) -> None:
+        from residua.connections import resolve  # here, for `--help` does not wait for torch
+
+        if model.connection is not None:
+            try:
+                resolve(model.connection)
+            except ValueError as error:
+                raise InputError(f"model.connection: {str(error).removeprefix('connection: ')}") from error
+        trained = self.data.path is None and self.data.tokenizer in ("bpe", "byte")
+        require(not trained, "data.tokenizer", "the folder of model.base, whose tokenizer it is", self.data.tokenizer)
+
+    def _check_model(self, model: ModelConfig) -> None:
+        from residua.models import ResiduaConfig  # here, for `--help` does not wait for transformers
+
+        longest = model.max_position_embeddings
+        muon = self.train.optimizer == "muon"
+        require(not (model.mup and muon), "train.optimizer", "adamw with model.mup, whose rates are for Adam", "muon")
+        given = {name: value for name, value in asdict(model).items() if (name, value) != ("vocab_size", None)}
+        try:
+            ResiduaConfig(**given)
+        except ValueError as error:
+            own = str(error).startswith(tuple(given))  # otherwise a scheme speaks of its options
+            raise InputError(f"model.{error}" if own else f"model.connection: {error}") from error
+        require(
+            self.train.sequence_length <= longest,
+            "train.sequence_length",
+            f"at most model.max_position_embeddings ({longest})",
+            self.train.sequence_length,
+        )
+
+    @property
+    def small(self) -> bool:
+        """Whether the arrays of a layer are so small that a second thread waits more than it computes."""
+        if isinstance(self.model, BaseModelConfig):
+            return False
+        return self.train.batch_size * self.train.sequence_length * self.model.hidden_size <= SMALL
+
+    @property
+    def from_scratch(self) -> ModelConfig:
+        """The section `model` of a model from scratch. Raises InputError for one with a base."""
+        if isinstance(self.model, BaseModelConfig):
+            raise InputError(f"model.base: expected a model from scratch here, got the base {shown(self.model.base)}")
+        return self.model
+
+    def to_yaml(self) -> str:
+        """Return the resolved configuration; `load_config` of a file with this text gives an equal object."""
+        return write_yaml(asdict(self))
+
+
+SECTIONS: dict[str, type[_Section]] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
+BASE_SECTIONS = SECTIONS | {"model": BaseModelConfig}
+"""The sections where `model.base` is given."""
+
+
+def _keys(sections: Mapping[str, type[_Section]]) -> dict[str, Field]:
+    return {f"{name}.{item.name}": item for name, section in sections.items() for item in fields(section)}
+
+
+KEYS: dict[str, Field] = _keys(BASE_SECTIONS) | _keys(SECTIONS)
+_NAMES = {section: name for sections in (SECTIONS, BASE_SECTIONS) for name, section in sections.items()}
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that come with the package."""
+    files = (resources.files("residua.lab") / "recipes").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read recipes and YAML files, where later ones override earlier ones, then the overrides; keep other defaults.
+
+    Args:
+        sources: a name out of `recipe_names()`, the path of a YAML file, or several of these. A document with the key
+            `base`, another name or path, only lists its differences from that base.
+        overrides: arguments as on a command line, `--train.lr=3e-4`, or `--train.lr` and `3e-4`; later ones win.
+
+    Raises:
+        InputError: a source, a key or a value is wrong; one line with the key, what was expected, and what was given.
+    """
+    values: dict[str, Any] = {}
+    for source in [sources] if isinstance(sources, str) else sources or ():
+        values.update(_values(source))
+    values.update(_pairs(overrides))
+    if values.get("model.base", "") is None:
+        del values["model.base"]
+    based = "model.base" in values
+    if based and values.get("data.path") is None:
+        values.setdefault("data.tokenizer", values["model.base"])
+    sections = BASE_SECTIONS if based else SECTIONS
+    keys = _keys(sections)
+    nested: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    for key, value in values.items():
+        if key not in KEYS:
+            raise InputError(f"unknown key {key}{_nearest(key)}")
+        if key not in keys:
+            beside = "beside model.base, which decides it; leave it out (the recipe retrofit has none of these)"
+            raise InputError(f"{key}: expected no such key {beside if based else 'without model.base'}")
+        section, _, name = key.partition(".")
+        nested[section][name] = _typed(key, value, keys[key].type)
+    return RunConfig(**{name: section(**nested[name]) for name, section in sections.items()})
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give a command `--config`, `--print_config` and one option per key, the keys with their help and default.
+
+    The parser must have `allow_abbrev=False`; then `load_config(arguments.config, arguments.overrides)` is the
+    configuration.
+    """
+    names = ", ".join(recipe_names())
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="NAME|FILE.yaml",
+        help=f"a recipe ({names}) or a YAML file; if given again, later ones override earlier ones",
+    )
+    parser.add_argument("--print_config", action="store_true", help="print the resolved configuration and stop")
+    group = parser.add_argument_group("configuration")
+    for key, item in KEYS.items():
+        default = "" if item.default is MISSING else f" (default: {_written(item.default)})"
+        group.add_argument(
+            f"--{key}",
+            dest="overrides",
+            action="append",
+            default=[],
+            type=f"--{key}={{}}".format,
+            metavar="|".join(_choices(item.type)) or key.rpartition(".")[2].upper(),
+            help=f"{item.metadata['help']}{default}".replace("%", "%%"),
+        )
+
+
+def _choices(kind: Any) -> list[str]:
+    """Return the values of a type that has only a few, as written in YAML; an empty list for other types."""
+    if kind is bool:
+        return ["true", "false"]
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    listed = [choice for option in get_args(kind) for choice in _choices(option)]
+    return [*listed, "null"] if listed and NoneType in get_args(kind) else listed
+
+
+def _written(value: Any) -> str:
+    """Return a value as written in YAML and in an override."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def _values(source: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the values of a recipe or file by dotted key, including its base's."""
+    if source in above:
+        raise InputError(f"base: {' -> '.join([*above, source])} is a circle")
+    document = parse_yaml(_text(source), source)
+    base = document.pop("base", None) if isinstance(document, dict) else None
+    require(base is None or isinstance(base, str), "base", "a recipe's name or a YAML file", base)
+    below = {} if base is None else _values(base, (*above, source))
+    return below | dict(_flat(document))
+
+
+def _text(source: str) -> str:
+    known = recipe_names()
+    if source in known:
+        return (resources.files("residua.lab") / "recipes" / f"{source}.yaml").read_text(encoding="utf-8")
+    if "\0" not in source and Path(source).exists():
+        return read_text(source, "YAML")
+    expected = f"a recipe ({', '.join(known)}) or a YAML file"
+    raise InputError(f"--config: expected {expected}, got {shown(source)}{did_you_mean(source, known)}")
+
+
+def _flat(document: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a document by dotted key: nothing for an empty section, an unknown one as it is."""
+    require(isinstance(document, Mapping), "configuration", f"the sections {', '.join(SECTIONS)}", document)
+    for name, section in document.items():
+        if name not in SECTIONS:
+            yield str(name), section
+        elif section is not None:
+            require(isinstance(section, Mapping), name, "a mapping of keys to values", section)
+            yield from ((f"{name}.{key}", value) for key, value in section.items())
+
+
+def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    remaining = iter(overrides)
+    for argument in remaining:
+        key, equals, value = argument.removeprefix("--").partition("=")
+        if not equals:
+            if not argument.startswith("--"):
+                raise InputError(f"unexpected argument {shown(argument)}; an override reads --train.lr=3e-4")
+            value = next(remaining, None)
+            if value is None and key in KEYS:
+                raise InputError(f"{key}: expected {words(KEYS[key].type)}, got nothing")
+        yield key, value
+
+
+def _nearest(key: str) -> str:
+    """Return a phrase that suggests the likeliest key, by its full name or by the part behind the dot."""
+    if key in SECTIONS:
+        return f": expected one with a dot, such as {key}.{fields(SECTIONS[key])[0].name}"
+    known = {name.rpartition(".")[2]: name for name in KEYS} | {name: name for name in (*SECTIONS, *KEYS)}
+    return did_you_mean(key, known, show=known) or "; --print_config shows every key"
+
+
+def _typed(key: str, value: Any, kind: Any) -> Any:
+    """Return a value of a key as one of its type: a text stands for what YAML reads in it, or for itself."""
+    readings = [value]
+    if isinstance(value, str) and value.strip():  # YAML reads null in an empty text
+        with suppress(InputError):
+            readings = [read for read in (parse_yaml(value, key),) if not isinstance(read, str)] + readings
+    for reading in readings:
+        if fits(reading, kind):
+            return float(reading) if kind is float else reading
+    raise InputError(f"{key}: expected {words(kind)}, got {shown(value)}")

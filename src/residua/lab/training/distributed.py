@@ -1,0 +1,344 @@
+"""Train one model in several processes: join the ranks, synchronise errors and flags, and parallelize a plain model.
+
+torchrun starts the processes, called ranks, and `join` connects them. A single process is the first rank, and its
+collective calls return at once.
+"""
+
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from math import gcd
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from residua.conversion.flow import layer_streams
+from residua.errors import InputError, ReportedElsewhere, RunError
+
+if TYPE_CHECKING:
+    from residua.lab.training.config import TrainConfig
+
+# Long enough for the first rank to prepare data while the others wait.
+TIMEOUT = timedelta(hours=2)
+# Environment variables that torchrun sets in every process it starts.
+STARTED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a job, as one of them holds it. `control` and `saving` are the Gloo groups of the main thread and of
+    the saving thread; None in a process that torchrun did not start.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    restarts: int = 0
+    control: Any = None
+    saving: Any = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes files and messages for all."""
+        return self.rank == 0
+
+    @property
+    def joined(self) -> bool:
+        return self.control is not None
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of x, a tensor on the device, over the ranks."""
+        if self.joined:
+            x = x.clone()
+            dist.all_reduce(x)
+        return x
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean of x, a tensor on the device, over the ranks."""
+        return self.total(x) / self.world_size if self.joined else x
+
+    def any(self, flag: bool) -> bool:
+        """Return whether any rank sets the flag. The hosts wait for each other, not for their devices."""
+        if not self.joined:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.control)
+        return bool(flags.item())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in rank order."""
+        return gather(value, self.control)
+
+    def raise_together(self) -> "RaiseTogether":
+        """Return a context that raises on all ranks if it raises on one. Only that one reports the error."""
+        return RaiseTogether(self.control, lambda failure: ReportedElsewhere(failure.status))
+
+    def raise_together_saving(self) -> "RaiseTogether":
+        """Return such a context for the saving threads; on the other ranks it raises OSError."""
+        return RaiseTogether(self.saving, lambda failure: OSError(f"rank {failure.rank}: {failure.reason}"))
+
+    @contextmanager
+    def report_once(self) -> Iterator[None]:
+        """Let only the first rank report an error that all ranks raise in this context."""
+        try:
+            yield
+        except (InputError, RunError) as error:
+            if self.first:
+                raise
+            raise ReportedElsewhere(_status(error)) from error
+
+
+ALONE = Ranks()
+
+
+class Failure(NamedTuple):
+    """An exception of one rank, as sent to the others."""
+
+    rank: int
+    status: int
+    reason: str
+
+
+class RaiseTogether(AbstractContextManager[None]):
+    """A context that raises on every rank of a group if it raises on one: the others raise `elsewhere(failure)`.
+
+    If several raise, the first of them keeps its own exception. The body must not contain collective operations.
+    Interrupts are not passed on, because each rank gets its own.
+    """
+
+    def __init__(self, group: Any, elsewhere: Callable[[Failure], Exception]):
+        self._group, self._elsewhere = group, elsewhere
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._group is None or (error is not None and not isinstance(error, Exception)):
+            return
+        rank = dist.get_rank(self._group)
+        failure = None if error is None else Failure(rank, _status(error), str(error) or type(error).__name__)
+        first = next(filter(None, gather(failure, self._group)), None)
+        if first is not None and first.rank != rank:
+            raise self._elsewhere(first) from error
+
+
+def is_first() -> bool:
+    """Return whether this process is alone, or the first that torchrun started."""
+    return not os.environ.keys() >= STARTED or os.environ["RANK"] == "0"
+
+
+@contextmanager
+def join(device: str = "auto") -> Iterator[Ranks]:
+    """Join the other processes that torchrun started; yield `ALONE` if it started none.
+
+    Args:
+        device: as `train.device`. With CUDA every process of a machine takes the GPU of its local rank.
+
+    Raises:
+        InputError: there are more processes than GPUs.
+        RunError: the ranks cannot reach each other, or another one ended while this one waited for it.
+    """
+    if not os.environ.keys() >= STARTED:
+        yield ALONE
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    cuda = device != "cpu" and torch.cuda.is_available()
+    if cuda:
+        if local_rank >= torch.cuda.device_count():
+            raise InputError(
+                f"torchrun: expected at most one process for each of the {torch.cuda.device_count()} GPUs of a "
+                f"machine, got local rank {local_rank}; lower --nproc-per-node"
+            )
+        torch.cuda.set_device(local_rank)
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        # torchrun may keep its store for the next attempt, with addresses of processes that no longer exist.
+        store = dist.PrefixStore(f"attempt {restarts}", store)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size)
+        control, saving = (dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2))
+    except (RuntimeError, ValueError, OSError) as error:  # from sockets, host names or settings
+        raise RunError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: cannot reach the other ranks at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}; all machines must "
+            "reach that address, and GLOO_SOCKET_IFNAME names the network interface where there are several"
+        ) from error
+    ranks = Ranks(rank, world_size, restarts, control, saving)
+    try:
+        yield ranks
+        dist.barrier(group=control)
+    except RuntimeError as error:
+        if isinstance(error, (RunError, torch.OutOfMemoryError)) or not lost(error):
+            raise
+        # The network's own message names addresses, but the cause is in another process.
+        raise RunError(
+            f"rank {ranks.rank} of {ranks.world_size}: another rank ended, so this one cannot continue; see the "
+            "messages of the rank that ended first or of torchrun; --resume continues from the newest checkpoint"
+        ) from error
+    dist.destroy_process_group()  # not after an error: it would wait for missing ranks
+
+
+@dataclass(frozen=True)
+class BatchShard:
+    """The part of a step that one rank computes. All parts together are the step, for any number of ranks.
+
+    A step is `accumulation` micro-batches of `rows` sequences. The ranks form the largest number of teams that divides
+    the micro-batches evenly. A team takes every `teams`-th micro-batch, and its members split the rows.
+    """
+
+    rows: int
+    accumulation: int
+    teams: int
+    members: int
+    rank: int
+
+    @classmethod
+    def of(cls, config: "TrainConfig", ranks: Ranks) -> "BatchShard":
+        """Return the shard of this rank. Raises InputError if the sequences of a step cannot be divided evenly."""
+        teams = gcd(config.gradient_accumulation, ranks.world_size)
+        members = ranks.world_size // teams
+        if config.batch_size % members:
+            raise InputError(
+                f"torchrun: expected a number of processes that divides the step evenly, got {ranks.world_size} for "
+                f"train.gradient_accumulation {config.gradient_accumulation} micro-batches of train.batch_size "
+                f"{config.batch_size} sequences; use a number of processes that divides one of the two"
+            )
+        return cls(config.batch_size, config.gradient_accumulation, teams, members, ranks.rank)
+
+    @property
+    def member(self) -> int:
+        """The index of this rank in its team."""
+        return self.rank % self.members
+
+    @property
+    def rows_here(self) -> int:
+        """The number of sequences that this rank takes of a micro-batch."""
+        return self.rows // self.members
+
+    def micro_batches(self, step: int) -> range:
+        """Return the indices of the micro-batches from which this rank takes rows in step 1, 2, ..."""
+        first = (step - 1) * self.accumulation
+        return range(first + self.rank // self.members, first + self.accumulation, self.teams)
+
+
+class ParallelModel(NamedTuple):
+    """A model prepared for the ranks: the function to call, and the context of each forward and backward pass.
+
+    Gradients are averaged over the ranks only in the context `accumulating(True)`, the last of a step. If `sharded`,
+    each rank holds a part of every parameter and gradient.
+    """
+
+    forward: Callable[..., Any]
+    accumulating: Callable[[bool], AbstractContextManager]
+    kind: Literal["none", "ddp", "fsdp"]
+
+    @property
+    def sharded(self) -> bool:
+        return self.kind == "fsdp"
+
+
+def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.device) -> ParallelModel:
+    """Distribute a plain model over the ranks as in `train.parallel`, and compile or recompute it as configured.
+
+    Parameters keep their names; with "fsdp" they become DTensors in place. The layers, which are compiled and sharded
+    one by one, are the modules named in the model's `_no_split_modules`.
+
+    Raises:
+        InputError: the ranks cannot train this model with these settings.
+    """
+    kind = {"auto": "ddp" if ranks.world_size > 1 else "none"}.get(config.parallel, config.parallel)
+    if kind == "none" and ranks.world_size > 1:
+        raise InputError(f"train.parallel: expected ddp or fsdp for {ranks.world_size} processes, got none")
+    if not ranks.joined:
+        kind = "none"
+    if config.activation_checkpointing:
+        recompute_layers(model)
+    if kind == "none":
+        forward = torch.compile(model) if config.compile else model
+        return ParallelModel(forward, lambda last: nullcontext(), kind)
+
+    layers = layers_of(model)
+    if config.compile:
+        for layer in layers or [model]:
+            layer.compile()
+    if kind == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        devices = [torch.cuda.current_device()] if device.type == "cuda" else None
+        whole = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        return ParallelModel(whole, lambda last: nullcontext() if last else whole.no_sync(), kind)
+    _shard(model, layers, config, device)
+
+    def accumulating(last: bool) -> AbstractContextManager:
+        model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    return ParallelModel(model, accumulating, kind)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that a model names as its repeated layers, in order."""
+    names = getattr(model, "_no_split_modules", None) or ()
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _shard(model: nn.Module, layers: list[nn.Module], config: "TrainConfig", device: torch.device) -> None:
+    """FSDP2: each layer is a unit that is gathered while it runs; the root is gathered for a whole step.
+
+    The root holds all parameters outside the layers: embedding, head, norms and all connections. The first connection
+    of a layer is read in the layer before it, and the second one may share a compressor with the first, so these few
+    parameters are needed by several layers, in forward and in backward.
+
+    Under bfloat16, layers are gathered in bfloat16, in which autocast would multiply their weights anyway; this halves
+    the traffic. The root stays in float32, as gates and mappings of the state need it. Gradients are summed in float32,
+    and the state keeps its dtype between layers. A converted model has its connections inside the layers, where each
+    is a unit of its own that stays in float32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    low = torch.bfloat16 if config.precision == "bfloat16" else None
+    layer_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    root_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # FSDP warns that a layer may return a view; no code changes it in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    for layer in layers:
+        for part in [part for stream in layer_streams(layer) for part in stream.parts]:
+            if any(True for _ in part.parameters()):
+                fully_shard(part, mesh=mesh, mp_policy=root_policy, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, mp_policy=layer_policy)
+    fully_shard(model, mesh=mesh, mp_policy=root_policy, reshard_after_forward=False)
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Make the layers of a transformers model keep only their inputs and recompute the rest."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
+    if enable is None:
+        raise InputError("train.activation_checkpointing: expected false, this model has no layers to recompute")
+    enable()
+
+
+def gather(value: Any, group: Any) -> list[Any]:
+    """Return the value of every rank of a group, in rank order; only this process's if the group is None."""
+    if group is None:
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _status(error: Exception) -> int:
+    return 2 if isinstance(error, InputError) else error.status if isinstance(error, ReportedElsewhere) else 1
+
+
+def lost(error: RuntimeError) -> bool:
+    """Return whether an error means that the connection to another rank is lost; Gloo has no exception for it."""
+    if isinstance(error, dist.DistError):
+        return True
+    chain = "".join(traceback.format_exception(error))
+    return "gloo" in chain or "Connection closed by peer" in chain or "Connection reset by peer" in chain

@@ -1,0 +1,89 @@
+"""Claim the folder of a training run for one process, with the settings it was started with."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from residua.errors import InputError, RunError
+from residua.lab.training.checkpoint import saved_steps
+from residua.records.durable import is_new, remove, remove_partials, write_bytes, write_text
+from residua.records.folder import FREE_KEYS, LOCK, RunFolder, flatten, hold, read_settings, refuse_changes, writable
+from residua.records.reading import write_yaml
+
+PATIENCE_SECONDS = 3.0  # the workers of a killed sweep end within moments, and hold their runs until then
+
+
+@contextmanager
+def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = False) -> Iterator[RunFolder]:
+    """Hold a run folder for this process and write its config.yaml.
+
+    A folder without training results may be started again. A folder with a run needs `resume`, and then the settings
+    it was started with, except `FREE_KEYS`.
+
+    Where the body refuses to train, the folder is as it was: an exception other than RunError, before anything was
+    logged or saved, takes back what was written.
+
+    Args:
+        settings: the resolved configuration by section: `{"model": {...}, "data": {...}, "train": {...}}`.
+
+    Raises:
+        InputError: the folder holds a run or other files, holds no run to resume, belongs to another process, cannot
+            be written, or was started with other settings.
+    """
+    run = RunFolder(Path(folder), settings, resume)
+    if resume and not run.config.is_file():
+        raise InputError(f"{run.path}: expected a run to resume, found no config.yaml; leave --resume out to start one")
+    begun = resume or (run.path / LOCK).exists()  # a configuration alone may be a person's own
+    own = [path.name for path in (run.metrics, run.checkpoints, *([run.config] if begun else []))]
+    new, locked = not run.path.exists(), (run.path / LOCK).exists()
+    with hold(run.path, own=own, patience=PATIENCE_SECONDS):
+        before = {entry.name for entry in run.path.iterdir()}  # now that no other run can add to them
+        new = new and before <= {LOCK}
+        if not locked and is_new(run.path):
+            before.discard(LOCK)
+        config = run.config.read_bytes() if run.config.is_file() else None
+        trained = _progress(run)
+        try:
+            if resume:
+                earlier, now = flatten(read_settings(run.config)), flatten(settings)
+                last = trained[1][-1] if trained[1] else 0
+                refuse_changes(earlier, now, run.config, free=FREE_KEYS | more_steps(last, earlier, now))
+            elif run.metrics.exists() or trained[1]:
+                raise InputError(
+                    f"{run.path}: this folder holds a run already; continue it with --resume or choose another folder"
+                )
+            with writable(run.path):
+                remove_partials(run.checkpoints)
+                write_text(run.config, write_yaml(dict(settings)))
+            yield run
+        except RunError:
+            raise
+        except Exception:
+            if _progress(run) == trained:
+                with suppress(OSError):
+                    _take_back(run, None if new else before, config)
+            raise
+
+
+def more_steps(step: int, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Return the settings in which a run that is finished at `step` may go on: its steps, if there are more now."""
+    lengths = earlier.get("train.steps"), now.get("train.steps", 0)
+    return {"train.steps"} if lengths[0] == step < lengths[1] else set()
+
+
+def _progress(run: RunFolder) -> tuple[int, list[int]]:
+    """Return what training leaves behind: the length of its log, and the steps of its checkpoints."""
+    return run.metrics.stat().st_size if run.metrics.is_file() else 0, saved_steps(run.path)
+
+
+def _take_back(run: RunFolder, before: Collection[str] | None, config: bytes | None) -> None:
+    """Remove all but the names from `before`, the folder too where None, and restore config.yaml."""
+    if before is None:
+        remove(run.path)
+        return
+    for entry in run.path.iterdir():
+        if entry.name not in before:
+            remove(entry)
+    if config is not None:
+        write_bytes(run.config, config)

@@ -1,0 +1,425 @@
+"""The training loop: one process or several, exact resume, safe to kill at any moment."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from residua.errors import InputError
+from residua.lab.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, saved_steps
+from residua.lab.training.distributed import ALONE, BatchShard, Ranks, parallelize
+from residua.lab.training.finite import FiniteCheck
+from residua.lab.training.folder import claim, more_steps
+from residua.lab.training.log import Display, MetricsLog, Rows, write_facts
+from residua.lab.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
+from residua.lab.training.saving import Saver
+from residua.models.evaluating import evaluating
+from residua.records.folder import FREE_KEYS, RunFolder, flatten, refuse_changes
+from residua.records.jsonlines import read_metrics
+from residua.records.progress import say
+
+if TYPE_CHECKING:
+    from residua.lab.training.config import TrainConfig
+
+
+STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+"""Signals that end training after the current step: from the keyboard, a lost terminal or a scheduler."""
+
+
+class IndexedBatches(Protocol):
+    """A data source in which batch `index` is always the same, so that the step is the whole state of the data."""
+
+    def at(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels, two int64 tensors (rows, sequence_length); labels[t] follows inputs[t]."""
+
+
+def train(
+    model: nn.Module,
+    batches: IndexedBatches,
+    config: "TrainConfig",
+    folder: str | Path | RunFolder,
+    *,
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
+    observe: Callable[[nn.Module, Tensor], Mapping[str, Any]] | None = None,
+    resume: bool = False,
+    facts: Mapping[str, Any] | None = None,
+    progress: bool | Callable[[int], None] = True,
+    ranks: Ranks = ALONE,
+) -> dict[str, Any]:
+    """Train `model` into a run folder.
+
+    Ctrl-C and the other signals of `STOPPING` end it after the current step with a checkpoint; a second Ctrl-C or
+    SIGTERM ends it at once. After a kill at any moment, `resume` continues from the newest complete checkpoint as if
+    nothing had happened: on the CPU the losses are the same to the last bit.
+
+    Several processes that `distributed.join` connected call this with equal models, each with its own rows of the
+    micro-batches that `distributed.BatchShard` assigns to it. They compute the same steps as one process and stop after
+    the same step. Any number of processes can resume from a checkpoint, whatever number wrote it.
+
+    Args:
+        model: `model(input_ids=, labels=, shift_labels=).loss` is the mean loss of a batch (a float or bfloat16
+            scalar); labels are aligned with the inputs. It is moved to the device and left there in training mode.
+        batches: gives micro-batch `(step - 1) * gradient_accumulation + micro` of step 1, 2, ..., this rank's rows.
+        folder: the path of the run folder, or a RunFolder from `claim`, whose `resume` is used. Several ranks need the
+            latter.
+        evaluate: `evaluate(model)` returns numbers for the row of its step, including `val_loss`. It runs in
+            evaluation mode without gradients, in the run's precision, and the random state is restored afterwards.
+            Every rank runs it, with the same number of forward passes, and gets the same result.
+        observe: `observe(model, inputs)` returns the values of a row of connections.jsonl, measured on the first
+            sequence of a step, inputs (1, sequence_length), every `train.connections_every` steps. It runs as
+            `evaluate` does. Each rank has its own sequence; the first rank's does not depend on their number.
+        facts: metadata of the data for facts.json; its `fingerprint`, if any, must be the same on resume.
+            Checkpoints keep it, and a `tokenizer_fingerprint`.
+        progress: whether to show the progress, or a function to call instead with each step that is logged.
+
+    Returns:
+        The row of the last step (step, tokens, loss, lr, grad_norm, tokens_per_second, seconds, results of
+        `evaluate`), `checkpoint` (its folder) and `interrupted`; if it is, also `signal`, the number of the signal.
+        `seconds` counts the training steps alone.
+
+    Raises:
+        InputError: the folder cannot be used (see `claim`), the checkpoint has other settings, data or weights, or
+            the device is not available.
+        RunError: a loss or gradient is not finite, or the folder cannot be written. Older checkpoints stay.
+    """
+    if not isinstance(folder, RunFolder):
+        with claim(folder, {"train": asdict(config)}, resume=resume) as run:
+            return train(
+                model, batches, config, run, evaluate=evaluate, observe=observe, facts=facts, progress=progress
+            )
+    run = folder
+    with ranks.raise_together():
+        device = pick_device(config.device)
+        settings = _decisive_settings(run, facts)
+        shard = BatchShard.of(config, ranks)
+    torch.manual_seed(config.seed + ranks.rank)
+    updates = _Updates(model, batches, config, shard, ranks, device)
+    checkpoint = _restore(run, settings, model, updates.optimizer, device, ranks, config)
+    start = checkpoint.step if checkpoint else 0
+    if start == config.steps:
+        with ranks.raise_together():
+            return _finished(run, checkpoint, ranks)
+
+    saver = Saver(run, settings, model, updates.optimizer, device, config, ranks, checkpoint)
+    tokens_per_step = config.batch_size * config.gradient_accumulation * config.sequence_length
+    observe_every = config.connections_every if observe is not None else 0
+    with ExitStack() as stack:
+        if ranks.first:
+            size = sum(parameter.numel() for parameter in updates.parameters)
+            known = {"parameters": size, "data": dict(facts or {})}
+            here = {"device": device, "processes": ranks.world_size, "parallel": updates.model.kind}
+            if checkpoint and checkpoint.settings["train.steps"] != config.steps:
+                here["steps_before"] = checkpoint.settings["train.steps"]
+            with saver.writing(start):
+                logs = stack.enter_context(_Logs(run, config, checkpoint, observing=bool(observe_every)))
+                write_facts(run, known, step=start, **here)
+            name = run.path.resolve().name
+            display = stack.enter_context(Display(name, done=start, steps=config.steps, enabled=progress))
+        stop = stack.enter_context(_stop_signals(twice=not ranks.joined))
+        clock = stack.enter_context(_Clock(checkpoint.seconds if checkpoint else 0.0, start * tokens_per_step))
+        for step in range(start + 1, config.steps + 1):
+            update = updates(step)
+            if observe_every and step % observe_every == 0:
+                with updates.autocast, evaluating(model):
+                    seen = observe(model, update.first_sequence)
+                if ranks.first:
+                    with saver.writing(step):
+                        logs.connections.write({"step": step, **seen})
+
+            last, stopping = step == config.steps, ranks.any(bool(stop) or saver.failed)
+            validating = evaluate is not None and (last or step % config.evaluate_every == 0)
+            logging = last or validating or step % config.log_every == 0
+            saving = last or stopping or step % config.checkpoint_every == 0
+            if not (logging or saving):
+                continue
+
+            with ranks.report_once():
+                updates.finite.check(saver.finish)  # the host waits for the device here and where gates are observed
+            seconds, speed = clock.lap(step * tokens_per_step)
+            row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks)}
+            row |= {"tokens_per_second": speed, "seconds": seconds}
+            with clock.paused():
+                if validating:
+                    with updates.autocast, evaluating(model):
+                        row = {**row, **evaluate(model), **row}  # the row's names come first, its values win
+                if ranks.first:
+                    with saver.writing(step):
+                        if logging:
+                            logs.metrics.write(row)
+                            display.show(row)
+                        if saving:
+                            logs.sync()
+                if saving:
+                    with ranks.report_once():
+                        saver.save(step, seconds=seconds, val_loss=row.get("val_loss"))
+            if stopping:
+                break
+        with ranks.report_once():
+            saved = saver.finish()
+    result = row | {"checkpoint": str(saved), "interrupted": step < config.steps}
+    if result["interrupted"]:
+        if ranks.first:
+            say(f"stopped after step {step}, which is saved; continue with: {run.resume_command}")
+        result["signal"] = max(ranks.gather(stop[0] if stop else 0))
+    return result
+
+
+class _Update(NamedTuple):
+    """What a step did: the mean loss over all ranks, (), the learning rate, and the norm of the gradient, ().
+
+    penalty: this rank's mean, (), None if the model has none; first_sequence: (1, sequence_length), of this rank.
+    """
+
+    loss: Tensor
+    lr: float
+    norm: Tensor
+    penalty: Tensor | None
+    first_sequence: Tensor
+
+    def numbers(self, ranks: Ranks) -> dict[str, float]:
+        """Return its share of the row of a step. Every rank calls this."""
+        loss, found = self.loss, {}
+        if self.penalty is not None:  # schemes are compared by the language model's loss without the penalty
+            penalty = ranks.mean(self.penalty)
+            loss, found = loss - penalty, {"penalty": penalty.item()}
+        return {"loss": loss.item(), "lr": self.lr, **found, "grad_norm": self.norm.item()}
+
+
+class _Updates:
+    """The updates of a run. A call does one step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: IndexedBatches,
+        config: "TrainConfig",
+        shard: BatchShard,
+        ranks: Ranks,
+        device: torch.device,
+    ):
+        self.batches, self.config, self.shard, self.ranks, self.device = batches, config, shard, ranks, device
+        self.model = parallelize(model.to(device).train(), config, ranks, device)
+        self.optimizer = make_optimizer(model, config)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.finite = FiniteCheck(model, self.optimizer, device, ranks.total if self.model.sharded else None)
+        self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
+
+    def __call__(self, step: int) -> _Update:
+        factor = learning_rate_factor(step, self.config)
+        set_learning_rate(self.optimizer, factor)
+        loss, penalty, first_sequence = self._backward(self.shard.micro_batches(step))
+        loss = self.ranks.mean(loss)
+        norm = self.finite.observe(step, loss)
+        if self.config.clip:
+            nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return _Update(loss, self.config.lr * factor, norm, penalty, first_sequence)
+
+    def _backward(self, indices: range) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Run forward and backward on these micro-batches; return this rank's loss, penalty and first sequence."""
+        loss = torch.zeros((), device=self.device)
+        penalty = None
+        for index in indices:
+            inputs, labels = _on(self.device, *self.batches.at(index))
+            if index == indices[0]:
+                first_sequence = inputs[:1]
+            with self.model.accumulating(index == indices[-1]):
+                with self.autocast:
+                    output = self.model.forward(input_ids=inputs, labels=labels, shift_labels=labels)
+                part = output.loss / len(indices)
+                part.backward()
+            loss = loss + part.detach()
+            if getattr(output, "penalty", None) is not None:
+                part = output.penalty.detach() / len(indices)
+                penalty = part if penalty is None else penalty + part
+        return loss, penalty, first_sequence
+
+
+class _Logs(AbstractContextManager["_Logs"]):
+    """The rows that the first rank writes: `metrics`, and `connections` if they are observed. All may raise OSError.
+
+    Opening them says which rows of a run that resumes at `checkpoint` are gone; nothing writes them again.
+    """
+
+    def __init__(self, run: RunFolder, config: "TrainConfig", checkpoint: Checkpoint | None, *, observing: bool):
+        step = checkpoint.step if checkpoint else 0
+        if checkpoint:
+            _say_missing_rows(run.metrics, "train.log_every", checkpoint)
+            if observing:
+                _say_missing_rows(run.connections, "train.connections_every", checkpoint)
+        with ExitStack() as stack:
+            self.metrics = stack.enter_context(
+                MetricsLog(run, step=step, tensorboard=config.tensorboard, wandb=config.wandb)
+            )
+            self.connections = stack.enter_context(Rows(run.connections, step=step)) if observing else None
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def sync(self) -> None:
+        """Wait until the rows are on the disk. Raises OSError."""
+        self.metrics.sync()
+        if self.connections:
+            self.connections.sync()
+
+
+def _say_missing_rows(path: Path, key: str, checkpoint: Checkpoint) -> None:
+    """Say which rows of a resumed run are gone from a log. `key` sets how many it has."""
+    every = checkpoint.settings.get(key)
+    if not isinstance(every, int) or not 1 <= every <= checkpoint.step:
+        return
+    last = max((row["step"] for row in read_metrics(path)), default=0)
+    if last + every <= checkpoint.step:
+        missing = f"its rows after step {last}" if last else "the rows of its first steps"
+        say(f"{path}: {missing} are missing; training goes on after step {checkpoint.step}")
+
+
+def _finished(run: RunFolder, checkpoint: Checkpoint, ranks: Ranks) -> dict[str, Any]:
+    """Return the last row of a run that has no steps left."""
+    rows = read_metrics(run.metrics)
+    last = rows[-1]["step"] if rows else 0
+    if last != checkpoint.step:
+        raise InputError(
+            f"{run.metrics}: must end with step {checkpoint.step}, as this run is finished, got step {last}; its last "
+            "row is lost, and its checkpoint is whole: residua evaluate measures it"
+        )
+    if ranks.first:
+        say(f"{run.path}: this run is finished ({last} steps); more --train.steps train it on")
+    return rows[-1] | {"checkpoint": str(checkpoint.path), "interrupted": False}
+
+
+def pick_device(name: str, option: str = "train.device") -> torch.device:
+    """Return the device of an option; auto picks cuda if available. Raises InputError if cuda is missing."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"{option}: expected a machine with a CUDA device, found none; use cpu")
+    return torch.device(name)
+
+
+def _on(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copy tensors to the device. Copies from pinned memory are asynchronous, so the host does not wait."""
+    if device.type == "cuda":
+        return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
+    return tensors
+
+
+def _decisive_settings(run: RunFolder, facts: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the flat settings with the fingerprints of the data, which the settings do not contain."""
+    known = ("fingerprint", "tokenizer_fingerprint")
+    return flatten(run.settings) | {f"data.{name}": facts[name] for name in known if facts and name in facts}
+
+
+def _restore(
+    run: RunFolder,
+    settings: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    ranks: Ranks,
+    config: "TrainConfig",
+) -> Checkpoint | None:
+    """Load the newest complete checkpoint into the model, if there is one. Only the first rank looks for it."""
+    found = None
+    with ranks.raise_together():
+        if run.resume and ranks.first:
+            found = latest_checkpoint(run.path)
+            if found is None and (steps := saved_steps(run.path)):
+                # Starting from the first step would overwrite the log and these checkpoints.
+                raise InputError(
+                    f"{run.checkpoints}: expected a complete checkpoint to resume from, got {len(steps)} of which none "
+                    "can be read; repair one, or remove them to start again from the first step"
+                )
+            if found is None:
+                if run.checkpoints.is_symlink():  # whoever made this folder may have meant another's
+                    raise InputError(
+                        f"{run.checkpoints}: must hold a checkpoint of this run, as it is a link to "
+                        f"{run.checkpoints.resolve()}, got none; remove the link to start again from the first step"
+                    )
+                say(f"{run.path}: no complete checkpoint, starting again from the first step")
+            else:
+                more = more_steps(found.step, found.settings, settings)
+                refuse_changes(found.settings, settings, found.path, free=FREE_KEYS | more)
+                if more:
+                    say(_changed_schedule(found.step, config))
+    checkpoint = ranks.gather(found)[0]
+    if checkpoint is None:
+        return None
+    return load_checkpoint(checkpoint, model, optimizer, device=device, ranks=ranks)
+
+
+def _changed_schedule(step: int, config: "TrainConfig") -> str:
+    """Say in which way a run that goes on after its last step differs from one of that length."""
+    return (
+        f"after its last step, {step}, this run goes on to {config.steps}: its learning rate rises again, to "
+        f"{learning_rate_factor(step + 1, config):.0%} of the peak, so it is no run of {config.steps} steps"
+    )
+
+
+@contextmanager
+def _stop_signals(*, twice: bool) -> Iterator[list[int]]:
+    """Yield a list that receives the number of each signal in `STOPPING`. With `twice`, a second Ctrl-C or SIGTERM ends
+    the process at once; torchrun repeats signals that the terminal has already sent, and has its own timeout.
+
+    Signals that are ignored, as SIGHUP is under nohup, stay ignored.
+    """
+    stop: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # signals belong to the main thread
+        return
+
+    def request(number: int, frame: Any) -> None:
+        stop.append(number)
+        if twice:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    known = (getattr(signal, name) for name in STOPPING if hasattr(signal, name))
+    before = {number: signal.getsignal(number) for number in known}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, request)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+class _Clock(AbstractContextManager["_Clock"]):
+    """Count the seconds of training over all processes of a run; evaluating and saving do not count. A context."""
+
+    def __init__(self, seconds: float, tokens: int):
+        self._seconds, self._since = seconds, None
+        self._lap = tokens, seconds
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    def lap(self, tokens: int) -> tuple[float, float]:
+        """Return the seconds so far, and the tokens per second since the last call."""
+        (before, then), self._lap = self._lap, (tokens, self.seconds)
+        return self._lap[1], (tokens - before) / (self._lap[1] - then)
+
+    def __enter__(self) -> "_Clock":
+        self._since = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._seconds, self._since = self.seconds, None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.__exit__()
+        yield
+        self.__enter__()

@@ -1,0 +1,167 @@
+"""AdamW, with Muon for hidden matrices if asked; decay on matrices only, muP's rates, a cosine schedule with warmup."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from residua.connections import Stream
+from residua.conversion.flow import LayerStream
+from residua.errors import extra, require
+from residua.models.mup import learning_rate_factors
+from residua.models.transformer import ResiduaForCausalLM
+
+with extra("lab"):
+    from transformers import PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
+
+if TYPE_CHECKING:
+    from residua.lab.training.config import TrainConfig
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, connection_lr_factor: float = 1.0) -> list[dict[str, Any]]:
+    """Return the trainable parameters in groups, tied ones once; each group has `weight_decay` and `factor`.
+
+    All weights of `nn.Linear` and `nn.Embedding` are decayed to zero, even maps around a sublayer that start as the
+    identity, as in the code of arXiv 2605.06729. Gains, biases, taps of convolutions and read vectors of any shape need
+    not be small and are not decayed. `factor` multiplies the learning rate: under muP (`models.mup`), and of the
+    connections' own parameters, by `connection_lr_factor`.
+    """
+    matrices = {id(parameter) for module in model.modules() for parameter in _matrices(module)}
+    factors: dict[int, float] = {}
+    for inner in model.modules():  # `model` may be a wrapper
+        if isinstance(inner, ResiduaForCausalLM):
+            parameters = dict(inner.named_parameters())
+            factors |= {id(parameters[name]): factor for name, factor in learning_rate_factors(inner).items()}
+    for parameter in connection_parameters(model):
+        factors[id(parameter)] = factors.get(id(parameter), 1.0) * connection_lr_factor
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            kind = id(parameter) in matrices, factors.get(id(parameter), 1.0)
+            groups.setdefault(kind, []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if decayed else 0.0, "factor": factor}
+        for (decayed, factor), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True)
+    ]
+
+
+def connection_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return what a scheme adds to the plain residual, in our models and in converted ones: no gain of a norm."""
+    streams = [module for module in model.modules() if isinstance(module, (Stream, LayerStream))]
+    own = {
+        id(parameter): parameter
+        for stream in streams
+        for module in stream.modules()
+        if not isinstance(module, (nn.RMSNorm, nn.LayerNorm))
+        for parameter in module.parameters(recurse=False)
+    }
+    return list(own.values())
+
+
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of a module that are matrices; GPT-2 has its own class of them, and experts are stacks."""
+    if isinstance(module, (nn.Linear, nn.Embedding, Conv1D)):
+        return [module.weight]
+    experts = type(module).__name__.endswith("Experts")
+    return [x for x in module.parameters(recurse=False) if x.dim() == 3] if experts else []
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable weights that Muon takes: the matrices of attention, MLP and the like.
+
+    Not embeddings, the head, the connections' own parameters, or stacks of experts.
+    """
+    others = {id(parameter) for parameter in connection_parameters(model)}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            others.add(id(module.weight))
+        elif isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
+            others |= {id(parameter) for parameter in head.parameters()}
+    matrices = {id(x): x for module in model.modules() for x in _matrices(module) if x.dim() == 2 and x.requires_grad}
+    return [parameter for key, parameter in matrices.items() if key not in others]
+
+
+def make_optimizer(model: nn.Module, config: "TrainConfig") -> torch.optim.Optimizer:
+    """Return the optimizer of a run. Each group keeps its peak learning rate, lr times its factor, as `initial_lr`.
+
+    Raises:
+        InputError: this torch has no Muon.
+    """
+    groups = parameter_groups(model, config.weight_decay, config.connection_lr_factor)
+    if config.optimizer == "muon":
+        optimizer: torch.optim.Optimizer = MuonAndAdamW(groups, hidden_matrices(model), config)
+    else:
+        optimizer = _adamw(groups, config)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = config.lr * group["factor"]
+    return optimizer
+
+
+def _adamw(groups: list[dict[str, Any]], config: "TrainConfig") -> torch.optim.AdamW:
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for `matrices`, AdamW for all other parameters, as one optimizer with the groups and the state of both.
+
+    An update of Muon is scaled to the size of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so that both
+    take the same learning rate. Like a fused optimizer it leaves everything as it is while `found_inf` is not zero;
+    Muon cannot do that on the device, so a step waits for it.
+
+    Raises:
+        InputError: this torch has no Muon.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], matrices: Sequence[nn.Parameter], config: "TrainConfig"):
+        require(hasattr(torch.optim, "Muon"), "train.optimizer", "adamw, or torch 2.9 or newer, which has Muon", "muon")
+        chosen = {id(parameter) for parameter in matrices}
+        first, second = _part(groups, chosen, inside=True), _part(groups, chosen, inside=False)
+        self._parts: list[torch.optim.Optimizer] = []
+        if first:
+            self._parts.append(torch.optim.Muon(first, lr=config.lr, adjust_lr_fn="match_rms_adamw"))
+        if second:
+            self._parts.append(_adamw(second, config))
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        for part in self._parts:
+            part.state = self.state
+
+    def step(self, closure: None = None) -> None:
+        """Update every parameter that has a gradient."""
+        found = getattr(self, "found_inf", None)
+        if found is None or not found.item():
+            for part in self._parts:
+                part.step()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Not supported: a training checkpoint holds the state by the names of the weights."""
+        raise NotImplementedError("expected load_checkpoint, which restores this optimizer, got load_state_dict")
+
+
+def _part(groups: list[dict[str, Any]], chosen: set[int], *, inside: bool) -> list[dict[str, Any]]:
+    """Return the groups with only the parameters inside, or outside, of `chosen`; no empty ones."""
+    parts = [
+        {**group, "params": [parameter for parameter in group["params"] if (id(parameter) in chosen) == inside]}
+        for group in groups
+    ]
+    return [part for part in parts if part["params"]]
+
+
+def learning_rate_factor(step: int, config: "TrainConfig") -> float:
+    """Return the learning rate of step 1, 2, ..., `config.steps` as a fraction of the peak.
+
+    It rises linearly to 1 at `warmup_steps`, then falls as a cosine to `min_lr_ratio` at the last step.
+    """
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group to this fraction of its own peak."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor

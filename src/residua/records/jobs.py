@@ -1,0 +1,304 @@
+"""Many runs, several at a time, of which a kill at any moment loses no finished one.
+
+A finished run is one line in a file of records. A run is a pure function of its arguments, so its numbers depend
+neither on the process that computes it nor on how often it was stopped.
+
+A folder of runs holds
+
+    settings.json     what all its runs have in common; other settings are refused
+    records.jsonl     one line for every finished run
+    runs/             the state of runs that are under way
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from residua.errors import InputError, RunError
+from residua.records.durable import remove, remove_partials, unlinked, write_text
+from residua.records.folder import hold, read_object, refuse_changes, writable
+from residua.records.jsonlines import JsonLines, finite
+from residua.records.progress import Progress
+from residua.records.threads import threads
+
+GRACE_SECONDS = 5.0
+Record = dict[str, Any]
+Key = Callable[[Record], Hashable]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: `function(*arguments, place=path, report=callable)` returns its record, which JSON must hold.
+
+    `place` is where the run may keep its state while it is under way, a file or a folder, or None. `report` takes the
+    number of steps that are done; its first call says where the run begins or resumes. Several processes need a
+    `function` that a module defines at its top.
+
+    key       identifies the run among the records
+    steps     the length of the run
+    cost      of one step, relative to the other jobs: decides the order of the runs and the time that is left
+    order     jobs with a smaller one begin first; among equals, those that take longest
+    """
+
+    key: str | tuple[Hashable, ...]
+    function: Callable[..., Record]
+    arguments: tuple[Any, ...]
+    steps: int = 1
+    cost: float = 1.0
+    order: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join(map(str, self.key)) if isinstance(self.key, tuple) else str(self.key)
+
+
+class Records:
+    """The finished runs of a file of JSON lines. A context manager.
+
+    key     the key of a record's run; None for a record of something else. Of equal keys the last record counts.
+    places  the folder for the state of runs that are under way, None for none
+    keep    leave a run's state where it is when the run is finished
+    """
+
+    def __init__(self, path: str | Path, key: Key, *, places: Path | None = None, keep: bool = False):
+        self.path, self._key, self._places, self._keep = Path(path), key, places, keep
+        with writable(path, "a file to append to"):
+            self._lines = JsonLines(path)
+        try:
+            self.finished = {key(row): row for row in self._lines.rows}
+        except (KeyError, TypeError) as error:
+            self._lines.__exit__()
+            raise InputError(f"{path}: expected the records of earlier runs, found one without {error}") from error
+        self.finished.pop(None, None)
+
+    def __enter__(self) -> "Records":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._lines.__exit__(*error)
+
+    def place(self, key: Hashable) -> Path | None:
+        """Where the run `key` keeps its state while it is under way."""
+        if self._places is None:
+            return None
+        name = str(key)
+        plain = re.sub(r"^\.|[^A-Za-z0-9_.,=+-]", "_", name)[:100]
+        return unlinked(
+            self._places / (plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}")
+        )
+
+    def add(self, record: Record) -> None:
+        """Add a finished run, wait until it is on the disk, and drop its state. Raises RunError."""
+        record = finite(record)  # as the file holds it
+        try:
+            self._lines.write(record)
+            self._lines.sync()
+        except OSError as error:
+            raise RunError(f"{self.path}: a result could not be written: {error.strerror or error}") from error
+        self.finished[self._key(record)] = record
+        self.drop_state([self._key(record)])
+
+    def drop_state(self, keys: Iterable[Hashable]) -> None:
+        """Remove the state of finished runs, unless it is to be kept."""
+        for place in map(self.place, () if self._keep else keys):
+            with suppress(OSError):
+                if place is not None:
+                    remove(place)
+
+
+@contextmanager
+def open_runs(
+    folder: str | Path, settings: Mapping[str, Any], *, free: Collection[str] = (), keep: bool = False
+) -> Iterator[Records]:
+    """Hold `folder` for this process, with all runs in it made with `settings`; a record has its key under "key".
+
+    free: the settings that may change from one call to the next.
+
+    Raises:
+        InputError: another process holds the folder, its runs were made with other settings, it holds something else,
+            or it cannot be written.
+        KeyboardInterrupt: as in the body, with a message that says where the finished runs are.
+    """
+    path = Path(folder)
+    records, known = path / "records.jsonl", path / "settings.json"
+    with hold(path, own=[records.name], hint="choose another folder with --out"):
+        if known.exists():
+            refuse_changes(read_object(known), settings, known, free=free)
+        elif records.exists() and records.stat().st_size:
+            raise InputError(f"{path}: its records have no settings.json beside them; choose another with --out")
+        with Records(records, lambda record: record.get("key"), places=path / "runs", keep=keep) as found:
+            with writable(path):
+                write_text(known, json.dumps(settings, indent=1) + "\n")
+                unlinked(path / "runs").mkdir(exist_ok=True)
+                remove_partials(path / "runs")
+            found.drop_state(found.finished)
+            try:
+                yield found
+            except KeyboardInterrupt:
+                message = f"interrupted; what is done is in {folder}, the same command resumes there"
+                raise KeyboardInterrupt(message) from None
+
+
+def run_jobs(
+    jobs: Sequence[Job] | Callable[[Mapping[Hashable, Record]], Iterable[Job]],
+    records: Records,
+    *,
+    processes: int = 1,
+    finish: Callable[[Job, Record], Record] = lambda job, record: record,
+    progress: bool = True,
+) -> list[Record]:
+    """Make the runs that `records` does not hold yet, `processes` at a time, and return the records of all jobs.
+
+    Every process computes with one thread, so that a number depends neither on `processes` nor on the machine's cores.
+
+    Args:
+        jobs: the runs, or a function that returns them from the finished ones by key: it is asked again after every
+            run, and its answer may grow.
+        finish: makes what is written of what a job returned.
+
+    Raises:
+        InputError, RunError: a run raised it, its process died, or a result could not be written. What is finished
+            stays.
+    """
+    plan = jobs if callable(jobs) else lambda finished: jobs
+    with Progress("", 0, enabled=progress) as bar:
+        work = _Work(plan, records, finish, bar)
+        if processes == 1 or (len(work.waiting) <= 1 and not callable(jobs)):
+            _run_here(work)
+        else:
+            _run_in_processes(work, processes)
+    return [records.finished[job.key] for job in plan(records.finished)]
+
+
+class _Work:
+    """What is to do, under way and done, and the display of it."""
+
+    def __init__(self, plan: Callable[..., Iterable[Job]], records: Records, finish: Callable[..., Record], bar: Any):
+        self._plan, self.records, self._finish, self._bar = plan, records, finish, bar
+        self._started: dict[Hashable, Job] = {}
+        self._steps: dict[Hashable, float] = {}
+        self._done = 0
+        self._ask()
+
+    def _ask(self) -> None:
+        known = self.records.finished.keys() | self._started.keys()
+        todo = {job.key: job for job in self._plan(self.records.finished) if job.key not in known}
+        self.waiting = sorted(todo.values(), key=lambda job: (job.order, -job.cost * job.steps))
+
+    def next(self) -> Job | None:
+        if not self.waiting:
+            return None
+        job = self.waiting.pop(0)
+        self._started[job.key] = job
+        return job
+
+    def update(self, job: Job, step: int) -> None:
+        """`step` steps of `job` are done."""
+        if job.key not in self._steps:
+            self._bar.skip(step * job.cost)
+        self._steps[job.key] = step * job.cost
+        self._show(job, f" step {step}/{job.steps}")
+
+    def finished(self, job: Job, record: Record) -> None:
+        """`job` has its record; one that diverged may have had steps left."""
+        self.records.add(self._finish(job, record))
+        self._done += 1
+        self._steps[job.key] = job.steps * job.cost
+        self._ask()
+        self._show(job, " finished", line=True)
+
+    def _show(self, job: Job, what: str, *, line: bool = False) -> None:
+        jobs = [*self._started.values(), *self.waiting]
+        total = sum(job.steps * job.cost for job in jobs)
+        text = f"{self._done}/{len(jobs)} runs, {job.name}{what}"
+        self._bar.update(sum(self._steps.values()), text, total=total, line=line)
+
+
+def _run_here(work: _Work) -> None:
+    with threads(1):
+        while job := work.next():
+            place = work.records.place(job.key)
+            record = job.function(*job.arguments, place=place, report=lambda step, job=job: work.update(job, step))
+            work.finished(job, record)
+
+
+def _run_in_processes(work: _Work, count: int) -> None:
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+    processes: dict[Connection, Any] = {}
+    current: dict[Connection, Job] = {}
+
+    def begin() -> None:
+        """Give the processes that have nothing to do a run each, and start those that are missing."""
+        while len(current) < count and (job := work.next()):
+            connection = next((idle for idle in processes if idle not in current), None)
+            if connection is None:
+                connection, theirs = context.Pipe()
+                processes[connection] = context.Process(target=_work, args=(theirs,), daemon=True)
+                processes[connection].start()
+                theirs.close()
+            current[connection] = job
+            connection.send((job.function, job.arguments, work.records.place(job.key)))
+
+    try:
+        begin()
+        while current:
+            ready: list[Any] = wait(list(current))
+            for connection in ready:
+                job = current[connection]
+                try:
+                    message = connection.recv()
+                except (EOFError, ConnectionError) as error:
+                    process = processes[connection]
+                    process.join()
+                    raise RunError(
+                        f"the process of {job.name} ended with exit status {process.exitcode}; {len(work.waiting)} "
+                        f"runs were not started; finished ones are in {work.records.path}, and the same command "
+                        "continues from there"
+                    ) from error
+                if isinstance(message, int):
+                    work.update(job, message)
+                elif isinstance(message, Exception):
+                    raise message
+                else:
+                    del current[connection]
+                    work.finished(job, message)
+                    begin()
+    finally:
+        # Without its pipe a process ends at its next report. Ctrl-C has reached it too: it may save its state first.
+        for connection in processes:
+            connection.close()
+        last = time.monotonic() + GRACE_SECONDS
+        for process in processes.values():
+            process.join(max(0.0, last - time.monotonic()))
+            process.terminate()
+            process.join()
+
+
+def _work(connection: Connection) -> None:
+    """Do what comes through the pipe until its other end is gone."""
+    import torch
+
+    parent: Any = multiprocessing.parent_process()
+    # A run that outlived its parent would still hold its state when the same command continues.
+    Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+    torch.set_num_threads(1)
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
+        while True:
+            function, arguments, place = connection.recv()
+            try:
+                answer = function(*arguments, place=place, report=connection.send)
+            except (InputError, RunError) as error:
+                answer = error
+            connection.send(answer)

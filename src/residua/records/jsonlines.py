@@ -1,0 +1,104 @@
+"""JSON lines: files with one JSON object per line, written so that a kill can tear nothing but the last line."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from residua.errors import InputError
+from residua.records.durable import sync, unlinked, write_bytes
+from residua.records.reading import parse_json
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """Read the objects of a file in their order; a file that is not there has none.
+
+    A last line without its newline was torn by a kill, or is being written: if it is not whole, it is left out.
+
+    Raises:
+        InputError: another line is not a JSON object, or the file cannot be read.
+    """
+    return [row for _, row in _lines(Path(path))]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise InputError(f"{path}: expected a file of JSON lines, got: {error.strerror or error}") from error
+    *lines, last = content.split(b"\n")
+    for number, line in enumerate([*lines, last] if last else lines, start=1):
+        try:
+            value = parse_json(line.decode(), path)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            yield line, value
+        elif number <= len(lines) or line.lstrip(b"\0")[:1] not in (b"{", b""):
+            text = line[:60].decode(errors="replace")
+            raise InputError(f"{path}: expected a JSON object in line {number}, got {text!r}")
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Read rows that each have a whole number `step`, as metrics.jsonl has; otherwise as `read`."""
+    rows = read(path)
+    for number, row in enumerate(rows, start=1):
+        if type(row.get("step")) is not int:
+            raise InputError(
+                f"{path}: expected a JSON object with a step in line {number}, got {json.dumps(row)[:60]!r}"
+            )
+    return rows
+
+
+def finite(value: Any) -> Any:
+    """Return the value with None for every number that is not finite, which JSON does not know."""
+    if isinstance(value, Mapping):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class JsonLines:
+    """A file of JSON lines that is appended to. A context manager; `rows` holds what it had when it was opened.
+
+    Opening drops a torn last line, and every row that `keep` refuses.
+
+    Raises:
+        InputError: the file holds something else, or is a link.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, *, keep: Callable[[dict[str, Any]], bool] = lambda row: True):
+        self._path = unlinked(Path(path))
+        self.rows: list[dict[str, Any]] = []
+        if self._path.is_file():  # a pipe or a terminal cannot be read first
+            kept = [(line, row) for line, row in _lines(self._path) if keep(row)]
+            self.rows = [row for _, row in kept]
+            content = b"".join(line + b"\n" for line, _ in kept)
+            if content != self._path.read_bytes():
+                write_bytes(self._path, content)
+        # Unbuffered: after a failed write nothing is left over that closing would try to write once more.
+        self._file = self._path.open("ab", buffering=0)
+
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row; numbers that are not finite become null. Raises OSError."""
+        remaining = (json.dumps(finite(row), allow_nan=False) + "\n").encode()
+        while remaining:
+            remaining = remaining[self._file.write(remaining) :]
+
+    def sync(self) -> None:
+        """Wait until the rows are on the disk. Raises OSError."""
+        if self._path.is_file():
+            os.fsync(self._file.fileno())
+            sync(self._path.parent)

@@ -1,0 +1,100 @@
+"""How far something is: one bar on a terminal, a plain line now and then elsewhere; on standard error."""
+
+import sys
+import time
+from typing import Any
+
+from residua.errors import extra
+from residua.records.terminal import printable
+
+LINE_SECONDS = 10.0
+
+
+def say(message: str) -> None:
+    """Print one line for the person at the screen, on standard error; a progress bar makes room for it."""
+    print(printable(message), file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds: 3725 is "1:02:05"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+class Progress:
+    """The share that is done, a text, and the time left. A context manager.
+
+    title       stands before the bar
+    total       the work, in any unit; it may grow; 0 if unknown
+    done        of it, before this process began, which says nothing about its speed
+    enabled     False shows nothing
+    lines       False shows nothing where there is no terminal
+    threaded    False draws the bar only in `update`, so that drawing takes no time from what is measured in between
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: float,
+        *,
+        done: float = 0.0,
+        enabled: bool = True,
+        lines: bool = True,
+        threaded: bool = True,
+    ):
+        self.total, self._done, self._before = total, done, done
+        self._started, self._last_line = time.monotonic(), -float("inf")
+        self._threaded, self._bar = threaded, None
+        drawn = enabled and sys.stderr.isatty()
+        self._lines = enabled and lines and not drawn
+        if drawn:
+            with extra("lab"):
+                from rich.console import Console
+                from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+                from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[text]}", markup=False),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                console=Console(stderr=True),
+                auto_refresh=threaded,
+                refresh_per_second=4,
+                speed_estimate_period=120,
+            )
+            self._task = self._bar.add_task(title, total=total or None, text="")
+            self._bar.update(self._task, completed=done)
+
+    def __enter__(self) -> "Progress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def skip(self, work: float) -> None:
+        """Count work that was done before this process began."""
+        self._before += work
+
+    def update(self, done: float, text: str, *, total: float | None = None, line: bool = False) -> None:
+        """Show that `done` is done.
+
+        text: what stands beside the bar, or in the plain line.
+        line: print a plain line now, even if the last one is not `LINE_SECONDS` ago.
+        """
+        self._done, self.total = done, self.total if total is None else total
+        if self._bar:
+            self._bar.update(self._task, completed=done, total=self.total or None, text=text)
+            if not self._threaded:
+                self._bar.refresh()
+        elif self._lines:
+            now = time.monotonic()
+            if line or now - self._last_line >= LINE_SECONDS:
+                self._last_line = now
+                speed = (done - self._before) / max(now - self._started, 1e-9)
+                left = f"  {duration((self.total - done) / speed)} left" if speed > 0 and self.total else ""
+                say(text + left)

@@ -1,0 +1,46 @@
+"""Files of tensors: safetensors, whose opening executes nothing. Errors of a forged or damaged file are one line."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from residua.errors import InputError, extra
+from residua.records.durable import write_bytes
+
+with extra("lab"):
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Replace the content of a file in one step, see `durable.replacing`. Raises OSError."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_bytes(path, save(whole, dict(metadata)))
+
+
+def read_tensors(path: str | os.PathLike[str], what: str, advice: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a file by name, and its metadata. Raises InputError as `undamaged` does."""
+    with undamaged(path, what, advice), safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118, no mapping
+
+
+@contextmanager
+def undamaged(source: object, what: str, advice: str = "") -> Iterator[None]:
+    """Read and check tensors in this context.
+
+    source, what: the file or folder, and what it was expected to be; advice: what to do, for the end of the message.
+
+    Raises:
+        InputError: whatever reading and checking forged content raises.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        end = advice and f"; {advice}"
+        raise InputError(f"{source}: expected {what}, got a damaged file ({reason}){end}") from error

@@ -1,1 +1,0 @@
-"""What everything long shares."""

@@ -1,0 +1,168 @@
+"""Whatever is typed, the command line answers with one line and an exit status."""
+
+import errno
+import random
+import re
+import signal
+
+import pytest
+import torch
+
+from residua.commands.base import Parser, number, whole
+from residua.commands.cli import COMMANDS, main
+
+NOWHERE = "nowhere"
+# Every command with what makes it stop before it does any work: `{}` is where the bad option goes.
+STARTS = [
+    ["schemes", NOWHERE, "{}"],
+    ["prepare", "--source", NOWHERE, "--out", "out", "{}"],
+    ["train", "--config", NOWHERE, "--run", "run", "{}"],
+    ["train", "--config", "tiny", "--print_config", "{}"],
+    ["train", "--config", "retrofit", "--model.base", NOWHERE, "--run", "run", "{}"],
+    ["train", "--resume", "--run", NOWHERE, "{}"],
+    ["study", "tune", "--config", "tiny", "--out", "out", "--over", NOWHERE, "{}"],
+    ["study", "run", NOWHERE, "--out", "out", "{}"],
+    ["study", "verify", NOWHERE, "{}"],
+    ["cost", "count", "--config", "tiny", "--gpu", NOWHERE, "{}"],
+    ["cost", "count", "--config", "small", "--print_config", "{}"],
+    ["evaluate", NOWHERE, "{}"],
+    ["evaluate", NOWHERE, "--tasks", "nothing", "{}"],
+    ["export", NOWHERE, "out", "{}"],
+    ["convert", NOWHERE, "--connection", "ihc", "--out", "out", "{}"],
+    ["generate", NOWHERE, "--prompt", "a", "{}"],
+    ["compare", NOWHERE, "{}"],
+    ["explore", NOWHERE, "{}"],
+    ["explore", NOWHERE, "--prompt", "a", "{}"],
+    ["demo", "--steps", "0", "stray", "{}"],
+    ["cost", "step", "--presets", NOWHERE, "{}"],
+    ["cost", "memory", "--presets", NOWHERE, "{}"],
+    ["study", "geometry", "reflection", "--models", NOWHERE, "{}"],
+    ["study", "geometry", "quick", "--models", NOWHERE, "{}"],
+    ["study", "geometry", "sizes", "--models", NOWHERE, "{}"],
+    ["{}"],
+]
+VALUES = [
+    *("", " ", "-", "--", "=", "0", "-1", "-0", "1.5", "nan", "-inf", "inf", "1e400", "1e-400", "1e-40", "0x10", "1_0"),
+    *("9" * 19, "9" * 30, str(2**63), str(2**64), "null", "true", "[", "{", "{}", "[1, 2]", "*a", "a: b", "é", "%s"),
+    *("!!python/name:os.system", '{"preset": 1}', '{"preset": "ddl", "value_channels": 1e9}', "ddl:", "ddl:a=b,c"),
+    *("ddl:beta_init=1e400", "mhc:,", "..", "/", "a\nb", "\x1b[31mred", "%(prog)s"),
+]
+
+
+def options_of(capsys, start):
+    if start[0] == "{}":
+        return ["--help", "--version", "train"]
+    depth = 3 if start[1:2] == ["geometry"] else 2 if start[0] in ("cost", "study") else 1
+    assert main([*start[:depth], "--help"]) == 0
+    found = set(re.findall(r"(?<!\w)--[\w.-]+", capsys.readouterr().out)) - {"--help", "--version"}
+    return sorted(found) or ["--none"]
+
+
+def test_starts_name_every_command():
+    assert {start[0] for start in STARTS} >= set(COMMANDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", STARTS, ids=lambda start: "-".join(word for word in start if word.isalpha()))
+def test_no_value_of_any_option_ends_in_a_traceback(start, capsys, tmp_path, monkeypatch):
+    here = tmp_path / "a" / "b"  # ".." holds nothing that another test is making
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    chance = random.Random(f"{start}")
+    options = options_of(capsys, start)
+    for _ in range(40):
+        option = chance.choice(options)
+        value = chance.choice(VALUES)
+        bad = chance.choice([[option, value], [f"{option}={value}"], [value], [option], [option[:-1], value]])
+        argv = [word for part in start for word in (bad if part == "{}" else [part])]
+        status = main(argv)
+        printed = capsys.readouterr()
+        assert status in (0, 1, 2), argv
+        if status == 0:
+            assert {"--print_config", "--help", "--version"} & set(argv), argv
+            continue
+        said = printed.err.splitlines()
+        assert len(said) == 1 or argv == [] or said[0].startswith("usage:"), (argv, printed.err)
+        assert "Traceback" not in printed.err, argv
+        assert "\x1b" not in printed.err, argv
+        assert len(printed.err) < 12_000, argv
+    assert [*tmp_path.rglob("*")] == [here.parent, here]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (MemoryError(), 1, "not enough memory: none is left; use smaller sizes"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "not enough memory: CUDA out of"),
+        (RuntimeError("[x:1] . DefaultCPUAllocator: can't allocate memory: 9 bytes"), 1, "memory: can't allocate"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (FileExistsError(errno.EEXIST, "File exists", "out"), 2, "File exists: 'out'"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(error, status, said, capsys, monkeypatch):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr("residua.commands.schemes.run", fail)
+    assert main(["schemes"]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("residua: ")
+    assert said in line
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
+    def fail(_):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("residua.commands.schemes.run", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(["schemes"])
+
+
+def test_sizes_that_no_machine_holds_are_one_line(capsys):
+    assert main(["cost", "count", "--config", "tiny", "--train.batch_size", str(2**62)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("residua: not enough memory: ")
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "1e-40", "1e40", "-1"])
+def test_temperatures_that_overflow_are_refused(value, capsys):
+    assert main(["generate", NOWHERE, "--prompt", "a", f"--temperature={value}"]) == 2
+    assert "--temperature: expected a number" in capsys.readouterr().err
+
+
+def test_numbers_of_options():
+    assert [whole()("-3"), whole(1, 5)("5"), number("1e-3")] == [-3, 5, 0.001]
+    parser = Parser(prog="residua x")
+    parser.add_argument("--n", type=whole(1, 5))
+    parser.add_argument("--x", type=number)
+    for text in ("0", "6", "x"):
+        with pytest.raises(ValueError, match=r"argument --n: expected a whole number.*, got"):
+            parser.parse_args(["--n", text])
+    for text in ("nan", "inf", "x", "1e400"):
+        with pytest.raises(ValueError, match=r"argument --x: expected a (finite )?number, got"):
+            parser.parse_args(["--x", text])
+
+
+@pytest.mark.parametrize("argv", [["explore", "--out=--"], ["cost", "count", "--config", "tiny", "--train.device=--"]])
+def test_two_dashes_are_no_value(argv, capsys):
+    assert main(argv) == 2
+    assert re.search(r"^residua: argument --\S+: expected a value, got --; ", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_in_one_line_and_cleans_up(number, capsys, monkeypatch):
+    cleaned = []
+
+    def work(_):
+        try:
+            signal.raise_signal(number)
+        finally:
+            cleaned.append(number)
+
+    monkeypatch.setattr("residua.commands.schemes.run", work)
+    before = signal.getsignal(number)
+    assert main(["schemes"]) == 128 + number
+    assert capsys.readouterr().err == "residua: interrupted\n"
+    assert (cleaned, signal.getsignal(number)) == ([number], before)

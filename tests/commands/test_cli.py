@@ -1,0 +1,421 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from residua import PRESETS, Residual, __version__
+from residua.commands.cli import COMMANDS, main
+from residua.connections import registry
+
+SMALL = [
+    *("--config", "tiny", "--train.steps", "4", "--train.warmup_steps", "1", "--train.batch_size", "2"),
+    *("--train.sequence_length", "16", "--train.evaluate_every", "2", "--train.tensorboard", "false"),
+    *("--train.device", "cpu", "--model.num_hidden_layers", "1", "--model.hidden_size", "16"),
+    *("--model.num_attention_heads", "1", "--model.head_dim", "16"),
+]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
+    assert main(["prepare", "--source", str(folder), "--out", str(folder / "out"), "--tokenizer", "byte"]) == 0
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def runs(prepared, tmp_path_factory):
+    """A finished run of the plain residual and one of ddl."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("residual", "ddl"):
+        overrides = ["--data.path", str(prepared), "--model.connection", name]
+        assert main(["train", "--run", str(folder / name), *SMALL, *overrides]) == 0
+    return folder
+
+
+def output(capsys, argv):
+    """What a command that must succeed prints."""
+    capsys.readouterr()
+    status = main([str(argument) for argument in argv])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return captured.out
+
+
+def error(capsys, argv, status=2):
+    """The one line that a command which must fail with `status` prints."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in argv]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if line.startswith("residua: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in captured.err
+    return lines[0]
+
+
+def test_version_and_overview(capsys):
+    assert output(capsys, ["--version"]) == f"residua {__version__}\n"
+    overview = output(capsys, ["--help"])
+    assert all(f"  {name} " in overview for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_explains_itself_with_examples_that_it_understands(capsys, name):
+    text = output(capsys, [name, "--help"])
+    assert f"usage: residua {name}" in text
+    assert f"  residua {name}" in text.partition("examples:")[2]
+
+
+def test_without_a_command_the_overview_is_an_error(capsys):
+    assert main([]) == 2
+    assert "commands:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["trian"], "did you mean train?"),
+        (["generate"], "RUN|HF_DIR, --prompt"),
+        (["generate", "x", "--prompt", "a", "--temprature", "1"], "did you mean --temperature?"),
+        (["generate", "x", "--prompt", "a", "--seed", "one"], "--seed"),
+        (["evaluate", "x", "y"], "unexpected argument 'y'"),
+        (["evaluate", "no-such-folder"], "no-such-folder: expected a run folder"),
+        (["evaluate", "x", "--limit", "3"], "--limit: expected --tasks beside it"),
+        (["evaluate", "x", "--num-fewshot", "0"], "--num-fewshot: expected --tasks beside it"),
+        (["evaluate", "x", "--batch-size", "1"], "--batch-size: expected --tasks beside it"),
+        (["evaluate", "x", "--published", "small"], "--published: expected --tasks beside it"),
+        (["evaluate", "x", "--include-path", "x"], "--include-path: expected --tasks beside it"),
+        (["compare", "no-such-folder"], "expected a run folder"),
+        (["train", "--run", "x"], "--config"),
+        (["cost", "count"], "--config NAME|FILE.yaml must say which run"),
+        (["cost", "count", "--config", "tiny", "--gpus", "7"], "residua: --gpus: expected a number of processes"),
+        (["generate", "x", "--prompt", "a", "--temperature", "0"], "got 0; for the most probable text use --greedy"),
+        (["train", "--config", "tiny"], "--run DIR"),
+        (["train", "--run", "no-such-folder", "--resume"], "expected a run to resume"),
+        (["train", "--run", "x", "--config", "tyny"], "did you mean tiny?"),
+        (["train", "--run", "x", "--config", "tiny", "--resme"], "did you mean --resume?"),
+        (["train", "--run", "x", "--config", "tiny", "--lr", "1"], "did you mean --train.lr?"),
+        (["train", "--run", "x", "--config", "tiny", "--model.hiden_size=8"], "did you mean --model.hidden_size?"),
+        (["train", "--run", "x", "--config", "tiny", "--train.steps", "two"], "train.steps"),
+        (["train", "--run", "x", "--config", "tiny", "--model.connection", "dll"], "did you mean 'ddl'?"),
+        (["train", "--run", "x", "--config", "tiny", "--data.path", "no-such-folder"], "no-such-folder"),
+        (["prepare", "--source", "no-such-file", "--out", "x"], "no-such-file"),
+        (["demo", "--steps", "0"], "train.steps"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, expected):
+    monkeypatch.chdir(tmp_path)
+    assert expected in error(capsys, argv)
+
+
+@pytest.mark.slow
+def test_schemes_explains_one(capsys):
+    """With the values of the preset beside the defaults, what each option means, and the published results."""
+    text = output(capsys, ["schemes", "ddl-cc"])
+    (record,) = [json.loads(output(capsys, ["schemes", "ddl-cc", "--json"]))]
+    kind = PRESETS["ddl-cc"]
+    for words in (kind.title, kind.equation, kind.source, "+132,268 at small", "a state of 4d", "(default: None; "):
+        assert words in text
+    assert "compress = channel  (default: None; 'token', 'channel', None)" in text
+    assert " ".join(kind.users.split()) in " ".join(text.split())
+    assert all(option["meaning"] in " ".join(text.split()) for option in record["all_options"])
+    assert {"scheme": "ddl-cc", "small, 1-shot": "49.13 (v2)"}.items() <= record["published"][1].items()
+    assert "ddl-cc" not in output(capsys, ["schemes", "mhc"])
+    assert "num_streams = 2  (default: 4; int)" in output(capsys, ["schemes", "mhc:num_streams=2"])
+    assert "did you mean 'ddl'" in error(capsys, ["schemes", "dll"])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_scheme_of_ours_has_a_title_and_users(name):
+    assert PRESETS[name].title
+    assert PRESETS[name].users.endswith(".")
+
+
+def test_schemes_lists_every_preset_with_the_parameters_of_the_paper(capsys):
+    records = {record["name"]: record for record in json.loads(output(capsys, ["schemes", "--json"]))}
+    assert records.keys() == PRESETS.keys()
+    assert records["residual"]["parameters_added"] == {"small": 0, "medium": 0}
+    # The authors' classes on the meta device give the same.
+    assert records["ddl"]["parameters_added"] == {"small": 36_912, "medium": 98_400}
+    assert records["ddl-cc-ec"]["parameters_added"] == {"small": 144_556, "medium": 364_884}
+    assert (records["ddl"]["state_per_token"], records["ddl-cc-ec"]["state_per_token"]) == ("d", "4d")
+    assert records["attnres"]["state_per_token"] == "d to 25d"
+    assert records["attnres-block"]["state_per_token"] == "d to 3d"
+    table = output(capsys, ["schemes"])
+    assert all(any(line.startswith(f"{name} ") for line in table.splitlines()) for name in PRESETS)
+    assert "+144,556" in table
+
+
+def test_a_scheme_that_cannot_be_built_ends_no_listing(capsys, monkeypatch):
+    class Narrow(Residual):
+        def build(self, dim, num_sublayers, **options):
+            raise ValueError(f"expected a width of at most 64, got {dim}")
+
+    monkeypatch.setattr(registry, "PRESETS", {"narrow": Narrow(), "residual": Residual()})
+    narrow, plain = json.loads(output(capsys, ["schemes", "--json"]))
+    assert narrow["parameters_added"] == {"small": None, "medium": None}
+    assert narrow["not_built"] == "ValueError: expected a width of at most 64, got 768"
+    assert (plain["parameters_added"], plain["not_built"]) == ({"small": 0, "medium": 0}, None)
+    table = output(capsys, ["schemes"]).splitlines()
+    assert [line.split()[0] for line in table[2:4]] == ["narrow", "residual"]
+    assert (
+        table[-1] == "narrow: -, because it cannot be built here: ValueError: expected a width of at most 64, got 768"
+    )
+
+
+def test_print_config_shows_the_resolved_configuration_and_trains_nothing(capsys, tmp_path):
+    text = output(capsys, ["train", "--config", "tiny", "--train.lr", "0.5", "--print_config"])
+    (tmp_path / "mine.yaml").write_text(text)
+    assert "lr: 0.5" in text
+    assert output(capsys, ["train", "--config", tmp_path / "mine.yaml", "--print_config"]) == text
+
+
+def test_cost_count_prints_the_configuration_that_it_would_count(capsys):
+    argv = ["--config", "tiny", "--train.lr", "0.5", "--print_config"]
+    assert output(capsys, ["cost", "count", *argv]) == output(capsys, ["train", *argv])
+
+
+def test_the_help_names_the_default_of_every_option_of_prepare(capsys):
+    text = " ".join(output(capsys, ["prepare", "--help"]).split())
+    assert "--vocab-size N entries of a trained tokenizer (default: 2048)" in text
+
+
+def test_evaluate_as_a_table_and_as_json(capsys, runs):
+    record = json.loads(output(capsys, ["evaluate", runs / "ddl", "--json"]))
+    split = {"repeated_loss", "other_loss", "repeated_share"}
+    assert record.keys() == {"step", "val_loss", "perplexity", "bits_per_byte", "tokens"} | split
+    assert record["step"] == 4
+    table = output(capsys, ["evaluate", runs / "ddl"])
+    assert f"{record['val_loss']:.4f}" in table
+    assert "there are 4" in error(capsys, ["evaluate", runs / "ddl", "--checkpoint", "3"])
+
+
+def test_evaluate_the_best_checkpoint(capsys, prepared, tmp_path):
+    """The second of three evaluations is made the best, so that it is neither the first nor the newest."""
+    every = ["--train.evaluate_every", "1", "--train.checkpoint_every", "1", "--train.keep_checkpoints", "9"]
+    output(capsys, ["train", "--run", tmp_path / "run", *SMALL, "--data.path", prepared, *every])
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5)):
+        manifest = tmp_path / "run" / "checkpoints" / f"step-{step}" / "manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"val_loss": loss}))
+    argv = ["evaluate", tmp_path / "run", "--json", "--checkpoint"]
+    assert json.loads(output(capsys, [*argv, "best"]))["step"] == 2
+    assert "expected the number of a step or best, got 'worst'" in error(capsys, [*argv, "worst"])
+    for manifest in (tmp_path / "run").glob("checkpoints/*/manifest.json"):
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"val_loss": None}))
+    assert "expected a checkpoint with a validation loss" in error(capsys, [*argv, "best"])
+
+
+def test_generate_prints_the_prompt_and_the_same_text_for_the_same_seed(capsys, runs):
+    argv = ["generate", runs / "ddl", "--prompt", "Text", "--max-new-tokens", "20", "--seed"]
+    first = output(capsys, [*argv, "1"])
+    assert first.startswith("Text")
+    assert first.endswith("\n")
+    assert output(capsys, [*argv, "1"]) == first
+    assert output(capsys, [*argv, "2"]) != first
+    assert "temperature" in error(capsys, [*argv, "1", "--temperature", "0"])
+
+
+def test_compare_prints_a_table_and_writes_what_it_is_asked_for(capsys, runs, tmp_path):
+    folders = [runs / "residual", runs / "ddl"]
+    table = output(capsys, ["compare", *folders, "--out", tmp_path])
+    assert "vs residual" in table
+    assert "baseline" in table
+    names = {"loss.png", "difference.png", "comparison.md", "comparison.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    printed = json.loads(output(capsys, ["compare", *folders, "--json"]))
+    assert printed == json.loads((tmp_path / "comparison.json").read_text())
+    assert [group["name"] for group in printed["groups"]] == ["residual", "ddl"]
+    assert printed["groups"][0]["parameters"] < printed["groups"][1]["parameters"]
+    assert "did you mean residual?" in error(capsys, ["compare", *folders, "--baseline", "residul"])
+
+
+def test_a_finished_run_is_left_alone_and_a_used_folder_refused(capsys, prepared, runs):
+    metrics = runs / "ddl" / "metrics.jsonl"
+    before = metrics.read_bytes()
+    assert "step 4" in output(capsys, ["train", "--run", runs / "ddl", "--resume"])
+    assert "--resume" in error(capsys, ["train", "--run", runs / "ddl", *SMALL, "--data.path", prepared])
+    assert "train.lr" in error(capsys, ["train", "--run", runs / "ddl", "--resume", "--train.lr", "0.5"])
+    assert metrics.read_bytes() == before
+
+
+def test_prepare_refuses_a_folder_that_is_not_empty(capsys, prepared):
+    assert "a new or empty folder" in error(capsys, ["prepare", "--source", prepared.parent, "--out", prepared])
+
+
+def test_a_failure_at_run_time_is_status_1(capsys, prepared, tmp_path):
+    argv = ["train", "--run", tmp_path / "run", *SMALL, "--data.path", prepared, "--train.lr", "1e30"]
+    assert "finite" in error(capsys, [*argv, "--train.clip", "0", "--train.warmup_steps", "0"], status=1)
+
+
+def test_a_missing_package_is_told_with_what_installs_it(capsys, runs, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("matplotlib")] + ["residua.lab.evaluation.plots"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "residua[lab]" in error(capsys, ["compare", runs / "ddl", "--out", tmp_path], status=1)
+
+
+IMPORTED = {"pyyaml": "yaml"}
+"""The module of a package, where it has another name."""
+BLOCK = """
+import sys
+from importlib.machinery import PathFinder
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in blocked else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
+from residua.commands.cli import main
+statuses = []
+for blocked, command in commands:
+    statuses.append(main(command))
+print(*statuses)
+"""
+
+
+def without(blocked, *commands):
+    """The statuses of commands in one process where these modules are not installed, and what they print."""
+    return each_without(*((blocked, command) for command in commands))
+
+
+def each_without(*commands):
+    """The same where each command comes with the modules that it misses. A module that an earlier one had is there."""
+    commands = [(sorted(blocked), command) for blocked, command in commands]
+    result = subprocess.run(
+        [sys.executable, "-c", f"blocked, commands = [], {commands}\n{BLOCK}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=250,
+    )
+    assert result.returncode == 0, result.stderr
+    *lines, statuses = result.stdout.splitlines()
+    return [int(status) for status in statuses.split()], lines, result.stderr
+
+
+def extras():
+    """The modules of each extra of pyproject.toml and of the extras that it includes."""
+    tomllib = pytest.importorskip("tomllib", reason="Python reads TOML from 3.11 on")
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    listed = tomllib.loads(text)["project"]["optional-dependencies"]
+
+    def modules(name):
+        found = set()
+        for requirement in listed[name]:
+            package, options = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", requirement).groups()
+            if package == "residua":
+                found = found.union(*map(modules, options.split(",")))
+            else:
+                found.add(IMPORTED.get(package, package))
+        return found
+
+    return {name: modules(name) for name in listed}
+
+
+@pytest.mark.processes
+def test_the_extra_lab_is_enough_for_commands_and_their_hints_name_it(runs, prepared, tmp_path):
+    run, out = str(runs / "ddl"), str(tmp_path)
+    commands = [
+        ["explore", run, "--out", f"{out}/page.html"],
+        ["compare", run, "--out", out],
+        ["train", "--run", run, "--resume"],
+        ["generate", run, "--prompt", "Text", "--max-new-tokens", "2"],
+        ["prepare", "--source", str(prepared.parent), "--tokenizer", "byte", "--out", f"{out}/new"],
+    ]
+    known = extras()
+    optional = set().union(*known.values())
+    statuses, table, err = without(optional, ["schemes"], *commands)
+    assert statuses == [0, 1, 1, 1, 1, 1], err
+    assert err.count("pip install 'residua[lab]'") == len(commands)
+    assert all(any(line.startswith(f"{name} ") for line in table) for name in PRESETS), "torch alone lists the schemes"
+    assert any("+144,556" in line for line in table)
+    statuses, _, err = without(optional - known["lab"], *commands)
+    assert statuses == [0] * len(commands), err
+
+
+@pytest.mark.processes
+def test_the_demo_says_what_it_lacks_before_it_trains(tmp_path):
+    """One process for all, in the order in which the demo imports them."""
+    modules = ["transformers", "matplotlib", "plotly"]
+    demos = [tmp_path / name for name in modules]
+    statuses, _, err = each_without(*(({demo.name}, ["demo", "--out", str(demo)]) for demo in demos))
+    assert dict(zip(modules, statuses)) == dict.fromkeys(modules, 1), err
+    hints = [line for line in err.splitlines() if "pip install" in line]
+    assert len(hints) == len(modules), err
+    for name, hint in zip(modules, hints):
+        assert name in hint
+        assert "pip install 'residua[lab]'" in hint
+    assert not any(demo.exists() for demo in demos), list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def train_for_long(prepared):
+    """Start a training that ends only when it is stopped; return it after its first steps."""
+    with ExitStack() as started:
+
+        def start(run, **streams):
+            argv = ["train", "--run", str(run), *SMALL, "--data.path", str(prepared), "--train.steps", "1000000"]
+            command = [sys.executable, "-m", "residua", *argv]
+            process = subprocess.Popen(command, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **streams)
+            started.enter_context(process)
+            started.callback(process.kill)
+            metrics = run / "metrics.jsonl"
+            while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+                time.sleep(0.05)
+            return process
+
+        yield start
+
+
+@pytest.mark.processes
+def test_a_signal_saves_says_how_to_go_on_and_is_the_status(train_for_long, tmp_path):
+    run = tmp_path / "run"
+    process = train_for_long(run, stderr=subprocess.PIPE)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert f"residua train --run {run} --resume" in err
+    assert list((run / "checkpoints").glob("step-*"))
+    assert "Traceback" not in err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("opened", "number"), [(os.pipe, signal.SIGINT), (os.openpty, signal.SIGUSR1)])
+def test_training_outlives_whoever_reads_its_messages(opened, number, train_for_long, tmp_path):
+    """As in `2>&1 | head`, or in a terminal that is gone while SIGHUP is ignored."""
+    run = tmp_path / "run"
+    reader, writer = opened()
+    process = train_for_long(run, stdout=writer, stderr=writer)
+    os.close(writer)
+    os.close(reader)
+    before = len((run / "metrics.jsonl").read_bytes())
+    while process.poll() is None and len((run / "metrics.jsonl").read_bytes()) < before + 20_000:
+        time.sleep(0.05)
+    assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number
+    assert list((run / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.processes
+def test_a_reader_that_stops_reading_is_no_error_to_shout_about():
+    command = f"{sys.executable} -m residua --help | true"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+
+
+@pytest.mark.processes
+def test_the_command_is_installed():
+    script = Path(sys.executable).parent / "residua"
+    if not script.exists():
+        pytest.skip("the package is not installed beside this Python")
+    result = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"residua {__version__}\n"

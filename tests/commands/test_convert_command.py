@@ -1,0 +1,162 @@
+"""`residua convert`: from a folder of transformers to a folder with another residual connection."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from residua.commands.cli import main
+from residua.lab.data.tokenizer import byte_tokenizer
+from residua.lab.experiment import open_model
+from support.converted_models import IDS, llama
+from support.full_disk import room
+from support.tolerances import assert_close
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Llama with a tokenizer."""
+    place = tmp_path_factory.mktemp("llama")
+    llama(torch.float32, vocab_size=257).save_pretrained(place)
+    byte_tokenizer().save_pretrained(place)
+    return place
+
+
+def test_a_folder_is_converted_and_computes_what_it_computed(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["convert", str(folder), "--connection", "ihc", "--out", str(out)]) == 0
+    assert "LlamaForCausalLM with ihc" in capsys.readouterr().out
+    model, tokenizer = open_model(out)
+    assert any(".stream." in name for name in model.state_dict())
+    assert tokenizer.decode(tokenizer.encode("text")) == "text"
+    assert_close(model(IDS).logits, AutoModelForCausalLM.from_pretrained(folder)(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--connection", "nothing"], "no preset is called 'nothing'"),
+        (["--connection", "mudd"], "several for every sublayer"),
+        (["--connection", "ihc", "--start", "warm"], "warm"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(arguments, says, folder, tmp_path, capsys):
+    assert main(["convert", str(folder), *arguments, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_a_tokenizer_is_one_whole_line_that_says_what_to_do(tmp_path, capsys):
+    llama(torch.float32, vocab_size=257).save_pretrained(tmp_path / "llama")
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "llama"), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "must have the model's tokenizer, got none that opens (Couldn't instantiate" in line
+    assert line.endswith("; copy the files of the tokenizer, such as tokenizer.json, into the folder")
+
+
+@pytest.mark.parametrize("size", [100, 3000, 50_000])
+def test_a_full_disk_is_one_line_and_leaves_nothing(size, folder, tmp_path, capsys):
+    """As in the export: a limit on the size of files fails first a text, then the tokenizer, then the weights."""
+    with room(size):
+        assert main(["convert", str(folder), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot write the model: " in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everybody_who_may_read_the_settings_may_read_the_weights(folder, tmp_path):
+    """Also where the tokenizer writes a folder for its chat templates."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(folder, source)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(source)
+    assert main(["convert", str(source), "--connection", "ihc", "--out", str(out)]) == 0
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+
+
+def test_a_folder_with_files_is_not_written_into(folder, capsys):
+    assert main(["convert", str(folder), "--connection", "ihc", "--out", str(folder)]) == 2
+    assert "new or empty folder" in capsys.readouterr().err
+
+
+def test_a_converted_folder_is_for_the_other_commands(folder, tmp_path, capsys):
+    """It generates, is explored; what it has no text for is said."""
+    out = tmp_path / "out"
+    assert main(["convert", str(folder), "--connection", "hc", "--out", str(out)]) == 0
+    capsys.readouterr()
+    greedy = ["--prompt", "Text", "--max-new-tokens", "4", "--greedy"]
+    for place in (folder, out):
+        assert main(["generate", str(place), *greedy]) == 0
+    plain, same = capsys.readouterr().out.split("Text")[1:]
+    assert plain == same
+    page = tmp_path / "page.html"
+    assert main(["explore", str(out), "--out", str(page)]) == 2
+    assert "give --prompt TEXT" in capsys.readouterr().err
+    assert main(["explore", str(out), "--prompt", "Text", "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["sublayers"][0]["sublayer"] == "1 input_layernorm"
+    assert found["shortcut"] == "mixing"
+    assert main(["explore", str(out), "--out", str(page)]) == 0
+    assert "input_layernorm" in page.read_text()
+    capsys.readouterr()
+    for command in (
+        ["evaluate", str(out)],
+        ["explore", str(folder), "--prompt", "Text"],
+        ["explore", str(out), "--tokens", "3"],
+    ):
+        assert main(command) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert "residua convert gives it one" in lines[1]
+
+
+WITHOUT_RESIDUA = """
+import importlib.abc, sys
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "residua":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocked())
+"""
+OPEN = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+assert "residua" not in sys.modules
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+torch.save(model(torch.arange(9)[None]).logits, sys.argv[2])
+"""
+
+
+@pytest.mark.processes
+def test_remote_code_opens_a_converted_model_where_residua_is_installed_and_says_so_where_not(folder, tmp_path):
+    """In fresh processes. Without residua there is no model at all, certainly no plain one."""
+    out, found = tmp_path / "out", tmp_path / "logits.pt"
+    assert main(["convert", str(folder), "--connection", "hc", "--remote-code", "--out", str(out)]) == 0
+    code = next(out.glob("*.py"))
+    assert len(code.read_text().splitlines()) < 10, "residua's code is not carried along"
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+    def opened(program):
+        command = [sys.executable, "-c", program, str(out), str(found)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=250)
+
+    alone = opened(WITHOUT_RESIDUA + OPEN)
+    assert alone.returncode != 0
+    assert "pip install residua" in alone.stderr.splitlines()[-1]
+    assert not found.exists()
+    beside = opened(OPEN)
+    assert beside.returncode == 0, beside.stderr[-3000:]
+    with torch.no_grad():
+        assert torch.equal(torch.load(found), open_model(out)[0](torch.arange(9)[None]).logits)
+    open_model(out)[0].save_pretrained(tmp_path / "again")
+    assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())

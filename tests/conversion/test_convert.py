@@ -1,0 +1,602 @@
+"""`residua.convert`: a transformers model keeps what it computes, and its layers get another residual connection."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    DynamicCache,
+    Lfm2Config,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MixtralConfig,
+    Olmo2Config,
+    Qwen2_5_VLTextConfig,
+    Qwen3VLTextConfig,
+    StableLmConfig,
+    StaticCache,
+)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import residua
+from residua.conversion import convert_model as converting
+from residua.conversion.convert_model import stream_of
+from residua.conversion.probe import probe, same_bits
+from residua.errors import InputError
+from residua.models.memory import CACHE
+from support.converted_models import IDS, PLAIN, PRESERVING, VOCAB, WINDOWED, converted, lively, llama, model_of
+from support.families import randomised, tiny
+from support.tiny_models import tiny_model
+from support.tolerances import assert_close
+
+
+def test_the_plain_residual_changes_no_bit_and_no_name():
+    model = llama(torch.float32)
+    names, before = list(model.state_dict()), model(IDS).logits
+    assert residua.convert(model, "residual") is model
+    assert torch.equal(model(IDS).logits, before)
+    assert list(model.state_dict()) == names
+    assert isinstance(model.model.layers[0], LlamaDecoderLayer)
+
+
+def test_norms_of_the_model_are_the_norms_of_the_connections():
+    model = residua.convert(llama(), "hc", start="fresh")
+    layer = model.model.layers[1]
+    seen = []
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        norm.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    model(IDS)
+    assert [tuple(x.shape) for x in seen if isinstance(x, torch.Tensor)] == [(2, 9, 16)] * 2
+    assert len(seen) == 2  # once each, by the connection
+
+
+def test_hooks_on_what_reads_run_once_and_on_tensors():
+    def hooked(model):
+        norm = model.model.layers[1].input_layernorm
+        norm.register_forward_hook(lambda module, args, out: 2 * out)
+        norm.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        return model
+
+    want = hooked(llama())(IDS).logits
+    assert torch.equal(residua.convert(hooked(llama()), "residual")(IDS).logits, want)
+    assert torch.equal(hooked(residua.convert(llama(), "residual"))(IDS).logits, want)
+
+
+def test_a_copy_of_a_norm_that_learns_in_its_place_is_the_norm():
+    """As adapters put one there, which keep the norm that was and train the copy."""
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.norm, self.copy = norm, copy.deepcopy(norm)
+
+        def forward(self, x):
+            return self.copy(x)
+
+    def adapted(model):
+        layer = model.model.layers[1]
+        layer.input_layernorm = Adapter(layer.input_layernorm)
+        with torch.no_grad():
+            layer.input_layernorm.copy.weight.mul_(2)
+        return model
+
+    want = adapted(llama())(IDS).logits
+    model = adapted(residua.convert(llama(), "residual"))
+    assert torch.equal(model(IDS).logits, want)
+    model(IDS).logits.sum().backward()
+    adapter = model.model.layers[1].input_layernorm
+    assert adapter.copy.weight.grad is not None
+    assert adapter.norm.weight.grad is None
+
+
+def test_one_connection_for_every_sublayer_in_the_order_of_the_layers():
+    model = residua.convert(llama(), "attnres", start="fresh")
+    assert len(stream_of(model).connections) == 6
+    # The first sublayer of the stack, and only it, has one source and so no query: the index counts through layers.
+    assert [connection.attend is None for connection in stream_of(model).connections] == [True] + 5 * [False]
+
+
+def test_a_converted_model_is_the_same_stream_as_sublayers_in_a_row():
+    """Computed once more by hand: the stream over the layers' own attention and MLP."""
+    model = converted("mhc")
+    inner = model.model
+    positions = torch.arange(9)[None]
+    rotary = inner.rotary_emb(inner.embed_tokens(IDS), position_ids=positions)
+    mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    sublayers = []
+    for layer in inner.layers:
+        attention = layer.self_attn
+        sublayers.append(lambda x, f=attention: f(x, attention_mask=mask, position_embeddings=rotary)[0])
+        sublayers.append(layer.mlp)
+    hidden = stream_of(model)(inner.embed_tokens(IDS), sublayers)
+    assert_close(model.lm_head(inner.norm(hidden)), model(IDS).logits)
+
+
+@pytest.mark.parametrize("connection", ["residual", "hc", "mhc", "attnres", "ddl"])
+def test_every_connection_gets_a_gradient(connection):
+    model = converted(connection)
+    model(IDS, labels=IDS).loss.backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()]
+    assert without == []
+
+
+@pytest.mark.parametrize("connection", list(residua.PRESETS))
+def test_every_scheme_preserves_the_model_or_says_why_not(connection):
+    """Also where sublayers read the state without a norm, as in OLMo 2."""
+    for model in (llama(), model_of(Olmo2Config, intermediate_size=24)):
+        before = model(IDS).logits
+        if connection not in PRESERVING:
+            with pytest.raises(InputError, match=r"start='fresh' converts|several for every sublayer"):
+                residua.convert(model, connection)
+            assert torch.equal(model(IDS).logits, before)
+        else:
+            residua.convert(model, connection)
+            assert (model(IDS).logits - before).abs().max() <= 1e-9 * before.abs().max()
+
+
+def parallel(name):
+    """A model whose layers add attention and MLP one after the other to one read."""
+    if name == "longcat_flash":
+        return tiny(name).double()
+    config = {"cohere": CohereConfig, "cohere2": Cohere2Config, "stablelm": StableLmConfig}[name]
+    options = {"use_parallel_residual": True} if name == "stablelm" else {}
+    return model_of(config, num_key_value_heads=2, intermediate_size=24, **options)
+
+
+@pytest.mark.parametrize("connection", [*PRESERVING, {"preset": "lambdas", "z": None, "backout": None}])
+@pytest.mark.parametrize("family", ["cohere", "cohere2", "stablelm", "longcat_flash"])
+def test_every_scheme_that_preserves_takes_what_is_added_in_two_steps(family, connection):
+    model = parallel(family)
+    ids = IDS.clamp(max=model.config.vocab_size - 1)
+    before = model(ids).logits
+    residua.convert(model, connection)
+    assert (model(ids).logits - before).abs().max() <= 1e-9 * before.abs().max()
+
+
+@pytest.mark.parametrize("connection", ["mhc", "ddl", "attnres", "altup"])
+def test_what_is_added_in_two_steps_is_one_sublayer(connection):
+    model = lively(parallel("cohere"), connection)
+    inner = model.model
+    rotary = inner.rotary_emb(inner.embed_tokens(IDS), position_ids=torch.arange(9)[None])
+    mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+
+    def sublayer(layer):
+        return lambda x: layer.self_attn(x, attention_mask=mask, position_embeddings=rotary)[0] + layer.mlp(x)
+
+    hidden = stream_of(model)(inner.embed_tokens(IDS), [sublayer(layer) for layer in inner.layers])
+    expected, logits = model.lm_head(inner.norm(hidden)) * model.config.logit_scale, model(IDS).logits
+    assert_close(logits, expected)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for grad, other in zip(*(torch.autograd.grad(x.square().sum(), parameters) for x in (logits, expected))):
+        assert_close(grad, other, factor=10)  # sums over all tokens
+
+
+def test_a_reader_without_a_norm_before_it_gets_the_state_as_it_is():
+    model = model_of(Olmo2Config, intermediate_size=24)
+    before = model(IDS).logits
+    residua.convert(model, "residual")
+    assert torch.equal(model(IDS).logits, before)
+    assert all(isinstance(connection.norm, torch.nn.Identity) for connection in stream_of(model).connections)
+
+
+@pytest.mark.parametrize("connection", [PLAIN, WINDOWED, "attnres-block"])
+@pytest.mark.parametrize("cache", ["dynamic", "without a configuration", "static"])
+def test_token_by_token_is_all_at_once(connection, cache):
+    model = converted(connection).eval()
+    keep = {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "without a configuration": DynamicCache,
+        "static": lambda: StaticCache(config=model.config, max_cache_len=12),
+    }[cache]()
+    with torch.no_grad():
+        pieces = [model(piece, **{CACHE: keep}).logits for piece in IDS.split([4, 1, 3, 1], dim=1)]
+        assert_close(torch.cat(pieces, 1), model(IDS).logits)
+
+
+@pytest.mark.parametrize("connection", [PLAIN, WINDOWED])
+def test_generation_does_not_depend_on_the_cache_or_on_padding(connection):
+    model = converted(connection).eval()
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
+    want = model.generate(IDS, use_cache=False, **options)[:, 9:]
+    assert torch.equal(model.generate(IDS, **options)[:, 9:], want)
+    mask = torch.cat([torch.zeros(2, 3), torch.ones(2, 9)], 1).long()
+    padded = torch.cat([torch.ones(2, 3).long(), IDS], 1)
+    for kind in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        assert torch.equal(model.generate(padded, attention_mask=mask, **kind, **options)[:, 12:], want)
+    beams = [model.generate(IDS, num_beams=3, use_cache=use, **options) for use in (True, False)]
+    assert torch.equal(*beams)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("connection", [PLAIN, WINDOWED])
+def test_a_model_of_which_no_layer_counts_tokens_generates_from_its_cache(connection):
+    options = {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1, "expand": 2, "chunk_size": 4}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = lively(Mamba2ForCausalLM(Mamba2Config(**sizes, **options)).eval(), connection)
+    assert_close(model(IDS, use_cache=True).logits, model(IDS, use_cache=False).logits)
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
+    cached, not_cached = (model.generate(IDS, use_cache=use, **settings) for use in (True, False))
+    assert torch.equal(cached, not_cached)
+    if connection == WINDOWED:
+        torch.manual_seed(0)
+        plain = Mamba2ForCausalLM(Mamba2Config(**sizes, **options)).eval()
+        cache = plain(IDS[:, :5], use_cache=True)[CACHE if CACHE == "cache" else "cache_params"]
+        with pytest.raises(ValueError, match="filled without the memory of this model's residual scheme"):
+            model(IDS[:, 5:6], **{CACHE if CACHE == "cache" else "cache_params": cache})
+
+
+MAMBAS = ["mamba", "mamba2", "falcon_mamba"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("family", MAMBAS)
+def test_a_layer_that_keeps_its_residual_in_float32_changes_no_bit(family, dtype, tmp_path):
+    """Its norm reads the residual in the dtype of its weights. In float64 the residual is rounded to float32."""
+    model = tiny(family).to(dtype)
+    before = model(IDS, output_hidden_states=True)
+    residua.convert(model, "residual")
+    after = model(IDS, output_hidden_states=True)
+    assert torch.equal(after.logits, before.logits)
+    assert [x.dtype for x in after.hidden_states] == [x.dtype for x in before.hidden_states]
+    assert all(map(torch.equal, after.hidden_states, before.hidden_states))
+    tiny_again = residua.convert(tiny(family), "residual")  # found in float32, opened in this dtype
+    tiny_again.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert torch.equal(opened(IDS).logits, before.logits)
+
+
+@pytest.mark.parametrize("connection", PRESERVING)
+@pytest.mark.parametrize("family", MAMBAS)
+def test_every_scheme_that_preserves_keeps_the_residual_in_float32(family, connection):
+    model = residua.convert(tiny(family).bfloat16(), connection)
+    out = model(IDS, labels=IDS, output_hidden_states=True)
+    assert out.hidden_states[-2].dtype == torch.float32
+    exact = residua.convert(tiny(family).bfloat16().float(), connection)(IDS).logits
+    assert_close(out.logits.float(), exact, dtype=torch.bfloat16)
+    out.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@torch.no_grad()
+def test_padding_between_tokens_is_refused():
+    """In a batch, or behind a row that ended before a second turn; padding at the end is not in the way."""
+    model = converted(WINDOWED).eval()
+    gap = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0, 1], [1] * 9])
+    with pytest.raises(ValueError, match="got padding between them"):
+        model(IDS, attention_mask=gap)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)):
+        padded = model(IDS[:, :8], attention_mask=gap[:, :8], **{CACHE: cache}).logits
+        assert_close(padded[:1, :6], model(IDS[:1, :6]).logits)
+        with pytest.raises(ValueError, match="got padding between them"):
+            model(IDS[:, 8:], attention_mask=gap, **{CACHE: cache})
+        options = {"max_new_tokens": 2, "disable_compile": True}
+        with pytest.raises(ValueError, match="got padding between them"):
+            model.generate(IDS, attention_mask=gap, **{CACHE: cache}, **options)
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "given"),
+    [(converted, WINDOWED, True), (tiny_model, WINDOWED, True), (tiny_model, "residual", False)],
+)
+@torch.no_grad()
+def test_a_mask_as_long_as_a_static_cache(build, name, given):
+    """It says what is padding by absolute position, and goes on after the tokens of the call."""
+    model, mask = build(name).eval(), torch.zeros(2, 16).long()
+    mask[:, 2:11] = 1
+    padded = torch.cat([torch.ones(2, 2).long(), IDS], 1)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)[:, :11]
+    pieces = [
+        model(ids, attention_mask=mask, position_ids=places, **{CACHE: cache}).logits
+        for ids, places in zip(padded.split([6, 5], 1), positions.split([6, 5], 1) if given else (None, None))
+    ]
+    assert_close(torch.cat(pieces, 1)[:, 2:], model(IDS).logits)
+    kept = model(IDS[:, :4], use_cache=True)[CACHE]
+    with pytest.raises(ValueError, match=r"attention_mask: expected \(batch, 9\), 4 tokens in the cache and 5"):
+        model(IDS[:, 4:], attention_mask=torch.ones(2, 5).long(), **{CACHE: kept})
+
+
+@torch.no_grad()
+def test_the_memory_of_the_stream_beside_the_states_of_a_hybrid():
+    """The model's own convolutions keep their states in the same cache."""
+    model = model_of(Lfm2Config, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"])
+    model = lively(model, WINDOWED).eval()
+    cache = DynamicCache(config=model.config)
+    pieces = [model(piece, **{CACHE: cache}).logits for piece in IDS.split([4, 1, 3, 1], dim=1)]
+    assert_close(torch.cat(pieces, 1), model(IDS, use_cache=False).logits)
+
+
+def test_a_causal_model_whose_tokens_are_computed_in_groups_is_causal():
+    """Another last token moves the others among the experts, and so their last bits."""
+    options = {"num_local_experts": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    residua.convert(model_of(MixtralConfig, torch.float32, **options), WINDOWED, start="fresh")
+
+
+def test_a_layer_refuses_a_cache_and_a_mask_that_nothing_in_it_takes():
+    """It would compute without them: `cache` before transformers 5.24, or what a new release calls them."""
+    layer, flow = converted(PLAIN).model.layers[0], torch.zeros(1, 3, 16).double()
+    for name, item in {"kept": DynamicCache(), "padding_mask_2d": torch.ones(1, 3)}.items():
+        with pytest.raises(TypeError, match=f"takes no '{name}', and would compute without it"):
+            layer(flow, **{name: item})
+    for connection in (PLAIN, WINDOWED):
+        with pytest.raises(TypeError, match="takes no 'cache_params', and would compute without it"):
+            converted(connection).eval()(IDS, cache_params=DynamicCache())
+
+
+def test_a_cache_that_was_filled_without_the_memory_of_the_stream_is_refused():
+    model = converted(WINDOWED).eval()
+    cache = DynamicCache()
+    llama().eval()(IDS, **{CACHE: cache})
+    with pytest.raises(ValueError, match="filled without the memory"):
+        model(IDS[:, :1], **{CACHE: cache})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("training", [False, True])
+def test_packed_documents_equal_documents_alone(training):
+    model = converted(WINDOWED).train(training)
+    logits = torch.cat([model(ids).logits for ids in IDS.split((4, 5), 1)], 1)
+    numbers = torch.tensor([[0] * 4 + [1] * 5])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    for told in ({"position_ids": positions}, {"seq_idx": numbers}, {"position_ids": positions, "seq_idx": numbers}):
+        assert_close(model(IDS, **told).logits, logits)
+    block = (numbers[:, :, None] == numbers[:, None]).tril()[:, None]
+    with pytest.raises(ValueError, match="a mask that keeps some apart: this scheme reads earlier tokens; name packed"):
+        model(IDS, attention_mask=block)
+    assert_close(model(IDS, attention_mask=block, position_ids=positions, seq_idx=numbers).logits, logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config_class", [Qwen2_5_VLTextConfig, Qwen3VLTextConfig])
+def test_packed_documents_of_a_model_with_positions_of_texts_and_images(config_class):
+    """The text's positions come before the three of images, and attention separates documents by them alone."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    config = config_class(vocab_size=VOCAB, num_hidden_layers=2, head_dim=4, rope_parameters=rope, **sizes)
+    model = lively(randomised(lambda: AutoModel.from_config(config), scale=0.3).double(), WINDOWED)
+
+    def states(ids, **told):
+        return model(ids, use_cache=False, **told).last_hidden_state
+
+    expected = torch.cat([states(ids) for ids in IDS.split((4, 5), 1)], 1)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    numbers = torch.tensor([[0] * 4 + [1] * 5])
+    text, images, both = positions, positions.expand(3, 1, 9), positions.expand(4, 2, 9)
+    for told in (
+        {"position_ids": text},
+        {"position_ids": both},
+        {"seq_idx": numbers},
+        {"position_ids": images, "seq_idx": numbers},
+        {"position_ids": both, "seq_idx": numbers},
+    ):
+        assert_close(states(IDS, **told), expected)
+    # Without the text's positions these are places in one document, for attention as for the stream.
+    assert (states(IDS, position_ids=images) - expected)[:, 4:].abs().max() > 0.01
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the name of the option changes with the sixth version
+@pytest.mark.parametrize("connection", [PLAIN, WINDOWED, "attnres-block"])
+def test_checkpointing_changes_no_gradient(connection):
+    gradients = []
+    for checkpointing in (False, True):
+        model = converted(connection).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(IDS, labels=IDS).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_reentrant_checkpoints_which_would_lose_gradients_are_refused():
+    model = converted(PLAIN).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        model(IDS)
+    assert model.eval()(IDS).logits.isfinite().all()
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    model(IDS, labels=IDS).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_hidden_states_are_read_out():
+    model = converted(PLAIN)
+    states = model(IDS, output_hidden_states=True).hidden_states
+    assert [tuple(state.shape) for state in states] == [(2, 9, 16)] * 4
+    with pytest.raises(ValueError, match="output_hidden_states"):
+        converted(WINDOWED)(IDS, output_hidden_states=True)
+
+
+def test_a_copy_is_independent():
+    model = converted(WINDOWED)
+    other = copy.deepcopy(model)
+    want = model(IDS).logits
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert torch.equal(model(IDS).logits, want)
+    assert not other(IDS).logits.any()
+
+
+def test_a_converted_model_is_pickled_and_so_is_its_configuration():
+    """Also as the class that no plain model is built from."""
+    model = converted(WINDOWED)
+    other = pickle.loads(pickle.dumps(model))
+    assert torch.equal(other(IDS).logits, model(IDS).logits)
+    for config in (other.config, copy.deepcopy(model.config)):
+        assert type(config) is type(model.config)
+        with pytest.raises(ValueError, match="Unrecognized configuration class"):
+            AutoModelForCausalLM.from_config(config)
+
+
+def test_connections_made_in_inference_mode_learn():
+    model = llama()
+    with torch.inference_mode():
+        residua.convert(model, "hc")
+        frozen = llama()
+    model(IDS, labels=IDS).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(InputError, match="inference_mode"):
+        residua.convert(frozen, "hc")
+
+
+def test_half_precision():
+    model = converted(WINDOWED, torch.bfloat16)
+    exact = copy.deepcopy(model).double()
+    logits = model(IDS).logits
+    assert logits.dtype == torch.bfloat16
+    assert {p.dtype for n, p in model.named_parameters() if ".stream." in n} == {torch.float32}
+    assert (logits.double() - exact(IDS).logits).abs().max() < 0.05 * exact(IDS).logits.abs().max()
+
+
+def test_conversion_leaves_mode_and_random_numbers_as_they_are():
+    model = llama(attention_dropout=0.5).train()
+    model.model.layers[1].eval()
+    state = torch.get_rng_state()
+    residua.convert(model, "residual")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in (model, model.model.layers[1], model.model.layers[1].mlp)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_change_to_no_number_is_the_largest_change():
+    x = torch.tensor([1.0, 2.0, torch.inf, torch.nan])
+    assert converting._change([x], [x.clone()]) == 0
+    assert converting._change([x], [torch.tensor([1.0, torch.nan, torch.inf, torch.nan])]) == math.inf
+    assert converting._change([x], [torch.tensor([2.0, 2.0, torch.inf, torch.nan])]) == 0.5
+    assert not same_bits([x], [x.nan_to_num()])
+
+
+def test_the_way_back():
+    model = llama()
+    names, before = list(model.state_dict()), model(IDS).logits
+    residua.convert(model, "residual")
+    residua.unconvert(model)
+    assert type(model.model.layers[0]) is LlamaDecoderLayer
+    assert list(model.state_dict()) == names
+    assert torch.equal(model(IDS).logits, before)
+    assert not [*model.model._forward_hooks, *model.model._forward_pre_hooks]
+    residua.convert(model, "hc", start="fresh")  # and again
+
+
+def test_the_way_back_says_what_is_lost():
+    model = converted(WINDOWED)
+    before = model(IDS).logits
+    with pytest.raises(InputError, match=r"would change by .*lossy=True"):
+        residua.unconvert(model)
+    assert torch.equal(model(IDS).logits, before)
+    assert torch.equal(residua.unconvert(model, lossy=True)(IDS).logits, llama()(IDS).logits)
+
+
+def broken(model, kind):
+    if kind == "scaled":  # as in models that weigh the residual
+        forward = LlamaDecoderLayer.forward
+        model.model.layers[1].forward = lambda x, **options: forward(model.model.layers[1], x * 0.5, **options)
+    if kind == "shared":
+        model.model.layers[2] = model.model.layers[1]
+    if kind == "random":
+        model.model.norm.register_forward_hook(lambda module, args, out: out + torch.rand_like(out))
+    if kind == "meta":
+        model.to("meta")
+    if kind == "quantised":
+        model.is_quantized = True
+    if kind == "quantised by an object":  # as torchao through transformers
+        model.hf_quantizer = object()
+    if kind == "quantised in place":  # as bitsandbytes: packed integers in the place of weights
+        packed = torch.zeros(4, 1, dtype=torch.uint8)
+        model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("scaled", "layer 1 .* scales"),
+        ("shared", "in several places"),
+        ("random", "equal outputs for equal inputs"),
+        ("meta", "not loaded or offloaded"),
+        ("quantised", "got a quantised model"),
+        ("quantised by an object", "got a quantised model"),
+        ("quantised in place", "got a quantised model"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_and_left_alone(kind, says):
+    model = broken(llama(), kind)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InputError, match=says):
+        residua.convert(model, "residual")
+    assert state.keys() == model.state_dict().keys()
+    assert type(model.model.layers[0]) is LlamaDecoderLayer
+    hooks = [module for module in model.model.modules() if module._forward_pre_hooks]
+    assert not hooks
+
+
+@pytest.mark.parametrize(
+    ("connection", "options", "says"),
+    [
+        ("nothing", {}, "no preset is called 'nothing'"),
+        ("residual", {"start": "warm"}, "start: expected 'preserve' or 'fresh'"),
+        ("ddl", {}, "start='fresh'"),
+        ("edelta:context=sequence", {"start": "fresh"}, "causal"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(connection, options, says):
+    model = llama()
+    with pytest.raises(ValueError, match=says):
+        residua.convert(model, connection, **options)
+    assert type(model.model.layers[0]) is LlamaDecoderLayer
+
+
+def test_models_that_are_no_single_plain_decoder_are_refused():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from residua.models import ResiduaConfig, ResiduaForCausalLM
+
+    model = residua.convert(llama(), "residual")
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": VOCAB}
+    for wrong, says in (
+        (model, "converted already"),
+        (T5ForConditionalGeneration(T5Config(**sizes)), "an encoder and a decoder"),
+        (ResiduaForCausalLM(ResiduaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)), "ResiduaConfig"),
+        (torch.nn.Linear(2, 2), "expected a model of transformers"),
+    ):
+        with pytest.raises(InputError, match=says):
+            residua.convert(wrong, "residual")
+
+
+def test_layers_that_are_dropped_in_training_are_refused():
+    from transformers import OPTConfig
+
+    with pytest.raises(InputError, match="layerdrop"):
+        residua.convert(model_of(OPTConfig, ffn_dim=16, word_embed_proj_dim=16, layerdrop=0.1), "residual")
+
+
+def test_a_trunk_that_passes_no_keywords_on_turns_a_scheme_that_reads_earlier_tokens_away():
+    model = llama()
+    model.model.layers[1].register_forward_pre_hook(
+        lambda layer, args, options: (args, {k: v for k, v in options.items() if k != "residua_memory"}),
+        with_kwargs=True,
+    )
+    before = model(IDS).logits
+    with pytest.raises(InputError, match="is not handed the padding"):
+        residua.convert(model, WINDOWED, start="fresh")
+    assert torch.equal(model(IDS).logits, before)
+    residua.convert(model, "residual")
+    assert torch.equal(model(IDS).logits, before)
+
+
+def test_small_inputs_are_made_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(converting, "probe", lambda model: made.append(model) or probe(model))
+    residua.convert(llama(), "hc")
+    assert len(made) == 1

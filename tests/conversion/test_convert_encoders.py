@@ -1,0 +1,211 @@
+"""`residua.convert` on encoders of images, text and sound, and on the halves of encoder-decoders."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    Gemma4TextConfig,
+    GPT2Config,
+    Qwen3VLVisionConfig,
+    RobertaPreLayerNormConfig,
+    T5Config,
+    ViTConfig,
+)
+
+import residua
+from residua.connections.residual import ResidualConnection
+from residua.conversion.convert_model import stream_of
+from residua.errors import InputError
+from support.converted_models import SOUND, STARTS, WINDOWED, model_of, whisper
+from support.families import randomised
+from support.tolerances import assert_close
+
+IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def encoder(config, dtype=torch.float64):
+    return randomised(lambda: AutoModel.from_config(config), scale=0.3).to(dtype)
+
+
+def vit(dtype=torch.float64, **options):
+    return encoder(ViTConfig(**SIZES, image_size=8, patch_size=4, **options), dtype)
+
+
+@pytest.mark.parametrize("connection", ["residual", "hc", "mhc", "attnres", "attnres-block", "ihc", "denseformer"])
+def test_a_vision_transformer_keeps_what_it_computes_and_learns(connection):
+    model = vit()
+    before = model(IMAGE, output_hidden_states=True)
+    residua.convert(model, connection)
+    after = model(IMAGE, output_hidden_states=True)
+    bound = 1e-9 * before.last_hidden_state.abs().max()
+    assert (after.last_hidden_state - before.last_hidden_state).abs().max() <= bound
+    assert [x.shape for x in after.hidden_states] == [x.shape for x in before.hidden_states]
+    after.last_hidden_state.square().mean().backward()
+    assert all(p.grad is not None for p in stream_of(model).parameters())
+
+
+def test_a_mean_over_the_sequence_serves_images_and_no_sequences_with_padding():
+    model = residua.convert(vit(), "edelta:context=sequence", start="fresh")
+    assert model(IMAGE).last_hidden_state.isfinite().all()
+    text = encoder(RobertaPreLayerNormConfig(vocab_size=32, **SIZES))
+    with pytest.raises(InputError, match="padding included"):
+        residua.convert(text, "edelta:context=sequence", start="fresh")
+    residua.convert(text, "edelta:context=token", start="fresh")
+
+
+def test_a_scheme_that_reads_earlier_tokens_is_refused_by_an_encoder():
+    for model in (vit(), encoder(RobertaPreLayerNormConfig(vocab_size=32, **SIZES))):
+        with pytest.raises(InputError, match="reads in both directions"):
+            residua.convert(model, WINDOWED, start="fresh")
+
+
+def test_tokens_along_other_axes():
+    """All images of a batch in one row of tokens, as vision towers of language models see them."""
+    config = Qwen3VLVisionConfig(
+        **{"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 16},
+        patch_size=2,
+        num_position_embeddings=16,
+        deepstack_visual_indexes=[],
+    )
+    model = encoder(config)
+    patches = torch.randn(24, 24, dtype=torch.float64)
+    grid = torch.tensor([[1, 4, 4], [1, 2, 4]])
+    before = model(patches, grid_thw=grid).last_hidden_state
+    residua.convert(model, "mhc")
+    assert (model(patches, grid_thw=grid).last_hidden_state - before).abs().max() <= 1e-9 * before.abs().max()
+    with pytest.raises(InputError, match="reads in both directions"):
+        residua.convert(encoder(config), WINDOWED, start="fresh")
+
+
+def test_whisper_is_converted_half_by_half():
+    model = whisper()
+    with pytest.raises(InputError, match=r"convert one of them, residua.convert\(model.get_encoder"):
+        residua.convert(model, "hc")
+    options = {"max_new_tokens": 5, "do_sample": False}
+    before = model(input_features=SOUND, decoder_input_ids=STARTS).logits
+    text = model.generate(SOUND, **options)
+    residua.convert(model.get_encoder(), "mhc")
+    residua.convert(model.get_decoder(), "attnres")
+    after = model(input_features=SOUND, decoder_input_ids=STARTS).logits
+    assert (after - before).abs().max() <= 1e-9 * before.abs().max()
+    assert torch.equal(model.generate(SOUND, **options), text)
+    assert len(stream_of(model.get_decoder()).connections) == 3 * 2  # attention, attention to the encoder, MLP
+    for half in (model.get_encoder(), model.get_decoder()):
+        residua.unconvert(half)
+    assert torch.equal(model(input_features=SOUND, decoder_input_ids=STARTS).logits, before)
+
+
+def test_the_connections_of_a_half_are_saved_and_loaded(tmp_path):
+    model = whisper()
+    half = residua.convert(model.get_encoder(), "hc", start="fresh")
+    with torch.no_grad():
+        for parameter in stream_of(half).parameters():
+            parameter.add_(0.2)
+    residua.save_connection(half, tmp_path)
+    other = whisper()
+    residua.load_connection(other.get_encoder(), tmp_path)
+    logits = [one(input_features=SOUND, decoder_input_ids=STARTS).logits for one in (model, other)]
+    assert_close(*logits)
+
+
+def test_a_decoder_half_that_reads_earlier_tokens_remembers_them():
+    model = whisper()
+    torch.manual_seed(1)
+    decoder = residua.convert(model.get_decoder(), WINDOWED, start="fresh")
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if "stream." in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    ids = torch.randint(2, 32, (2, 6))
+    options = {"max_new_tokens": 5, "do_sample": False, "decoder_input_ids": ids}
+    cached, not_cached = (model.generate(SOUND, use_cache=use, **options) for use in (True, False))
+    assert torch.equal(cached, not_cached)
+
+
+def test_blocks_that_add_inside_are_opened():
+    """T5 adds in modules of a layer, so their norms are what reads."""
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 32}
+    encoder_half = encoder(T5Config(**sizes)).get_encoder()
+    residua.convert(encoder_half, "residual")
+    assert encoder_half.config.residua["layers"][0][0] == {
+        "readers": ("layer.0.layer_norm",),
+        "normed": True,
+        "cast": False,
+    }
+
+
+@pytest.mark.parametrize("connection", ["residual", "hc", "attnres", "mhc"])
+def test_a_residual_that_a_layer_scales_by_a_number(connection):
+    config = Gemma4TextConfig(
+        **SIZES,
+        vocab_size=32,
+        num_key_value_heads=1,
+        head_dim=8,
+        global_head_dim=8,
+        hidden_size_per_layer_input=0,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    )
+    model = encoder(config, torch.float32)  # its norms compute in float32
+    for i, layer in enumerate(model.layers):
+        layer.layer_scalar.fill_(0.5 + i)
+    ids = torch.randint(0, 32, (2, 5))
+    before = model(ids).last_hidden_state
+    residua.convert(model, connection)
+    assert_close(model(ids).last_hidden_state, before, factor=10)
+
+
+def test_what_a_layer_does_only_in_training_is_seen():
+    model = vit()
+    layer = model.layers[1]
+    extra = torch.nn.Linear(16, 16).double()
+    plain = type(layer).forward
+
+    def forward(x, *args, **options):
+        return plain(layer, x, *args, **options) + (extra(x) if layer.training else 0 * IMAGE.sum())
+
+    layer.forward = forward
+    with pytest.raises(InputError, match="a layer reads the residual once more than when it was converted"):
+        residua.convert(model, "residual")
+
+
+def test_weights_of_zero_hide_no_mistake(monkeypatch):
+    """A connection that forgets to write would go unseen where every sublayer returns zero, as in many a new model."""
+    model = model_of(GPT2Config, n_inner=24)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            for parameter in (*block.attn.c_proj.parameters(), *block.mlp.c_proj.parameters()):
+                parameter.zero_()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(ResidualConnection, "write", lambda self, y, carry: carry.residual)
+        with pytest.raises(InputError, match="on a small input its outputs changed"):
+            residua.convert(model, "residual")
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+    residua.convert(model, "residual")
+
+
+def test_outputs_without_a_number_are_refused():
+    model = vit()
+    with torch.no_grad():
+        model.embeddings.cls_token.fill_(torch.nan)
+        model.embeddings.position_embeddings.fill_(torch.nan)
+    with pytest.raises(InputError, match="none that is finite"):
+        residua.convert(model, "residual")
+
+
+def test_a_model_in_another_mode_and_its_statistics_stay():
+    model = vit(hidden_dropout_prob=0.5).train()
+    drawn = np.random.get_state()[1].copy()
+    residua.convert(model, "residual")
+    assert model.training
+    assert (np.random.get_state()[1] == drawn).all()
+
+
+def test_half_precision_of_an_image():
+    model = vit(torch.bfloat16)
+    before = model(IMAGE.bfloat16()).last_hidden_state
+    residua.convert(model, "residual")
+    assert torch.equal(model(IMAGE.bfloat16()).last_hidden_state, before)
+    assert_close(residua.unconvert(model)(IMAGE.bfloat16()).last_hidden_state, before)

@@ -1,0 +1,357 @@
+"""Converted models are saved, opened by the Auto classes, and refused by a transformers that does not know residua."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.models.auto import modeling_auto
+
+import residua
+from residua.conversion.configuration import ConvertedConfig
+from residua.errors import InputError
+from support.converted_models import IDS, SOUND, STARTS, WINDOWED, converted, lively, llama, whisper
+from support.tolerances import assert_close
+
+KINDS = ["hc", WINDOWED, "attnres-block"]
+
+
+@pytest.mark.parametrize("connection", KINDS)
+def test_a_saved_model_is_opened_by_the_auto_classes(connection, tmp_path):
+    model = converted(connection)
+    model.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert type(opened) is type(model)
+    assert_close(opened(IDS).logits, model(IDS).logits)
+    kept = opened.state_dict()
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
+    assert kept.keys() == model.state_dict().keys()
+    trunk = AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
+    assert_close(trunk(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+    opened.save_pretrained(tmp_path / "again")
+    assert_close(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float64)(IDS).logits, model(IDS).logits
+    )
+
+
+def test_connections_stay_in_float32_beside_weights_in_half_precision(tmp_path):
+    converted("hc", torch.float32).save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    found = {name: parameter.dtype for name, parameter in opened.named_parameters()}
+    assert {dtype for name, dtype in found.items() if ".stream." in name} == {torch.float32}
+    assert {dtype for name, dtype in found.items() if ".stream." not in name} == {torch.bfloat16}
+
+
+def test_the_configuration_opens_and_has_the_sizes_of_the_model(tmp_path):
+    converted("hc").save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.model_type == "residua-converted"
+    assert (config.hidden_size, config.vocab_size) == (16, 48)
+    assert isinstance(config.get_text_config(), LlamaConfig)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = config.nothing
+
+
+def test_an_untrained_model_is_built_from_the_configuration(tmp_path):
+    converted("hc").save_pretrained(tmp_path)
+    fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert any(".stream." in name for name in fresh.state_dict())
+    assert fresh(IDS).logits.isfinite().all()
+
+
+@pytest.mark.slow
+def test_no_plain_model_is_built_from_the_configuration_of_a_converted_one():
+    model = converted("hc")
+    with pytest.raises(ValueError, match="ConvertedLlamaConfig"):
+        AutoModelForCausalLM.from_config(model.config)
+    other = llama()
+    assert other.config.__class__ is LlamaConfig
+
+
+def test_the_class_of_a_configuration_opens_it(tmp_path):
+    """As PEFT does, which saves the embedding too where the number of rows differs."""
+    model = converted("hc", torch.float32)
+    kind = type(model.config)
+    model.save_pretrained(tmp_path / "converted")
+    llama(torch.float32).save_pretrained(tmp_path / "plain")
+    for place, expected in (("converted", kind), ("plain", LlamaConfig)):
+        config, unused = kind.from_pretrained(tmp_path / place, use_cache=False, other=1, return_unused_kwargs=True)
+        assert type(config) is expected
+        assert (config.vocab_size, config.use_cache, unused) == (48, False, {"other": 1})
+    assert kind.from_pretrained(tmp_path / "converted").residua["connection"] == model.config.residua["connection"]
+
+
+def test_a_configuration_that_two_models_share_is_changed_for_one():
+    first = llama()
+    second = type(first)(first.config)
+    residua.convert(first, "residual")
+    assert type(second.config) is LlamaConfig
+    assert not hasattr(second.config, "residua")
+    assert type(residua.unconvert(first).config) is LlamaConfig
+
+
+@pytest.mark.processes
+def test_transformers_alone_does_not_open_it(tmp_path):
+    converted("hc", torch.float32).save_pretrained(tmp_path)
+    code = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "residua-converted" in done.stderr
+
+
+def test_the_class_of_a_single_model_does_not_open_it(tmp_path):
+    """It would find a configuration of its own type inside, or take its defaults, and leave the connections out."""
+    converted("hc", torch.float32).save_pretrained(tmp_path)
+    for _ in range(2):
+        for single in (LlamaForCausalLM, LlamaForSequenceClassification):
+            for options in ({}, {"dtype": torch.float32}, {"config": LlamaConfig.from_pretrained(tmp_path)}):
+                with pytest.raises(ValueError, match="converted by residua; open it with"):
+                    single.from_pretrained(tmp_path, **options)
+        AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)  # and again, written by what opened it
+
+
+def test_options_beside_the_folder_are_for_the_model(tmp_path):
+    converted("hc", torch.float32).save_pretrained(tmp_path)
+    options = {"attn_implementation": "eager", "use_cache": False, "attention_dropout": 0.5, "dtype": torch.bfloat16}
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    config = opened.config
+    assert (config._attn_implementation, config.use_cache, config.attention_dropout) == ("eager", False, 0.5)
+    assert opened.lm_head.weight.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="nothing"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, nothing=1)
+
+
+def test_only_converted_models_are_saved_in_another_way_and_only_two_auto_classes_open_them():
+    assert PreTrainedModel.save_pretrained.__module__ == "transformers.modeling_utils"
+    assert not hasattr(PreTrainedModel.save_pretrained, "__wrapped__")
+    classes = {
+        name: vars(kind).get("_model_mapping") for name, kind in vars(modeling_auto).items() if isinstance(kind, type)
+    }
+    opening = {name for name, models in classes.items() if models is not None and ConvertedConfig in models}
+    assert opening == {"AutoModel", "AutoModelForCausalLM"}
+
+
+def test_a_model_for_another_task_takes_the_connections(tmp_path):
+    model = converted("hc", torch.float32)
+    residua.save_connection(model, tmp_path / "connection")
+    residua.unconvert(copy.deepcopy(model), lossy=True).save_pretrained(tmp_path / "plain")
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain", num_labels=3)
+    residua.load_connection(classifier, tmp_path / "connection")
+    assert_close(classifier.model(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+    model.save_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"Unrecognized configuration class.*ConvertedConfig"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("halves", [("mhc", None), (None, WINDOWED), ("hc", "attnres")])
+def test_the_converted_halves_of_a_model_are_saved_one_by_one(halves, tmp_path):
+    model = whisper()
+    places = [(half, name) for half, name in zip(("get_encoder", "get_decoder"), halves) if name is not None]
+    for half, connection in places:
+        lively(getattr(model, half)(), connection)
+        residua.save_connection(getattr(model, half)(), tmp_path / half)
+    plain = copy.deepcopy(model)
+    for half, _ in places:
+        residua.unconvert(getattr(plain, half)(), lossy=True)
+    plain.save_pretrained(tmp_path / "plain")
+    opened = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "plain", dtype=torch.float64)
+    for half, _ in places:
+        residua.load_connection(getattr(opened, half)(), tmp_path / half)
+    inputs = {"input_features": SOUND, "decoder_input_ids": STARTS}
+    assert torch.equal(opened(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_folder_without_the_head_is_no_language_model(tmp_path):
+    lively(llama().model, "hc").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"missing_keys: .*lm_head\.weight"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_missing_weights_are_an_error(tmp_path):
+    converted("hc", torch.float32).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    gone = next(name for name in tensors if ".stream." in name)
+    save_file({name: x.clone() for name, x in tensors.items() if name != gone}, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=gone):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+LLAMA = {"model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"base": {"model_type": "nothing"}}, "model type of transformers"),
+        ({"base": None}, "model type of transformers"),
+        ({"base": {"model_type": ["llama"]}}, "model type of transformers"),
+        ({"base": {**LLAMA, "auto_map": {"AutoConfig": "evil.Config"}}}, "auto_map"),
+        ({"base": {**LLAMA, "attn_implementation": "somebody/kernel"}}, "attn_implementation"),
+        ({"base": {**LLAMA, "num_hidden_layers": 10**30}}, "num_hidden_layers: expected at most 16384"),
+        ({"connection": "nothing", "layers": []}, "no preset"),
+        ({"layers": 3}, "configuration of a converted model"),
+        ({"stack": ["layers"]}, "configuration of a converted model"),
+        ({"layers": []}, "layers"),
+        ({"stack": "norm", "layers": []}, "no list of layers"),
+    ],
+)
+def test_a_forged_configuration_is_refused(change, says, tmp_path):
+    converted("hc", torch.float32).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    settings["residua"] |= change
+    file.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=says):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("connection", KINDS)
+def test_the_connections_alone_are_saved_and_loaded(connection, tmp_path):
+    model = converted(connection)
+    residua.save_connection(model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["connection.json", "connection.safetensors"]
+    names = load_file(tmp_path / "connection.safetensors").keys()
+    assert {name for name in names if ".stream." not in name} == {"base_weights"}
+    assert torch.equal(residua.load_connection(llama(), tmp_path)(IDS).logits, model(IDS).logits)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if ".stream." in name:
+                parameter.zero_()
+    assert torch.equal(residua.load_connection(other, tmp_path)(IDS).logits, model(IDS).logits)
+
+
+def test_a_failed_save_leaves_the_old_connections(tmp_path, monkeypatch):
+    model = converted("hc")
+    residua.save_connection(model, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    with torch.no_grad():
+        next(iter(model.model.layers[0].stream.parameters())).add_(1)
+    with pytest.raises(OSError, match="no space"):
+        residua.save_connection(model, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_connections_of_another_model_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"connection\.json"):
+        residua.load_connection(llama(), tmp_path)
+    with pytest.raises(InputError, match="expected a converted model"):
+        residua.save_connection(llama(), tmp_path)
+    residua.save_connection(converted("hc"), tmp_path)
+    with pytest.raises(InputError, match="its connection differ"):
+        residua.load_connection(converted("mhc"), tmp_path)
+    deeper = llama(num_hidden_layers=4)
+    with pytest.raises(InputError, match="its layers differ"):
+        residua.load_connection(deeper, tmp_path)
+    wider = llama(hidden_size=32)
+    with pytest.raises(InputError, match="these differ"):
+        residua.load_connection(wider, tmp_path)
+    assert not any(".stream." in name for name in wider.state_dict())
+    other = llama()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    before = other(IDS).logits
+    with pytest.raises(InputError, match="beside other weights"):
+        residua.load_connection(other, tmp_path)
+    assert torch.equal(other(IDS).logits, before)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):  # the same model in another precision
+        residua.load_connection(llama(dtype), tmp_path)
+    learnt = llama()
+    with torch.no_grad():
+        for weight in learnt.parameters():
+            weight += 0.05 * weight.std(correction=0) * torch.randn_like(weight)
+    with pytest.raises(InputError, match="beside other weights"):
+        residua.load_connection(learnt, tmp_path)
+    file = tmp_path / "connection.safetensors"
+    tensors = load_file(file)
+    sample = tensors.pop("base_weights")
+    forgeries = [
+        {},
+        *({"base_weights": x} for x in (sample[:-1].clone(), sample * torch.nan, sample[None], sample.long())),
+    ]
+    for forged in forgeries:
+        save_file(tensors | forged, file)
+        with pytest.raises(InputError, match="beside other weights"):
+            residua.load_connection(llama(), tmp_path)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_one_weight_that_learnt_is_seen(place, tmp_path):
+    residua.save_connection(converted("hc"), tmp_path)
+    other = llama()
+    with torch.no_grad():
+        list(other.model.parameters())[place].mul_(1.05)
+    with pytest.raises(InputError, match="beside other weights"):
+        residua.load_connection(other, tmp_path)
+
+
+@pytest.mark.parametrize("forge", [lambda x: x.long(), lambda x: x * torch.nan, lambda x: x.double() + 1e300])
+@pytest.mark.parametrize("plain", [True, False])
+def test_connections_that_are_no_finite_numbers_are_refused(plain, forge, tmp_path):
+    residua.save_connection(converted("hc", torch.float32), tmp_path)
+    weights = load_file(tmp_path / "connection.safetensors")
+    name = min(name for name in weights if ".stream." in name)
+    save_file({**weights, name: forge(weights[name])}, tmp_path / "connection.safetensors", {"format": "pt"})
+    model = llama(torch.float32) if plain else converted("hc", torch.float32)
+    before = model(IDS).logits
+    with pytest.raises(InputError, match=f"must be finite numbers .*{name}"):
+        residua.load_connection(model, tmp_path)
+    assert torch.equal(model(IDS).logits, before)
+
+
+@pytest.mark.parametrize("forged", ["false", None, 1])
+def test_a_description_whose_flag_is_no_bool_is_refused(forged, tmp_path):
+    """The text "false" would be taken for one of the two silently."""
+    residua.save_connection(converted("hc"), tmp_path)
+    file = tmp_path / "connection.json"
+    description = json.loads(file.read_text())
+    description["layers"][0][0]["normed"] = forged
+    file.write_text(json.dumps(description))
+    with pytest.raises(InputError, match="expected the configuration of a converted model"):
+        residua.load_connection(llama(), tmp_path)
+
+
+def test_connections_are_not_saved_beside_adapters(tmp_path):
+    """No model could load them: the weights that they belong to have other names there."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = converted("ihc")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", r=2))
+    for other in (wrapped, wrapped.base_model.model):
+        with pytest.raises(InputError, match="expected a model of transformers without adapters, got"):
+            residua.save_connection(other, tmp_path / "connections")
+    assert not (tmp_path / "connections").exists()
+    residua.save_connection(wrapped.merge_and_unload(), tmp_path / "connections")
+
+
+def test_a_scheme_that_reads_in_float32_serves_a_model_of_half_precision(tmp_path):
+    model = residua.convert(llama(torch.bfloat16), "edelta:context=token", start="fresh")
+    model(IDS, labels=IDS).loss.backward()
+    single = residua.convert(llama(torch.float32), "edelta:context=token", start="fresh")
+    single.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert opened(IDS).logits.dtype == torch.bfloat16
+
+
+def test_a_width_that_a_scheme_cannot_divide_is_refused():
+    model = llama()
+    before = model(IDS).logits
+    with pytest.raises(InputError, match="num_fractions"):
+        residua.convert(model, "frac:num_fractions=3")
+    assert torch.equal(model(IDS).logits, before)

@@ -1,0 +1,34 @@
+"""What is asked of a model of transformers that somebody brings."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MptConfig
+
+from residua.conversion.opening import context_of, read_model
+from residua.errors import InputError
+from support.converted_models import llama, whisper
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=20, n_positions=33), 33),
+        (MptConfig(d_model=8, n_heads=2, n_layers=1, vocab_size=20, max_seq_len=34), 34),
+        (BloomConfig(hidden_size=8, n_head=2, n_layer=1, vocab_size=20), None),
+    ],
+)
+def test_the_context_of_a_model_whatever_its_configuration_calls_it(config, expected):
+    assert context_of(AutoModelForCausalLM.from_config(config)) == expected
+
+
+def test_the_context_of_a_llama_and_of_a_decoder_half():
+    assert context_of(llama(max_position_embeddings=35)) == 35
+    assert context_of(whisper()) == 16
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "decoder_layers"])
+def test_a_forged_number_of_layers_is_refused_before_anything_is_built(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "text_config": {name: 10**30}}))
+    with pytest.raises(InputError, match=f"{name}: expected at most 16384, got 1000000"):
+        read_model(tmp_path)

@@ -1,0 +1,192 @@
+"""The estimate against what is counted or measured: parameters, arithmetic and memory."""
+
+import functools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from residua import PRESETS
+from residua.commands.cli import main
+from residua.connections import resolve
+from residua.errors import InputError
+from residua.lab.cost.counts import flops_per_token, parameters
+from residua.lab.cost.estimate import GPU_MEMORY, estimate
+from residua.lab.cost.memory import activation_memory
+from residua.lab.training import load_config
+from residua.models import SIZES, ResiduaConfig, ResiduaForCausalLM
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_output_gate": True, "head_dim": 24, "tie_word_embeddings": False}])
+def test_the_products_are_six_for_each_weight_and_the_causal_half_of_attention(options):
+    """Of the plain residual, whose matrices are all linear maps: 2 forward and 4 backward, the head among them."""
+    config = ResiduaConfig(connection="residual", **SMALL | options)
+    weights = sum(m.weight.numel() for m in ResiduaForCausalLM(config).modules() if isinstance(m, nn.Linear))
+    width = config.num_attention_heads * config.head_dim
+    found = flops_per_token(config, sequence_length=16)
+    assert found == {"matrices": 6 * weights, "attention": 7 * 16 * width * 3, "connections": 0}
+
+
+@functools.cache
+def plain_flops():
+    return flops_per_token(ResiduaConfig(connection="residual", **SMALL), sequence_length=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_products_of_the_connections_are_those_of_their_linear_maps_at_least(name):
+    config = ResiduaConfig(connection=name, **SMALL)
+    linear = [
+        module.weight.numel()
+        for name, module in ResiduaForCausalLM(config).named_modules()
+        if isinstance(module, nn.Linear) and ".stream." in name
+    ]
+    found, plain = flops_per_token(config, sequence_length=16), plain_flops()
+    assert found["connections"] >= 6 * sum(linear)
+    assert (found["matrices"], found["attention"]) == (plain["matrices"], plain["attention"])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_are_those_of_the_model(name):
+    config = ResiduaConfig(connection=name, **SMALL)
+    model = ResiduaForCausalLM(config)
+    parts = parameters(config)
+    assert parts["total"] == sum(parameter.numel() for parameter in model.parameters())
+    assert parts["embedding"] == 96 * 32
+    assert parts["total"] == parts["embedding"] + parts["sublayers"] + parts["connections"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "connection", "count"),
+    [
+        ("small", "residual", 123_590_400),
+        ("small", "ddl-tc", 123_842_476),
+        pytest.param("medium", "ddl-cc-ec", 353_873_236, marks=pytest.mark.slow),
+    ],
+)
+def test_parameters_of_the_papers_models(recipe, connection, count):
+    model = load_config(recipe, [f"--model.connection={connection}"]).model
+    given = {name: getattr(model, name) for name in (*SIZES["small"], "connection")}
+    assert parameters(ResiduaConfig(vocab_size=50304, **given))["total"] == count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["residual", "ddl", "ddl-ec", "ddl-cc", "mhc", "attnres", "attnres-block"])
+def test_memory_counted_without_data_is_that_of_a_real_step(name, autocast):
+    config = ResiduaConfig(connection=name, **SMALL)
+    size = {"batch_size": 3, "sequence_length": 16, "autocast": autocast}
+    found = activation_memory(config, **size)
+    assert found == activation_memory(config, **size, fake=False)
+    again = activation_memory(config, **size, recompute=True)
+    assert again == activation_memory(config, **size, recompute=True, fake=False)
+    assert 0 < again.kept < found.kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["residual", "ddl-tc", "ddl-cc", "attnres"])
+def test_what_is_kept_is_what_autograd_saves(name):
+    """An independent count: the storages that autograd is handed, and the logits, which the caller holds."""
+    config = ResiduaConfig(connection=name, **SMALL)
+    torch.manual_seed(0)
+    model = ResiduaForCausalLM(config).train()
+    known = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+    ids = torch.zeros(4, 32, dtype=torch.long)
+    storages = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in known and x.dtype.is_floating_point:
+            storages[storage.data_ptr()] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(input_ids=ids, labels=ids, shift_labels=ids)
+    counted = activation_memory(config, batch_size=4, sequence_length=32, autocast=False)
+    saved = sum(storage.nbytes() for storage in storages.values())
+    assert counted.kept + counted.logits == pytest.approx(saved, rel=0.02)
+    assert counted.casts == 0
+
+
+@pytest.mark.slow
+def test_memory_grows_with_the_batch_and_autocast_copies_weights():
+    config = ResiduaConfig(connection="ddl-tc", **SMALL)
+    one, three = (activation_memory(config, batch_size=b, sequence_length=32, autocast=True) for b in (1, 3))
+    assert three.kept == pytest.approx(3 * one.kept, rel=0.05)
+    assert three.logits == pytest.approx(3 * one.logits, rel=0.01)
+    linear = [m.weight.numel() for m in ResiduaForCausalLM(config).modules() if isinstance(m, nn.Linear)]
+    assert one.casts == three.casts == 2 * sum(linear)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layers"), [("attnres", 2), ("attnres", 6), ("attnres:block_size=4", 6)])
+def test_attention_over_depth_keeps_one_vector_for_each_sublayer_and_numbers(name, layers):
+    """Beside the plain residual: the source that the sublayer wrote (in a block: the running sum), and two numbers for
+    each source of each read. What is read is derived again, so neither it nor its norm is kept, as the plain residual
+    keeps both. A stack of the sources for each read would be 13 vectors for the last one alone."""
+
+    def vectors(connection):
+        config = ResiduaConfig(connection=connection, **SMALL | {"num_hidden_layers": layers})
+        kept = activation_memory(config, batch_size=2, sequence_length=32, autocast=False).kept
+        return kept / (2 * 32 * 32 * 4)
+
+    scheme = resolve(name)
+    read = sum(len(scheme.state_spec(boundary, 32)) for boundary in range(1, 2 * layers + 1))
+    assert vectors(name) - vectors("residual") == pytest.approx((1 - 2) * 2 * layers + 2 * read / 32, abs=0.25)
+
+
+@pytest.mark.slow
+def test_an_estimate_adds_up():
+    config = load_config("tiny", ["--model.connection=ddl-tc", "--train.precision=bfloat16"])
+    found = estimate(config, vocab_size=2048, gpu="h100", gpus=4)
+    assert set(found.memory) == {"replay", "none"}
+    for parts in found.memory.values():
+        own = dict(parts)
+        assert own.pop("total") == sum(own.values())
+        assert parts["weights"] == parts["gradients"] == parts["optimizer"] / 2 == 4 * found.parameters["total"]
+    assert found.memory["replay"]["activations"] < found.memory["none"]["activations"]
+    assert found.tokens == config.train.steps * 16 * 128
+    config = replace(config, train=replace(config.train, parallel="fsdp"))
+    sharded = estimate(config, vocab_size=2048, gpu="h100", gpus=4)
+    assert sharded.memory["replay"]["optimizer"] == found.memory["replay"]["optimizer"] / 4
+
+
+def test_muon_keeps_one_moment_of_the_matrices_of_attention_and_mlp():
+    adamw, muon = (load_config("tiny", [f"--train.optimizer={name}"]) for name in ("adamw", "muon"))
+    adamw, muon = (estimate(config, vocab_size=2048) for config in (adamw, muon))
+    gains = 4 * 2 * 64  # of the norms of queries and keys, in four layers
+    for name, parts in muon.memory.items():
+        assert adamw.memory[name]["optimizer"] - parts["optimizer"] == 4 * (adamw.parameters["sublayers"] - gains)
+
+
+def test_what_cannot_be_estimated_is_refused():
+    config = load_config("tiny")
+    with pytest.raises(InputError, match=f"expected one of {', '.join(GPU_MEMORY)}"):
+        estimate(config, vocab_size=2048, gpu="h20")
+    with pytest.raises(InputError, match="at least 1"):
+        estimate(config, vocab_size=2048, gpus=0)
+    with pytest.raises(InputError, match=r"^--gpus: expected a number of processes that divides the step evenly"):
+        estimate(config, vocab_size=2048, gpus=3)
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table_or_json(capsys):
+    argv = ["cost", "count", "--config", "tiny-ddl", "--gpus", "2", "--gpu", "a100"]
+    assert main([*argv, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["parameters"]["total"] == 1_051_792, "the model of the demo"
+    assert main(argv) == 0
+    table = capsys.readouterr().out
+    assert "1,051,792" in table
+    assert "a100: 79 GiB" in table
+    assert "billion tokens" in table

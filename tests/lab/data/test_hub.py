@@ -1,0 +1,222 @@
+"""Data sets and tokenizers of the hub, with the hub replaced by local files; and what is said where it fails."""
+
+import shutil
+import sys
+from types import ModuleType, SimpleNamespace
+
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+
+from residua.commands.cli import main
+from residua.errors import InputError, RunError
+from residua.lab.data import PreparedData, byte_tokenizer, load_tokenizer, preparation, prepare, writer
+from residua.lab.data.hub import NAMED, open_hub
+from residua.lab.data.sources import open_corpus
+from residua.lab.data.tokenizer import save_tokenizer
+
+TEXTS = [f"Row {number} of the set: {'déjà vu ' * (number % 17)}" for number in range(400)]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class FakeStream:
+    """What the library `datasets` streams: rows in order."""
+
+    column_names = ["id", "text", "number"]
+
+    def __init__(self, fails_at=None):
+        self.position, self.fails_at = 0, fails_at
+
+    def select_columns(self, names):
+        self.selected = names
+        return self
+
+    def __iter__(self):
+        while self.position < len(TEXTS):
+            if self.position == self.fails_at:
+                raise ConnectionError("the connection was reset\nby a peer")
+            self.position += 1
+            row = {"text": TEXTS[self.position - 1], "number": self.position}
+            yield {name: row[name] for name in self.selected}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub with every data set; `calls` are those of load_dataset, `fails_at` the row where the connection breaks."""
+    fake = SimpleNamespace(calls=[], fails_at=None)
+
+    def load_dataset(name, config, **settings):
+        fake.calls.append((name, config, settings))
+        return FakeStream(fake.fails_at)
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    answer = SimpleNamespace(sha=COMMIT)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name, revision=None: answer)
+    return fake
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("source", "sample", "expected"),
+    [
+        ("fineweb-edu", None, ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")),
+        ("fineweb-edu", "100BT", ("HuggingFaceFW/fineweb-edu", "sample-100BT", "train")),
+        ("hf:a/b", None, ("a/b", None, "train")),
+        ("hf:a/b/c", None, ("a/b", "c", "train")),
+        ("hf:a/b@v1/c:validation[:10%]", None, ("a/b", "c", "validation[:10%]")),
+    ],
+)
+def test_what_a_source_names(hub, source, sample, expected):
+    corpus = open_corpus(source, sample=sample)
+    assert [document.text for document in corpus] == TEXTS
+    ((name, config, settings),) = hub.calls
+    assert (name, config, settings["split"]) == expected
+    assert settings["streaming"] is True
+    assert settings["revision"] == corpus.facts["revision"] == COMMIT
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
+def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path, workers):
+    for name, value in {"SAVE_TEXT": 3000, "ENCODE_TEXT": 500}.items():
+        monkeypatch.setattr(writer, name, value)
+    settings = {"tokenizer": "byte", "validation_tokens": 2000, "shard_tokens": 4000, "workers": workers}
+    whole = prepare("hf:a/b", tmp_path / "whole", **settings)
+    assert len(whole.validation) <= 2000
+    assert whole.facts["dataset"] == "a/b"
+    for fails_at in (150, 290):
+        hub.fails_at = fails_at
+        with pytest.raises(RunError, match=r"hf:a/b: the hub cannot be read: the connection was reset; .* are kept"):
+            prepare("hf:a/b", tmp_path / "out", **settings)
+    hub.fails_at = None
+    prepare("hf:a/b", tmp_path / "out", **settings)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_fineweb_edu_holds_out_a_tenth_of_a_billion_tokens_and_says_its_disk_need(hub, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**15))
+    with pytest.raises(InputError, match="nothing is left for train"):
+        prepare("fineweb-edu", tmp_path / "out", tokenizer="byte", sample="100BT", workers=0)
+    said = capsys.readouterr().err
+    assert "fineweb-edu: about 4" in said  # bytes, so 4.7 times the tokens of GPT-2
+    assert "GB on the disk" in said
+    monkeypatch.setitem(NAMED, "fineweb-edu", NAMED["fineweb-edu"]._replace(validation_tokens=5000))
+    assert 4900 < len(prepare("fineweb-edu", tmp_path / "out", tokenizer="byte", workers=0).validation) <= 5000
+
+
+def test_a_bpe_is_trained_on_the_first_rows_of_the_hub(hub, tmp_path, monkeypatch):
+    seen = []
+    train_bpe = preparation.train_bpe
+    monkeypatch.setattr(
+        preparation, "train_bpe", lambda texts, size: train_bpe((seen.append(t) or t for t in texts), size)
+    )
+    monkeypatch.setattr(preparation, "BPE_TEXT", 5000)
+    prepare("hf:a/b", tmp_path / "out", vocab_size=270, workers=0)
+    assert 5000 <= sum(len(text.encode()) for text in seen) < 5300
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "expected"),
+    [
+        ("hf:a", {}, r"expected hf:OWNER/NAME\[@REVISION\]\[/CONFIG\]\[:SPLIT\], got hf:a"),
+        ("fineweb-edu", {"sample": "1BT"}, "sample: expected one of 10BT, 100BT, 350BT, got 1BT"),
+        ("hf:a/b", {"sample": "10BT"}, "sample: only for fineweb-edu, got it with hf:a/b"),
+        ("hf:a/b", {"text_column": "content"}, "expected a column content, got id, text, number"),
+        ("hf:a/b", {"text_column": "number"}, "column number: expected strings, got int"),
+    ],
+)
+def test_what_cannot_be_read_from_the_hub_is_refused(hub, tmp_path, source, settings, expected):
+    with pytest.raises(InputError, match=expected):
+        prepare(source, tmp_path / "out", tokenizer="byte", **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_of_the_hub_that_is_not_unicode_is_refused(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", [*TEXTS[:7], "half a pair: \ud800"])
+    with pytest.raises(InputError, match=r"hf:a/b: column text: expected UTF-8 text: surrogates not allowed"):
+        prepare("hf:a/b", tmp_path / "out", tokenizer="byte", workers=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hub_that_does_not_answer_is_one_line_and_status_1(hub, tmp_path, monkeypatch, capsys):
+    def offline(self, name, revision=None):
+        raise OfflineModeIsEnabled("Cannot reach the hub: offline mode is enabled.\nMore.")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", offline)
+    argv = ["prepare", "--source", "fineweb-edu", "--tokenizer", "byte", "--out", str(tmp_path / "out")]
+    assert main(argv) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("residua: HuggingFaceFW/fineweb-edu: the hub cannot be read: Cannot reach the hub")
+
+
+def test_a_name_that_the_hub_does_not_take_is_an_input_error(hub, monkeypatch):
+    def invalid(self, name, revision=None):
+        raise HFValidationError("Repo id must be in the form namespace/name")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", invalid)
+    with pytest.raises(InputError, match=r"a--/b: the hub does not have it, .*namespace/name"):
+        open_hub("hf:a--/b", text_column="text", sample=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("gpt2", ("openai-community/gpt2", None)), ("hf:a/b", ("a/b", None)), ("hf:a/b@c", ("a/b", "c"))],
+)
+def test_tokenizers_of_the_hub(tmp_path, monkeypatch, name, expected):
+    save_tokenizer(byte_tokenizer(), tmp_path / "cached")
+    calls = []
+
+    def snapshot_download(repository, revision, allow_patterns):
+        calls.append((repository, revision))
+        return str(tmp_path / "cached")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert load_tokenizer(name).eos_token_id == 256
+    assert calls == [expected]
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    data = prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=name)
+    assert data.facts["tokenizer"] == name
+    assert PreparedData.open(tmp_path / "out").tokenizer().eos_token_id == 256
+
+
+def test_a_tokenizer_that_cannot_be_downloaded_is_a_run_error(tmp_path, monkeypatch):
+    def unreachable(*arguments, **settings):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(RunError, match="tokenizer gpt2: the hub cannot be read: no route to the hub; try again"):
+        load_tokenizer("gpt2")
+
+
+@pytest.fixture
+def real_datasets(monkeypatch, tmp_path):
+    """The library `datasets` itself, which finds the data set in a local folder of parquet files."""
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    for number in range(3):
+        rows = {"id": range(100), "text": TEXTS[100 * number : 100 * number + 100]}
+        pq.write_table(pa.table(rows), tmp_path / "set" / f"part-{number}.parquet", row_group_size=30)
+    load_dataset = datasets.load_dataset
+
+    def local(name, config, *, split, revision, streaming):
+        return load_dataset(str(tmp_path / "set"), split=split, streaming=streaming)
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha=COMMIT))
+
+
+def test_the_library_gives_the_rows_in_order_each_time(real_datasets):
+    corpus = open_corpus("hf:a/b")
+    for _ in range(2):
+        assert [document.text for document in corpus] == TEXTS[:300]
+
+
+def test_a_split_that_the_library_does_not_know_is_an_input_error(real_datasets):
+    with pytest.raises(InputError, match="hf:a/b:nowhere: Bad split"):
+        list(open_corpus("hf:a/b:nowhere"))

@@ -1,0 +1,556 @@
+"""Prepare shard by shard: a kill or a full disk loses at most a shard, and the result equals an undisturbed run's."""
+
+import errno
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from residua.commands.cli import main
+from residua.errors import InputError, RunError
+from residua.lab.data import PreparedData, open_corpus, prepare, progress, writer
+from residua.lab.data.encode import Encoders, Group
+from residua.lab.data.split import LeadingSplit
+from residua.lab.data.staging import Staging
+from residua.lab.data.tokenizer import byte_tokenizer
+from residua.lab.data.writer import ShardWriter
+from residua.records import progress as runs_progress
+
+SMALL = {"SAVE_TEXT": 12_000, "ENCODE_TEXT": 2_000}
+SETTINGS = {
+    "fraction": {"tokenizer": "byte", "shard_tokens": 9_000},
+    "tokens": {"tokenizer": "byte", "shard_tokens": 9_000, "validation_tokens": 30_000},
+    "bpe": {"vocab_size": 300, "shard_tokens": 5_000},
+}
+
+
+def texts(count, seed=0):
+    choose = random.Random(seed)
+    words = ["the", "fox", "déjà", "<|endoftext|>", "residual", "\n\n", "1,024", "of", "a"]
+    return [" ".join(choose.choices(words, k=choose.randrange(1, 120))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Files of every kind, with blank documents, copies, and row groups that do not fit the shards."""
+    folder = tmp_path_factory.mktemp("source") / "texts"
+    folder.mkdir()
+    found = texts(700)
+    rows = [*found[:150], None, " \n", *found[150:300], found[3], found[200]]
+    pq.write_table(pa.table({"id": range(len(rows)), "text": rows}), folder / "a.parquet", row_group_size=37)
+    lines = [json.dumps({"text": text}) for text in found[300:600]]
+    (folder / "b.jsonl").write_text("\n".join([*lines[:100], "", *lines[100:]]))
+    (folder / "c.txt").write_text("\n\n".join(found[600:]))
+    return folder
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(writer, name, value)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder, tmp_path_factory):
+    """The content of a folder prepared without a break, for each of SETTINGS."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL.items():
+            patch.setattr(writer, name, value)
+        for name, settings in SETTINGS.items():
+            found[name] = contents(prepare(folder, tmp_path_factory.mktemp(name) / "out", workers=0, **settings).folder)
+    return found
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def staging(out):
+    return out.with_name(f".{out.name}.preparing")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_number_of_workers_does_not_matter(folder, undisturbed, small, tmp_path, workers, settings):
+    prepare(folder, tmp_path / "out", workers=workers, **SETTINGS[settings])
+    assert contents(tmp_path / "out") == undisturbed[settings]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("guard", ['if __name__ == "__main__":\n    ', ""])
+def test_a_script_guards_its_main_module_and_is_told_so_where_it_does_not(folder, undisturbed, tmp_path, guard):
+    """A tokenizing process imports the script that started it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\n"
+        "from residua.lab.data import prepare, writer\n"
+        "source, out, small, settings = sys.argv[1:]\n"
+        "for name, value in json.loads(small).items():\n"
+        "    setattr(writer, name, value)\n"
+        f"{guard}prepare(source, out, workers=1, progress=False, **json.loads(settings))\n"
+    )
+    out = tmp_path / "out"
+    arguments = [str(folder), str(out), json.dumps(SMALL), json.dumps(SETTINGS["fraction"])]
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+    if guard:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert contents(out) == undisturbed["fraction"]
+    else:
+        assert done.returncode == 1
+        last = done.stderr.splitlines()[-1]
+        assert "a script must call this under `if __name__" in last
+        assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+@pytest.mark.processes
+def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path):
+    """A terminal sends it to all processes at once."""
+    program = textwrap.dedent("""
+        import json, os, signal, sys
+        from residua.commands import cli
+        from residua.lab.data import writer
+        from residua.lab.data.staging import Staging
+        for name, value in json.loads(sys.argv[1]).items():
+            setattr(writer, name, value)
+        save = Staging.save
+        def interrupted(staged, state):
+            save(staged, state)
+            os.killpg(0, signal.SIGINT)
+        Staging.save = interrupted
+        sys.exit(cli.main(sys.argv[2:]))
+    """)
+    out = tmp_path / "out"
+    command = ["prepare", "--source", str(folder), "--out", str(out), "--tokenizer", "byte", "--shard-tokens", "9000"]
+    argv = [sys.executable, "-c", program, json.dumps(SMALL), *command, "--workers", "2"]
+    done = subprocess.run(argv, capture_output=True, text=True, start_new_session=True)
+    assert done.returncode == 130
+    lines = [line for line in done.stderr.splitlines() if not re.search(r" on the disk, |/s  .* left", line)]
+    assert "tokens are kept in" in lines[0]
+    assert lines[1:] in ([], ["residua: interrupted"])
+    prepare(folder, out, workers=0, **SETTINGS["fraction"])
+    assert contents(out) == undisturbed["fraction"]
+
+
+@pytest.mark.slow
+def test_the_size_of_groups_does_not_change_the_tokens(folder, undisturbed, tmp_path):
+    data = prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
+    whole = contents(tmp_path / "out")
+    assert all(whole[name] == undisturbed["fraction"][name] for name in whole if name != "index.json")
+    assert data.fingerprint == PreparedData.open(tmp_path / "out").fingerprint
+
+
+def test_all_documents_are_there_in_order(folder, undisturbed, tmp_path):
+    for name, content in undisturbed["tokens"].items():
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_bytes(content)
+    data = PreparedData.open(tmp_path / "out")
+    found = []
+    for tokens in (data.validation, data.train):
+        ids = tokens.window(0, len(tokens))
+        assert ids[-1] == 256
+        documents = np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]
+        found.append([bytes(document[:-1].tolist()).decode() for document in documents])
+    expected = [document.text for document in open_corpus(folder)]
+    held_out, training = found
+    assert held_out == expected[: len(held_out)]
+    assert training == [text for text in expected[len(held_out) :] if text not in set(held_out)]
+    following = len(expected[len(held_out)].encode()) + 1
+    assert len(data.validation) <= 30_000 < len(data.validation) + following
+    assert data.facts["copies_left_out"] == len(expected) - len(held_out) - len(training) > 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("settings", "workers"), [("fraction", 0), ("tokens", 2), ("bpe", 1)])
+def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed, tmp_path, settings, workers):
+    out = tmp_path / "out"
+    program = textwrap.dedent("""
+        import itertools, json, os, signal, sys
+        from residua.lab.data import preparation, writer
+        source, out, small, settings, *kills = sys.argv[1:]
+        for name, value in json.loads(small).items():
+            setattr(writer, name, value)
+        write = writer.ShardWriter.write
+        for survive in map(int, kills):
+            writes = itertools.count()
+            def counted(self):
+                write(self)
+                if self.tokens % self.shard_tokens and next(writes) == survive:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            writer.ShardWriter.write = counted
+            if not (child := os.fork()):
+                preparation.prepare(source, out, **json.loads(settings))
+                os._exit(0)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            (left,) = [name for name in os.listdir(os.path.dirname(out)) if "out" in name]
+            try:
+                size = json.load(open(f"{os.path.dirname(out)}/{left}/progress.json"))["size"]
+            except FileNotFoundError:
+                size = 0
+            print(json.dumps([status, left, size]), flush=True)
+    """)
+    arguments = [json.dumps(SMALL), json.dumps(SETTINGS[settings] | {"workers": workers, "progress": False})]
+    command = [sys.executable, "-c", program, folder, out, *arguments, *map(str, (0, 40, 40, 40, -1))]
+    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    statuses, names, sizes = zip(*map(json.loads, lines))
+    assert statuses == (-signal.SIGKILL,) * 4 + (0,)
+    assert names[-1] == "out"
+    assert set(names[:-1]) == {".out.preparing"}
+    assert sizes[0] == 0 < sizes[1] < sizes[2] < sizes[3]
+    assert contents(out) == undisturbed[settings]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+class FullDisk:
+    """Writing fails from the n-th time on, half-way through what is to be written."""
+
+    def __init__(self, monkeypatch, survive):
+        write, writes = ShardWriter.write, itertools.count()
+
+        def failing(shards):
+            if next(writes) >= survive:
+                with shards._path(len(shards.shards)).open("ab") as file:
+                    file.write(b"half")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(shards)
+
+        monkeypatch.setattr(ShardWriter, "write", failing)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_what_was_written_before_the_disk_was_full_is_kept(folder, undisturbed, small, tmp_path, settings):
+    out = tmp_path / "out"
+    for survive in (40, 44, 50):
+        with pytest.MonkeyPatch.context() as patch:
+            FullDisk(patch, survive)
+            with pytest.raises(RunError, match=r"No space left on device; [\d,]+ tokens are kept in .*preparing:") as e:
+                prepare(folder, out, workers=0, **SETTINGS[settings])
+        assert "\n" not in str(e.value)
+        assert "the same command continues" in str(e.value)
+    prepare(folder, out, workers=0, **SETTINGS[settings])
+    assert contents(out) == undisturbed[settings]
+
+
+def test_nothing_is_saved_while_a_document_waits_for_its_place(folder, small, tmp_path):
+    """With a tiny fraction the document that is held out is known at the end only."""
+    settings = {"tokenizer": "byte", "validation_fraction": 1e-12, "workers": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        FullDisk(patch, 100)
+        with pytest.raises(RunError, match="nothing was kept"):
+            prepare(folder, tmp_path / "out", **settings)
+    data = prepare(folder, tmp_path / "out", **settings)
+    assert json.loads((data.folder / "index.json").read_text())["splits"]["validation"]["documents"] == 1
+
+
+def test_a_full_disk_while_progress_is_saved_keeps_the_earlier_state(folder, undisturbed, small, tmp_path, monkeypatch):
+    replace, times = os.replace, itertools.count()
+
+    def failing(*paths):
+        if next(times) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(RunError, match=r"No space left on device; .* tokens are kept"):
+        prepare(folder, tmp_path / "out", workers=0, **SETTINGS["fraction"])
+    prepare(folder, tmp_path / "out", workers=0, **SETTINGS["fraction"])
+    assert contents(tmp_path / "out") == undisturbed["fraction"]
+
+
+@pytest.fixture
+def unfinished(folder, small, tmp_path):
+    """A copy of the source, and a preparation of it that ended half-way."""
+    source, out = shutil.copytree(folder, tmp_path / "texts"), tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        FullDisk(patch, 40)
+        with pytest.raises(RunError):
+            prepare(source, out, workers=0, **SETTINGS["fraction"])
+    return source, out
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"tokenizer": "bpe"}, "tokenizer [0-9a-f]{64} there, bpe 2048 here"),
+        ({"shard_tokens": 1}, "shard_tokens 9000 there, 1 here"),
+        ({"validation_fraction": 0.5}, r"validation_fraction 0\.05 there, 0\.5 here"),
+        ({"validation_tokens": 9}, "validation_tokens None there, 9 here"),
+        ({"text_column": "body"}, "expected a column body"),
+    ],
+)
+def test_other_settings_do_not_destroy_or_mix_what_is_there(unfinished, settings, expected):
+    source, out = unfinished
+    before = contents(staging(out))
+    with pytest.raises(InputError, match=expected) as error:
+        prepare(source, out, **SETTINGS["fraction"] | settings)
+    assert "\n" not in str(error.value)
+    assert contents(staging(out)) == before
+
+
+def test_a_source_that_changed_is_noticed(unfinished):
+    source, out = unfinished
+    (source / "d.txt").write_text("more")
+    with pytest.raises(InputError, match=r"unfinished preparation with other settings or another text .files "):
+        prepare(source, out, **SETTINGS["fraction"])
+
+
+def shorten(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def unfinished_shard(folder):
+    tokens = json.loads((folder / "progress.json").read_text())["splits"]["train"]["tokens"]
+    assert tokens % 9_000
+    return folder / f"train-{tokens // 9_000:05d}.bin"
+
+
+def edit_progress(folder, **changes):
+    path = folder / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (lambda folder: (folder / "progress.json").write_text('{"plan": {'), "progress.json"),
+        (lambda folder: (folder / "progress.json").write_text("[]"), "progress.json"),
+        (lambda folder: edit_progress(folder, splits={"train": {}}), "progress.json"),
+        (lambda folder: edit_progress(folder, splits=[]), "progress.json"),
+        (lambda folder: edit_progress(folder, plan=[]), "progress.json"),
+        (lambda folder: edit_progress(folder, more=1), "progress.json"),
+        (lambda folder: (folder / "train-00000.bin").unlink(), "train-00000.bin"),
+        (lambda folder: shorten(folder / "train-00000.bin"), "train-00000.bin"),
+        (lambda folder: os.truncate(unfinished_shard(folder), 100), r"train-\d+.bin"),
+    ],
+)
+def test_damage_to_what_is_unfinished_is_noticed(unfinished, damage, name):
+    source, out = unfinished
+    damage(staging(out))
+    with pytest.raises(
+        InputError, match=rf"{name}: part of an unfinished preparation is damaged or gone; remove "
+    ) as e:
+        prepare(source, out, **SETTINGS["fraction"])
+    assert "\n" not in str(e.value)
+
+
+def test_a_broken_file_far_on_keeps_what_came_before(folder, small, tmp_path):
+    source = shutil.copytree(folder, tmp_path / "texts")
+    with (source / "b.jsonl").open("a") as file:
+        file.write('\n{"text": ')
+    with pytest.raises(InputError, match=r"b\.jsonl:302: expected one JSON object .* tokens are kept"):
+        prepare(source, tmp_path / "out", **SETTINGS["fraction"])
+
+
+@pytest.mark.processes
+def test_an_interrupt_says_what_is_kept(folder, small, tmp_path, monkeypatch, capsys):
+    save = Staging.save
+
+    def interrupted(staging, state):
+        save(staging, state)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Staging, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(folder, tmp_path / "out", workers=1, **SETTINGS["fraction"])
+    assert "tokens are kept" in capsys.readouterr().err
+
+
+def test_the_disk_need_is_said_first_and_a_disk_too_small_refused(folder, small, tmp_path, monkeypatch, capsys):
+    size = sum(len(document.text.encode()) + 1 for document in open_corpus(folder))
+    prepare(folder, tmp_path / "a", **SETTINGS["fraction"])
+    said = capsys.readouterr().err
+    assert "texts: about" in said
+    assert int(said.split("about ")[1].split()[0].replace(",", "")) == pytest.approx(size, rel=0.2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 5000))
+    with pytest.raises(InputError, match=r"out: needs about \d+ kB of disk, 5 kB are free; give another disk"):
+        prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.slow
+def test_progress_without_a_terminal_is_lines_with_the_time_left(folder, small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "UPDATE_SECONDS", 0.0)
+    monkeypatch.setattr(runs_progress, "LINE_SECONDS", 0.0)
+    prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
+    line = capsys.readouterr().err.splitlines()[3]
+    assert line.startswith("prepare: tokens: ")
+    assert "%), " in line
+    assert "/s  " in line
+    assert line.endswith(" left")
+    prepare(folder, tmp_path / "quiet", progress=False, **SETTINGS["fraction"])
+    assert capsys.readouterr().err == ""
+
+
+def test_the_column_of_the_text_can_be_named(tmp_path):
+    rows = {"text": [1, 2, 3], "body": ["one", "two", "three"]}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text('{"body": "four"}\n')
+    found = [document.text for document in open_corpus(tmp_path, text_column="body")]
+    assert found == ["four", "one", "two", "three"]
+    data = prepare(tmp_path, tmp_path / "out", text_column="body", tokenizer="byte")
+    assert data.facts["documents"] == 4
+
+
+def test_a_first_document_that_is_too_long_to_be_held_out_is_said(folder, tmp_path):
+    with pytest.raises(InputError, match=r"nothing is left for validation; give more text"):
+        prepare(folder, tmp_path / "out", tokenizer="byte", validation_tokens=2)
+
+
+@pytest.mark.processes
+def test_the_command_takes_the_settings(folder, undisturbed, small, tmp_path, capsys):
+    argv = ["prepare", "--source", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
+    argv += ["--shard-tokens", "9000", "--validation-tokens", "30000", "--workers", "1", "--json"]
+    assert main([*argv, "--text-column", "text"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["train_tokens"] > 0
+    assert "on the disk" in captured.err
+    assert contents(tmp_path / "out") == undisturbed["tokens"]
+    assert main([*argv, "--validation-fraction", "0.1", "--out", str(tmp_path / "other")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"validation_tokens": 1}, "validation_tokens: expected at least 2, got 1"),
+        ({"validation_tokens": 9, "validation_fraction": 0.1}, "got both"),
+        ({"validation_tokens": 9, "tokenizer": "bpe"}, "must not see the held-out text"),
+        ({"workers": -1}, "workers: expected 0 to 1024 .*, got -1"),
+        ({"sample": "10BT"}, "sample: only for fineweb-edu"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(folder, tmp_path, settings, expected):
+    with pytest.raises(InputError, match=expected):
+        prepare(folder, tmp_path / "out", **{"tokenizer": "byte"} | settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_of_workers_that_makes_no_sense_is_refused(folder, tmp_path, capsys):
+    argv = ["prepare", "--source", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
+    for workers in ("0", "2000"):
+        assert main([*argv, "--workers", workers]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"expected a whole number from 1 to 1024, got {workers}" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_state_of_a_leading_split_is_all_there_is():
+    items = [(number % 13 + 2**63, number, 3) for number in range(60)]
+    whole, split = LeadingSplit(20), LeadingSplit(20)
+    expected = [whole.add(*item) for item in items]
+    for number, item in enumerate(items):
+        split = LeadingSplit(20, json.loads(json.dumps(split.state())))
+        assert split.add(*item) == expected[number]
+    assert split.facts() == whole.facts() == {"copies_left_out": 24}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("survive", [0, 40])
+def test_a_worker_that_dies_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path, monkeypatch, survive):
+    out = tmp_path / "out"
+    write, writes = ShardWriter.write, itertools.count()
+    pools = []
+    enter = Encoders.__enter__
+
+    def entered(encoders):
+        pools.append(encoders._pool)
+        return enter(encoders)
+
+    def killing(shards):
+        if next(writes) == survive:
+            for process in pools[0]._processes.values():
+                process.kill()
+        write(shards)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoders, "__enter__", entered)
+        patch.setattr(ShardWriter, "write", killing)
+        with pytest.raises(RunError, match=r"a tokenizing process ended unexpectedly .*fewer workers") as error:
+            prepare(folder, out, workers=2, **SETTINGS["fraction"])
+    assert "\n" not in str(error.value)
+    assert ("tokens are kept" in str(error.value)) == bool(survive)
+    assert len(list(tmp_path.iterdir())) == bool(survive)
+    prepare(folder, out, workers=2, **SETTINGS["fraction"])
+    assert contents(out) == undisturbed["fraction"]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.processes
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    program = textwrap.dedent("""
+        import os, signal
+        from residua.lab.data.encode import Encoders, Group
+        from residua.lab.data.tokenizer import byte_tokenizer
+        encoders = Encoders(byte_tokenizer().backend_tokenizer.to_str(), 256, "<u2", 2)
+        for _ in encoders.map([Group([b"a"], 0)] * 9):
+            print(*encoders._pool._processes, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    killed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert killed.stdout
+    deadline = time.monotonic() + 60
+    while any(map(is_running, map(int, killed.stdout.split()))):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.processes
+def test_a_tokenizing_process_loads_neither_torch_nor_transformers():
+    program = textwrap.dedent("""
+        import sys
+        from residua.lab.data.encode import Encoder
+        print(Encoder(sys.argv[1], 256, "<u2")([b"ab"]).ids.tolist(), *{"torch", "transformers"} & set(sys.modules))
+    """)
+    command = [sys.executable, "-c", program, byte_tokenizer().backend_tokenizer.to_str()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[97, 98, 256]\n"
+
+
+@pytest.mark.processes
+def test_encoders_hold_few_groups_at_a_time():
+    taken = []
+
+    def groups():
+        for number in range(50):
+            taken.append(number)
+            yield Group([b"text %d" % number], number)
+
+    with Encoders(byte_tokenizer().backend_tokenizer.to_str(), 256, "<u2", 2) as encoders:
+        for position, (encoded, group) in enumerate(encoders.map(groups())):
+            assert position == group.size
+            assert bytes(encoded.ids[:-1].tolist()) == b"text %d" % group.size
+            assert len(taken) <= position + 6
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_text(tmp_path, small):
+    peaks = []
+    for count in (500, 3000):
+        source = tmp_path / f"{count}.jsonl"
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(count)))
+        tracemalloc.start()
+        prepare(source, tmp_path / str(count), tokenizer="byte", shard_tokens=50_000, workers=0)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0]

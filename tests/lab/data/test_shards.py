@@ -1,0 +1,472 @@
+"""Prepared folders: what is written, that it is all or nothing, and that damage is noticed."""
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from residua.errors import InputError, RunError
+from residua.lab.data import Batches, PreparedData, Tokens, preparation, prepare, writer
+from residua.lab.data import shards as shards_module
+from residua.lab.data.corpus import Document
+from residua.lab.data.shards import Shard
+from residua.lab.data.sources import open_corpus
+from residua.lab.data.split import split_documents
+from residua.records.folder import hold
+from support.full_disk import room
+
+TEXTS = [f"Document {n}: the quick brown fox jumps over {n * n} lazy dogs. <|endoftext|> é\n" for n in range(200)]
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("source") / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+@pytest.fixture(scope="session")
+def prepared(source, tmp_path_factory):
+    return prepare(source, tmp_path_factory.mktemp("prepared") / "data", vocab_size=400, shard_tokens=1000)
+
+
+@pytest.fixture
+def copy(prepared, tmp_path):
+    return shutil.copytree(prepared.folder, tmp_path / "copy")
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_shards_are_the_documents_with_end_of_text_between(source, prepared):
+    expected = {"train": [], "validation": []}
+    for split, document in split_documents(open_corpus(source), 0.05):
+        expected[split].append(document.text)
+    tokenizer = AutoTokenizer.from_pretrained(prepared.folder / "tokenizer")
+    for split, tokens in (("train", prepared.train), ("validation", prepared.validation)):
+        ids = tokens.window(0, len(tokens))
+        ends = np.flatnonzero(ids == prepared.eos_token_id)
+        documents = np.split(ids, ends + 1)
+        assert len(documents.pop()) == 0
+        assert [tokenizer.decode(document[:-1]) for document in documents] == expected[split]
+    assert prepared.validation_bytes == sum(len(text.encode()) for text in expected["validation"])
+    assert prepared.validation_bytes > 0
+
+
+def test_the_folder_says_what_it_holds(source, prepared):
+    index = json.loads((prepared.folder / "index.json").read_text())
+    assert (index["version"], index["dtype"], index["vocab_size"], index["eos_token_id"]) == (1, "uint16", 400, 0)
+    train = index["splits"]["train"]["shards"]
+    assert [shard["tokens"] for shard in train[:-1]] == [1000] * (len(train) - 1)
+    assert len(train) > 3
+    for shard in train:
+        raw = (prepared.folder / shard["file"]).read_bytes()
+        assert len(raw) == 2 * shard["tokens"]
+        assert hashlib.sha256(raw).hexdigest() == shard["sha256"]
+    facts = prepared.facts
+    assert facts["source"] == "corpus.jsonl"
+    assert facts["tokenizer"] == "bpe"
+    assert facts["documents"] == len(TEXTS)
+    assert facts["bytes"] == sum(len(text.encode()) for text in TEXTS)
+    assert facts["tokens"] == len(prepared.train) + len(prepared.validation)
+    assert facts["sha256"] == hashlib.sha256(b"".join(text.encode() + b"\0" for text in TEXTS)).hexdigest()
+    assert facts["fingerprint"] == prepared.fingerprint
+    json.dumps(facts)
+    names = {path.name for path in prepared.folder.parent.iterdir()}
+    assert names == {"data"}
+
+
+def test_the_same_source_gives_the_same_bytes(source, prepared, tmp_path):
+    again = prepare(source, tmp_path / "deep" / "er" / "again", vocab_size=400, shard_tokens=1000)
+    assert contents(again.folder) == contents(prepared.folder)
+    assert again.fingerprint == prepared.fingerprint
+
+
+def test_the_fingerprint_follows_tokens_and_tokenizer(source, prepared, tmp_path):
+    other = prepare(source, tmp_path / "a", vocab_size=300, shard_tokens=1000)
+    split = prepare(source, tmp_path / "b", vocab_size=400, shard_tokens=1000, validation_fraction=0.2)
+    assert len({prepared.fingerprint, other.fingerprint, split.fingerprint}) == 3
+
+
+def test_the_bpe_does_not_see_the_validation_text(tmp_path):
+    texts = [f"document {n}" for n in range(300)]
+
+    def is_held_out(text):
+        split = split_documents([Document(other, 0) for other in [*texts, text]], 0.05)
+        return ("validation", text) in [(side, document.text) for side, document in split]
+
+    strange = next(filter(is_held_out, ("zyzzyva " * 1000 + "!" * n for n in range(1000))))
+    vocabularies = []
+    for name, content in (("without", texts), ("with", [*texts, strange])):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in content))
+        data = prepare(path, tmp_path / name, vocab_size=275)
+        vocabularies.append(data.tokenizer().get_vocab())
+    assert len(data.validation) > 1000
+    assert vocabularies[0] == vocabularies[1]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".parquet"])
+def test_other_kinds_of_files(tmp_path, suffix):
+    path = tmp_path / f"text{suffix}"
+    if suffix == ".txt":
+        path.write_text("".join(TEXTS) * 5)
+    else:
+        pq.write_table(pa.table({"text": pa.array(TEXTS, pa.large_string())}), path)
+    data = prepare(path, tmp_path / "data", tokenizer="byte")
+    assert (data.vocab_size, data.eos_token_id) == (257, 256)
+    whole = [tokens.window(0, len(tokens)) for tokens in (data.train, data.validation)]
+    size = sum(int((ids < 256).sum()) for ids in whole)
+    assert size == data.facts["bytes"] == sum(len(text.encode()) for text in TEXTS) * (5 if suffix == ".txt" else 1)
+
+
+def test_documents_are_tokenized_in_groups_without_a_trace(source, prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "ENCODE_TEXT", 100)
+    assert prepare(source, tmp_path / "a", vocab_size=400, shard_tokens=1000).fingerprint == prepared.fingerprint
+
+
+def test_a_large_text_trains_the_bpe_on_a_part(source, tmp_path, monkeypatch):
+    seen = []
+    train_bpe = preparation.train_bpe
+    monkeypatch.setattr(
+        preparation, "train_bpe", lambda texts, size: train_bpe((seen.append(t) or t for t in texts), size)
+    )
+    monkeypatch.setattr(preparation, "BPE_TEXT", source.stat().st_size // 4)
+    prepare(source, tmp_path / "a", vocab_size=300)
+    assert 40 < len(seen) < 60
+    assert seen[-1] in TEXTS[-20:]
+
+
+@pytest.mark.slow
+def test_a_vocabulary_beyond_uint16_gets_uint32(tmp_path):
+    words = {f"w{n}": n for n in range(70_000)} | {"</s>": 70_000}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path / "own")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"w{69_000 + n} w{n}"}) + "\n" for n in range(100)))
+    data = prepare(tmp_path / "a.jsonl", tmp_path / "data", tokenizer=str(tmp_path / "own"), shard_tokens=50)
+    assert (data.vocab_size, data.eos_token_id, data.facts["tokenizer"]) == (70_001, 70_000, "own")
+    assert (data.folder / "train-00000.bin").stat().st_size == 4 * 50
+    ids = data.train.window(0, len(data.train))
+    assert ids.max() == 70_000
+    inputs, labels = Batches(data.train, 3, 60, seed=0).at(1)
+    for row, following in zip(inputs, labels):
+        start = next(s for s in range(len(ids) - 60) if np.array_equal(ids[s : s + 60], row.numpy()))
+        assert torch.equal(following, torch.from_numpy(ids[start + 1 : start + 61]))
+
+
+def test_fewer_entries_than_asked_for_are_said(source, tmp_path):
+    with pytest.warns(UserWarning, match=r"gives \d+ of the 60000 vocabulary entries"):
+        data = prepare(source, tmp_path / "a", vocab_size=60_000)
+    assert data.vocab_size == data.facts["vocab_size"] == len(data.tokenizer()) < 2000
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.data())
+def test_windows_across_shards(tmp_path_factory, lengths, data):
+    folder = tmp_path_factory.mktemp("tokens")
+    ids = np.arange(sum(lengths), dtype="<u2")
+    parts = np.split(ids, np.cumsum(lengths)[:-1])
+    for number, part in enumerate(parts):
+        part.tofile(folder / str(number))
+    tokens = Tokens(folder, [Shard(str(n), length, "") for n, length in enumerate(lengths)], ids.dtype, 1000)
+    start = data.draw(st.integers(0, len(ids)))
+    length = data.draw(st.integers(0, len(ids) - start))
+    window = tokens.window(start, length)
+    assert window.dtype == np.int64
+    assert window.tolist() == ids[start : start + length].tolist()
+    with pytest.raises(IndexError):
+        tokens.window(start, len(ids) - start + 1)
+    with pytest.raises(IndexError):
+        tokens.window(-1, 1)
+
+
+def test_few_shards_are_open_at_a_time(prepared, monkeypatch):
+    monkeypatch.setattr(shards_module, "OPEN_SHARDS", 2)
+    tokens = PreparedData.open(prepared.folder).train
+    assert np.array_equal(tokens.window(0, len(tokens)), prepared.train.window(0, len(prepared.train)))
+    assert len(tokens._files) == 2
+
+
+def test_tokens_travel_to_other_processes_without_their_content(prepared):
+    prepared.train.window(0, 3000)
+    sent = pickle.dumps(prepared.train)
+    assert len(sent) < 5000
+    assert np.array_equal(pickle.loads(sent).window(500, 1000), prepared.train.window(500, 1000))
+
+
+def edit_index(folder, **changes):
+    path = folder / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_shard(folder, **changes):
+    splits = json.loads((folder / "index.json").read_text())["splits"]
+    splits["train"]["shards"][0] |= changes
+    edit_index(folder, splits=splits)
+
+
+def link_outside(folder):
+    path = folder / "train-00001.bin"
+    path.rename(folder.parent / "elsewhere.bin")
+    path.symlink_to(folder.parent / "elsewhere.bin")
+
+
+def truncate(folder):
+    os.truncate(folder / "train-00001.bin", 1001)
+
+
+def swap_tokens(folder):
+    path = folder / "train-00001.bin"
+    ids = np.fromfile(path, "<u2")
+    ids[[3, 4]] = ids[[4, 3]] + 1
+    ids.tofile(path)
+
+
+def large_token(folder):
+    path = folder / "validation-00000.bin"
+    ids = np.fromfile(path, "<u2")
+    ids[5] = 400
+    ids.tofile(path)
+
+
+def edit_tokenizer(folder):
+    path = folder / "tokenizer" / "tokenizer.json"
+    path.write_text(path.read_text() + " ")
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (truncate, r"train-00001\.bin: expected 2000 bytes, got 1001"),
+        (lambda f: (f / "train-00002.bin").unlink(), r"train-00002\.bin: missing shard"),
+        (swap_tokens, r"train-00001\.bin: its sha256 is not"),
+        (large_token, r"validation-00000\.bin: token id 400 is outside the vocabulary of 400"),
+        (edit_tokenizer, "is not the one that made the tokens"),
+        (lambda f: shutil.rmtree(f / "tokenizer"), "tokenizer cannot be read"),
+        (lambda f: (f / "index.json").unlink(), "no prepared data here"),
+        (lambda f: (f / "index.json").write_text('{"format":'), "not a readable index"),
+        (lambda f: (f / "index.json").write_bytes(b"\xff\xfe\x00"), "not a readable index"),
+        (lambda f: (f / "index.json").write_text("[]"), "not an index of prepared data"),
+        (lambda f: (f / "index.json").write_text('{"format": "residua tokens", "version": 1}'), "damaged .*dtype"),
+        (lambda f: edit_index(f, version=2), "expected format 1, got 2"),
+        (lambda f: edit_index(f, splits={"train": {}}), "damaged .*shards"),
+        (lambda f: edit_index(f, splits=None), "damaged"),
+        (lambda f: edit_index(f, dtype="float16"), "damaged .*float16"),
+        (lambda f: edit_index(f, vocab_size=70_000), "a vocabulary of 70000 does not fit shards of uint16"),
+        (lambda f: edit_index(f, eos_token_id=400), "end of text 400 is outside the vocabulary of 400"),
+        (lambda f: edit_index(f, dtype="uint32"), "expected 4000 bytes, got 2000"),
+        (lambda f: edit_index(f, dtype=["uint16"]), "damaged .*unhashable"),
+        (lambda f: edit_index(f, vocab_size="400"), "damaged .*expected a count, got '400'"),
+        (lambda f: edit_index(f, vocab_size=400.0), r"damaged .*expected a count, got 400\.0"),
+        (lambda f: edit_index(f, eos_token_id=False), "damaged .*expected a count, got False"),
+        (lambda f: edit_index(f, eos_token_id=-1), "damaged .*expected a count, got -1"),
+        (lambda f: edit_index(f, vocab_size=500), "says vocabulary 500 and end of text 0, tokenizer/ has 400 and 0"),
+        (lambda f: edit_index(f, eos_token_id=7), "says vocabulary 400 and end of text 7, tokenizer/ has 400 and 0"),
+        (lambda f: edit_index(f, facts=[1]), "damaged"),
+        (lambda f: edit_index(f, tokenizer_sha256=None), "is not the one that made the tokens"),
+        (lambda f: edit_shard(f, file="../copy/train-00000.bin"), "expected the name of a file in this folder"),
+        (lambda f: edit_shard(f, file="/etc/passwd"), "expected the name of a file in this folder, got '/etc/passwd'"),
+        (lambda f: edit_shard(f, file="..\\train.bin"), "expected the name of a file in this folder"),
+        (lambda f: edit_shard(f, file=None), "expected the name of a file in this folder, got None"),
+        (link_outside, "train-00001.bin: expected a file in this folder, found a link"),
+        (lambda f: edit_shard(f, tokens=[1000]), "damaged .*expected a count"),
+        (lambda f: edit_shard(f, tokens=10**18), "expected 2000000000000000000 bytes, got 2000"),
+        (lambda f: edit_shard(f, tokens=10**30), f"expected {2 * 10**30} bytes, got 2000"),
+        (lambda f: edit_shard(f, sha256=5), "damaged .*expected a sha256, got 5"),
+        (lambda f: edit_shard(f, more=1), "damaged .*more"),
+        (lambda f: (f / "index.json").write_text("[" * 100_000), "not a readable index"),
+        (lambda f: (f / "tokenizer" / "tokenizer_config.json").write_text("[]"), "not a readable tokenizer"),
+        (lambda f: (f / "tokenizer" / "tokenizer_config.json").unlink(), "not a readable tokenizer"),
+    ],
+)
+def test_damage_is_noticed_on_opening(copy, damage, expected):
+    damage(copy)
+    with pytest.raises(InputError, match=expected) as error:
+        PreparedData.open(copy)
+    assert "\n" not in str(error.value)
+
+
+def test_large_data_is_verified_when_asked(copy, monkeypatch):
+    monkeypatch.setattr(shards_module, "VERIFY_ON_OPEN", 1000)
+    swap_tokens(copy)
+    data = PreparedData.open(copy)
+    with pytest.raises(InputError, match="sha256"):
+        data.verify()
+    large_token(copy)
+    with pytest.raises(InputError, match="token id 400 near token 0 is outside the vocabulary of 400"):
+        data.validation.window(0, 10)
+
+
+def test_a_shard_that_goes_away_later_is_named(copy):
+    data = PreparedData.open(copy)
+    (copy / "train-00002.bin").unlink()
+    with pytest.raises(RunError, match=r"train-00002\.bin: the shard can no longer be read"):
+        data.train.window(1990, 20)
+
+
+def test_a_shard_that_is_cut_while_training_is_an_error_and_not_a_crash(copy):
+    """A memory map would kill the process with SIGBUS here."""
+    data = PreparedData.open(copy)
+    before = data.train.window(1000, 900)
+    os.truncate(copy / "train-00001.bin", 1001)
+    with pytest.raises(RunError, match=r"train-00001\.bin: the shard was cut after it was opened") as error:
+        data.train.window(1000, 900)
+    assert "\n" not in str(error.value)
+    assert np.array_equal(data.train.window(1000, 500), before[:500])
+
+
+def test_tokens_are_read_where_the_system_has_no_pread(copy, prepared, monkeypatch):
+    monkeypatch.delattr(os, "pread")
+    data = PreparedData.open(copy)
+    assert np.array_equal(data.train.window(500, 2000), prepared.train.window(500, 2000))
+    os.truncate(copy / "train-00001.bin", 1001)
+    with pytest.raises(RunError, match="the shard was cut"):
+        data.train.window(1000, 900)
+
+
+@pytest.mark.processes
+def test_processes_that_share_open_shards_read_the_same(prepared):
+    """A fork shares the file and its position: reads must not depend on it."""
+    expected = [prepared.train.window(start, 300) for start in range(0, 3000, 7)]
+    children = []
+    for _ in range(4):
+        if not (child := os.fork()):
+            starts = list(range(0, 3000, 7))
+            same = all(np.array_equal(prepared.train.window(starts[i], 300), expected[i]) for i in range(len(starts)))
+            os._exit(0 if same else 1)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+
+
+def test_out_must_be_new_or_empty(source, tmp_path):
+    (tmp_path / "empty").mkdir()
+    prepare(source, tmp_path / "empty", tokenizer="byte")
+    before = contents(tmp_path / "empty")
+    with pytest.raises(InputError, match="must be a new or empty folder, got"):
+        prepare(source, tmp_path / "empty", tokenizer="byte")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="must be a new or empty folder, got"):
+        prepare(source, tmp_path / "file", tokenizer="byte")
+    with pytest.raises(InputError, match="expected a folder to write in, got: Not a directory"):
+        prepare(source, tmp_path / "file" / "below", tokenizer="byte")
+    assert contents(tmp_path / "empty") == before
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "expected"),
+    [
+        ("", {}, "no text"),
+        (" \n\n ", {}, "no text"),
+        ("One short text.", {}, r"too small: of 1 document\(s\) nothing is left for train"),
+        ("One short text.", {"vocab_size": 256}, "at least 257 .* got 256"),
+        ("One short text.", {"vocab_size": 10**9}, "vocab_size: expected at most 1,000,000, got 1000000000"),
+        ("One short text.", {"vocab_size": 10**30}, "vocab_size: expected at most 1,000,000"),
+        ("One short text.", {"workers": 5000}, "workers: expected 0 to 1024 .*, got 5000"),
+        ("One short text.", {"validation_fraction": 0.0}, "validation_fraction: expected a number between 0 and 1"),
+        ("One short text.", {"validation_fraction": 1.5}, "validation_fraction: expected a number between 0 and 1"),
+        ("One short text.", {"shard_tokens": 0}, "shard_tokens: expected at least 1"),
+        ("One short text.", {"tokenizer": "gpt5"}, "expected bpe, byte or a folder with tokenizer.json, got gpt5"),
+        ("One short\0text.", {}, "binary"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(tmp_path, content, arguments, expected):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text(content)
+    with pytest.raises(InputError, match=expected):
+        prepare(tmp_path / "in", tmp_path / "out", **arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_two_documents_are_enough(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    data = prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="byte")
+    assert len(data.train) == len(data.validation) == 4
+
+
+def test_an_error_in_the_middle_leaves_nothing(tmp_path):
+    lines = [json.dumps({"text": text}) for text in TEXTS] + ["{"]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    for tokenizer in ("bpe", "byte"):
+        with pytest.raises(InputError, match=r"a\.jsonl:201: "):
+            prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=tokenizer)
+        assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_full_disk_leaves_nothing(source, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(RunError, match="writing failed: No space left on device; nothing was kept"):
+            prepare(source, tmp_path / "out", tokenizer="byte")
+    assert list(tmp_path.iterdir()) == []
+    prepare(source, tmp_path / "out", tokenizer="byte")
+
+
+def test_a_write_that_fails_half_way_leaves_nothing(source, tmp_path):
+    with room(15_000), pytest.raises(RunError, match="File too large"):
+        prepare(source, tmp_path / "out", tokenizer="byte")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.processes
+def test_a_killed_preparation_is_cleared_away_by_the_next(source, tmp_path):
+    program = (
+        "import os, signal, sys; from residua.lab.data import prepare;"
+        "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
+        "prepare(sys.argv[1], sys.argv[2], tokenizer='byte')"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, source, tmp_path / "out"], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [".out.preparing"]
+    prepare(source, tmp_path / "out", tokenizer="byte")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_second_preparation_at_the_same_time_is_refused_and_changes_nothing(source, tmp_path):
+    first = tmp_path / ".out.preparing"
+    with hold(first):
+        (first / "train-00000.bin").write_bytes(b"first")
+        with pytest.raises(InputError, match=r"\.out\.preparing: another process is working in this folder"):
+            prepare(source, tmp_path / "out", tokenizer="byte")
+        assert (first / "train-00000.bin").read_bytes() == b"first"
+    prepare(source, tmp_path / "out", tokenizer="byte")
+
+
+def test_a_link_in_the_place_of_an_unfinished_preparation_is_not_followed(source, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".out.preparing").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="must be a folder, got a link; remove it"):
+        prepare(source, tmp_path / "out", tokenizer="byte")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_stdlib_is_prepared_into_a_usable_corpus(tmp_path):
+    data = prepare("stdlib", tmp_path / "out", vocab_size=1024)
+    assert data.vocab_size == 1024
+    assert 500_000 < len(data.train) < 1_200_000
+    assert 0.03 < data.validation_bytes / data.facts["bytes"] < 0.08
+    assert data.facts["source"] == "stdlib"
+    assert data.facts["python"].startswith("CPython 3.")
+    text = data.tokenizer().decode(data.validation.window(0, len(data.validation)))
+    ends = text.count("<|endoftext|>") * len("<|endoftext|>")
+    assert len(text.encode()) - ends == data.validation_bytes

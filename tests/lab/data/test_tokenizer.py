@@ -1,0 +1,146 @@
+"""Tokenizers: exact round trips, reproducible training, and no special tokens out of text."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from residua.errors import InputError
+from residua.lab.data.encode import Encoder
+from residua.lab.data.tokenizer import (
+    END_OF_TEXT,
+    byte_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    train_bpe,
+    vocabulary,
+)
+
+
+def text_encoder(tokenizer):
+    """A function from texts to the ids that a preparation writes for them, without the end of text."""
+    encoder = Encoder(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "<u4")
+
+    def encode(texts):
+        encoded = encoder([text.encode() for text in texts])
+        documents = np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])
+        assert all(document[-1] == tokenizer.eos_token_id for document in documents)
+        return [document[:-1].tolist() for document in documents]
+
+    return encode
+
+
+TEXTS = [f"The quick brown fox number {n} jumps over the lazy dog's {n % 7} backs.\n" for n in range(300)]
+
+
+@pytest.fixture(scope="module", params=["bpe", "byte"])
+def tokenizer(request):
+    return train_bpe(TEXTS, 400) if request.param == "bpe" else byte_tokenizer()
+
+
+@pytest.mark.slow
+@given(text=st.text())
+def test_every_text_survives(tokenizer, text):
+    (ids,) = text_encoder(tokenizer)([text])
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id not in ids
+
+
+@pytest.mark.parametrize(
+    "text", ["a  b", " .", "don 't , no", "\r\n\t\0", "é e\u0301 \u202e 🏳️‍🌈", END_OF_TEXT * 2, "x<|endoftext|>y"]
+)
+def test_difficult_texts_survive_saving_too(tokenizer, tmp_path, text):
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    (ids,) = text_encoder(tokenizer)([text])
+    assert text_encoder(loaded)([text]) == [ids]
+    assert loaded.decode(ids) == text
+    assert tokenizer.eos_token_id not in ids
+
+
+def test_autotokenizer_loads_all_settings(tokenizer, tmp_path):
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    for loaded in (AutoTokenizer.from_pretrained(tmp_path / "saved"), load_tokenizer(tmp_path / "saved")):
+        assert loaded.eos_token == loaded.pad_token == END_OF_TEXT
+        assert loaded.eos_token_id == loaded.pad_token_id == tokenizer.eos_token_id
+        assert loaded.padding_side == "left"
+        assert len(loaded) == len(tokenizer) == vocabulary(loaded)
+        assert loaded("fox").input_ids == tokenizer("fox").input_ids
+        padded = loaded(["fox", "the lazy fox"], padding=True)
+        assert padded.input_ids[0][0] == loaded.pad_token_id
+        assert padded.attention_mask[0][0] == 0
+
+
+def test_a_prompt_may_contain_the_end_of_text(tokenizer):
+    assert tokenizer.eos_token_id in tokenizer(f"one{END_OF_TEXT}").input_ids
+
+
+def test_bytes_are_their_own_ids():
+    tokenizer = byte_tokenizer()
+    text = "".join(map(chr, range(0x250))) + "🙂"
+    assert text_encoder(tokenizer)([text]) == [list(text.encode())]
+    assert (len(tokenizer), tokenizer.eos_token_id) == (257, 256)
+
+
+def test_bpe_has_the_size_asked_for_and_is_reproducible():
+    one, two = (train_bpe(iter(TEXTS), 300) for _ in range(2))
+    assert len(one) == one.vocab_size == 300
+    assert one.backend_tokenizer.to_str() == two.backend_tokenizer.to_str()
+    assert len(text_encoder(one)([TEXTS[0]])[0]) < len(TEXTS[0]) / 2
+
+
+def test_bpe_of_a_short_text_has_fewer_entries():
+    assert len(train_bpe(["abc abc"], 1000)) < 270
+
+
+def test_bpe_below_the_bytes_is_refused():
+    with pytest.raises(InputError, match=r"at least 257 .* got 256"):
+        train_bpe(TEXTS, 256)
+
+
+@pytest.mark.parametrize("size", [10**9, 10**30])
+def test_an_absurd_vocabulary_is_refused(size):
+    """The trainer would end the process: it reserves memory for all entries."""
+    with pytest.raises(InputError, match=r"vocab_size: expected at most 1,000,000, got 10+; give a smaller one"):
+        train_bpe(TEXTS, size)
+
+
+def test_an_error_while_reading_the_training_text_is_that_error():
+    def failing():
+        yield from TEXTS
+        raise InputError("a.jsonl:7: broken")
+
+    with pytest.raises(InputError, match=r"a\.jsonl:7: broken"):
+        train_bpe(failing(), 400)
+
+
+def test_own_tokenizer_is_used_with_its_end_of_text(tmp_path):
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "fox": 1, "</s>": 70_000}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>").save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.eos_token_id, loaded.pad_token_id, loaded.padding_side) == (70_000, 70_000, "left")
+    assert vocabulary(loaded) == 70_001
+    assert text_encoder(loaded)(["fox", "cat"]) == [[1], [0]]
+
+
+def test_truncation_of_an_own_tokenizer_does_not_reach_the_data(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=5)
+    assert text_encoder(tokenizer)(["abcdef", "a"]) == [list(b"abcdef"), list(b"a")]
+
+
+def test_unusable_own_tokenizers_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"expected bpe, byte or a folder with tokenizer\.json, got .*nowhere"):
+        load_tokenizer(tmp_path / "nowhere")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))).save_pretrained(tmp_path / "no_eos")
+    with pytest.raises(InputError, match="no eos_token"):
+        load_tokenizer(tmp_path / "no_eos")
+    (tmp_path / "broken").mkdir()
+    for content in ("{", "{}", "[]", '{"model": {"type": "Unknown"}}', "null"):
+        (tmp_path / "broken" / "tokenizer.json").write_text(content)
+        with pytest.raises(InputError, match="expected bpe, byte or a folder") as error:
+            load_tokenizer(tmp_path / "broken")
+        assert "\n" not in str(error.value)

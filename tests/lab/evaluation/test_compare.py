@@ -1,0 +1,306 @@
+import json
+import math
+
+import pytest
+
+from residua.errors import InputError
+from residua.lab.evaluation.compare import Difference, Estimate, compare
+
+
+def test_runs_that_differ_only_in_the_seed_form_a_group(make_run):
+    folders = [
+        make_run("a1", seed=1),
+        make_run("b0", connection="ddl", offset=-0.1),
+        make_run("a0", seed=0),
+        make_run("b1", connection="ddl", seed=1, offset=-0.1),
+    ]
+    comparison = compare(folders)
+    assert [(group.name, group.seeds) for group in comparison.groups] == [("residual", (0, 1)), ("ddl", (0, 1))]
+    assert comparison.baseline is comparison.groups[0]
+    assert comparison.groups[0].validation_loss == pytest.approx((4.035, 0.01 / math.sqrt(2), 2))
+    assert comparison.notes == ()
+
+
+def test_what_else_is_written_down_makes_no_difference(make_run):
+    runs = [make_run("a", seed=0), make_run("b", seed=1)]
+    config = json.loads((runs[1] / "config.yaml").read_text())
+    config["train"] |= {"connections_every": 10, "wandb": "mine", "tensorboard": False}
+    (runs[1] / "config.yaml").write_text(json.dumps(config))
+    (group,) = compare(runs).groups
+    assert group.seeds == (0, 1)
+
+
+def test_names_tell_what_differs_and_connections_with_changes_are_groups_of_their_own(make_run):
+    comparison = compare(
+        [
+            make_run("a"),
+            make_run("b", lr=2e-3),
+            make_run("c", connection={"preset": "ddl-tc", "value_channels": 8}),
+            make_run("d", connection="ddl-tc"),
+        ]
+    )
+    assert [group.name for group in comparison.groups] == [
+        "residual train.lr=0.001",
+        "residual train.lr=0.002",
+        "ddl-tc(value_channels=8)",
+        "ddl-tc",
+    ]
+    assert comparison.baseline.name == "residual train.lr=0.001"
+
+
+def test_differences_are_paired_by_seed_so_that_shared_noise_vanishes(make_run):
+    runs = [make_run(f"a{s}", seed=s, offset=0.5 * s) for s in (0, 1, 2)]
+    runs += [make_run(f"b{s}", connection="ddl", seed=s, offset=0.5 * s - 0.2 + 0.01 * s) for s in (0, 1, 2)]
+    comparison = compare(runs)
+    difference = comparison.final_difference(comparison.groups[1])
+    assert difference.mean == pytest.approx(-0.19)
+    assert difference.deviation == pytest.approx(0.01)
+    assert difference.count == 3
+    assert comparison.groups[1].validation_loss.deviation > 0.5
+
+
+def test_without_a_shared_seed_the_means_are_compared_and_it_is_said(make_run):
+    runs = [make_run(f"a{s}", seed=s) for s in (0, 1)]
+    runs += [make_run(f"b{s}", connection="ddl", seed=s) for s in (7, 8)]
+    comparison = compare(runs)
+    difference = comparison.final_difference(comparison.groups[1])
+    assert difference.mean == pytest.approx(0.07)
+    assert difference.deviation == pytest.approx(math.hypot(0.01, 0.01) / math.sqrt(2))
+    assert difference.count == 0
+    assert any("share no seed" in note for note in comparison.notes)
+
+
+def test_differences_by_seconds_hold_the_clock_equal_and_by_step_the_steps(make_run):
+    # The slow run loses the same at every step, so at equal seconds it is behind by the steps it has not made yet.
+    comparison = compare([make_run("a"), make_run("b", connection="ddl", seconds_per_step=1.0)])
+    slow = comparison.groups[1]
+    assert [d.mean for d in comparison.differences(slow, "step")] == pytest.approx([0.0] * 10)
+    by_seconds = {d.at: d.mean for d in comparison.differences(slow, "seconds")}
+    assert min(by_seconds) == 10.0
+    assert max(by_seconds) == 50.0
+    assert by_seconds[40.0] == pytest.approx(3 / 40 - 3 / 80)
+
+
+def test_runs_of_different_length_are_compared_where_both_have_been(make_run):
+    comparison = compare([make_run("a", steps=100), make_run("b", connection="ddl", steps=60, offset=-0.1)])
+    group = comparison.groups[1]
+    difference = comparison.final_difference(group)
+    assert (difference.at, difference.mean) == (64 * 60, pytest.approx(-0.1))
+    assert any("3,840 tokens" in note for note in comparison.notes)
+
+
+def test_a_run_without_validation_has_no_difference_but_a_row(make_run):
+    comparison = compare([make_run("a"), make_run("b", connection="ddl", evaluate=False)])
+    _, rows = comparison.table()
+    assert rows[1][:4] == ["ddl", "seed 0", "–", "–"]
+    assert rows[1][4:] == ["1,234", "128", "50.0"]
+    assert any("no validation loss" in note for note in comparison.notes)
+
+
+def test_an_empty_metrics_file_is_a_run_that_has_just_begun(make_run):
+    folder = make_run("a")
+    (folder / "metrics.jsonl").write_text("")
+    _, rows = compare([folder]).table()
+    assert rows == [["residual", "seed 0", "–", "baseline", "1,234", "–", "–"]]
+
+
+def test_a_torn_last_line_is_left_out_and_a_torn_middle_one_is_an_error(make_run):
+    folder = make_run("a")
+    metrics = folder / "metrics.jsonl"
+    whole = compare([folder]).to_json()
+    text = metrics.read_text()
+    metrics.write_text(text + '{"step": 110, "loss": 4.')
+    assert compare([folder]).to_json() == whole
+    metrics.write_text('{"step": 1, "lo\n' + text)
+    with pytest.raises(InputError, match="line 1"):
+        compare([folder])
+
+
+def test_what_a_resumed_run_had_logged_beyond_its_checkpoint_is_void(make_run):
+    folder = make_run("a", steps=50)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step, loss in ((30, 1.0), (40, 2.0)):
+            print(json.dumps({"step": step, "tokens": 64 * step, "seconds": 9.0, "val_loss": loss}), file=file)
+    run = compare([folder]).groups[0].runs[0]
+    assert [(p.step, p.loss) for p in run.validation][-2:] == [(30, 1.0), (40, 2.0)]
+    assert [p.step for p in run.validation] == [10, 20, 30, 40]
+    assert [p.step for p in run.training] == [10, 20, 30]
+
+
+def test_of_two_runs_with_the_same_seed_the_one_that_came_further_counts(make_run):
+    crashed, finished = make_run("crashed", offset=1.0), make_run("finished")
+    lines = (crashed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (crashed / "metrics.jsonl").write_text("".join(lines[:8]))
+    for folders in ((crashed, finished), (finished, crashed)):
+        comparison = compare(folders)
+        assert [run.folder.name for run in comparison.groups[0].runs] == ["finished"]
+        (note,) = comparison.notes
+        assert f"{crashed} repeats {finished}, which came to step 100" in note
+
+
+def test_losses_of_other_contexts_are_said_to_be_no_comparison(make_run):
+    runs = [make_run("a"), make_run("b"), make_run("c", connection="ddl")]
+    for folder, length in zip(runs, (128, 256, 128)):
+        config = json.loads((folder / "config.yaml").read_text())
+        config["train"]["sequence_length"] = length
+        (folder / "config.yaml").write_text(json.dumps(config))
+    (note,) = (note for note in compare(runs).notes if "context" in note)
+    assert "residual train.sequence_length=256 with 256, ddl with 128 tokens" in note
+    assert not [note for note in compare([runs[0], runs[2]]).notes if "context" in note]
+
+
+def test_the_same_folder_counts_once_and_a_repeated_seed_is_left_out_and_said(make_run):
+    a, copy = make_run("a"), make_run("copy", offset=1.0)
+    comparison = compare([a, a.parent / "." / "a", copy])
+    assert comparison.groups[0].seeds == (0,)
+    assert comparison.groups[0].validation_loss.mean == pytest.approx(4.03)
+    assert [note for note in comparison.notes if "repeats" in note and "copy" in note]
+
+
+def test_data_are_told_apart_by_their_fingerprint(make_run):
+    comparison = compare([make_run("a"), make_run("b", connection="ddl", fingerprint="corpus-b")])
+    assert any("different data" in note for note in comparison.notes)
+
+
+def test_a_loss_that_is_not_finite_is_shown_and_never_hidden(make_run):
+    a, b = make_run("a"), make_run("b", connection="ddl")
+    with (b / "metrics.jsonl").open("a") as file:
+        print(json.dumps({"step": 100, "tokens": 6400, "seconds": 50.0, "val_loss": math.nan}), file=file)
+    comparison = compare([a, b])
+    _, rows = comparison.table()
+    assert rows[1][2:4] == ["nan", "+nan"]
+    assert any("not finite" in note for note in comparison.notes)
+    plain = comparison.to_json()
+    assert plain["groups"][1]["val_loss"]["mean"] is None
+    json.dumps(plain, allow_nan=False)
+
+
+def test_the_baseline_can_be_named_and_a_wrong_name_is_answered_with_the_nearest(make_run):
+    folders = [make_run("a"), make_run("b", connection="ddl", offset=-0.1)]
+    comparison = compare(folders, baseline="ddl")
+    assert comparison.final_difference(comparison.groups[0]).mean == pytest.approx(0.1)
+    with pytest.raises(InputError, match="did you mean residual"):
+        compare(folders, baseline="residul")
+
+
+def test_without_a_plain_residual_there_is_no_baseline(make_run):
+    comparison = compare([make_run("a", connection="ddl"), make_run("b", connection="mhc")])
+    assert comparison.baseline is None
+    assert any("name a baseline" in note for note in comparison.notes)
+
+
+def test_the_number_of_a_seed_does_not_read_as_how_many_there_are(make_run):
+    runs = [make_run("a"), *(make_run(f"b{seed}", connection="ddl", seed=seed) for seed in (0, 1))]
+    header, rows = compare(runs).table()
+    assert header[1] == "seed(s)"
+    assert [row[1] for row in rows] == ["seed 0", "seeds 0, 1"]
+
+
+def test_a_group_keeps_its_colour_whatever_the_baseline_is(make_run):
+    folders = [
+        make_run("b", connection="ddl"),
+        make_run("a"),
+        make_run("c", connection="mhc"),
+        make_run("slow", lr=2e-3),
+    ]
+    plain, slow = "residual train.lr=0.001", "residual train.lr=0.002"
+    for baseline in (None, "ddl", "mhc", slow):
+        assert compare(folders, baseline=baseline).colours == {plain: 0, "ddl": 1, "mhc": 2, slow: 3}
+    assert compare([folders[0], folders[2]], baseline="mhc").colours == {"ddl": 1, "mhc": 2}
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "count", "clear"),
+    [
+        (-0.0011, None, 1, False),  # one seed
+        (-0.2, 0.02, 0, False),  # no shared one
+        (-0.2, 0.03, 2, False),  # ± 12.706 * 0.03 / sqrt(2) = 0.27
+        (-0.2, 0.02, 2, True),
+        (0.02, 0.009, 3, False),  # ± 4.303 * 0.009 / sqrt(3) = 0.0224
+        (0.02, 0.008, 3, True),
+        (0.0, 0.0, 5, False),
+        (0.099, 0.5, 100, False),  # ± 1.984 * 0.05 = 0.0992
+        (0.1, 0.5, 100, True),
+        (math.nan, math.nan, 3, False),
+    ],
+)
+def test_a_difference_is_clear_where_its_interval_leaves_out_nothing(mean, deviation, count, clear):
+    assert Difference(100, mean, deviation, count).clear is clear
+
+
+def test_markdown_has_a_column_for_every_heading(make_run):
+    text = compare([make_run("a"), make_run("b", connection="ddl", offset=-0.1)]).to_markdown()
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 4
+    assert len({line.count("|") for line in lines}) == 1
+    assert "-0.1000" in lines[3]
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl"])
+def test_a_folder_without_a_run_is_an_input_error(make_run, missing):
+    folder = make_run("a")
+    (folder / missing).unlink()
+    with pytest.raises(InputError, match=missing):
+        compare([folder])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(
+            ("config.yaml", text)
+            for text in ("a: [1", "- 1", "{}", "model: {connection: 3}", "model: {connection: {}}")
+        ),
+        *(
+            ("config.yaml", f"{{model: {{connection: ddl}}, train: {{{key}: x}}}}")
+            for key in ("seed", "sequence_length")
+        ),
+        *(("facts.json", text) for text in ("{", "[]", '{"parameters": "many"}')),
+    ],
+)
+def test_a_damaged_file_is_named(make_run, name, content):
+    folder = make_run("a")
+    (folder / name).write_text(content)
+    with pytest.raises(InputError, match=name):
+        compare([folder])
+
+
+def test_nothing_to_compare_is_an_input_error():
+    with pytest.raises(InputError, match="at least one"):
+        compare([])
+
+
+def test_the_standard_deviation_is_that_of_a_sample():
+    assert Estimate.of([1.0, 3.0]) == (2.0, pytest.approx(math.sqrt(2)), 2)
+    assert Estimate.of([1.0]) == (1.0, None, 1)
+
+
+def test_a_run_whose_seed_is_not_shared_does_not_shorten_the_others(make_run):
+    a, b, short = (
+        make_run("a"),
+        make_run("b", connection="ddl", offset=-0.1),
+        make_run("short", connection="ddl", seed=1),
+    )
+    lines = (short / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (short / "metrics.jsonl").write_text("".join(lines[:8]))
+    comparison = compare([a, b, short])
+    group = comparison.groups[1]
+    assert group.seeds == (0, 1)
+    difference = comparison.final_difference(group)
+    assert (difference.at, difference.mean, difference.count) == (6400, pytest.approx(-0.1), 1)
+    assert comparison.notes == ("ddl: the difference is over the 1 of 2 seeds that are shared.",)
+
+
+def test_one_evaluation_each_is_enough_for_a_difference(make_run):
+    comparison = compare([make_run("a", steps=10), make_run("b", connection="ddl", steps=10, offset=-0.1)])
+    assert [d.mean for d in comparison.differences(comparison.groups[1])] == pytest.approx([-0.1])
+
+
+def test_a_loss_that_is_not_finite_spoils_its_own_place_alone(make_run):
+    a, b = make_run("a", steps=30), make_run("b", connection="ddl", steps=30)
+    metrics = b / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [json.dumps(row | ({"val_loss": math.nan} if row["step"] == 20 else {})) for row in rows]
+    metrics.write_text("\n".join(lines) + "\n")
+    comparison = compare([a, b])
+    assert [math.isnan(d.mean) for d in comparison.differences(comparison.groups[1])] == [False, True, False]

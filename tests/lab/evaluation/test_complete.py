@@ -1,0 +1,132 @@
+import copy
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from residua.errors import InputError
+from residua.lab.evaluation.generate import complete
+
+POSITIONS = 24
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate([*alphabet, "<eos>"])}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token="<eos>", clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Any causal language model of transformers will do: what is tested is what surrounds its `generate`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=257,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=POSITIONS,
+            bos_token_id=None,
+            eos_token_id=256,
+            initializer_range=0.5,
+        )
+        return LlamaForCausalLM(config).train()
+
+
+def test_greedy_text_is_the_most_probable_one(model, tokenizer):
+    tokens = tokenizer.encode("abc")
+    for _ in range(6):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits
+        tokens.append(logits[0, -1].argmax().item())
+    assert complete(model, tokenizer, "abc", max_new_tokens=6, greedy=True) == tokenizer.decode(tokens[3:])
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"return_dict_in_generate": True}, {"num_beams": 3}, {"sequence_bias": 5}],
+    ids=lambda own: next(iter(own)),
+)
+def test_what_a_model_says_of_its_generation_has_no_effect(own, model, tokenizer):
+    expected = complete(model, tokenizer, "aaa", max_new_tokens=6, greedy=True)
+    other = copy.deepcopy(model)
+    other.generation_config = kept = GenerationConfig()
+    vars(kept).update(own)
+    assert complete(other, tokenizer, "aaa", max_new_tokens=6, greedy=True) == expected
+    assert other.generation_config is kept
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_model_that_computes_no_numbers_writes_no_text(greedy, model, tokenizer):
+    diverged = copy.deepcopy(model)
+    with torch.no_grad():
+        diverged.lm_head.weight[7] = torch.nan
+    with pytest.raises(InputError, match="got logits that are NaN or infinite"):
+        complete(diverged, tokenizer, "abc", max_new_tokens=2, greedy=greedy)
+
+
+def test_the_seed_alone_decides_and_the_global_random_state_stays(model, tokenizer):
+    before = torch.random.get_rng_state()
+    first = complete(model, tokenizer, "abc", max_new_tokens=12, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.rand(3)
+    assert complete(model, tokenizer, "abc", max_new_tokens=12, seed=1) == first
+    assert complete(model, tokenizer, "abc", max_new_tokens=12, seed=2) != first
+    assert model.training
+
+
+def test_the_pieces_that_are_shown_make_up_the_text(model, tokenizer):
+    pieces = []
+    text = complete(model, tokenizer, "", max_new_tokens=20, temperature=2.0, top_p=1.0, on_text=pieces.append)
+    assert "".join(pieces) == text
+
+
+def test_top_k_of_one_is_greedy(model, tokenizer):
+    greedy = complete(model, tokenizer, "xy", max_new_tokens=8, greedy=True)
+    assert complete(model, tokenizer, "xy", max_new_tokens=8, top_k=1, temperature=5.0) == greedy
+
+
+def test_without_a_number_the_context_is_filled_and_not_exceeded(model, tokenizer):
+    text = complete(model, tokenizer, "a" * (POSITIONS - 2), greedy=True)
+    assert 0 < len(tokenizer.encode(text)) <= 3  # broken UTF-8 decodes to a replacement of three bytes
+
+
+def test_rows_beyond_the_tokenizer_are_never_sampled(model, tokenizer):
+    """The embedding is often larger than the vocabulary; here a row without a token is by far the most probable."""
+    larger = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "vocab_size": 320}))
+    larger.lm_head.bias = torch.nn.Parameter(100 * torch.eye(320)[-1] + 50 * torch.eye(320)[tokenizer.encode("z")[0]])
+    assert complete(larger, tokenizer, "a", max_new_tokens=4, greedy=True) == "zzzz"
+
+
+def test_the_end_of_text_ends_it_unless_it_comes_too_early(model, tokenizer):
+    ending = LlamaForCausalLM(model.config)
+    ending.lm_head.bias = torch.nn.Parameter(
+        100 * torch.eye(257)[tokenizer.eos_token_id] + 50 * torch.eye(257)[tokenizer.encode("z")[0]]
+    )
+    assert complete(ending, tokenizer, "a", max_new_tokens=4, greedy=True) == ""
+    assert complete(ending, tokenizer, "a", max_new_tokens=4, min_new_tokens=2, greedy=True) == "zz"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "setting", "message"),
+    [
+        ("a", {"temperature": 0.0}, "temperature"),
+        ("a", {"temperature": float("nan")}, "temperature"),
+        ("a", {"top_p": 0.0}, "top_p"),
+        ("a", {"top_p": 1.5}, "top_p"),
+        ("a", {"top_k": -1}, "top_k"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens"),
+        ("a", {"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens"),
+        ("a", {"max_new_tokens": POSITIONS}, "24 positions"),
+        ("a" * POSITIONS, {}, "24 positions"),
+    ],
+)
+def test_what_cannot_be_done_is_said(model, tokenizer, prompt, setting, message):
+    with pytest.raises(InputError, match=message):
+        complete(model, tokenizer, prompt, **setting)

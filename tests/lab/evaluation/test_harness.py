@@ -1,0 +1,181 @@
+"""lm-evaluation-harness on local tasks: its own numbers against ours, the table, and the command. No network."""
+
+import json
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="comes with: pip install 'residua[eval]'")
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import residua
+from residua.commands.cli import main
+from residua.errors import InputError
+from residua.lab.data import byte_tokenizer
+from residua.lab.evaluation.harness import score
+from residua.lab.evaluation.published import TASKS, rows
+from residua.models import ResiduaConfig, ResiduaForCausalLM
+
+QUESTIONS = [
+    ("The sky is", ["blue", "made of old cheese", "red"], 0),
+    ("Two and two are", ["five", "four", "a herd of cows"], 1),
+    ("Ice is", ["hot", "a kind of music", "cold"], 2),
+    ("A week has", ["seven days", "nine", "no"], 0),
+    ("Grass is", ["loud", "green", "square on Mondays"], 1),
+]
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    train: {folder}/documents.jsonl
+    validation: {folder}/documents.jsonl
+output_type: multiple_choice
+training_split: train
+validation_split: validation
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+{metrics}
+metadata:
+  version: 7.0
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        import datasets.config
+
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """The paper's eight tasks as local files; two of them have no acc_norm."""
+    folder = tmp_path_factory.mktemp("tasks")
+    lines = [json.dumps({"question": q, "choices": c, "answer": a}) for q, c, a in QUESTIONS]
+    (folder / "documents.jsonl").write_text("\n".join(lines) + "\n")
+    for name in TASKS:
+        metrics = ["acc"] if name in ("social_iqa", "winogrande") else ["acc", "acc_norm"]
+        listed = "\n".join(f"  - metric: {m}\n    aggregation: mean\n    higher_is_better: true" for m in metrics)
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, folder=folder, metrics=listed))
+    return folder
+
+
+def build():
+    torch.manual_seed(0)
+    config = ResiduaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        connection="ddl-ec",
+        embedding_init_std=0.5,
+        eos_token_id=256,
+        pad_token_id=256,
+        bos_token_id=None,
+    )
+    return ResiduaForCausalLM(config).eval()
+
+
+def likelihoods(model, tokenizer, question, choices):
+    """Each choice's log-likelihood after the question, one at a time and without the harness."""
+    found = []
+    for choice in choices:
+        context, whole = tokenizer.encode(question), tokenizer.encode(f"{question} {choice}")
+        with torch.no_grad():
+            logs = model(torch.tensor([whole])).logits[0].float().log_softmax(-1)
+        found.append(sum(logs[i - 1, whole[i]].item() for i in range(len(context), len(whole))))
+    return found
+
+
+@pytest.mark.slow
+def test_the_scores_are_those_of_the_likelihoods(tasks):
+    model, tokenizer = build(), byte_tokenizer()
+    right = normalised = 0
+    for question, choices, answer in QUESTIONS:
+        logs = likelihoods(model, tokenizer, question, choices)
+        right += max(range(3), key=logs.__getitem__) == answer
+        normalised += max(range(3), key=lambda i: logs[i] / len(choices[i])) == answer
+    found = score(model, tokenizer, name="mine", tasks=["sciq", "winogrande"], include_path=tasks)
+    sciq, winogrande = found.scores
+    assert (sciq.metric, sciq.value) == ("acc_norm", pytest.approx(100 * normalised / 5))
+    assert (winogrande.metric, winogrande.value) == ("acc", pytest.approx(100 * right / 5))
+    share = normalised / 5
+    assert sciq.stderr == pytest.approx(100 * math.sqrt(share * (1 - share) / 4))
+    assert (sciq.version, sciq.documents, sciq.num_fewshot) == ("7.0", 5, 0)
+    assert found.harness.startswith("0.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shots", [0, 1])
+def test_the_batch_size_changes_nothing(tasks, shots):
+    model, tokenizer = build(), byte_tokenizer()
+    one, many = (score(model, tokenizer, name="m", num_fewshot=shots, batch_size=b, include_path=tasks) for b in (1, 7))
+    assert one == many
+    assert [found.task for found in one.scores] == list(TASKS)
+    assert {found.num_fewshot for found in one.scores} == {shots}
+
+
+@pytest.mark.slow
+def test_a_converted_model_scores_as_the_model_that_it_was(tasks):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, intermediate_size=32, max_position_embeddings=256, initializer_range=0.5)
+    )
+    options = {"name": "m", "tasks": ["sciq", "winogrande"], "num_fewshot": 1, "include_path": tasks}
+    plain = score(model, byte_tokenizer(), **options)
+    assert score(residua.convert(model, "hc"), byte_tokenizer(), **options) == plain
+    assert score(residua.convert(residua.unconvert(model), "residual"), byte_tokenizer(), **options) == plain
+
+
+@pytest.mark.slow
+def test_the_table_never_mixes_ours_and_published(tasks):
+    found = score(build(), byte_tokenizer(), name="mine", include_path=tasks, limit=2)
+    header, table = found.table(rows("small", 1))
+    assert header == ["", "source", *TASKS.values(), "Avg"]
+    assert [row[1].partition(":")[0] for row in table] == ["ours"] * 2 + ["published"] * 6
+    assert table[2][:3] == ["residual", "published: arXiv 2601.00417v2", "29.01"]
+    assert {score.documents for score in found.scores} == {2}
+    record = found.to_json(rows("medium", 0))
+    assert record["published"][-1]["version"] == 3
+    assert json.loads(json.dumps(record))["average"] == pytest.approx(found.average)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ["siqa"], "include_path": "here"}, "expected a folder of task files"),
+        ({"num_fewshot": -1}, "num_fewshot"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"limit": 0}, "limit"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        score(build(), byte_tokenizer(), name="m", **options)
+
+
+@pytest.mark.slow
+def test_the_command_on_a_folder_of_transformers(capsys, tasks, tmp_path):
+    build().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    argv = ["evaluate", str(tmp_path / "model"), "--tasks", "paper", "--num-fewshot", "1", "--include-path", str(tasks)]
+    assert main([*argv, "--published", "small"]) == 0
+    table = capsys.readouterr().out
+    assert "published: arXiv 2601.00417v2" in table
+    assert "lm_eval" in table
+    assert main([*argv, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert len(record["scores"]) == 8
+    assert record["published"] == [], "no published model has this size"
+    assert main(["evaluate", str(tmp_path / "model")]) == 2
+    assert "--tasks" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path), "--tasks", "paper"]) == 2

@@ -1,0 +1,86 @@
+import pytest
+
+from residua.lab.evaluation.compare import compare
+from residua.lab.evaluation.plots import COLOURS, RESIDUAL_COLOUR, _differences, _losses, _styles, draw
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def assert_pictures(paths, names):
+    assert [path.name for path in paths] == names
+    for path in paths:
+        assert path.read_bytes().startswith(PNG)
+
+
+def test_a_comparison_with_seeds_gives_both_pictures(make_run, tmp_path):
+    runs = [make_run(f"a{s}", seed=s) for s in (0, 1)]
+    runs += [make_run(f"b{s}", connection="ddl", seed=s, offset=-0.1, steps=50) for s in (0, 1)]
+    assert_pictures(draw(compare(runs), tmp_path / "new" / "folder"), ["loss.png", "difference.png"])
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_a_single_run_gives_its_loss_alone(make_run, tmp_path, evaluate):
+    assert_pictures(draw(compare([make_run("a", evaluate=evaluate)]), tmp_path), ["loss.png"])
+
+
+def test_runs_without_a_single_finite_point_are_still_drawn(make_run, tmp_path):
+    a, b = make_run("a"), make_run("b", connection="ddl")
+    (a / "metrics.jsonl").write_text("")
+    (b / "metrics.jsonl").write_text('{"step": 1, "tokens": 2, "seconds": 0.1, "loss": NaN, "val_loss": NaN}\n')
+    assert_pictures(draw(compare([a, b]), tmp_path), ["loss.png"])
+
+
+def test_no_two_groups_look_alike(make_run):
+    runs = [make_run("baseline"), *(make_run(f"r{i}", connection=f"scheme-{i}") for i in range(2 * len(COLOURS)))]
+    looks = [tuple(sorted(style.items())) for _, style in _styles(compare(runs))]
+    assert len(set(looks)) == len(runs)
+
+
+def test_a_group_looks_the_same_in_every_panel_of_every_picture(make_run):
+    runs = [make_run("a"), make_run("b", connection="ddl"), make_run("c", connection="mhc")]
+    for baseline in (None, "mhc"):
+        comparison = compare(runs, baseline=baseline)
+        shown = {
+            (line.get_label().removesuffix(" (baseline)"), line.get_color())
+            for figure in (_losses(comparison), _differences(comparison))
+            for panel in figure.axes
+            for line in panel.lines
+            if not line.get_label().startswith("_")
+        }
+        assert shown == {("residual", RESIDUAL_COLOUR), ("ddl", COLOURS[0]), ("mhc", COLOURS[1])}
+
+
+def test_a_panel_without_anything_in_common_says_so_instead_of_an_axis_of_nothing(make_run):
+    plain = make_run("a")  # from 5 to 50 seconds
+    slow = make_run("slow", connection="ddl", seconds_per_step=6.0)  # from 60 seconds
+    steps, seconds = _differences(compare([plain, slow])).axes
+    assert [text.get_text() for text in steps.texts] == []
+    assert [text.get_text() for text in seconds.texts] == ["No common seconds with residual"]
+    assert len(seconds.get_xticks()) == 0
+    assert "ddl" in {line.get_label() for line in steps.lines}
+
+
+def test_who_is_missing_in_a_panel_is_said_below_it(make_run):
+    runs = [make_run("a"), make_run("slow", connection="ddl", seconds_per_step=6.0), make_run("c", connection="mhc")]
+    steps, seconds = _differences(compare(runs)).axes
+    assert steps.get_xlabel() == "Training step"
+    assert seconds.get_xlabel().splitlines() == [
+        "Wall-clock time of the training steps (seconds)",
+        "A slower run is seen earlier in its learning-rate schedule",
+        "No common seconds with residual: ddl",
+    ]
+    assert not seconds.texts
+    assert len(seconds.get_xticks()) > 0
+
+
+@pytest.mark.parametrize(("pace", "said"), [(0.5, False), (0.52, False), (0.6, True), (0.3, False)])
+def test_at_equal_seconds_a_slower_run_is_said_to_be_earlier_in_its_schedule(make_run, pace, said):
+    steps, seconds = _differences(compare([make_run("a"), make_run("b", connection="ddl", seconds_per_step=pace)])).axes
+    assert ("earlier in its learning-rate schedule" in seconds.get_xlabel()) is said
+    assert steps.get_xlabel() == "Training step"
+
+
+def test_the_baseline_is_within_the_frame_however_far_the_others_are(make_run):
+    for panel in _differences(compare([make_run("a"), make_run("b", connection="ddl", offset=-0.5)])).axes:
+        low, high = panel.get_ylim()
+        assert low < -0.5 < 0 < high

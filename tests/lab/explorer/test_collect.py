@@ -1,0 +1,270 @@
+"""What goes into the page: from run folders and trace files, within its size, or one clear line."""
+
+import builtins
+import importlib
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from residua.commands.cli import main
+from residua.errors import InputError
+from residua.lab.experiment import run
+from residua.lab.explorer.collect import PAGE, Source, collect, page_of
+from residua.lab.inspection.trace import Trace
+from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig
+from support import planted
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run of four steps, with checkpoints of two of them."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "texts").mkdir()
+    for n in range(40):
+        (folder / "texts" / f"{n:02d}.txt").write_text(f"The number {n} is {n * n} when squared.\n" * 3)
+    model = ModelConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=1, max_position_embeddings=32, connection="ddl"
+    )
+    train = TrainConfig(
+        steps=4,
+        batch_size=2,
+        sequence_length=16,
+        evaluate_every=2,
+        checkpoint_every=2,
+        device="cpu",
+        tensorboard=False,
+    )
+    data = DataConfig(source=str(folder / "texts"), tokenizer="byte")
+    run(RunConfig(model, data, train), folder / "run", progress=False)
+    return folder / "run"
+
+
+@pytest.fixture
+def a_run(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def read(page: Path) -> dict:
+    """The payload of a written page."""
+    found = re.search(r'<script type="application/json" id="payload">(.*?)</script>', page.read_text(encoding="utf-8"))
+    return json.loads(found[1])
+
+
+def test_without_arguments_there_is_only_what_can_be_played_with(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["explore"]) == 0
+    assert "explorer.html" in capsys.readouterr().out
+    assert read(tmp_path / "explorer.html") == {"title": "residua", "traces": [], "comparison": None}
+
+
+def test_a_run_gets_a_trace_of_its_newest_checkpoint_once(a_run, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert main(["explore", str(a_run), "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert str(out) in said.out
+    assert "no trace" in said.err
+    saved = a_run / "analysis" / "trace-step-4.safetensors"
+    trace = Trace.load(saved)
+    (shown,) = read(out)["traces"]
+    assert shown["tokens"] == trace.tokens
+    assert shown["facts"]["checkpoint"] == 4
+    assert shown["name"] == "run"
+    assert read(out)["comparison"] is None
+    before = saved.stat().st_mtime_ns
+    assert main(["explore", str(a_run), "--out", str(out)]) == 0
+    assert capsys.readouterr().err == ""
+    assert saved.stat().st_mtime_ns == before
+
+
+def test_traces_of_several_checkpoints_tell_of_the_training(a_run):
+    (a_run / "connections.jsonl").unlink(missing_ok=True)
+    assert main(["explore", str(a_run), "--all-checkpoints", "--no-page"]) == 0
+    payload, arrays = page_of(*collect([a_run]))
+    assert arrays["0.training.beta.steps"].tolist() == [2, 4]
+    trace = Trace.load(a_run / "analysis" / "trace-step-2.safetensors")
+    np.testing.assert_allclose(arrays["0.training.beta.mean"][0], trace.values["beta"].mean(1), rtol=1e-6)
+    np.testing.assert_allclose(arrays["0.training.beta.q95"][0], trace.values["beta"].quantile(0.95, dim=1), rtol=1e-6)
+    assert payload["traces"][0]["facts"]["checkpoint"] == 4
+
+
+def test_runs_and_trace_files_together_and_names_that_tell_them_apart(a_run, tmp_path):
+    paths = [planted.delta(torch.ones(2, 3)).save(tmp_path / folder / "a.safetensors") for folder in ("x", "y")]
+    named = planted.residual(run="plain", checkpoint=7).save(tmp_path / "z.safetensors")
+    payload, arrays = page_of(*collect([*paths, a_run, named, paths[0]]))
+    assert [trace["name"] for trace in payload["traces"]] == ["a (1)", "a (2)", "run", "plain, step 7"]
+    np.testing.assert_array_equal(arrays["1.beta"], np.ones((2, 3)))
+    assert payload["comparison"] is None
+
+
+def test_arrays_are_those_of_the_trace():
+    trace = planted.streams()
+    payload, arrays = page_of([Source("streams", trace)])
+    for name, described in payload["traces"][0]["arrays"].items():
+        assert described["tokens"] is None
+        assert list(arrays[described["key"]].shape) == described["shape"]
+        if name in trace.values:
+            np.testing.assert_array_equal(arrays[described["key"]], trace.values[name])
+    np.testing.assert_allclose(arrays["0.mixing"][-1], np.linalg.norm(trace.values["h_res"][-1, 0].numpy() - np.eye(3)))
+    np.testing.assert_allclose(arrays["0.change"], 0.5 / trace.values["state_norm"][:-1])
+
+
+def test_the_gates_of_a_trace_are_on_the_page_whatever_their_names(tmp_path):
+    """From the telemetry, and without one from the traces of two checkpoints."""
+    values = {name: torch.linspace(low, 0.9, 40).view(4, 10) for name, low in (("gate_0", -0.9), ("other", 0.1))}
+    for step in (2, 4):
+        planted.gated(values).save(tmp_path / "analysis" / f"trace-step-{step}.safetensors")
+    logged = [{"step": step, **{name: {"mean": [0.5] * 4} for name in values}} for step in (1, 2)]
+    for rows, steps in (([], [2, 4]), (logged, [1, 2])):
+        (tmp_path / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        payload, arrays = page_of([Source("gated", planted.gated(values), tmp_path)])
+        assert payload["traces"][0]["checked"][2].startswith("no gate is stuck")
+        for name, gate in values.items():
+            np.testing.assert_array_equal(arrays[f"0.{name}"], gate)
+            assert arrays[f"0.training.{name}.steps"].tolist() == steps
+            assert arrays[f"0.training.{name}.mean"].shape == (2, 4)
+
+
+def test_beta_stays_exact_and_the_rest_gives_way_where_a_page_would_be_too_large():
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.nn.functional.normalize(torch.randn(96, 4, generator=generator), dim=1)
+    trace = planted.delta(2 * torch.rand(96, 2048, generator=generator), directions=directions)
+    trace.values["change_norm"] = trace.values["change_norm"] * 1e6
+    payload, arrays = page_of([Source("large", trace)])
+    np.testing.assert_array_equal(arrays["0.beta"], trace.values["beta"])
+    described = payload["traces"][0]["arrays"]
+    assert arrays["0.state_norm"].dtype == np.float16
+    sampled = trace.facts["sampled"]
+    assert described["discrepancy_norm"]["tokens"] == sampled
+    torch.testing.assert_close(
+        torch.from_numpy(arrays["0.discrepancy_norm"]).float(),
+        trace.values["discrepancy_norm"][:, sampled],
+        rtol=1e-3,
+        atol=1e-3,
+    )
+    assert np.isfinite(arrays["0.change_norm"]).all()  # too large for 16 bits
+    assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE
+    payload, arrays = page_of([Source(str(number), trace) for number in range(12)])
+    assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE
+
+
+def test_weights_over_depth_keep_their_mean_where_they_are_too_large():
+    trace = planted.depth(36, 300, reads=("q", "k", "v"))
+    payload, arrays = page_of([Source("one", trace)])
+    np.testing.assert_array_equal(arrays["0.depth_weights"], trace.values["depth_weights"].half())
+    payload, arrays = page_of([Source(str(number), trace) for number in range(4)])
+    for number in range(4):
+        assert "depth_weights" not in payload["traces"][number]["arrays"]
+        np.testing.assert_array_equal(arrays[f"{number}.depth_mean"], trace.values["depth_mean"])
+    assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE
+
+
+def test_what_was_checked_is_what_the_trace_has():
+    shared = torch.full((4, 4), 0.25)
+    compressed = planted.delta(torch.ones(4, 10))
+    compressed.values["compress_share"] = shared
+    expected = {
+        "residual": (planted.residual(), []),
+        "delta": (planted.delta(torch.ones(4, 10)), ["no gate is stuck"]),
+        "compressed": (compressed, ["no gate is stuck", "no compressor"]),
+        "orthogonal": (
+            planted.streams(constraint="orthogonal"),
+            ["the mixing has left the identity and stayed orthogonal", "the streams are not copies"],
+        ),
+        "streams": (planted.streams(), ["the mixing has left the identity", "the streams are not copies"]),
+        "geometric": (planted.geometric(), ["no gate is stuck"]),
+    }
+    payload, _ = page_of([Source(name, trace) for name, (trace, _) in expected.items()])
+    for described in payload["traces"]:
+        always, own = described["checked"][:2], described["checked"][2:]
+        assert always == ["all numbers are finite", "the connection is causal"]
+        beginnings = expected[described["name"]][1]
+        assert len(own) == len(beginnings)
+        assert all(text.startswith(beginning) for text, beginning in zip(own, beginnings))
+
+
+def test_a_missing_numpy_is_named_with_its_install_command(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, scope=None, *arguments, **options):
+        if name == "numpy" and (scope or {}).get("__name__") == "residua.lab.explorer.collect":
+            raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+        return real(name, scope, *arguments, **options)
+
+    monkeypatch.delitem(sys.modules, "residua.lab.explorer.collect")
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ModuleNotFoundError, match=r"residua\[lab\]"):
+        importlib.import_module("residua.lab.explorer.collect")
+
+
+def wrong(tmp_path: Path, a_run: Path) -> dict[str, tuple[list[Path], str]]:
+    """Paths that cannot be used, and what is said of them."""
+    other = tmp_path / "other.safetensors"
+    save_file({"token_ids": torch.zeros(1)}, other, {"residua_trace": "99", "facts": "{}", "tokens": "[]"})
+    tensors = tmp_path / "tensors.safetensors"
+    save_file({"x": torch.zeros(1)}, tensors)
+    text = tmp_path / "notes.txt"
+    text.write_text("no trace\n")
+    (tmp_path / "empty").mkdir()
+    untrained = tmp_path / "untrained"
+    shutil.copytree(a_run, untrained)
+    shutil.rmtree(untrained / "checkpoints")
+    return {
+        "missing": ([tmp_path / "nowhere"], "found no such file or folder"),
+        "no run": ([tmp_path / "empty"], "config.yaml"),
+        "version": ([other], "version 99"),
+        "tensors": ([tensors], "expected a trace"),
+        "text": ([text], "expected a trace"),
+        "untrained": ([untrained], "expected a checkpoint"),
+        "too many": ([tmp_path / str(number) for number in range(13)], "at most 12"),
+        "last of two": ([a_run, tmp_path / "nowhere"], "found no such file or folder"),
+    }
+
+
+def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(tmp_path, a_run, capsys):
+    out = tmp_path / "page.html"
+    for paths, reason in wrong(tmp_path, a_run).values():
+        assert main(["explore", *map(str, paths), "--out", str(out)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("residua: ")
+        assert reason in line
+        assert not out.exists()
+    assert not (a_run / "analysis").exists()
+    for bad in (tmp_path / "empty", tmp_path / "nowhere" / "page.html"):
+        assert main(["explore", "--out", str(bad)]) == 2
+        assert "--out" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    out = tmp_path / "page.html"
+    out.write_text("old")
+    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError("no space left")))
+    assert main(["explore", "--out", str(out)]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert out.read_text() == "old"
+
+
+def test_a_run_that_was_stopped_in_the_middle_of_a_row_can_be_explored(a_run):
+    (a_run / "connections.jsonl").write_text(
+        '{"step": 1, "beta": {"mean": [1, 1]}}\n{"step": 2, "beta": {"mean": [1, null]}}\n{"ste'
+    )
+    _, arrays = page_of(*collect([a_run]))
+    np.testing.assert_array_equal(arrays["0.training.beta.mean"], [[1, 1], [1, np.nan]])
+    (a_run / "connections.jsonl").write_text('nothing\n{"step": 1}\n')
+    with pytest.raises(InputError, match=r"connections\.jsonl"):
+        page_of(*collect([a_run]))
+
+
+def test_a_run_whose_folder_cannot_be_written_is_shown(a_run, capsys):
+    (a_run / "analysis").write_text("in the way")
+    payload, arrays = page_of(*collect([a_run]))
+    assert payload["traces"][0]["facts"]["checkpoint"] == 4
+    assert arrays
+    assert "the trace is not kept: " in capsys.readouterr().err

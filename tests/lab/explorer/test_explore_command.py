@@ -1,0 +1,167 @@
+import json
+import shutil
+
+import pytest
+import torch
+
+from residua.commands.cli import main
+from residua.lab.data import prepare
+from residua.lab.experiment import open_run
+from residua.lab.inspection import Trace
+
+SMALL = [
+    *("--config", "tiny", "--train.steps", "4", "--train.warmup_steps", "1", "--train.batch_size", "2"),
+    *("--train.sequence_length", "16", "--train.evaluate_every", "2", "--train.checkpoint_every", "2"),
+    *("--train.tensorboard", "false", "--train.device", "cpu", "--model.num_hidden_layers", "1"),
+    *("--model.hidden_size", "16", "--model.num_attention_heads", "1", "--model.head_dim", "16"),
+    *("--model.max_position_embeddings", "32"),
+]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
+    return prepare(folder, tmp_path_factory.mktemp("prepared") / "data", tokenizer="byte", progress=False).folder
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "ddl"
+    arguments = ["train", "--run", str(folder), *SMALL, "--data.path", str(prepared), "--model.connection", "ddl-cc"]
+    assert main(arguments) == 0
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "ddl")
+
+
+def output(capsys, *argv):
+    """What the command prints without a page."""
+    capsys.readouterr()
+    status = main(["explore", "--no-page", *map(str, argv)])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return captured.out
+
+
+def refused(capsys, *argv):
+    capsys.readouterr()
+    assert main(["explore", *map(str, argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+def kept_trace(capsys, run):
+    return output(capsys, run).splitlines()[-1].removeprefix("trace: ")
+
+
+def test_the_newest_checkpoint_reads_the_validation_data(capsys, run):
+    text = output(capsys, run)
+    assert text.startswith("ddl-cc, step 4, the first 16 tokens of the validation data, loss ")
+    assert "1 attention" in text
+    assert "beta" in text.splitlines()[1]
+    path = run / "analysis" / "trace-step-4.safetensors"
+    assert f"trace: {path}" in text
+    found = Trace.load(path)
+    assert (found.facts["run"], found.facts["checkpoint"], found.num_tokens) == ("ddl", 4, 16)
+    assert "".join(found.tokens) == open_run(run).tokenizer.decode(found.values["token_ids"].tolist())
+
+
+def test_a_prompt_and_a_checkpoint(capsys, run):
+    text = output(capsys, run, "--prompt", "Text number 3", "--checkpoint", "2")
+    assert text.startswith("ddl-cc, step 2, 13 tokens of a prompt, loss ")
+    assert Trace.load(run / "analysis" / "trace-step-2.safetensors").tokens == list("Text number 3")
+    assert output(capsys, run, "--prompt", "").startswith("ddl-cc, step 4, 1 tokens of a prompt")
+    assert "5 tokens of a prompt" in output(capsys, run, "--prompt", "Text number 3", "--tokens", "5")
+
+
+def test_all_checkpoints_as_json(capsys, run):
+    records = json.loads(output(capsys, run, "--all-checkpoints", "--json"))
+    assert [record["checkpoint"] for record in records] == [2, 4]
+    for record in records:
+        assert record["trace"] == str(run / "analysis" / f"trace-step-{record['checkpoint']}.safetensors")
+        assert [row["sublayer"] for row in record["sublayers"]] == ["1 attention", "1 mlp"]
+        assert record["sublayers"][0]["beta"] == pytest.approx(1, abs=0.5)
+        assert isinstance(record["warnings"], list)
+    assert output(capsys, run, "--all-checkpoints").count("trace: ") == 2
+
+
+def test_the_loss_is_that_of_the_model_in_the_precision_of_its_training(capsys, prepared, tmp_path):
+    arguments = ["--data.path", str(prepared), "--model.connection", "ddl", "--train.precision", "bfloat16"]
+    assert main(["train", "--run", str(tmp_path / "run"), *SMALL, *arguments]) == 0
+    (record,) = json.loads(output(capsys, tmp_path / "run", "--tokens", "20", "--json"))
+    opened = open_run(tmp_path / "run")
+    ids = torch.as_tensor(opened.data.validation.window(0, 20))[None]
+    with torch.no_grad(), opened.precision():
+        assert record["loss"] == pytest.approx(opened.model(ids, labels=ids).loss.item(), rel=1e-6)
+    assert record["read"] == "the first 20 tokens of the validation data"
+
+
+def test_an_exported_model_needs_a_prompt(capsys, run, tmp_path):
+    exported = tmp_path / "exported"
+    assert main(["export", str(run), str(exported)]) == 0
+    assert "give --prompt TEXT" in refused(capsys, exported)
+    text = output(capsys, exported, "--prompt", "Text number 3")
+    assert output(capsys, exported) == text
+    assert text.startswith("ddl-cc, 13 tokens of a prompt, loss ")
+    assert Trace.load(exported / "analysis" / "trace.safetensors").facts["checkpoint"] is None
+    assert "give --prompt TEXT" in refused(capsys, exported, "--tokens", "3")
+    assert "--checkpoint: expected a run folder" in refused(capsys, exported, "--prompt", "a", "--checkpoint", "2")
+
+
+def test_a_page_has_the_trace_that_the_options_ask_for(capsys, run, tmp_path, monkeypatch):
+    """Beside the tables; JSON stays JSON, with a page only where --out names one."""
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "explorer.html"
+    printed = output(capsys, run, "--json")
+    assert main(["explore", str(run), "--json"]) == 0
+    assert capsys.readouterr().out == printed
+    assert not page.exists()
+    assert main(["explore", str(run), "--prompt", "Text", "--checkpoint", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("ddl-cc, step 2, 4 tokens of a prompt")
+    assert text.endswith("open in a browser: explorer.html\n")
+    assert '"tokens":["T","e","x","t"]' in page.read_text(encoding="utf-8")
+    assert main(["explore", str(run), "--all-checkpoints", "--json", "--out", "other.html"]) == 0
+    assert [record["checkpoint"] for record in json.loads(capsys.readouterr().out)] == [2, 4]
+    assert '"checkpoint":4' in (tmp_path / "other.html").read_text(encoding="utf-8")
+
+
+def test_what_cannot_be_used_is_one_line(capsys, run, tmp_path):
+    assert "expected a run folder or a trace, found no such file" in refused(capsys, tmp_path / "none")
+    assert "expected a checkpoint of step 3; there are 2, 4" in refused(capsys, run, "--checkpoint", "3")
+    assert "at most 32 tokens" in refused(capsys, run, "--tokens", "33")
+    assert "at least 1 token, got 0" in refused(capsys, run, "--tokens", "0")
+    assert "no prepared data" in refused(capsys, run, "--data", "nowhere")
+    assert "not allowed with" in refused(capsys, run, "--checkpoint", "2", "--all-checkpoints")
+    assert "not allowed with" in refused(capsys, run, "--out", "x.html", "--no-page")
+    assert "RUN must be given" in refused(capsys, "--prompt", "a")
+    assert "RUN must be given" in refused(capsys, "--json")
+    kept = str(Trace.load(kept_trace(capsys, run)).save(tmp_path / "kept.safetensors"))
+    assert "a trace cannot be made again" in refused(capsys, kept, "--tokens", "3")
+    shutil.rmtree(run / "analysis")
+    shutil.rmtree(run / "checkpoints")
+    assert "found none; train it first" in refused(capsys, run)
+    assert "found none; train it first" in refused(capsys, run, "--all-checkpoints")
+
+
+def test_what_was_found_is_shown_where_the_folder_cannot_be_written(capsys, run, tmp_path):
+    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+    for folder, more in ((run, []), (tmp_path / "model", ["--prompt", "Text"])):
+        (folder / "analysis").write_text("in the way")
+        capsys.readouterr()
+        assert main(["explore", str(folder), "--json", *more]) == 0
+        printed = capsys.readouterr()
+        (found,) = json.loads(printed.out)
+        assert found["trace"] is None
+        assert found["sublayers"]
+        assert "the trace is not kept: " in printed.err
+        assert main(["explore", str(folder), "--no-page", *more]) == 0
+        assert "trace: " not in capsys.readouterr().out
+        assert (folder / "analysis").read_text() == "in the way"

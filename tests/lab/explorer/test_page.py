@@ -1,0 +1,194 @@
+"""The page as a file: one, self-contained, with what is put in it inert; and its modules, bundled or refused."""
+
+import builtins
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from residua.errors import InputError
+from residua.lab.explorer import page as module
+from residua.lab.explorer.page import ASSETS, bundle, write_page
+
+EMPTY = {"title": "residua", "traces": [], "comparison": None}
+NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- <script> & \u2028 ]]>"
+
+
+def modules(folder: Path, **files: str) -> Path:
+    for name, code in files.items():
+        (folder / f"{name}.js").write_text(code, encoding="utf-8")
+    return folder
+
+
+def run(page, script: str):
+    """What the module `script`, in a page of its own, leaves in window.found."""
+    page.set_content(f"<!doctype html><script type='module'>{script}</script>")
+    page.wait_for_function("window.found !== undefined")
+    return page.evaluate("window.found")
+
+
+def test_modules_are_bundled_once_each_and_in_order(browser, tmp_path):
+    folder = modules(
+        tmp_path,
+        first='export const list = [];\nexport function note(name) {\n  list.push(name);\n}\nnote("first");\n',
+        second='import {note} from "./first.js";\nnote("second");\nexport class Thing {\n  size = 2;\n}\n',
+        third='import {\n  list as seen,\n  note,\n} from "./first.js";\nimport {Thing} from "./second.js";\n'
+        'note("third");\n'
+        'export async function go() {\n  return [...seen, new Thing().size, "</script><!-- "];\n}\n',
+        main='import {go} from "./third.js";\nimport {list} from "./first.js";\n'
+        "go().then((found) => { window.found = [found, list.length]; });\n",
+    )
+    context = browser.new_context()
+    assert run(context.new_page(), bundle(folder, "main.js")) == [
+        ["first", "second", "third", 2, "</script><!-- "],
+        3,
+    ]
+    context.close()
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"main": 'import {a} from "./none.js";\n'}, "main.js imports none.js, which is not in"),
+        (
+            {"main": 'import {a} from "./one.js";\n', "one": 'import {b} from "./two.js";\nexport const a = 1;\n'}
+            | {"two": 'import {a} from "./one.js";\nexport const b = 1;\n'},
+            "main.js -> one.js -> two.js -> one.js",
+        ),
+        (
+            {"main": 'import {b} from "./one.js";\n', "one": "export const a = 1;\n"},
+            "imports b from one.js, which does",
+        ),
+        ({"main": 'import a from "./one.js";\n', "one": "export const a = 1;\n"}, "got 'import a from"),
+        ({"main": "export default 1;\n"}, "got 'export default 1;'"),
+        ({"main": "export let a = 1;\n"}, "got 'export let a = 1;'"),
+    ],
+)
+def test_what_cannot_be_bundled_is_refused_with_a_sentence(tmp_path, files, said):
+    with pytest.raises(InputError) as refusal:
+        bundle(modules(tmp_path, **files), "main.js")
+    assert said in str(refusal.value)
+
+
+def test_every_module_of_the_page_is_reached_and_nothing_else_lies_there():
+    bundled = bundle(ASSETS, "main.js")
+    for path in ASSETS.glob("*.js"):
+        assert f"const module_{path.stem.replace('-', '_')} = " in bundled, path.name
+    assert {path.suffix for path in ASSETS.iterdir()} == {".js", ".css", ".html"}
+
+
+def test_the_page_is_one_file_without_addresses_to_fetch_from(tmp_path):
+    path = write_page(tmp_path / "folder" / "page.html", EMPTY, {})
+    text = path.read_text(encoding="utf-8")
+    assert [one.name for one in path.parent.iterdir()] == ["page.html"]
+    assert len(text) < 300_000
+    assert " src=" not in text
+    assert "@import" not in text
+    assert "url(" not in text
+    assert "default-src 'none'" in text
+    assert "<!-- " not in text
+
+
+def test_texts_are_inert(open_page, tmp_path):
+    payload = EMPTY | {"title": NASTY, "texts": [NASTY, {"deep": NASTY}]}
+    page = open_page(write_page(tmp_path / "page.html", payload, {}))
+    page.wait_for_selector("h1")
+    assert page.title() == NASTY
+    found = page.evaluate("JSON.parse(document.getElementById('payload').textContent)")
+    assert found["texts"] == [NASTY, {"deep": NASTY}]
+    assert page.locator("img").count() == 0
+    assert NASTY.split("\u2028")[0].strip() in page.locator("#top").inner_text()
+
+
+def test_arrays_come_back_as_they_were(open_page, tmp_path, monkeypatch):
+    """Through a view of its own, as Inspect and Compare use them."""
+    for name in ("data.js", "index.html", "style.css", "learn.css", "panels.css"):
+        (tmp_path / name).write_text((ASSETS / name).read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "main.js").write_text(
+        'import {arrays, payload} from "./data.js";\n'
+        "const keys = payload().keys;\n"
+        "Promise.all(keys.map(arrays)).then((found) => {\n"
+        "  window.found = found.map((array) => [array.constructor.name, array.shape, [...array].map(String)]);\n"
+        "});\n"
+        'arrays("none").catch((error) => { window.missing = error.message; });\n'
+    )
+    monkeypatch.setattr(module, "ASSETS", tmp_path)
+    rng = np.random.default_rng(0)
+    halves = np.array([0, -0.0, 1 / 3, -2.5, 65504, 6e-8, 6.2e-5, np.inf, -np.inf, np.nan], dtype=np.float16)
+    given = {
+        "trace-0/beta": rng.normal(size=(3, 4)).astype(np.float32),
+        "halves": halves,
+        "wide": rng.normal(size=5),
+        'a "quoted" & odd <key>': np.arange(6, dtype=np.int64).reshape(1, 2, 3) - 3,
+        "flags": np.array([True, False]),
+        "none": np.zeros((0, 4), dtype=np.float32),
+        "scalar": np.float32(2.5).reshape(()),
+    }
+    expected = {"float16": "Float32Array", "float32": "Float32Array", "float64": "Float64Array", "int64": "Int32Array"}
+    given.pop("none")
+    path = write_page(tmp_path / "page.html", EMPTY | {"keys": list(given)}, given)
+    page = open_page(path)
+    # Not wait_for_function: the page forbids itself to evaluate text.
+    page.evaluate("""new Promise((done) => {
+      const look = () => (window.found && window.missing ? done() : setTimeout(look, 20));
+      look();
+    })""")
+    assert page.evaluate("window.missing") == "this page holds no array none"
+    for (name, shape, values), (key, array) in zip(page.evaluate("window.found"), given.items(), strict=True):
+        assert name == expected.get(array.dtype.name, "Uint8Array"), key
+        assert tuple(shape) == array.shape, key
+        numbers = [float(text.replace("Infinity", "inf")) for text in values]
+        np.testing.assert_array_equal(np.array(numbers), array.astype(np.float64).ravel(), err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("payload", "arrays", "said"),
+    [
+        ({"loss": float("nan")}, {}, "payload: expected numbers that are finite"),
+        ({}, {"a": np.array(["x"])}, "array 'a': expected numbers"),
+        ({}, {"a": np.array([2**40])}, "array 'a': expected integers of 32 bits"),
+    ],
+)
+def test_what_a_browser_cannot_hold_is_refused(tmp_path, payload, arrays, said):
+    with pytest.raises(InputError, match=said.replace("'", ".")):
+        write_page(tmp_path / "page.html", EMPTY | payload, arrays)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_plotly_is_packed_only_where_there_is_something_to_plot(tmp_path):
+    pytest.importorskip("plotly")
+    without = write_page(tmp_path / "a.html", EMPTY, {}).stat().st_size
+    packed = write_page(tmp_path / "b.html", EMPTY | {"comparison": {"runs": []}}, {}).stat().st_size
+    assert without < 300_000
+    assert without + 1_000_000 < packed < 6_000_000
+
+
+def test_a_missing_plotly_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "plotly", raising=False)
+    real = builtins.__import__
+
+    def without(name, *arguments, **options):
+        if name.partition(".")[0] == "plotly":
+            raise ModuleNotFoundError("No module named 'plotly'", name="plotly")
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr("importlib.import_module", without)
+    with pytest.raises(ModuleNotFoundError, match=r"residua\[lab\]"):
+        write_page(tmp_path / "page.html", EMPTY | {"comparison": {"runs": []}}, {})
+
+
+def test_the_committed_results_are_what_the_records_say():
+    experiments = Path(__file__).parents[3] / "experiments"
+    sys.path.insert(0, str(experiments))
+    try:
+        import explorer_results
+    finally:
+        sys.path.remove(str(experiments))
+    assert explorer_results.RESULTS.read_text(encoding="utf-8") == explorer_results.text()
+    rows = [row for view in explorer_results.results()["views"] for group in view["groups"] for row in group["rows"]]
+    assert {row["kind"] for row in rows} == {"published", "older", "ours", "reference"}
+    assert all(row["source"] in explorer_results.SOURCES for row in rows)
+    json.dumps(rows, allow_nan=False)

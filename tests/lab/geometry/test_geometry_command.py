@@ -1,0 +1,106 @@
+import json
+import re
+
+import pytest
+
+from residua.commands import geometry
+from residua.commands.cli import main
+from residua.lab.geometry.models import MODELS
+
+
+def output(capsys, argv):
+    """What a command that must succeed prints."""
+    capsys.readouterr()
+    status = main(["study", "geometry", *map(str, argv)])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return captured.out
+
+
+@pytest.mark.parametrize("command", ["reflection", "quick", "sizes"])
+def test_every_command_explains_itself(capsys, command):
+    assert f"usage: residua study geometry {command}" in output(capsys, [command, "--help"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "reflection|quick|sizes"),
+        (["refection"], "refection"),
+        (["quick", "--tasks", "gyroscop"], "did you mean gyroscope?"),
+        (["quick", "--models", "dll"], "did you mean ddl?"),
+        (["quick", "--models", "edelta-token:num_streams=3"], "num_streams"),
+        (["quick", "--models", "jpmhc:num_streams=0"], "num_streams"),
+        (["quick", "--device", "tpu"], "invalid choice"),
+        (["quick", "--steps", "0"], "steps"),
+        (["quick", "--seeds", "-1"], "--seeds"),
+        (["quick", "--workers", "0"], "--workers"),
+        (["reflection", "--models", "housholder"], "did you mean householder?"),
+        (["reflection", "--samples", "0"], "num_train"),
+        (["reflection", "--steps", "0"], "steps"),
+        (["sizes", "--task", "stabilty"], "did you mean stability?"),
+        (["sizes", "--models", "x"], "known: residual"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, expected):
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", "geometry", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("residua: ")
+    assert captured.err.count("\n") == 1
+    assert expected in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_prints_ours_and_published_parameters(capsys):
+    text = output(capsys, ["sizes", "--full", "--models", "residual", "zero-layer"])
+    assert "1,808,784" in text
+    assert "1,780,000" in text
+    assert "published" not in output(capsys, ["sizes", "--models", "residual"])
+    (record,) = json.loads(output(capsys, ["sizes", "--models", "residual", "--full", "--json"]))
+    assert (record["parameters"], record["published_without_wrapper"]) == (1_808_784, 1_780_000)
+
+
+@pytest.mark.slow
+def test_reflection_writes_records_tables_and_a_picture(capsys, tmp_path):
+    argv = ["reflection", "--models", "linear", "householder", "--seeds", 1, 2, "--steps", 20, "--workers", 1]
+    text = output(capsys, [*argv, "--out", tmp_path / "out"])
+    assert "1.995" in text  # published
+    assert "one linear map" in text
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"records.jsonl", "settings.json", "tables.md", "tables.json", "reflection.png"} <= names
+    assert len((tmp_path / "out" / "records.jsonl").read_text().splitlines()) == 4
+    printed = json.loads(output(capsys, [*argv, "--out", tmp_path / "out", "--json"]))
+    assert printed == json.loads((tmp_path / "out" / "tables.json").read_text())
+    assert main(["study", "geometry", *map(str, argv), "--steps", "30", "--out", str(tmp_path / "out")]) == 2
+    assert "steps was 20, is 30" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_quick_writes_records_tables_and_pictures(capsys, tmp_path):
+    argv = ["quick", "--models", "zero-layer", "--seeds", 1, "--steps", 10, "--workers", 1, "--device", "cpu"]
+    text = output(capsys, [*argv, "--tasks", "gyroscope", "--out", tmp_path / "out"])
+    assert all(word in text for word in ("reference", "zero-layer", "published"))
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"records.jsonl", "tables.md", "tables.json", "loss.png", "positions.png"} <= names
+    # A second task joins the first in the tables.
+    text = output(capsys, [*argv, "--tasks", "stability", "--out", tmp_path / "out"])
+    assert "gyroscope:" in text
+    assert "stability:" in text
+
+
+def test_interrupting_says_how_to_go_on(capsys, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("residua.records.jobs.run_jobs", interrupted)
+    assert main(["study", "geometry", "reflection", "--out", str(tmp_path / "out")]) == 130
+    assert "the same command resumes there" in capsys.readouterr().err
+
+
+def test_the_quick_models_are_those_of_the_publication_and_their_controls(capsys):
+    assert set(geometry.NOT_QUICK) == {"hc", "edelta-stream", "linear"} <= set(MODELS)
+    text = " ".join(output(capsys, ["quick", "--help"]).split())
+    (listed,) = re.findall(r"--models NAME .*?\(default: (.*?)\)", text)
+    assert set(listed.replace("- ", "-").split()) == set(MODELS) - set(geometry.NOT_QUICK)

@@ -1,0 +1,215 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from residua.lab.geometry.measure import causality, full_and_online, norm_deviation, position0, stream_norms
+from residua.lab.geometry.references import copy, expected_first_point, predictors, running_mean, solved_rotation
+from residua.lab.geometry.tasks import task
+
+GYROSCOPE = replace(task("gyroscope"), length=24, num_train=1, num_val=1000)
+
+
+@pytest.fixture(scope="module")
+def data():
+    return GYROSCOPE.data()
+
+
+def told_the_plane(inputs):
+    """A cheat: position 0 is answered with what the later inputs show, the rest honestly."""
+    honest = solved_rotation(inputs)
+    if inputs.shape[1] == 1:
+        return honest
+    return torch.cat((inputs[:, 1:2], honest[:, 1:]), dim=1)
+
+
+def shifted_mean(inputs):
+    """A weak leak: a little of the mean over the whole sequence is added to every output."""
+    return inputs + 1e-4 * inputs.mean(1, keepdim=True)
+
+
+class Network(nn.Module):
+    """Linear, causal or pooled over the sequence, with dropout and parameters."""
+
+    def __init__(self, dim, pooled, strength=1.0):
+        super().__init__()
+        self.map = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(0.5)
+        self.pooled, self.strength = pooled, strength
+
+    def forward(self, x):
+        context = x.mean(1, keepdim=True) if self.pooled else x
+        return x + self.strength * self.dropout(self.map(context))
+
+
+@pytest.mark.parametrize("model", [copy, running_mean, solved_rotation, Network(16, pooled=False)])
+def test_a_causal_model_gets_the_badge(model):
+    found = causality(model, 16, 12)
+    assert found.change == 0
+    assert found.causal
+
+
+@pytest.mark.parametrize("model", [shifted_mean, Network(16, pooled=True), Network(16, pooled=True, strength=1e-6)])
+def test_a_model_that_sees_the_end_does_not(model):
+    found = causality(model, 16, 12)
+    assert 0 < found.relative < 1
+    assert not found.causal
+
+
+def test_looking_one_step_ahead_is_seen_though_position_0_is_untouched():
+    def peek(x):
+        return torch.cat((x[:, 1:], x[:, -1:]), dim=1)
+
+    assert not causality(peek, 4, 6).causal
+
+
+def test_a_model_is_measured_in_float64_and_left_as_it_was():
+    seen = []
+
+    class Watched(Network):
+        def forward(self, x):
+            seen.append((x.dtype, self.training))
+            return super().forward(x)
+
+    model = Watched(8, pooled=False).train()
+    assert causality(model, 8, 5).causal
+    assert seen == [(torch.float64, False)] * 2
+    assert model.training
+    assert model.dropout.training
+    assert model.map.weight.dtype == torch.float32
+    assert model.map.weight.grad is None
+
+
+def test_a_single_position_has_nothing_before_it():
+    assert causality(Network(8, pooled=True), 8, 1) == (0, 0, True)
+
+
+def test_outputs_that_are_not_finite_cannot_be_judged():
+    with pytest.raises(ValueError, match="not finite"):
+        causality(lambda x: x / 0, 4, 3)
+
+
+@pytest.mark.parametrize("stride", [1, 5])
+@pytest.mark.parametrize("model", [running_mean, Network(16, pooled=False)])
+def test_online_and_full_agree_for_a_causal_model(data, model, stride):
+    scores = full_and_online(model, *data[2:], trajectories=32, stride=stride)
+    assert scores.online == pytest.approx(scores.full, rel=1e-5)
+    assert abs(scores.difference) < 1e-6
+    expected = (model(data.val_inputs).double() - data.val_targets).square() if model is running_mean else None
+    if expected is not None:
+        assert scores.full == pytest.approx(expected.mean().item())
+        assert scores.by_position == pytest.approx(expected.mean((0, 2)).tolist())
+
+
+def test_online_is_computed_from_prefixes_for_every_model(data):
+    """No short cut: a model that is causal by its looks is run on prefixes too."""
+    lengths = []
+
+    def model(x):
+        lengths.append(x.shape[1])
+        return copy(x)
+
+    full_and_online(model, data.val_inputs[:4], data.val_targets[:4])
+    assert lengths == [24, *range(1, 25)]
+    lengths.clear()
+    full_and_online(model, data.val_inputs[:4], data.val_targets[:4], stride=6)
+    assert lengths == [24, 1, 2, 3, 4, 5, 6, 7, 13, 19]
+
+
+def test_the_online_score_is_the_exact_mean_when_all_is_measured(data):
+    inputs, targets = data.val_inputs[:10], data.val_targets[:10]
+    scores = full_and_online(shifted_mean, inputs, targets, trajectories=None, batch=3)
+    online = torch.stack([shifted_mean(inputs[:, : t + 1])[:, -1] for t in range(24)], dim=1)
+    assert scores.online == pytest.approx((online - targets).square().mean().item(), rel=1e-5)
+    assert [position for position, _, _ in scores.online_by_position] == list(range(24))
+    assert scores.difference == pytest.approx(scores.online - scores.full)
+
+
+def test_a_leak_is_lost_online(data):
+    scores = full_and_online(told_the_plane, *data[2:], trajectories=200, stride=4)
+    assert scores.difference > 5 * scores.difference_error
+    position, online, full = scores.online_by_position[0]
+    assert position == 0
+    assert full == 0
+    assert online > 1e-3
+    # Position 0 alone differs, and stands for one position of 24.
+    assert scores.difference == pytest.approx(online / 24)
+
+
+def test_what_was_published_as_an_online_score_needs_one_shape(data):
+    with pytest.raises(ValueError, match="one shape"):
+        full_and_online(copy, data.val_inputs, data.val_targets[:, 1:])
+    with pytest.raises(ValueError, match="at least 1"):
+        full_and_online(copy, *data[2:], stride=0)
+    with pytest.raises(ValueError, match="inputs' shape"):
+        full_and_online(lambda x: x[..., :3], *data[2:])
+
+
+def test_the_leak_detector_passes_what_is_causal(data):
+    for reference in predictors(GYROSCOPE).values():
+        found = position0(reference.predict, data)
+        assert not found.leak
+    best = position0(solved_rotation, data)
+    assert best.difference == pytest.approx(0, abs=1e-8)
+    assert abs(best.loss - best.floor) < 4 * best.error
+    copied = position0(copy, data)
+    assert copied.loss == pytest.approx(1.238e-2, abs=4 * copied.error)
+    assert copied.error == pytest.approx(
+        (copy(data.val_inputs) - data.val_targets)[:, 0].square().mean(-1).std().item() / math.sqrt(1000)
+    )
+
+
+def test_the_leak_detector_catches_a_model_that_knows_the_plane(data):
+    assert position0(told_the_plane, data).leak
+
+    def partly(inputs):
+        """Sees the next input through a veil: 5 % below the floor, as a pooled model may be."""
+        predictions = solved_rotation(inputs)
+        predictions[:, 0] = 0.975 * expected_first_point(inputs) + 0.025 * inputs[:, 1]
+        return predictions
+
+    found = position0(partly, data)
+    assert 0.9 < found.loss / position0(solved_rotation, data).loss < 0.97
+    assert found.leak
+
+
+def test_the_leak_detector_needs_more_than_one_trajectory(data):
+    with pytest.raises(ValueError, match="at least 2"):
+        position0(copy, data._replace(val_inputs=data.val_inputs[:1], val_targets=data.val_targets[:1]))
+
+
+def test_norm_deviation_is_zero_for_copying_and_large_for_a_good_denoiser():
+    assert norm_deviation(copy, 64) == pytest.approx(0, abs=1e-6)
+    expected = sum(1 - 1 / math.sqrt(t) for t in range(1, 101)) / 100
+    assert norm_deviation(running_mean, 64) == pytest.approx(expected, abs=0.01)
+
+
+def test_norm_deviation_averages_over_sequences_first():
+    def uneven(x):
+        signs = torch.tensor([1.5, 0.5]).repeat(len(x) // 2).view(-1, 1, 1)
+        return x * signs
+
+    assert norm_deviation(uneven, 8) == pytest.approx(0, abs=1e-6)
+    assert norm_deviation(lambda x: 3 * x, 8, length=6) == pytest.approx(2, abs=1e-6)
+
+
+def test_stream_norms_take_the_whole_state_of_a_token():
+    first = torch.tensor([[[[3.0, 0.0], [0.0, 4.0]], [[1.0, 0.0], [0.0, 0.0]]]])  # norms 5 and 1
+    second = torch.tensor([[[[0.0, 10.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 4.0]]]])  # norms 10 and 4
+    assert stream_norms([first, second]) == pytest.approx([1, 3])
+    assert stream_norms([first.flatten(2)]) == [1]
+
+
+def test_stream_norms_take_every_tensor_of_a_state_that_grows():
+    first = torch.tensor([[[3.0, 0.0], [0.0, 1.0]]])  # norms 3 and 1
+    written = torch.tensor([[[0.0, 4.0], [0.0, 0.0]]])  # with the first: 5 and 1
+    assert stream_norms([(first,), (first, written)]) == pytest.approx([1, (5 / 3 + 1) / 2])
+
+
+def test_stream_norms_refuse_what_they_cannot_relate():
+    with pytest.raises(ValueError, match="at least one"):
+        stream_norms([])
+    with pytest.raises(ValueError, match="zero at some token"):
+        stream_norms([torch.zeros(1, 2, 3), torch.ones(1, 2, 3)])

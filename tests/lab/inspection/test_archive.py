@@ -1,0 +1,121 @@
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from residua.commands.cli import main
+from residua.errors import InputError
+from residua.lab.inspection import Trace, archive, summary, trace, warnings
+from support.traced_models import small_model, words
+from support.variants import PRESETS
+
+TEXT = ["</script><img onerror=alert(1)>", "ü", "\n", "", "\u2028", "\ufffd", '"', "end"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    found = trace(small_model("ddl-cc"), words(8), text=TEXT, facts={"run": "mine", "checkpoint": 3})
+    return found.save(tmp_path / "analysis" / "trace-step-3.safetensors")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_trace_survives_its_file(name, tmp_path):
+    found = trace(small_model(name), words(8), text=TEXT)
+    path = found.save(tmp_path / "there" / "trace.safetensors")
+    again = Trace.load(path)
+    assert (again.facts, again.tokens) == (found.facts, TEXT)
+    assert again.values.keys() == found.values.keys()
+    for key, value in found.values.items():
+        assert again.values[key].dtype == value.dtype
+        assert torch.equal(again.values[key].nan_to_num(7), value.nan_to_num(7))
+    assert [file.name for file in path.parent.iterdir()] == ["trace.safetensors"]
+
+
+def test_it_holds_run_and_checkpoint_and_replaces_what_was_there(saved):
+    assert (Trace.load(saved).facts["run"], Trace.load(saved).facts["checkpoint"]) == ("mine", 3)
+    trace(small_model("residual"), [1, 2]).save(saved)
+    assert Trace.load(saved).facts["preset"] == "residual"
+
+
+def rewritten(path, **metadata):
+    """The file with other metadata; None leaves one out."""
+    tensors, old = load_file(path), archive.read(path)
+    whole = {"residua_trace": "1", "facts": json.dumps(old[0]), "tokens": json.dumps(old[1])} | metadata
+    save_file(tensors, path, {key: value for key, value in whole.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"residua_trace": "2"}, "expected a trace of version 1, got version 2; make it again with this residua"),
+        ({"residua_trace": None}, "expected a trace, got other tensors"),
+        ({"facts": "{"}, "facts: expected JSON, got: Expecting property name"),
+        ({"facts": "[]"}, "got a damaged file (facts or tokens are of another kind)"),
+        ({"tokens": '["too", "few"]'}, "got a damaged file (token_ids is (8), not (2))"),
+        ({"tokens": None}, "got a damaged file ('tokens')"),
+    ],
+)
+def test_another_version_or_other_parts_are_refused_with_a_sentence(saved, metadata, message):
+    rewritten(saved, **metadata)
+    with pytest.raises(InputError) as error:
+        Trace.load(saved)
+    assert str(error.value).startswith(f"{saved}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+FORGED = (None, 5, -1, True, "text", [], [-1], ["a"], {}, {"a": 5}, {"a": [99]}, {"beta": {"range": 5, "start": 1}})
+
+
+@pytest.mark.parametrize("name", ["ddl-tc", "mhc", "mudd", "edelta", "gated-orthogonal"])
+def test_forged_values_and_facts_are_refused_or_shown(name, tmp_path, capsys):
+    """Whatever opens can be summarised, and is a page."""
+    path, page = tmp_path / "trace.safetensors", tmp_path / "page.html"
+    found = trace(small_model(name), words(8), text=TEXT)
+    opens = 0
+
+    def shown(facts, values):
+        archive.write(path, facts, TEXT, values)
+        status = main(["explore", str(path), "--out", str(page)])
+        said = capsys.readouterr().err
+        assert status in (0, 2), said
+        assert len(said.splitlines()) <= 1
+        if status == 0:
+            summary(Trace.load(path)), warnings(Trace.load(path))
+        return status == 0
+
+    assert shown(found.facts, found.values)
+    for key, value in found.values.items():
+        assert not shown(found.facts, {**found.values, key: value.unsqueeze(0)}), key
+        assert not shown(found.facts, {**found.values, key: value.to(torch.int32)}), key
+        assert not shown(found.facts, {**found.values, key: value[:-1]}), key
+    for key in found.facts:
+        changed = [{**found.facts, key: forged} for forged in FORGED]
+        opens += sum(shown(facts, found.values) for facts in changed)
+        shown({other: one for other, one in found.facts.items() if other != key}, found.values)
+    assert opens
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensors", b"\xff" * 100, None])
+def test_a_damaged_file_is_refused_with_a_sentence(saved, content):
+    whole = saved.read_bytes()
+    saved.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    with pytest.raises(InputError, match="expected a trace, got a damaged file"):
+        Trace.load(saved)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    for path in (tmp_path / "none.safetensors", tmp_path):
+        with pytest.raises(InputError, match="found no file; residua explore RUN writes one"):
+            Trace.load(path)
+
+
+def test_a_failed_save_leaves_the_old_trace(saved, monkeypatch):
+    before = saved.read_bytes()
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError, match="no space"):
+        trace(small_model("residual"), [1, 2]).save(saved)
+    assert saved.read_bytes() == before
+    assert len(list(saved.parent.iterdir())) == 1

@@ -1,0 +1,46 @@
+import pytest
+import torch
+
+from residua.lab.inspection import gate_quantiles, has_gates, trace
+from support.traced_models import small_model, words
+from support.variants import ALL, PRESETS
+
+LEVELS = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_quantiles_are_those_of_a_trace(name):
+    model, ids = small_model(name, torch.float32), words(20)
+    told, found = gate_quantiles(model, ids[None]), trace(model, ids)
+    values = found.values
+    assert told.keys() == found.facts["gates"].keys()
+    assert has_gates(ALL[name].build(16, 2), 16) == bool(told)
+    for key, statistics in told.items():
+        assert list(statistics) == ["mean", *LEVELS]
+        assert statistics["mean"] == pytest.approx(values[key].mean(1).tolist(), rel=1e-5)
+        for level, share in LEVELS.items():
+            assert statistics[level] == pytest.approx(values[key].quantile(share, dim=1).tolist(), rel=1e-5)
+
+
+def test_several_rows_are_one_sample():
+    model, ids = small_model("ddl"), torch.stack([words(20), words(20, seed=1)])
+    betas = torch.cat([trace(model, row).values["beta"] for row in ids], 1)
+    assert gate_quantiles(model, ids)["beta"]["q50"] == pytest.approx(betas.quantile(0.5, dim=1).tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_start_is_told_as_it_was_asked_for(name):
+    model = small_model(name, torch.float32, scale=0.0)
+    found = gate_quantiles(model, words(8)[None])
+    for key in {"beta", "gamma"} & found.keys():
+        # The erase gate of gated-delta starts at 0, which is no option of it.
+        start = 0.0 if name == "gated-delta" else getattr(PRESETS[name], f"{key}_init")
+        for column in found[key].values():
+            assert column == pytest.approx([start] * 4, rel=1e-5)
+
+
+def test_the_model_may_be_in_training():
+    model = small_model("edelta", torch.float32)
+    expected = gate_quantiles(model, words(8)[None])
+    assert gate_quantiles(model.train(), words(8)[None]) == expected
+    assert all(parameter.grad is None for parameter in model.parameters())

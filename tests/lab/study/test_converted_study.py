@@ -1,0 +1,134 @@
+"""A study of a transformers model that is converted: it tunes, trains, times, reports and verifies like any other."""
+
+import json
+
+import pytest
+
+from residua.commands.cli import main
+from residua.errors import InputError
+from residua.lab.cost.counts import parameters, products_per_token
+from residua.lab.study.cost import measure
+from residua.lab.study.plan import Plan, load_study
+from residua.records import jsonlines
+from residua.records.reading import write_yaml
+from support.converted_models import data_of_base, save_base
+from support.planted_study import studies_of_the_page
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def data(base, tmp_path_factory):
+    return data_of_base(base, tmp_path_factory.mktemp("data")).folder
+
+
+def written(folder, base, **changes):
+    document = {
+        "title": "Retrofit",
+        "config": "retrofit",
+        "set": {
+            "model.base": str(base),
+            "train.batch_size": 2,
+            "train.sequence_length": 16,
+            "train.device": "cpu",
+        },
+        "tokens_per_parameter": 0.01,
+        "rungs": {"small": {}},
+        "schemes": {"residual": {}, "hc": {}, "new": {"connection": "ddl", "model.start": "fresh"}},
+        "tuning": {
+            "over": {"train.lr": [0.001], "train.connection_lr_factor": [10]},
+            "runs": 1,
+            "baseline_runs": 1,
+            "length": 0.5,
+        },
+        "seeds": [1, 2],
+        **changes,
+    }
+    path = folder / "study.yaml"
+    path.write_text(write_yaml(document))
+    return path
+
+
+@pytest.mark.slow
+def test_a_converted_model_is_studied_like_one_from_scratch(data, tmp_path, capsys):
+    out, base = tmp_path / "out", save_base(tmp_path / "base")
+    argv = ["study", "run", str(written(tmp_path, base)), "--out", str(out), "--data", str(data), "--no-costs"]
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    assert "| `hc` |" in said
+    assert "| `new` |" in said
+    rows = jsonlines.read(out / "records.jsonl")
+    assert len(rows) == 3 * 3
+    assert len({row["val_loss"] for row in rows}) == len(rows)
+    assert all(str(tmp_path) not in json.dumps(row) for row in rows)
+    assert main(["study", "verify", str(out), "--data", str(data)]) == 0
+    assert "1 of 1 runs are equal to the last bit" in capsys.readouterr().out
+    assert main(["study", "audit", str(out), "--data", str(data), "--schemes", "hc"]) == 0
+    # Another model in the same place is another study.
+    save_base(base, num_hidden_layers=1)
+    assert main(argv) == 2
+    assert "another set (" in capsys.readouterr().err
+
+
+def test_the_steps_of_converted_models_are_timed_and_counted(base, data, tmp_path):
+    plan = Plan(load_study(str(written(tmp_path, base))), data)
+    configs = {name: plan.config("small", name) for name in plan.study.schemes}
+    rows = measure(
+        {name: (config, plan.model(config)) for name, config in configs.items()}, "residual", rounds=1, peak=False
+    )
+    plain, hc, _ = rows
+    assert [row["parameters"] for row in rows] == [
+        parameters(plan.model(config))["total"] for config in configs.values()
+    ]
+    for part in ("products", "elementwise"):
+        assert hc["flops_per_token"][part] > plain["flops_per_token"][part] > 0
+    assert hc["kept_bytes"] > plain["kept_bytes"]
+    assert str(base) not in json.dumps(rows)
+
+
+def test_products_of_a_converted_model_are_those_of_its_layers(base, data, tmp_path):
+    """A Llama without a connection of its own: 6 FLOPs for each weight that multiplies, and 7 T d for attention."""
+    plan = Plan(load_study(str(written(tmp_path, base))), data)
+    model = plan.model(plan.config("small", "residual"))
+    text = model.get_text_config()
+    shapes = [text.hidden_size * text.num_attention_heads * text.head_dim] * 2
+    shapes += [text.hidden_size * text.num_key_value_heads * text.head_dim] * 2
+    shapes += [text.hidden_size * text.intermediate_size] * 3
+    weights = text.num_hidden_layers * sum(shapes) + text.hidden_size * text.vocab_size
+    attention = 7 * 16 * text.num_attention_heads * text.head_dim * text.num_hidden_layers
+    assert products_per_token(model, sequence_length=16) == pytest.approx(6 * weights + attention, rel=1e-3)
+
+
+def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):
+    _, block = studies_of_the_page()
+    for there, here in (("models/smollm2", str(base)), ("sequence_length: 256", "sequence_length: 16")):
+        assert there in block
+        block = block.replace(there, here)
+    path = tmp_path / "study.yaml"
+    path.write_text(block)
+    runs = list(Plan(load_study(str(path)), data).runs({}))
+    assert {run.scheme for run in runs} == {"residual", "hc", "attnres-block", "ddl"}
+    assert {run.config.model.start for run in runs if run.scheme == "ddl"} == {"fresh"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"schemes": {"residual": {}, "hc": {"parameters_of": "residual"}}}, "schemes.hc.parameters_of: expected none"),
+        ({"schemes": {"residual": {}, "ddl-cc": {}}}, r"schemes\.ddl-cc: model\.base: .* no start preserves"),
+        ({"rungs": {"small": {"model.hidden_size": 8}}}, "model.hidden_size: expected no such key beside model.base"),
+        (
+            {"tuning": {"over": {"train.connection_lr_factor": [10]}, "runs": 1, "baseline_runs": 1}},
+            "tuning.over: expected a key for residual too, which has no parameters of its own",
+        ),
+        ({"rungs": {"small": {"model.base": 5}}}, "model.base: expected a folder with a model of transformers, got 5"),
+        ({"set": {"model.base": "nowhere"}}, "model.base: expected a folder with a model of transformers, got nowhere"),
+    ],
+)
+def test_what_a_base_cannot_be_is_one_line_before_anything_is_trained(base, data, tmp_path, changes, said):
+    with pytest.raises(InputError, match=said) as error:
+        Plan(load_study(str(written(tmp_path, base, **changes))), data)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,85 @@
+"""The study in experiments/resbench: anybody can plan it, and every record in it is one of its runs."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from residua.commands.cli import main
+from residua.errors import InputError
+from residua.lab.data import PreparedData
+from residua.lab.study import engine
+from residua.lab.study.folder import read_folder
+from residua.lab.study.plan import Plan
+from support.pages import records
+
+SHIPPED = Path(__file__).parents[3] / "experiments" / "resbench"
+ODD = {"model.num_hidden_layers": 2, "model.hidden_size": 38, "model.num_attention_heads": 1, "model.head_dim": 38}
+"""A width that four heads do not divide."""
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """In place of the data, which no test can make: what a plan asks of them."""
+    facts = dict(records("resbench/records.jsonl")[0]["facts"]["data"])
+    fingerprint = json.loads((SHIPPED / "settings.json").read_text())["data"]
+    assert facts["fingerprint"] == fingerprint
+    train, validation = range(facts["train_tokens"]), range(facts["validation_tokens"])
+    data = PreparedData(SHIPPED, facts["vocab_size"], 0, fingerprint, facts, train, validation, 1)
+    monkeypatch.setattr(PreparedData, "open", lambda folder: data)
+    return "data"
+
+
+@pytest.fixture
+def finished():
+    return {row["key"]: row for row in records("resbench/records.jsonl")}
+
+
+def test_a_scheme_whose_heads_do_not_divide_a_width_is_not_at_that_size(stub):
+    plan = Plan(read_folder(SHIPPED).only(["mhar"], ["0.1M-wide"]), stub)
+    assert plan.misfits.keys() == {("0.1M-wide", "mhar")}
+    assert "heads" in str(plan.misfits["0.1M-wide", "mhar"])
+    assert "mhar" in plan.schemes_at("0.1M")
+    assert plan.schemes_at("0.1M-wide") == ["residual", "lambdas"]
+    tuned = {key: {"val_loss": 4.0} for key in (run.key for run in plan.tuning("0.1M", "mhar", {}))}
+    assert {run.rung for run in plan.runs(tuned) if run.scheme == "mhar"} == {"0.1M"}
+
+
+def test_a_scheme_that_fits_no_size_is_refused(stub):
+    study = read_folder(SHIPPED).only(["mhar"], ["0.1M"])
+    with pytest.raises(InputError, match="heads"):
+        Plan(replace(study, rungs={"odd": replace(study.rungs["0.1M"], name="odd", keys=ODD)}), stub)
+
+
+@pytest.mark.slow
+def test_every_record_is_a_run_of_the_study_with_the_same_key(stub, finished):
+    plan = Plan(read_folder(SHIPPED), stub)
+    planned = {run.key: run for run in plan.runs(finished)}
+    others = {run.key: run for run in plan.other_points(finished)}
+    assert len(finished) == 992
+    assert not planned.keys() & others.keys()
+    assert finished.keys() <= planned.keys() | others.keys()
+    assert Counter((run.rung, run.kind) for run in others.values()) == {("0.1M", "report"): 60}
+    for key, row in finished.items():
+        run = others[key] if key in others else planned[key]
+        told = tuple(row[name] for name in ("kind", "rung", "scheme", "point"))
+        assert (run.kind, run.rung, run.scheme, run.point) == told
+
+
+@pytest.mark.slow
+def test_verify_repeats_every_record_of_the_shipped_folder(stub, finished, tmp_path, monkeypatch, capsys):
+    """The runs are not trained here: tests/lab/study/test_study_command.py repeats real ones, of a small text."""
+    repeated = []
+
+    def recorded(run, place, report):
+        repeated.append(run.key)
+        return finished[run.key]
+
+    monkeypatch.setattr(engine, "repeat", recorded)
+    folder = shutil.copytree(SHIPPED, tmp_path / "resbench")
+    assert main(["study", "verify", str(folder), "--data", stub, "--share", "1", "--seed", "3"]) == 0
+    assert sorted(repeated) == sorted(finished)
+    assert "992 of 992 runs are equal to the last bit" in capsys.readouterr().out

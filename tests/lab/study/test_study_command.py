@@ -1,0 +1,341 @@
+"""residua study: it trains, resumes, reports, and verifies to the last bit."""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from residua.commands.cli import main
+from residua.errors import InputError
+from residua.lab.data import prepare
+from residua.lab.study import cost
+from residua.lab.study.cost import measure
+from residua.lab.study.engine import joined, measure_costs
+from residua.lab.study.plan import Plan
+from residua.records import jsonlines
+from residua.records.reading import write_yaml
+from support.planted_study import DOCUMENT, study
+
+SMALLEST = {
+    **DOCUMENT,
+    "tokens_per_parameter": 0.015,
+    "tuning": {"over": {"train.lr": [0.008]}, "runs": 1, "baseline_runs": 1, "length": 0.5},
+    "seeds": [1, 2],
+    "longer": [],
+}
+
+
+def configs_of(plan):
+    configs = {name: plan.config("small", name) for name in plan.study.schemes}
+    return {name: (config, plan.model(config)) for name, config in configs.items()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        text = " ".join(f"word{(i * j) % 97} is {(i + j) % 13}," for j in range(60))
+        (folder / f"{i:02d}.txt").write_text(text)
+    return prepare(str(folder), folder / "data", vocab_size=300, progress=False).folder
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """The file and the folder of a finished study, of committed code as far as its records say."""
+    home = tmp_path_factory.mktemp("study")
+    (home / "study.yaml").write_text(write_yaml(SMALLEST))
+    out = home / "out"
+    assert main(["study", "run", str(home / "study.yaml"), "--out", str(out), "--data", str(data), "--no-costs"]) == 0
+    rows = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["facts"]["commit"] = "a" * 40
+    (out / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = Plan(study(**SMALLEST), data)
+    with (out / "costs.jsonl").open("w") as file:
+        configs = {
+            name: (plan.config("small", name), plan.model(plan.config("small", name))) for name in plan.study.schemes
+        }
+        for row in measure(configs, "residual", rounds=1, peak=False):
+            file.write(json.dumps({"rung": "small", "connection": row["scheme"], **row}) + "\n")
+    return home
+
+
+@pytest.mark.slow
+def test_the_same_command_makes_nothing_twice_and_reports(finished, data, capsys):
+    out = finished / "out"
+    before = (out / "records.jsonl").read_bytes()
+    assert len(before.splitlines()) == 6
+    for row in map(json.loads, before.splitlines()):
+        assert [step for step, *_ in row["split"]] == [step for step, _ in row["curve"]]
+        assert row["transition"] is None
+    argv = ["study", "run", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--no-costs"]
+    assert main(argv) == 0
+    assert (out / "records.jsonl").read_bytes() == before
+    said = capsys.readouterr().out
+    assert (out / "report.md").read_text() in said
+    assert "| `ddl` |" in said
+    for name in ("report.md", "results.csv", "index.html", "differences.png"):
+        assert f"written: {out / name}" in said
+    assert (out / "differences.png").read_bytes().startswith(b"\x89PNG")
+    # The report needs neither the data nor the code of the runs.
+    assert main(["study", "report", str(out), "--out", str(finished / "elsewhere"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "Planted"
+    assert (finished / "elsewhere" / "report.md").read_bytes() == (out / "report.md").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_study_may_grow_and_loses_no_scheme(finished, data, tmp_path):
+    argv = ["study", "run", str(finished / "study.yaml"), "--out", str(tmp_path), "--data", str(data), "--no-costs"]
+    assert main([*argv, "--schemes", "residual"]) == 0
+    (tmp_path / "report.md").unlink()
+    few = len(jsonlines.read(tmp_path / "records.jsonl"))
+    assert main([*argv, "--schemes", "ddl"]) == 0
+    assert len(jsonlines.read(tmp_path / "records.jsonl")) == 2 * few == 6
+    assert main([*argv, "--schemes", "residual"]) == 0
+    assert "`ddl`" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_size_that_is_asked_for_alone_has_rows_and_costs_alone(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(cost, "peak_of", lambda *args, **kwargs: 1)
+    small = SMALLEST["rungs"]["small"]
+    file, out = tmp_path / "study.yaml", tmp_path / "out"
+    file.write_text(write_yaml({**SMALLEST, "rungs": {"small": small, "deep": {**small, "tuned": "small"}}}))
+    argv = ["study", "run", str(file), "--out", str(out), "--data", str(data), "--rungs", "deep", "--rounds", "9"]
+    assert main(argv) == 0
+    assert main([*argv, "--measure"]) == 0
+    runs, costs = (jsonlines.read(out / f"{name}.jsonl") for name in ("records", "costs"))
+    assert {(row["rung"], row["kind"]) for row in runs} == {("small", "tune"), ("deep", "report")}
+    assert [row["rung"] for row in costs] == 2 * len(SMALLEST["schemes"]) * ["deep"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"set": {**SMALLEST["set"], "train.weight_decay": 0.5}}, "another set ("),
+        ({"tokens_per_parameter": 0.03}, "another tokens_per_parameter (0.015), now 0.03"),
+        ({"schemes": {"residual": {}, "ddl": {"connection": "ddl:beta_init=0.5"}}}, "another schemes.ddl ("),
+        ({"rungs": {"small": {**SMALLEST["rungs"]["small"], "model.num_hidden_layers": 2}}}, "another rungs.small ("),
+        ({"tuning": {**SMALLEST["tuning"], "length": 1.0}}, "another tuning.length (0.5), now 1.0"),
+        ({"seeds": [2, 3]}, "seeds: expected those of"),
+    ],
+)
+def test_a_folder_takes_no_runs_of_other_settings(finished, data, tmp_path, capsys, change, said):
+    (tmp_path / "other.yaml").write_text(write_yaml({**SMALLEST, **change}))
+    before = {path.name: path.read_bytes() for path in (finished / "out").glob("*.json*")}
+    argv = [
+        "study",
+        "run",
+        str(tmp_path / "other.yaml"),
+        "--out",
+        str(finished / "out"),
+        "--data",
+        str(data),
+        "--no-costs",
+    ]
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in (finished / "out").glob("*.json*")} == before
+
+
+def test_a_study_may_add_seeds_and_questions(finished, data):
+    asked = {"gain": {"ask": "Who?", "compare": [["ddl", "residual"]]}}
+    more = study(**{**SMALLEST, "seeds": [1, 2, 3], "questions": asked})
+    assert joined(more, finished / "out").seeds == [1, 2, 3]
+
+
+def test_a_size_may_add_seeds_and_leave_out_none(finished, data, tmp_path):
+    few, all_ = ({"small": {**SMALLEST["rungs"]["small"], "seeds": seeds}} for seeds in ([1, 2], [1, 2, 3]))
+    known = study(**{**SMALLEST, "seeds": [1, 2, 3], "rungs": few})
+    (tmp_path / "study.json").write_text(json.dumps(asdict(known)))
+    more = study(**{**SMALLEST, "seeds": [1, 2, 3], "rungs": all_})
+    assert joined(more, tmp_path).seeds_at("small") == [1, 2, 3]
+    (tmp_path / "study.json").write_text(json.dumps(asdict(more)))
+    with pytest.raises(InputError, match=r"rungs\.small\.seeds: expected those of .* \(1, 2, 3\), got \[1, 2\]"):
+        joined(known, tmp_path)
+
+
+def test_a_study_keeps_the_baseline_beside_which_steps_were_timed(finished):
+    with pytest.raises(InputError, match="baselines: expected residual first"):
+        joined(study(**{**SMALLEST, "baselines": ["ddl", "residual"]}), finished / "out")
+
+
+@pytest.mark.slow
+def test_a_repeated_run_equals_its_record_to_the_last_bit_and_another_number_is_found(finished, data, capsys):
+    out = finished / "out"
+    assert main(["study", "verify", str(out), "--data", str(data), "--share", "0.3"]) == 0
+    assert "2 of 2 runs are equal to the last bit" in capsys.readouterr().out
+    text = (out / "records.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    argv = ["study", "verify", str(out), "--data", str(data), "--share", "0.1"]
+    try:
+        write(out, [nudged(row) for row in rows])
+        assert main(argv) == 1
+        said = capsys.readouterr().out
+        assert "0 of 1 runs" in said
+        assert "recorded with" not in said
+        write(out, [nudged({**row, "facts": {**row["facts"], "torch": "1.0"}}) for row in rows])
+        assert main(argv) == 1
+        assert f"(recorded with torch 1.0, here {torch.__version__}; last bits differ there)" in capsys.readouterr().out
+        # A run that the study would not make cannot be repeated, however good its record looks.
+        write(out, [{**row, "key": row["key"][:-1] + "x"} if row["kind"] == "report" else row for row in rows])
+        assert main(argv) == 2
+        assert "expected records of the study's own runs, found 4 others: 'small ddl report" in capsys.readouterr().err
+    finally:
+        (out / "records.jsonl").write_text(text)
+
+
+def write(out, rows):
+    (out / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def nudged(row):
+    """The record with another last bit in its loss, which a person could have typed."""
+    loss = row["val_loss"] + 1e-15
+    return {**row, "val_loss": loss, "curve": [*row["curve"][:-1], [row["steps"], loss]]}
+
+
+@pytest.mark.slow
+def test_an_audit_repeats_a_run_to_the_last_bit_and_measures_its_gates_along_training(finished, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(finished / "out", out)
+    argv = ["study", "audit", str(out), "--data", str(data), "--schemes", "ddl"]
+    assert main(argv) == 0
+    assert "ddl report seed=1" in capsys.readouterr().out
+    (row,) = jsonlines.read(out / "audits.jsonl")
+    (recorded,) = (
+        r for r in jsonlines.read(out / "records.jsonl") if (r["scheme"], r["kind"], r["seed"]) == ("ddl", "report", 1)
+    )
+    assert row["equal"] is True
+    assert [point["step"] for point in row["points"]] == [step for step, _ in recorded["curve"]]
+    for point in row["points"]:
+        for sublayer in point["sublayers"]:
+            assert sublayer["identity"] + sublayer["projection"] + sublayer["reflection"] == pytest.approx(1)
+            assert sublayer["beta_q05"] <= sublayer["beta_q50"] <= sublayer["beta_q95"]
+            assert sublayer["discrepancy_norm"] > 0
+    assert main(["study", "report", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "## Gates along training" in said
+    assert (out / "gates.png").read_bytes().startswith(b"\x89PNG")
+    assert main(argv) == 0  # it is there, and not made twice
+    assert "all of these runs are audited" in capsys.readouterr().out
+    assert main([*argv, "--seeds", "2"]) == 0
+    assert [row["seed"] for row in jsonlines.read(out / "audits.jsonl")] == [1, 2]
+    capsys.readouterr()
+    assert main(["study", "report", str(out)]) == 0
+    assert "| small | `ddl`, seed 2 |" in capsys.readouterr().out
+    assert main([*argv, "--seeds", "9"]) == 2
+    assert "expected finished runs of seed 9 to audit, found none" in capsys.readouterr().err
+    write(out, map(nudged, jsonlines.read(out / "records.jsonl")))
+    (out / "audits.jsonl").unlink()
+    assert main(argv) == 1
+    assert "other losses than its record" in capsys.readouterr().out
+
+
+def alone(finished, tmp_path):
+    """A copy of the folder in which nobody has trained ddl."""
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    for path in (finished / "out").glob("*.json*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    keep = [row for row in jsonlines.read(folder / "records.jsonl") if row["scheme"] == "residual"]
+    (folder / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in keep))
+    known = json.loads((folder / "study.json").read_text())
+    known["schemes"].pop("ddl")
+    (folder / "study.json").write_text(json.dumps(known))
+    return folder
+
+
+@pytest.mark.slow
+def test_steps_are_timed_again_in_as_many_rounds_as_asked_for(finished, data, tmp_path):
+    out = alone(finished, tmp_path)
+    known = (out / "costs.jsonl").read_bytes()
+    argv = ["study", "run", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
+    assert main([*argv, "--rounds", "9"]) == 0
+    assert (out / "costs.jsonl").read_bytes().startswith(known)
+    new = jsonlines.read(out / "costs.jsonl")[len(known.splitlines()) :]
+    assert [(row["scheme"], len(row["seconds"])) for row in new] == [("residual", 9), ("ddl", 9)]
+
+
+def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_path, capsys):
+    out = tmp_path / "nowhere"
+    argv = ["study", "run", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
+    assert main(argv) == 2
+    assert "expected the folder of a study, found no study.json" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_damaged_record_is_one_line(finished, tmp_path, capsys):
+    folder = alone(finished, tmp_path)
+    with (folder / "records.jsonl").open("a") as file:
+        file.write('{"key": "x", "kind": "report"}\n')
+    assert main(["study", "report", str(folder)]) == 2
+    assert "the run 'x': rung: expected text, got 'None'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["run", "resbench"], "the following arguments are required: --out"),
+        (["run", "nothing.yaml", "--out", "x"], "expected resbench or a YAML file"),
+        (["report"], "the following arguments are required: DIR"),
+        (["report", "nowhere"], "found no study.json"),
+        (["verify", "nowhere"], "found no study.json"),
+        (["audit", "nowhere"], "found no study.json"),
+        (["run", "resbench", "--out", "x", "--questions", "erase"], "--questions: expected some of"),
+        (["run", "resbench", "extra", "--out", "x"], "unexpected argument"),
+        (["run", "resbench", "--out", "x", "--seeds", "7"], "unknown option --seeds"),
+        (["run", "resbench", "--out", "x", "--rounds", "3"], "--rounds: expected"),
+        (["verify", "x", "--schemes", "ddl"], "unknown option --schemes"),
+        (["report", "x", "--no-costs"], "unknown option --no-costs; residua study report --help"),
+        (["run", "resbench", "--out", "x", "--rungs", "9M"], "--rungs: expected some of"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(argv, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert said in captured.err
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.slow
+def test_costs_count_what_a_matrix_product_does_not(data):
+    """The delta write is elementwise: it adds arithmetic of that kind, and little of the other."""
+    plan = Plan(study(**SMALLEST), data)
+    configs = {
+        name: (plan.config("small", name), plan.model(plan.config("small", name))) for name in plan.study.schemes
+    }
+    plain, delta = measure(configs, "residual", rounds=2, peak=False)
+    assert delta["flops_per_token"]["elementwise"] > 1.05 * plain["flops_per_token"]["elementwise"]
+    assert plain["time_ratio"] == {"lower": 1.0, "median": 1.0, "upper": 1.0}
+    assert len(delta["seconds"]) == 2
+    assert delta["kept_bytes"] > plain["kept_bytes"]
+    narrow = Plan(study(**{**SMALLEST, "set": {**SMALLEST["set"], "train.precision": "bfloat16"}}), data)
+    assert measure(configs_of(narrow), "residual", rounds=1, peak=False)[0]["kept_bytes"] < plain["kept_bytes"]
+
+
+def test_compiled_steps_are_timed_beside_the_costs_and_do_not_replace_them(data, tmp_path, monkeypatch):
+    plan, compiled = Plan(study(**SMALLEST), data), []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    monkeypatch.setattr(cost, "peak_of", lambda *args, **kwargs: 1)
+    for again in (True, False, False):
+        measure_costs(plan, tmp_path, rounds=1, again=again, compiled=again, progress=False)
+    rows = jsonlines.read(tmp_path / "costs.jsonl")
+    assert [row["compiled"] for row in rows] == [True, True, False, False]
+    assert len(compiled) == 2
+    assert rows[0]["kept_bytes"] is None
+
+
+@pytest.mark.processes
+def test_the_peak_is_measured_in_a_process_of_its_own(data):
+    plan = Plan(study(**SMALLEST), data)
+    config = plan.config("small", "residual")
+    (record,) = measure({"residual": (config, plan.model(config))}, "residual", rounds=1)
+    assert record["peak_bytes"] > 0

@@ -1,0 +1,100 @@
+"""The page of a study: one file, inert, sorted by a click, with every run behind a row."""
+
+import dataclasses
+
+from residua.lab.study.page import TEMPLATE, page
+from residua.lab.study.report import payload
+from residua.lab.study.results import results
+from support.planted_study import costs, records, study
+
+NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- & \u2028 ]]>"
+
+
+def written(tmp_path, found=None, **changes):
+    path = tmp_path / "index.html"
+    path.write_text(page({**payload(found or results(study(), records(), costs())), **changes}), encoding="utf-8")
+    return path
+
+
+def test_the_page_asks_for_nothing():
+    text = TEMPLATE.read_text(encoding="utf-8")
+    assert "default-src 'none'" in text
+    for word in (" src=", "url(", "@import", "innerHTML", "fetch("):
+        assert word not in text
+
+
+def test_the_table_sorts_and_a_row_shows_its_runs(open_page, tmp_path):
+    opened = open_page(written(tmp_path))
+    rows = opened.locator("#main > .scroll tbody tr")
+    assert rows.count() == 2
+    assert rows.first.get_attribute("data-scheme") == "ddl"
+    assert "-0.2000 ± 0.2484" in rows.first.inner_text()
+    opened.click("[data-key=loss]")
+    assert opened.locator("th[aria-sort=descending]").inner_text().startswith("validation loss")
+    assert rows.first.get_attribute("data-scheme") == "residual"
+    opened.click("tr[data-scheme=ddl]")
+    assert opened.locator("#detail tbody tr").count() == 5
+    assert opened.locator("#detail svg polygon").count() == 1
+    opened.keyboard.press("Enter")
+    assert opened.locator("#detail tbody tr").count() == 0
+
+
+def test_a_difference_over_some_of_the_seeds_says_so(open_page, tmp_path):
+    fewer = [r for r in records() if (r["scheme"], r["kind"], r["seed"]) != ("residual", "report", 3)]
+    rows = open_page(written(tmp_path, results(study(), fewer, costs()))).locator("#main > .scroll tbody")
+    assert "-0.1500 ± 0.6353 (2 seeds)" in rows.inner_text()
+
+
+def test_hostile_texts_are_inert(open_page, tmp_path):
+    hostile = [{**r, "scheme": NASTY, "connection": NASTY} if r["scheme"] == "ddl" else r for r in records()]
+    found = results(study(schemes={"residual": {}, NASTY: {}}), hostile, costs())
+    opened = open_page(written(tmp_path, found, title=NASTY))
+    assert opened.title() == NASTY
+    opened.locator("#main > .scroll tbody tr").first.click()
+    assert opened.locator("img").count() == 0
+    assert "<img" in opened.locator("#main > .scroll tbody").inner_text()
+
+
+def test_a_study_without_finished_rows_says_so(open_page, tmp_path):
+    opened = open_page(written(tmp_path, results(study(), [], [])))
+    assert "No finished row yet" in opened.locator("#main").inner_text()
+
+
+def test_a_narrow_screen_shows_all_of_the_pictures(open_page, tmp_path):
+    opened = open_page(written(tmp_path), viewport=(360, 700))
+    opened.click("tr[data-scheme=ddl]")
+    assert opened.locator("#main svg").count() == 2
+    for text in opened.locator("#main svg, #main svg text").all():
+        box = text.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 360
+    assert opened.evaluate("document.documentElement.scrollWidth") == 360
+
+
+def test_the_page_has_what_was_tuned_why_there_is_no_answer_and_the_gates(open_page, tmp_path):
+    asked = {"gain": {"ask": "Who?", "compare": [["ddl", "residual"]], "at": ["tokens", "compiled seconds"]}}
+    sublayer = {"sublayer": "1 mlp", "beta": 0.5, "beta_q05": 0.1, "beta_q50": 0.5, "beta_q95": 0.9}
+    audit = {"rung": "small", "scheme": NASTY, "equal": False, "points": [{"step": 50, "sublayers": [sublayer]}]}
+    found = dataclasses.replace(results(study(questions=asked), records(), costs()), audits=[audit])
+    opened = open_page(written(tmp_path, found))
+    opened.click("tr[data-scheme=ddl]")
+    assert "tuned to lr 0.008 (edge), by 2 runs" in opened.locator("#detail").inner_text()
+    assert "compiled steps of ddl and residual were not timed" in opened.locator("section.question").inner_text()
+    row = opened.locator("#main table").last.locator("tbody tr").inner_text()
+    assert "other bits than its record" in row
+    assert "0.5 [0.10, 0.90]" in row
+    assert opened.locator("img").count() == 0
+
+
+def test_questions_show_their_answers_at_the_chosen_size(open_page, tmp_path):
+    pair = [["ddl", "residual"]]
+    asked = {"one": {"ask": NASTY, "compare": pair}, "two": {"ask": "And?", "compare": [["hc", "residual"]]}}
+    found = results(study(questions=asked, schemes={"residual": {}, "ddl": {}, "hc": {}}), records(), costs())
+    opened = open_page(written(tmp_path, found))
+    first, second = opened.locator("section.question").all()
+    assert NASTY.replace("\u2028", " ")[:20] in first.inner_text()
+    assert "ddl − residual" in first.inner_text()
+    assert "-0.2000 ± 0.2484" in first.inner_text()
+    assert "no difference seen" in first.inner_text()
+    assert "Not yet: waiting for hc." in second.inner_text()
+    assert opened.locator("img").count() == 0

@@ -1,0 +1,327 @@
+"""What a study trains: within its budget, with seeds apart, and only what its file asks for."""
+
+import math
+import shutil
+
+import pytest
+
+from residua.connections import resolve
+from residua.errors import InputError
+from residua.lab.cost.counts import parameters
+from residua.lab.data import prepare
+from residua.lab.study.engine import jobs
+from residua.lab.study.plan import Plan, load_study, read_study
+from residua.models import ResiduaConfig
+from support.planted_study import DOCUMENT, studies_of_the_page, study
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        text = " ".join(f"word{(i * j) % 97} is {(i + j) % 13}," for j in range(60))
+        (folder / f"{i:02d}.txt").write_text(text)
+    return prepare(str(folder), folder / "data", vocab_size=300, progress=False).folder
+
+
+def walked(plan, loss):
+    """All runs of a study in which `loss(run)` is what a run comes to, in the order in which they can begin."""
+    finished, order = {}, []
+    while new := [run for run in plan.runs(finished) if run.key not in finished]:
+        order.append(new[0])
+        finished[new[0].key] = {"val_loss": loss(new[0])}
+    return order
+
+
+def by_rate(best):
+    return lambda run: abs(math.log(run.config.train.lr / best)) + abs(math.log(run.config.train.connection_lr_factor))
+
+
+def of(runs, scheme, kind):
+    return [run for run in runs if (run.scheme, run.kind) == (scheme, kind)]
+
+
+@pytest.mark.slow
+def test_each_scheme_is_tuned_within_its_budget_and_the_baseline_has_the_largest(data):
+    tuning = {**DOCUMENT["tuning"], "runs": 3, "baseline_runs": 5}
+    runs = walked(Plan(study(tuning=tuning), data), by_rate(0.064))
+    assert [run.config.train.lr for run in of(runs, "residual", "tune")] == [0.004, 0.008, 0.016, 0.032, 0.064]
+    assert len(of(runs, "ddl", "tune")) == 3
+    assert {run.config.train.lr for run in of(runs, "residual", "report")} == {0.064}
+
+
+def test_a_scheme_with_parameters_of_its_own_has_their_rate_tuned(data):
+    runs = walked(Plan(study(tuning={**DOCUMENT["tuning"], "runs": 6, "baseline_runs": 6}), data), by_rate(0.004))
+    assert {run.config.train.connection_lr_factor for run in of(runs, "ddl", "tune")} == {0.5, 1.0, 2.0}
+    assert all("train.connection_lr_factor" not in run.point for run in of(runs, "residual", "tune"))
+
+
+@pytest.mark.slow
+def test_no_seed_that_tuned_is_reported_and_only_baselines_are_trained_longer(data):
+    plan = Plan(study(), data)
+    runs = walked(plan, by_rate(0.008))
+    assert {run.config.train.seed for run in runs if run.kind == "tune"} == {0}
+    for scheme in ("residual", "ddl"):
+        assert [run.config.train.seed for run in of(runs, scheme, "report")] == [1, 2, 3]
+    assert [run.config.train.steps for run in of(runs, "residual", "longer")] == [round(1.5 * plan.steps["small"])] * 3
+    assert not of(runs, "ddl", "longer")
+    assert len(runs) <= plan.most
+    rungs = {"small": {**DOCUMENT["rungs"]["small"], "longer": []}}
+    assert not of(walked(Plan(study(rungs=rungs), data), by_rate(0.008)), "residual", "longer")
+
+
+def test_a_scheme_of_which_every_run_diverges_is_not_reported(data):
+    runs = walked(Plan(study(), data), lambda run: None if run.scheme == "ddl" else 1.0)
+    assert of(runs, "ddl", "tune")
+    assert not of(runs, "ddl", "report")
+
+
+@pytest.mark.slow
+def test_a_size_takes_the_settings_of_the_size_that_it_names(data):
+    rungs = {
+        **DOCUMENT["rungs"],
+        "deep": {**DOCUMENT["rungs"]["small"], "model.num_hidden_layers": 2, "tuned": "small"},
+    }
+    runs = walked(Plan(study(rungs=rungs), data), by_rate(0.004))
+    assert {run.rung for run in runs if run.kind == "tune"} == {"small"}
+    deep = [run for run in runs if run.rung == "deep"]
+    assert len(deep) == 9
+    assert {run.config.train.lr for run in deep} == {0.004}
+    assert {run.config.model.num_hidden_layers for run in deep} == {2}
+    plan = Plan(study(rungs=rungs), data, ["deep"])
+    alone = walked(plan, by_rate(0.004))
+    assert [run.key for run in alone] == [run.key for run in runs if run.kind == "tune" or run.rung == "deep"]
+    assert len(alone) <= plan.most < Plan(study(rungs=rungs), data).most
+
+
+@pytest.mark.slow
+def test_a_size_may_search_some_keys_again_in_full_length(data):
+    """The best rate is 0.008 at the small size and 0.002 at the large one, whose search stands on what that found."""
+    small = DOCUMENT["rungs"]["small"]
+    large = {**small, "model.hidden_size": 32, "tuned": "small", "over": {"train.lr": [0.004, 0.008]}}
+    rungs = {"small": small, "large": large, "wide": {**small, "tuned": "large"}}
+    tuning = {**DOCUMENT["tuning"], "runs": 6, "baseline_runs": 6, "length": 0.5, "finalists": 2}
+
+    def loss(run):
+        train, best = run.config.train, 0.008 if run.rung == "small" else 0.002
+        return abs(math.log(train.lr / best)) + abs(math.log(train.connection_lr_factor / 2))
+
+    plan = Plan(study(rungs=rungs, tuning=tuning), data)
+    runs = walked(plan, loss)
+    there = [run for run in runs if run.rung == "large"]
+    assert [run.config.train.lr for run in of(there, "residual", "tune")] == [0.004, 0.008, 0.002, 0.001]
+    assert [run.point for run in of(there, "ddl", "tune")] == [
+        {"train.lr": rate, "train.connection_lr_factor": 2.0} for rate in (0.004, 0.008, 0.002, 0.001)
+    ]
+    assert {run.config.train.steps for run in there if run.kind != "longer"} == {plan.steps["large"]}
+    assert {run.config.train.steps for run in runs if run.rung == "small" and run.kind == "tune"} == {
+        round(0.5 * plan.steps["small"])
+    }
+    assert {run.kind for run in there} == {"tune", "report", "longer"}
+    assert {run.config.train.lr for run in runs if run.rung == "wide"} == {0.002}
+    assert len(runs) <= plan.most
+
+
+def test_matched_parameters_come_as_near_as_the_width_of_an_mlp_allows(data):
+    schemes = {**DOCUMENT["schemes"], "wide": {"connection": "residual", "parameters_of": "ddl-tc"}, "ddl-tc": {}}
+    plan = Plan(study(schemes=schemes), data)
+    count = {name: parameters(plan.model(plan.config("small", name)))["total"] for name in plan.study.schemes}
+    assert count["residual"] < count["wide"]
+    assert abs(count["wide"] - count["ddl-tc"]) <= 3 * 16 / 2
+
+
+def test_a_tuned_key_that_does_not_exist_is_refused_before_anything_is_measured(data):
+    tuning = {**DOCUMENT["tuning"], "over": {"train.lrr": [0.1]}}
+    with pytest.raises(InputError, match=r"unknown key train.lrr; did you mean train.lr"):
+        Plan(study(tuning=tuning), data)
+
+
+def test_without_prepared_data_the_option_is_named():
+    with pytest.raises(InputError, match=r"--data: expected a folder that residua prepare made"):
+        study().data(None)
+
+
+def test_data_that_would_be_seen_twice_are_refused(data):
+    with pytest.raises(InputError, match=r"rungs.small: needs .* tokens so that none is seen twice"):
+        Plan(study(tokens_per_parameter=20), data)
+
+
+@pytest.mark.slow
+def test_the_study_that_the_page_shows_can_be_planned(data, tmp_path):
+    block, _ = studies_of_the_page()
+    path = tmp_path / "study.yaml"
+    path.write_text(block.replace("tokens_per_parameter: 20 ", "tokens_per_parameter: 0.002 "))
+    found = load_study(str(path))
+    runs = walked(Plan(found, data), by_rate(0.016))
+    assert {run.kind for run in runs if run.rung == "deep"} == {"tune", "final", "report", "longer"}
+    assert {run.kind for run in runs if run.rung == "wide"} == {"report", "longer"}
+    assert {run.scheme for run in runs} == set(found.schemes)
+
+
+def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
+    run = next(iter(Plan(study(), data).runs({})))
+    key = run.key
+    other = study(set={**DOCUMENT["set"], "train.checkpoint_every": 3})
+    assert next(iter(Plan(other, data).runs({}))).key == key
+    shutil.copytree(data, tmp_path / "elsewhere")
+    assert next(iter(Plan(study(), tmp_path / "elsewhere").runs({}))).key == key
+    other = study(set={**DOCUMENT["set"], "train.weight_decay": 0.2})
+    assert next(iter(Plan(other, data).runs({}))).key != key
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": [1]}, "unknown key seed; did you mean seeds?"),
+        (
+            {"tuning": {**DOCUMENT["tuning"], "finalists": 2}},
+            "tuning.finalists: expected 1, as tuning runs are as long",
+        ),
+        (
+            {"tuning": {**DOCUMENT["tuning"], "final_seeds": [9, 2]}},
+            r"seeds: expected others than those that tune (0, 2, 9), got [1, 2, 3]",
+        ),
+        ({"tuning": {**DOCUMENT["tuning"], "final_seeds": [9, 9]}}, "tuning.final_seeds: expected each seed once"),
+        (
+            {"tuning": {**DOCUMENT["tuning"], "final_seeds": ["x"]}},
+            "tuning.final_seeds: expected a list, of a whole number each",
+        ),
+        (
+            {"tuning": {**DOCUMENT["tuning"], "finalists": 0, "length": 0.5}},
+            "tuning.finalists: expected 1 to tuning.runs",
+        ),
+        ({"seeds": [0, 1]}, "seeds: expected others than those that tune"),
+        ({"seeds": [1, 1]}, "seeds: expected at least 2 different ones"),
+        ({"baselines": ["mhc"]}, "baselines: expected some of the schemes"),
+        ({"longer": [0.5]}, "longer: expected a list of numbers above 1"),
+        ({"tokens_per_parameter": -1}, "tokens_per_parameter: expected a number above 0"),
+        ({"baselines": 5}, "baselines: expected a list, of text each"),
+        (
+            {"baselines": 5, "questions": {"gain": {"ask": "Is it?", "compare": [["ddl", "hc"]]}}},
+            "baselines: expected a list, of text each",
+        ),
+        ({"baselines": "residual"}, "baselines: expected a list, of text each, got 'residual'"),
+        ({"baselines": [["residual"]]}, "baselines: expected a list, of text each"),
+        ({"baselines": ["residual", "residual"]}, "baselines: expected at least one, each once"),
+        ({"longer": [math.inf]}, "longer: expected a list of numbers above 1"),
+        ({"tokens_per_parameter": math.inf}, "tokens_per_parameter: expected a number above 0"),
+        ({"tokens_per_parameter": "many"}, "tokens_per_parameter: expected a number"),
+        ({"rungs": {}}, "rungs: expected at least one"),
+        ({"rungs": {"a": {"tuned": "b"}}}, "rungs.a.tuned: expected a size that is tuned by itself (none is there)"),
+        ({"rungs": {"a": {"over": {"train.lr": [0.1]}}}}, "rungs.a.over: expected rungs.a.tuned beside it"),
+        ({"rungs": {"a": {}, "b": {"tuned": "a", "over": {}}}}, "rungs.b.over: expected values for at least one key"),
+        ({"rungs": {"a": {}, "b": {"tuned": "a", "over": 5}}}, "rungs.b.over: expected values for at least one key"),
+        (
+            {"rungs": {"a": {}, "b": {"tuned": "a", "over": {"train.weight_decay": [0.1]}}}},
+            "rungs.b.over: expected keys of tuning.over (train.lr, train.connection_lr_factor), got",
+        ),
+        (
+            {"rungs": {name: {"tuned": "a", "over": {"train.lr": [0.1]}} for name in ("a", "b")}},
+            "rungs.a.tuned: expected a size that is tuned by itself (none is there)",
+        ),
+        *(
+            (
+                {"rungs": {"a": {"seeds": seeds}}},
+                "rungs.a.seeds: expected at least 2 of the study's (1, 2, 3), each once",
+            )
+            for seeds in ([1], [], [1, 1], [1, 9], 5, "12", [[1], 2], [True, 2])
+        ),
+        *(
+            ({"rungs": {"a": {"tokens_per_parameter": tokens}}}, "rungs.a.tokens_per_parameter: expected a number")
+            for tokens in (0, -1, math.inf, "many", True)
+        ),
+        ({"set": {"train.seed": 3}}, "train.seed: expected a key that a study does not set"),
+        ({"schemes": {"residual": {"parameters_of": "x"}}}, "schemes.residual.parameters_of"),
+        ({"schemes": ["residual"]}, "schemes: expected a mapping"),
+        ({"set": 5}, "set: expected a mapping"),
+        ({"config": 5}, "config: expected a recipe"),
+        ({"tuning": {**DOCUMENT["tuning"], "factors": {"train.lr": 1}}}, "tuning.factors: expected a number above 1"),
+        ({"tuning": {**DOCUMENT["tuning"], "runs": 1}}, "tuning.runs: expected at least the 2 points of the grid"),
+        ({"tuning": {**DOCUMENT["tuning"], "runs": 9}}, "tuning.baseline_runs: expected at least tuning.runs"),
+        ({"tuning": {**DOCUMENT["tuning"], "over": {"train.lr": 0.1}}}, "tuning.over.train.lr: expected a list"),
+        ({"tuning": {**DOCUMENT["tuning"], "over": {"train.lr": ["a"]}}}, "expected a list of numbers above 0"),
+        ({"tuning": {**DOCUMENT["tuning"], "over": {}}}, "tuning.over: expected values for at least one key"),
+        ({"tuning": {**DOCUMENT["tuning"], "length": 0}}, "tuning.length"),
+    ],
+)
+def test_a_wrong_study_is_refused_with_one_line(change, said):
+    with pytest.raises(InputError) as refusal:
+        read_study({**DOCUMENT, **change}, "file.yaml")
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_sizes_of_resbench_are_what_they_are_called_and_its_schemes_are_causal():
+    found = load_study("resbench")
+    for rung in found.rungs.values():
+        keys = {key.removeprefix("model."): value for key, value in rung.keys.items()}
+        size = parameters(ResiduaConfig(vocab_size=2048, connection="residual", **keys))["total"]
+        assert size == pytest.approx(float(rung.name.partition("M")[0]) * 1e6, rel=0.16)
+    assert all(resolve(entry.connection).causal for entry in found.schemes.values())
+
+
+def test_resbench_can_be_read_and_a_registered_scheme_joins_it():
+    found = load_study("resbench")
+    assert found.tokens_per_parameter == 20
+    assert found.baselines[0] == "residual"
+    assert found.tuning.baseline_runs > found.tuning.runs
+    chosen = found.only(["mine"], ["0.3M-deep"])
+    assert list(chosen.schemes) == [*found.baselines, "mine"]
+    assert list(chosen.rungs) == ["0.1M", "0.3M", "0.3M-deep"]
+    with pytest.raises(InputError, match=r"did you mean 0\.3M"):
+        found.only(rungs=["0.3"])
+
+
+def test_further_seeds_of_a_question_come_last_and_only_with_all_that_it_compares(data):
+    asked = {"gain": {"ask": "Is it?", "compare": [["ddl", "hc"]], "seeds": [7, 8]}}
+    whole = study(schemes={"residual": {}, "ddl": {}, "hc": {}}, questions=asked)
+    plan = Plan(whole, data)
+    runs = walked(plan, by_rate(0.008))
+    assert [(run.kind, run.scheme, run.config.train.seed) for run in runs[-4:]] == [
+        ("report", scheme, seed) for scheme in ("ddl", "hc") for seed in (7, 8)
+    ]
+    assert len(runs) <= plan.most
+    assert Plan(whole.only(["ddl"]), data).most == Plan(study(), data).most
+    finished = {run.key: {"val_loss": 4.0} for run in runs}
+    order = {(job.order[1], run.kind) for job, run in zip(jobs(plan, finished), plan.runs(finished), strict=True)}
+    assert order == {(0, "tune"), (0, "report"), (1, "longer"), (2, "report")}
+
+
+def test_a_size_may_have_other_tokens_and_fewer_seeds_and_questions_add_none_there(data):
+    small = DOCUMENT["rungs"]["small"]
+    long = {**small, "tuned": "small", "tokens_per_parameter": 0.06, "seeds": [1, 3], "longer": []}
+    asked = {"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]], "seeds": [7]}}
+    plan = Plan(study(rungs={"small": small, "long": long}, questions=asked), data)
+    assert plan.steps["long"] == pytest.approx(3 * plan.steps["small"], abs=1)
+    runs = walked(plan, by_rate(0.008))
+    there = [run for run in runs if run.rung == "long"]
+    assert [(run.kind, run.scheme, run.config.train.seed) for run in there] == [
+        ("report", scheme, seed) for scheme in ("residual", "ddl") for seed in (1, 3)
+    ]
+    assert {run.config.train.steps for run in there} == {plan.steps["long"]}
+    assert {run.config.train.seed for run in of(runs, "ddl", "report") if run.rung == "small"} == {1, 2, 3, 7}
+    assert len(runs) <= plan.most
+
+
+def test_finalists_are_trained_in_full_and_the_best_of_them_is_reported(data):
+    """A search that favours 0.032 in short runs, where 0.016 is better in full."""
+    tuning = {**DOCUMENT["tuning"], "runs": 6, "baseline_runs": 6, "length": 0.5, "finalists": 2}
+    plan = Plan(study(tuning=tuning), data)
+    short, full = by_rate(0.032), by_rate(0.016)
+    runs = walked(plan, lambda run: (short if run.kind == "tune" else full)(run))
+    finals = of(runs, "residual", "final")
+    assert finals[0].config.train.lr == 0.032
+    assert len(finals) == 2
+    assert {run.config.train.seed for run in finals} == {0}
+    assert {run.config.train.steps for run in finals} == {
+        run.config.train.steps for run in of(runs, "residual", "report")
+    }
+    assert {run.config.train.lr for run in of(runs, "residual", "report")} == {0.016}
+    assert len(runs) <= plan.most
+    judged = Plan(study(tuning={**tuning, "final_seeds": [0, 11]}), data)
+    tied = walked(judged, lambda run: full(run) if run.config.train.seed == 11 else short(run) / 10)
+    assert [run.config.train.seed for run in of(tied, "residual", "final")] == [0, 11, 0, 11]
+    assert {run.config.train.lr for run in of(tied, "residual", "report")} == {0.016}
+    assert len(tied) <= judged.most
+    diverged = walked(Plan(study(tuning=tuning), data), lambda run: None if run.kind == "final" else short(run))
+    assert not of(diverged, "residual", "report")

@@ -1,0 +1,288 @@
+"""What a study is asked, it answers from its records: with an interval, a verdict, or what it waits for."""
+
+import io
+import math
+import statistics
+
+import pytest
+
+from residua.connections import PRESETS
+from residua.connections.options import named
+from residua.errors import InputError
+from residua.lab.study.picture import draw_answers
+from residua.lab.study.plan import load_study
+from residua.lab.study.report import markdown, payload, questions
+from residua.lab.study.results import rankings, results
+from residua.records.statistics import spearman
+from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
+
+ASKED = {"gain": {"ask": "Is `ddl` ahead?", "compare": [["ddl", "residual"]], "at": ["tokens", "seconds"]}}
+
+
+def asked(**changes):
+    return study(questions={"gain": {**ASKED["gain"], **changes}})
+
+
+def test_an_answer_is_the_paired_difference_with_its_interval():
+    tokens, seconds = results(asked(), records(), costs()).answers
+    assert (tokens.scheme, tokens.to, tokens.measure, tokens.waiting) == ("ddl", "residual", "tokens", [])
+    assert tokens.difference.estimate.mean == pytest.approx(-0.2)
+    assert seconds.difference.estimate.mean == pytest.approx(0.1)
+    assert tokens.verdict.startswith("no difference seen; four of five such studies would see 0.")
+    # Both are of one family.
+    assert tokens.difference.holm == pytest.approx(2 * tokens.difference.p)
+
+
+def shifted(ahead):
+    """The records with ddl ahead by nearly the same in every seed."""
+    mine = [r for r in records() if (r["scheme"], r["kind"]) == ("ddl", "report")]
+    return [
+        *(r for r in records() if r not in mine),
+        *({**r, "val_loss": 4 + 0.01 * r["seed"] - ahead - 1e-4 * r["seed"]} for r in mine),
+    ]
+
+
+def test_the_answers_are_drawn_under_their_questions_a_panel_for_each_size():
+    small = DOCUMENT["rungs"]["small"]
+    rungs = {"small": small, "large": {**small, "tuned": "small"}, "none": {**small, "tuned": "small"}}
+    other = {"cost": {"ask": "Is it at $1 or $2?", "compare": [["residual", "ddl"]]}}
+    wanted = study(rungs=rungs, questions={**ASKED, **other})
+    again = [{**one, "rung": "large", "key": one["key"].replace("small", "large")} for one in shifted(0.1)]
+    found = results(wanted, [*records(), *again], costs())
+    figure = draw_answers(found)
+    first, second = figure.axes
+    assert [panel.get_title() for panel in figure.axes] == ["small", "large"]
+    labels = [label.get_text() for label in reversed(first.get_yticklabels())]
+    assert labels == ["", "ddl \N{MINUS SIGN} residual", "", "residual \N{MINUS SIGN} ddl"]
+    asks = {text.get_position()[1]: text.get_text() for text in figure.texts if text.get_weight() == "bold"}
+    assert asks == {3: "Is ddl ahead?", 1: "Is it at $1 or $2?"}
+    for panel, size, filled in ((first, "small", False), (second, "large", True)):
+        marks, hollow = ({*zip(*line.get_data())} for line in panel.lines if line.get_marker() == "o")
+        means = {
+            (one.difference.estimate.mean, 2 if one.question.name == "gain" else 0)
+            for one in found.answers
+            if (one.rung, one.measure) == (size, "tokens")
+        }
+        assert marks == means
+        assert hollow == (set() if filled else means)
+    figure.savefig(io.BytesIO())  # a dollar in a question is no formula
+    assert draw_answers(results(study(), records(), costs())) is None
+    assert draw_answers(results(asked(at=["seconds"]), records(), costs())) is None
+
+
+@pytest.mark.parametrize(("ahead", "verdict"), [(0.1, "ahead"), (-0.1, "behind")])
+def test_a_difference_clear_of_zero_has_a_side(ahead, verdict):
+    answer = results(asked(), shifted(ahead), costs()).answers[0]
+    assert answer.difference.clear
+    assert answer.verdict == verdict
+
+
+def test_an_interval_clear_of_zero_only_before_the_correction_is_said_so():
+    near = [
+        {**r, "val_loss": r["val_loss"] - 0.35} if r["scheme"] == "ddl" and r["kind"] == "report" else r
+        for r in records()
+    ]
+    asked_twice = study(questions=dict.fromkeys(("one", "two", "three"), ASKED["gain"]))
+    answer = results(asked_twice, near, costs()).answers[0]
+    assert answer.difference.p < 0.05 < answer.difference.holm
+    assert answer.verdict == "ahead by its interval, but not after the correction"
+
+
+def test_two_schemes_that_are_no_baselines_are_compared():
+    more = copied("hc")
+    more = [{**r, "val_loss": r["val_loss"] + 0.1} for r in more]
+    both = study(
+        schemes={"residual": {}, "ddl": {}, "hc": {}},
+        questions={"pair": {"ask": "Which?", "compare": [["hc", "ddl"]]}},
+    )
+    (answer,) = results(both, records() + more, []).answers
+    assert answer.difference.estimate.mean == pytest.approx(0.1)
+
+
+def test_without_all_seeds_or_longer_runs_there_is_no_answer_and_the_reason_is_said():
+    some = [r for r in records() if (r["scheme"], r["seed"]) != ("ddl", 3)]
+    for answer in results(asked(), some, costs()).answers:
+        assert (answer.verdict, answer.waiting) == ("not yet", ["ddl"])
+    assert "\n\nWaiting for `ddl`.\n" in markdown(results(asked(), some, costs()))
+    for known in ([], [cost("residual", 1.0, 1000.0), cost("ddl", 1.7, 1000.0)]):
+        tokens, seconds = results(asked(), records(), known).answers
+        assert tokens.difference is not None
+        assert seconds.difference is None
+        assert seconds.missing
+    text = markdown(results(asked(), records(), known))
+    assert "No comparison: residual has no runs 1.70 times as long as ddl" in text
+    assert text.count("\n| `ddl` − `residual` | ") == 1
+
+
+def test_a_column_for_a_size_that_has_an_answer_and_what_it_waits_for():
+    small = DOCUMENT["rungs"]["small"]
+    sizes = {"small": small, **{name: {**small, "tuned": "small"} for name in ("wide", "deep")}}
+    pair = {"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]]}}
+    pair["more"] = {"ask": "And?", "compare": [["ddl", "residual"], ["hc", "residual"]]}
+    pair["none"] = {"ask": "Or?", "compare": [["hc", "residual"]]}
+    schemes = {"residual": {}, "ddl": {}, "hc": {}}
+    plain = [one for one in records() if one["scheme"] == "residual" and one["kind"] == "report"]
+    elsewhere = [{**one, "rung": rung, "key": f"{rung} {one['seed']}"} for rung in sizes for one in plain]
+    there = [one for one in elsewhere if one["rung"] == "wide" or (one["rung"] == "deep" and one["seed"] == 1)]
+    asked = study(rungs=sizes, questions=pair, schemes=schemes)
+    text = "\n".join(questions(results(asked, [*records(), *there], costs())))
+    first, second, third = text.split("### ")[1:]
+    assert "| comparison, at equal tokens | small |\n" in first
+    assert "\n| `ddl` − `residual` | -0.2000 ± 0.2484; would see 0.3" in first
+    assert "Waiting" not in first
+    assert "Waiting for `hc` at small." in second
+    assert third.strip() == "Or?\n\nWaiting for `hc`."
+    assert "wide" not in text
+    assert "deep" not in text
+    whole = [{**one, "rung": "wide", "key": f"wide {one['scheme']} {one['seed']}"} for one in records()]
+    whole = [one for one in whole if one["kind"] == "report"]
+    text = "\n".join(questions(results(asked, [*records(), *whole], costs())))
+    assert "| comparison, at equal tokens | small | wide |\n" in text
+    assert "\n\nWaiting for `hc`.\n" in text
+
+
+def test_a_question_with_further_seeds_is_answered_by_all_of_them_and_rows_are_not():
+    further = study(questions={"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]], "seeds": [4, 5]}})
+    more = [record(name, "report", seed, loss) for name, loss in (("residual", 4.0), ("ddl", 3.0)) for seed in (4, 5)]
+    for there, count, mean in ((more[:3], 3, -0.2), (more, 5, -0.52)):
+        found = results(further, records() + there, costs())
+        (answer,) = found.answers
+        assert (answer.difference.estimate.count, answer.difference.estimate.mean) == (count, pytest.approx(mean))
+        assert (f" ({count} seeds)" in markdown(found)) == (count != 3)
+        row = found.row("small", "ddl")
+        assert row.loss == results(study(), records(), costs()).row("small", "ddl").loss
+        assert row.difference("residual", "tokens").estimate.count == 3
+        (shown,) = (one for one in payload(found)["rows"] if one["scheme"] == "ddl")  # every run behind an answer
+        assert [run["seed"] for run in shown["runs"] if run["kind"] == "further"] == [r["seed"] for r in there[2:]]
+    diverged = [{**one, "val_loss": None} if one is more[3] else one for one in more]
+    (answer,) = results(further, records() + diverged, costs()).answers
+    assert (answer.difference, bool(answer.missing)) == (None, True)
+
+
+def test_a_question_at_equal_compiled_seconds_waits_until_these_are_measured():
+    wanted = asked(at=["compiled seconds"])
+    (answer,) = results(wanted, records(), costs()).answers
+    assert (answer.difference, answer.waiting) == (None, [])
+    told = markdown(results(wanted, records(), costs()))
+    assert "No comparison: compiled steps of ddl and residual were not timed in the same rounds" in told
+    timed = [cost("residual", 1.0, 1.0, compiled=True), cost("ddl", 1.5, 1.0, compiled=True)]
+    (answer,) = results(wanted, records(), timed).answers
+    assert answer.difference.estimate.mean == pytest.approx(0.1)
+
+
+def test_the_page_says_what_the_report_says():
+    found = results(asked(), records(), costs())
+    (shown,) = payload(found)["questions"]
+    assert shown["ask"] == "Is ddl ahead?"
+    assert [one["measure"] for one in shown["answers"]] == ["tokens", "seconds"]
+    for one in shown["answers"]:
+        assert one["seeds"] == 3
+        seen = one["verdict"].rpartition(" ")[2]
+        assert f"| {one['measure']} | {one['mean']:+.4f} ± {one['half']:.4f}; would see {seen} |" in markdown(found)
+
+
+def test_who_is_ahead_of_every_baseline_is_said():
+    found = results(study(), shifted(0.1), costs())
+    assert found.ahead("small", "tokens") == ["ddl"]
+    assert "equal tokens: `ddl`" in markdown(found)
+    found = results(study(), records(), costs())
+    assert found.ahead("small", "tokens") == []
+    assert "equal tokens: none" in markdown(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"compare": []}, "questions.gain.compare: expected a list of pairs of schemes"),
+        ({"compare": [["ddl"]]}, "questions.gain.compare: expected a list of pairs of schemes"),
+        ({"at": ["flops"]}, "questions.gain.at: expected some of tokens, FLOPs, seconds"),
+        ({"compare": [["residual", "ddl"]]}, "questions.gain.at: expected tokens, as ddl is no baseline"),
+        ({"ask": 5}, "questions.gain.ask: expected a sentence"),
+        ({"seeds": [4, 4]}, "questions.gain.seeds: expected a list of different integers"),
+        ({"seeds": [4]}, "questions.gain.at: expected tokens, as longer runs of the baselines have no further seeds"),
+        ({"seeds": [3], "at": ["tokens"]}, "questions.gain.seeds: expected others than seeds and those that tune"),
+        ({"answer": 5}, "questions.gain: unknown key answer"),
+    ],
+)
+def test_a_wrong_question_is_refused(change, said):
+    with pytest.raises(InputError) as refusal:
+        asked(**change)
+    assert said in str(refusal.value)
+
+
+def test_a_file_whose_questions_name_no_scheme_is_refused(tmp_path):
+    text = (
+        "title: t\nrungs: {a: {}}\nschemes: {residual: {}}\n"
+        "tuning: {over: {train.lr: [0.1]}, runs: 1, baseline_runs: 1}\n"
+        "questions: {q: {ask: who, compare: [[residul, residual]]}}\n"
+    )
+    (tmp_path / "study.yaml").write_text(text)
+    with pytest.raises(InputError, match=r"questions.q.compare: expected some of the schemes .*did you mean residual"):
+        load_study(str(tmp_path / "study.yaml"))
+
+
+def test_questions_bring_their_schemes_and_stay_when_others_are_left_out():
+    whole = load_study("resbench")
+    part = whole.only(questions=["erasing"])
+    assert set(part.schemes) == {*whole.baselines, *whole.questions["erasing"].schemes}
+    assert part.questions == whole.questions
+    with pytest.raises(InputError, match=r"--questions: expected some of .*did you mean erasing"):
+        whole.only(questions=["erasin"])
+
+
+def test_every_causal_preset_stands_in_resbench():
+    there = {named(entry.connection)[0] for entry in load_study("resbench").schemes.values()}
+    assert {name for name, scheme in PRESETS.items() if scheme.causal} <= there
+
+
+def test_spearman_is_the_correlation_of_ranks_with_ties_shared():
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 99]) == pytest.approx(1)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)  # 1 - 6 * 2 / (4 * 15)
+    assert spearman([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(statistics.correlation([1.5, 1.5, 3, 4], [1, 2, 3, 4]))
+    assert math.isnan(spearman([1, 1], [1, 2]))
+
+
+NAMES = ["residual", "ddl", "hc", "mhc", "krom"]
+
+
+def ranked(places, noise=0.0):
+    found = []
+    for place, name in enumerate(NAMES):
+        found.append(record(name, "tune", 0, 5.0))
+        for seed, turn in zip((1, 2, 3), (-1, 0, 1)):
+            found.append(record(name, "report", seed, 4 + 0.1 * places[place] + noise * turn * (-1) ** place))
+    published = {"big": {"source": "a table", "differences": {n: 0.01 * i for i, n in enumerate(NAMES)}}}
+    return results(study(schemes={name: {} for name in NAMES}, published=published), found, [])
+
+
+def test_an_equal_ranking_correlates_wholly_and_a_turned_one_not_at_all():
+    (equal,) = rankings(ranked([0, 1, 2, 3, 4]), samples=200)
+    assert equal.correlation == pytest.approx(1)
+    assert equal.lower == pytest.approx(1)
+    (turned,) = rankings(ranked([4, 3, 2, 1, 0]), samples=200)
+    assert turned.correlation == turned.upper == pytest.approx(-1)
+
+
+def test_seeds_that_disagree_and_few_schemes_make_the_interval_wide():
+    (quiet,) = rankings(ranked([0, 2, 1, 3, 4]), samples=400)
+    (noisy,) = rankings(ranked([0, 2, 1, 3, 4], noise=0.3), samples=400)
+    assert quiet.correlation == noisy.correlation == pytest.approx(0.9)
+    assert noisy.lower < quiet.lower < 0.9 <= quiet.upper
+    assert rankings(ranked([0, 2, 1, 3, 4]), samples=400) == [quiet]
+    assert "rank correlation +0.90, 95 % bootstrap interval" in markdown(ranked([0, 2, 1, 3, 4]))
+
+
+def test_with_too_few_schemes_nothing_is_said():
+    published = {"big": {"source": "a table", "differences": {"residual": 0.0, "ddl": -0.1, "hc": -0.2, "mhc": -0.3}}}
+    asked = study(schemes={name: {} for name in NAMES}, published=published)
+    (one,) = rankings(results(asked, records(), costs()))
+    assert (one.correlation, set(one.schemes)) == (None, {"residual", "ddl"})
+    assert "not yet, 2 of 4 schemes" in markdown(results(asked, records(), costs()))
+
+
+def test_the_published_ranking_of_resbench_has_its_schemes():
+    whole = load_study("resbench")
+    (published,) = whole.published.values()
+    assert published.differences["residual"] == 0
+    assert set(published.differences) <= set(whole.schemes)

@@ -1,0 +1,285 @@
+"""residua study tune: which runs it makes, what it says of them, and that a kill changes nothing."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import chain
+
+import pytest
+
+from residua.commands.cli import main
+from residua.errors import InputError
+from residua.lab.data import prepare
+from residua.lab.study.sweep import Outcome, Result, Sweep, parse_over, train_sweep
+from residua.records import jsonlines
+
+OPTIONS = (
+    "--model.num_hidden_layers=1",
+    "--model.hidden_size=32",
+    "--model.num_attention_heads=1",
+    "--model.head_dim=32",
+    "--train.steps=12",
+    "--train.warmup_steps=2",
+    "--train.batch_size=2",
+    "--train.sequence_length=16",
+    "--train.evaluate_every=6",
+    "--train.checkpoint_every=3",
+    "--train.log_every=1",
+    "--train.device=cpu",
+)
+BY_CLOCK = ("seconds", "tokens_per_second", "facts")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        text = " ".join(f"word{(i * j) % 97} is {(i + j) % 13}," for j in range(60))
+        (folder / f"{i:02d}.txt").write_text(text)
+    return prepare(str(folder), folder / "data", vocab_size=300, progress=False).folder
+
+
+def sweep_of(data, over, **options):
+    return Sweep("tiny", (*OPTIONS, f"--data.path={data}"), over, **options)
+
+
+def timeless(folder):
+    rows = jsonlines.read(folder / "records.jsonl")
+    return sorted(json.dumps({k: v for k, v in row.items() if k not in BY_CLOCK}) for row in rows)
+
+
+def walked(sweep, loss):
+    """The runs that a sweep makes, in rounds, where `loss(point, seed)` is what a run comes to."""
+    losses, rounds = {}, []
+    while new := [run for run in dict.fromkeys(sweep.wanted(losses)) if run not in losses]:
+        losses |= {run: loss(*run) for run in new}
+        rounds.append(new)
+    return rounds
+
+
+RATES = {"train.lr": (1e-3, 2e-3)}
+
+
+def test_a_grid_is_every_point_with_every_seed():
+    sweep = Sweep("tiny", (), RATES | {"model.embedding_init_std": (0.06, 0.12)}, seeds=2)
+    first, second = walked(sweep, lambda point, seed: sum(point))
+    assert first == [((lr, std), 0) for lr in (1e-3, 2e-3) for std in (0.06, 0.12)]
+    assert sorted(second) == sorted((point, 1) for point, _ in first)
+
+
+def test_finalists_alone_get_more_seeds():
+    sweep = Sweep("tiny", (), {"train.lr": (1e-3, 2e-3, 4e-3)}, seeds=3, finalists=2)
+    losses = {1e-3: 3.0, 2e-3: 1.0, 4e-3: math.inf}
+    first, second = walked(sweep, lambda point, seed: losses[point[0]])
+    assert len(first) == 3
+    assert sorted(second) == [((lr,), seed) for lr in (1e-3, 2e-3) for seed in (1, 2)]
+
+
+@pytest.mark.slow
+def test_neighbours_walk_until_none_is_better_and_stay_within_what_is_valid():
+    """Best at lr = 0.016 and min_lr_ratio = 0.8, whose double is no valid ratio."""
+    sweep = Sweep("tiny", (), RATES | {"train.min_lr_ratio": (0.4,)}, neighbours=True, seeds=2, finalists=1)
+
+    def loss(point, seed):
+        return abs(math.log(point[0] / 0.016)) + abs(math.log(point[1] / 0.8))
+
+    rounds = walked(sweep, loss)
+    runs = list(chain(*rounds))
+    assert len(runs) == len(set(runs))
+    tried = {point for point, seed in runs if seed == 0}
+    assert {(0.016, 0.8), (0.008, 0.8), (0.032, 0.8), (0.016, 0.4)} <= tried
+    assert max(ratio for _, ratio in tried) == 0.8
+    assert rounds[-1] == [((0.016, 0.8), 1)]
+
+
+def test_a_budget_ends_the_walk_and_a_key_may_have_wider_steps():
+    over = {"train.lr": (1e-3,), "train.connection_lr_factor": (1.0,)}
+    sweep = Sweep("tiny", (), over, neighbours=True, budget=4, factors={"train.connection_lr_factor": 4})
+
+    def loss(point, seed):
+        return abs(math.log(point[0] / 1e-3)) + abs(math.log(point[1] / 4))
+
+    points = [point for (point, _) in chain(*walked(sweep, loss))]
+    assert points == [(1e-3, 1.0), (5e-4, 1.0), (2e-3, 1.0), (1e-3, 0.25)]
+    losses = {(point, 0): loss(point, 0) for point in points}
+    assert sweep.best(losses)[0] == (1e-3, 1.0)
+    assert sweep.best(dict(list(losses.items())[:3])) == []
+    assert sweep.best(dict.fromkeys(losses, math.inf)) == []
+
+
+def test_whole_numbers_stay_whole_and_at_least_one():
+    sweep = Sweep("tiny", ("--train.warmup_steps=0",), {"train.batch_size": (2,)}, neighbours=True)
+    tried = {point[0] for (point, _) in chain(*walked(sweep, lambda point, seed: point[0]))}
+    assert tried == {1, 2, 4}
+    assert all(isinstance(value, int) for value in tried)
+
+
+@pytest.mark.slow
+def test_each_scheme_is_tuned_by_itself():
+    best = {"residual": 8e-3, "ddl": 1e-3}
+    sweep = Sweep("tiny", (), {"model.connection": ("residual", "ddl")} | RATES, neighbours=True, seeds=2, finalists=1)
+    rounds = walked(sweep, lambda point, seed: abs(math.log(point[1] / best[point[0]])))
+    final = {point for group in rounds for point, seed in group if seed == 1}
+    assert final == set(best.items())
+
+
+def test_a_grid_that_diverges_everywhere_ends():
+    sweep = Sweep("tiny", (), RATES, neighbours=True)
+    assert walked(sweep, lambda point, seed: math.inf) == [[((1e-3,), 0), ((2e-3,), 0)]]
+
+
+def test_values_are_read_as_yaml():
+    connection = {"preset": "ddl", "beta_init": 0.5}
+    texts = ["train.lr=1e-3,2e-3,0.001", "model.connection=ddl,{preset: ddl, beta_init: 0.5}", "model.mup=true,false"]
+    assert parse_over(texts) == {
+        "train.lr": (1e-3, 2e-3),
+        "model.connection": ("ddl", connection),
+        "model.mup": (True, False),
+    }
+    sweep = Sweep("tiny", (), parse_over(texts))
+    assert [sweep.keys[place] for place in sweep.numeric] == ["train.lr"]
+    assert sweep.config((1e-3, connection, True)).model.connection == connection
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "expected --out DIR"),
+        (["--out", "x"], "--over: expected at least one key"),
+        (["--out", "x", "--over", "train.lr"], "expected KEY=VALUE,VALUE"),
+        (["--out", "x", "--over", "train.lr="], "expected KEY=VALUE,VALUE"),
+        (["--out", "x", "--over", "train.lr=[1"], "expected KEY=VALUE,VALUE"),
+        (["--out", "x", "--over", "train.lr=1e-3", "--over", "train.lr=2e-3"], "expected train.lr once"),
+        (["--out", "x", "--over", "train.seed=1,2"], "--seeds N"),
+        (["--out", "x", "--over", "train.lrr=1"], "did you mean train.lr"),
+        (["--out", "x", "--over", "train.lr=1e-3,-1"], "train.lr: expected a positive number"),
+        (["--out", "x", "--over", "model.connection=residual,dll"], "ddl"),
+        (["--out", "x", "--over", "train.lr=1", "--seeds", "0"], "--seeds: expected a whole number from 1"),
+        (["--out", "x", "--over", "train.lr=1", "--finalists", "0"], "--finalists: expected a whole number from 1"),
+        (["--out", "x", "--over", "train.lr=1", "--processes", "0"], "--processes: expected a whole number from 1"),
+        (["--out", "x", "--over", "model.connection=ddl", "--neighbours"], "--neighbours: expected --over with a key"),
+        (["--out", "x", "--over", "train.lr=1", "--trian.steps", "3"], "train.steps"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(argv, expected, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", "tune", "--config", "tiny", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert expected in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_command_makes_a_table_a_picture_and_records_and_goes_on(data, capsys, tmp_path):
+    out = tmp_path / "out"
+    argv = ["study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}", "--out", str(out)]
+    argv += ["--over", "train.lr=1e-3,1e-2", "--over", "model.connection=residual,ddl"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "note: one seed each" in text
+    assert "written: " + str(out / "sweep.png") in text
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    before = (out / "records.jsonl").read_bytes()
+    assert len(before.splitlines()) == 4
+    assert not list((out / "runs").iterdir())
+    # More seeds join what is there.
+    assert main([*argv, "--seeds", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((out / "sweep.json").read_text())
+    assert (out / "records.jsonl").read_bytes().startswith(before)
+    means = [row["mean"] for row in found["results"]]
+    assert means == sorted(means)
+    assert all(len(row["losses"]) == 2 and row["half_width"] >= 0 for row in found["results"])
+    # Another recipe does not.
+    assert main([*argv, "--train.weight_decay", "0.3"]) == 2
+    assert "train.weight_decay was 0.1, is 0.3" in capsys.readouterr().err
+    # The best one, trained by itself with the command that is printed, comes to the same loss.
+    command = found["command"].replace("DIR", str(tmp_path / "best")).split()
+    assert main(command[1:]) == 0
+    row = jsonlines.read(tmp_path / "best" / "metrics.jsonl")[-1]
+    assert row["val_loss"] == found["results"][0]["losses"][0]
+
+
+def test_a_run_that_diverges_is_recorded_and_stands_last(data, tmp_path):
+    sweep = sweep_of(data, {"train.lr": (1e30, 1e-3)})
+    outcome = train_sweep(sweep, tmp_path / "out", progress=False)
+    assert [result.point for result in outcome.results] == [(1e-3,), (1e30,)]
+    assert outcome.results[1].losses == (None,)
+    assert "diverged" in outcome.table()[1][1][-2]
+    rows = {row["point"]["train.lr"]: row for row in jsonlines.read(tmp_path / "out" / "records.jsonl")}
+    assert "expected a finite loss" in rows[1e30]["diverged"]
+    assert not list((tmp_path / "out" / "runs").iterdir())
+
+
+def test_other_data_under_the_same_path_are_refused(data, tmp_path):
+    mine = tmp_path / "data"
+    shutil.copytree(data, mine)
+    sweep = sweep_of(mine, {"train.lr": (1e-3,)})
+    train_sweep(sweep, tmp_path / "out", progress=False)
+    shutil.rmtree(mine)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("other words " * 500)
+    (tmp_path / "text" / "b.txt").write_text("still other words " * 500)
+    prepare(str(tmp_path / "text"), mine, vocab_size=300, validation_fraction=0.5, progress=False)
+    with pytest.raises(InputError, match="data was"):
+        train_sweep(sweep, tmp_path / "out", progress=False)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
+def test_killed_at_any_moment_it_goes_on_and_every_number_is_the_same(data, tmp_path):
+    """Killed in the middle of a run, alone and with two workers, which end with their parent."""
+    over = {"train.lr": (1e-3, 4e-3, 1e-2)}
+    sweep = sweep_of(data, over)
+    train_sweep(sweep, tmp_path / "whole", progress=False)
+    out = tmp_path / "out"
+    argv = [sys.executable, "-m", "residua", "study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}"]
+    argv += ["--over", "train.lr=1e-3,4e-3,1e-2", "--out", str(out), "--processes"]
+    resumed = 0
+    for processes in ("1", "2"):
+        process = subprocess.Popen([*argv, processes], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        before = len(list(out.glob("runs/*/checkpoints/step-*")))
+        while process.poll() is None and len(list(out.glob("runs/*/checkpoints/step-*"))) == before:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        resumed += len(list(out.glob("runs/*/checkpoints/step-*")))
+    assert resumed, "no run was killed under way"
+    assert len(train_sweep(sweep, out, progress=False).results) == 3
+    assert timeless(out) == timeless(tmp_path / "whole")
+    assert not list((out / "runs").iterdir())
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM")
+def test_its_status_says_which_signal_ended_it(data, tmp_path):
+    argv = [sys.executable, "-m", "residua", "study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}"]
+    argv += ["--train.steps=100000", "--over", "train.lr=1e-3", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(tmp_path.glob("out/runs/*/checkpoints/step-*")):
+        time.sleep(0.01)
+    process.terminate()
+    said = process.communicate()[1]
+    assert process.returncode == 143
+    assert "interrupted; what is done is in" in said
+
+
+def test_points_with_fewer_seeds_stand_below_the_others():
+    sweep = Sweep("tiny", (), {"train.lr": (1e-3, 2e-3, 4e-3)}, seeds=2, finalists=2)
+    few = Result((2e-3,), (1.0,))
+    outcome = Outcome(sweep, (Result((1e-3,), (2.0, 2.2)), Result((4e-3,), (2.1, 2.3)), few))
+    assert outcome.best.point == (1e-3,)
+    header, rows = outcome.table()
+    assert header == ["train.lr", "seeds", "validation loss", "95 % interval"]
+    assert rows[0] == ["0.001", "2", "2.1000", "± 1.2706"]
+    assert rows[2] == ["0.002", "1", "1.0000", "–"]
+    assert outcome.notes == [
+        "the best train.lr=0.001 is at the edge of what was tried; try further values, or --neighbours"
+    ]

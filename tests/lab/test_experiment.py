@@ -1,0 +1,456 @@
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import residua.lab.experiment
+from residua import PRESETS, SCHEMES, Carry, Connection, Scheme, Stream
+from residua.commands.cli import main
+from residua.connections import RMSNorm
+from residua.connections.ends import Same
+from residua.errors import InputError
+from residua.lab.data import PreparedData, prepare
+from residua.lab.evaluation.records import Run
+from residua.lab.experiment import build_model, evaluate, open_run, run, trace_run
+from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(text, tmp_path_factory):
+    return prepare(text, tmp_path_factory.mktemp("prepared") / "data", tokenizer="byte", progress=False)
+
+
+@pytest.fixture
+def config(prepared):
+    model = ModelConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32, connection="ddl-ec"
+    )
+    data = DataConfig(path=str(prepared.folder))
+    train = TrainConfig(
+        steps=STEPS,
+        batch_size=2,
+        sequence_length=16,
+        evaluate_every=3,
+        checkpoint_every=3,
+        device="cpu",
+        tensorboard=False,
+    )
+    return RunConfig(model, data, train)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_scheme_trains_and_resumes(name, config, tmp_path):
+    """The loss of the log is that of the language model; a penalty has a number of its own."""
+    config = replace(config, model=replace(config.model, connection=name))
+    whole = run(config, tmp_path / "run", progress=False)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{STEPS}")
+    assert run(config, tmp_path / "run", resume=True, progress=False)["val_loss"] == whole["val_loss"]
+    last = rows(tmp_path / "run")[-1]
+    assert ("penalty" in last) == bool(getattr(PRESETS[name], "penalty", 0))
+    assert math.isfinite(last["loss"] + last["val_loss"])
+    assert last["loss"] > 0
+
+
+class ScaledCoefficients(NamedTuple):
+    """beta: (batch, seq, dim), which is no gate of any scheme that the analysis knows."""
+
+    beta: Tensor
+
+
+class ScaledConnection(Connection):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.norm, self.beta = RMSNorm(dim), torch.nn.Parameter(torch.ones(dim))
+
+    def read(self, state, memory=None):
+        return self.norm(state), Carry(state, ScaledCoefficients(self.beta.expand(state.shape)))
+
+    def write(self, y, carry):
+        return carry.residual + carry.coefficients.beta * y
+
+
+@dataclass(frozen=True)
+class Scaled(Scheme):
+    equation: ClassVar[str] = "x + beta * F(norm(x))"
+    paper: ClassVar[str] = "none"
+
+    def build(self, dim, num_sublayers, *, norm_eps=1e-5):
+        return Stream(Same(), [ScaledConnection(dim) for _ in range(num_sublayers)], Same())
+
+
+def test_a_new_scheme_needs_its_class_and_a_line_in_schemes(config, tmp_path, monkeypatch):
+    """It trains, is opened again and analysed: what it does not say about itself is not asked of it."""
+    monkeypatch.setitem(SCHEMES, "scaled", Scaled)
+    config = replace(config, model=replace(config.model, connection={"scheme": "scaled"}))
+    assert math.isfinite(run(config, tmp_path / "run", progress=False)["val_loss"])
+    found = trace_run(open_run(tmp_path / "run", device="cpu"))
+    assert (found.facts["shortcut"], found.facts["scheme"]["scheme"]) == (None, "scaled")
+    norms = {"state_norm", "input_norm", "output_norm", "change_norm"}
+    assert found.values.keys() == norms | {"token_ids", "token_loss"}
+    assert not (tmp_path / "run" / "connections.jsonl").exists()
+
+
+def test_a_function_is_told_the_steps_and_nothing_is_shown(config, text, tmp_path, monkeypatch, capsys):
+    """Not even how far the preparation of the data is."""
+    monkeypatch.setattr("residua.lab.data.progress.UPDATE_SECONDS", 0)
+    data, seen = DataConfig(source=str(text), tokenizer="byte"), []
+    run(replace(config, data=data), tmp_path / "run", progress=seen.append)
+    assert seen[-1] == STEPS
+    assert "prepare: " not in capsys.readouterr().err
+
+
+def test_a_run_trains_evaluates_and_can_be_opened_again(config, tmp_path):
+    result = run(config, tmp_path / "run", progress=False)
+    assert result["step"] == STEPS
+    assert not result["interrupted"]
+    assert [row["step"] for row in rows(tmp_path / "run") if "val_loss" in row] == [3, 6]
+
+    random_state = torch.random.get_rng_state()
+    opened = open_run(tmp_path / "run", device="cpu")
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert (opened.step, opened.config) == (STEPS, config)
+    assert not opened.model.training
+    again = evaluate(opened)
+    assert again["val_loss"] == pytest.approx(result["val_loss"], rel=1e-6)
+    assert again["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-6)
+    assert again["tokens"] == len(opened.data.validation) - 1
+    assert opened.tokenizer.decode(opened.tokenizer.encode("Text")) == "Text"
+
+
+def test_a_second_held_out_text_is_evaluated_and_changes_no_step(config, text, prepared, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"Another text, with {number} words in it.\n" * 3)
+    own = {"tokenizer": str(prepared.folder / "tokenizer"), "validation_fraction": 0.9, "progress": False}
+    further = prepare(tmp_path / "texts", tmp_path / "further", **own)
+    both = replace(config, data=replace(config.data, further_validation=str(further.folder)))
+    run(config, tmp_path / "alone", progress=False)
+    run(both, tmp_path / "both", progress=False)
+    varying = {"seconds", "tokens_per_second"}
+    alone, rest = [
+        [{key: value for key, value in row.items() if key not in varying} for row in rows(tmp_path / name)]
+        for name in ("alone", "both")
+    ]
+    assert [{key: value for key, value in row.items() if not key.startswith("further_")} for row in rest] == alone
+    assert rest[-1]["further_tokens"] == len(further.validation) - 1
+    assert rest[-1]["further_val_loss"] != rest[-1]["val_loss"]
+    assert {"further_repeated_loss", "further_other_loss", "repeated_loss", "other_loss"} <= rest[-1].keys()
+    facts = json.loads((tmp_path / "both" / "facts.json").read_text())
+    assert facts["data"]["further_validation"]["fingerprint"] == further.fingerprint
+    shutil.rmtree(further.folder)
+    assert evaluate(open_run(tmp_path / "both"))["val_loss"] == pytest.approx(alone[-1]["val_loss"], rel=1e-6)
+
+
+def test_a_second_held_out_text_of_another_tokenizer_is_refused(config, text, tmp_path):
+    other = prepare(text, tmp_path / "other", vocab_size=300, progress=False)
+    both = replace(config, data=replace(config.data, further_validation=str(other.folder)))
+    with pytest.raises(InputError, match=r"data\.further_validation must hold tokens of the tokenizer of"):
+        run(both, tmp_path / "run", progress=False)
+
+
+def test_an_earlier_checkpoint_can_be_opened(config, tmp_path):
+    run(config, tmp_path / "run", progress=False)
+    earlier = open_run(tmp_path / "run", checkpoint=3, device="cpu")
+    assert earlier.step == 3
+    assert evaluate(earlier)["val_loss"] == pytest.approx(rows(tmp_path / "run")[2]["val_loss"], rel=1e-6)
+    with pytest.raises(InputError, match="step 4; there are 3, 6"):
+        open_run(tmp_path / "run", checkpoint=4, device="cpu")
+
+
+def test_the_same_run_gives_the_same_losses_and_another_seed_does_not(config, tmp_path):
+    losses = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run(replace(config, train=replace(config.train, seed=seed)), tmp_path / name, progress=False)
+        losses.append([row["loss"] for row in rows(tmp_path / name)])
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
+
+
+def test_without_prepared_data_the_run_prepares_its_own_and_a_fresh_start_prepares_anew(config, text, tmp_path):
+    folder = tmp_path / "run"
+    config = replace(config, data=DataConfig(source=str(text), tokenizer="byte"))
+    too_long = replace(
+        config,
+        model=replace(config.model, max_position_embeddings=10**6),
+        train=replace(config.train, sequence_length=10**6),
+    )
+    with pytest.raises(InputError, match="sequence_length"):
+        run(too_long, folder, progress=False)
+    assert not folder.exists()
+    before = prepare(text, folder / "data", tokenizer="byte", progress=False).fingerprint
+    (folder / ".lock").touch()
+    (folder / "config.yaml").touch()
+    # Nothing was trained, so the folder is begun anew, with the new settings and not with the data that lie there.
+    run(replace(config, data=replace(config.data, validation_fraction=0.3)), folder, progress=False)
+    assert PreparedData.open(folder / "data").fingerprint != before
+    assert evaluate(open_run(folder, device="cpu"))["tokens"] > 0
+
+
+def test_a_finished_run_is_not_trained_again_and_other_settings_are_refused(config, tmp_path):
+    first = run(config, tmp_path / "run", progress=False)
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert run(config, tmp_path / "run", resume=True, progress=False)["val_loss"] == first["val_loss"]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+    with pytest.raises(InputError, match="--resume"):
+        run(config, tmp_path / "run", progress=False)
+    with pytest.raises(InputError, match=r"train\.lr"):
+        run(replace(config, train=replace(config.train, lr=0.5)), tmp_path / "run", resume=True, progress=False)
+
+
+def test_a_relative_data_path_is_found_from_everywhere(config, prepared, tmp_path, monkeypatch):
+    monkeypatch.chdir(prepared.folder.parent)
+    run(replace(config, data=DataConfig(path=prepared.folder.name)), tmp_path / "run", progress=False)
+    monkeypatch.chdir(tmp_path)
+    assert open_run(tmp_path / "run", device="cpu").data.fingerprint == prepared.fingerprint
+
+
+def test_the_vocabulary_is_the_datas_rounded_up_and_never_smaller(config, prepared):
+    assert build_model(config, prepared).config.vocab_size == 320
+    exact = replace(config, model=replace(config.model, vocab_size=257))
+    assert build_model(exact, prepared).config.vocab_size == 257
+    with pytest.raises(InputError, match="at least the 257 tokens"):
+        build_model(replace(config, model=replace(config.model, vocab_size=256)), prepared)
+
+
+def test_an_untrained_model_depends_on_the_seed_alone(config, prepared):
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    first = build_model(config, prepared)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.rand(7)
+    same = build_model(config, prepared)
+    other = build_model(replace(config, train=replace(config.train, seed=1)), prepared)
+    assert torch.equal(first.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_an_untrained_model_guesses_about_uniformly(config, prepared, tmp_path):
+    """A loss far from log(vocabulary) at the start would mean labels that are misaligned or already seen."""
+    run(replace(config, train=replace(config.train, steps=1, lr=1e-9)), tmp_path / "run", progress=False)
+    assert rows(tmp_path / "run")[0]["val_loss"] == pytest.approx(math.log(320), abs=0.1)
+
+
+def test_bfloat16_is_measured_afterwards_as_it_was_during_training(config, tmp_path):
+    low = replace(config, train=replace(config.train, precision="bfloat16"))
+    result = run(low, tmp_path / "run", progress=False)
+    assert evaluate(open_run(tmp_path / "run", device="cpu"))["val_loss"] == pytest.approx(result["val_loss"], rel=1e-6)
+
+
+def test_what_is_no_run_or_has_no_checkpoint_is_said(config, tmp_path):
+    with pytest.raises(InputError, match=r"no config\.yaml"):
+        open_run(tmp_path, device="cpu")
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    with pytest.raises(InputError, match="expected a checkpoint"):
+        open_run(tmp_path, device="cpu")
+    with pytest.raises(InputError, match="step 3; there is none"):
+        open_run(tmp_path, checkpoint=3, device="cpu")
+
+
+def test_no_data_at_all_is_said(config, tmp_path):
+    with pytest.raises(InputError, match=r"data\.path"):
+        run(replace(config, data=DataConfig(source=None)), tmp_path / "run", progress=False)
+
+
+@pytest.fixture
+def replaced(config, text, tmp_path):
+    """A trained run whose folder of data was then prepared again: another text, another tokenizer."""
+    data = prepare(text, tmp_path / "data", tokenizer="byte", progress=False)
+    run(replace(config, data=DataConfig(path=str(data.folder))), tmp_path / "run", progress=False)
+    shutil.rmtree(data.folder)
+    (tmp_path / "other").mkdir()
+    for number in range(40):
+        (tmp_path / "other" / f"{number}.txt").write_text(f"Other words stand in {number}, again and again.\n" * 5)
+    prepare(tmp_path / "other", data.folder, vocab_size=264, validation_fraction=0.5, progress=False)
+    return tmp_path / "run"
+
+
+def test_what_reads_the_data_of_a_run_refuses_other_data(replaced, config, tmp_path):
+    for read in (evaluate, trace_run, lambda opened: opened.data):
+        with pytest.raises(InputError, match=r"expected the data that .*run was trained on.*; prepare the same text"):
+            read(open_run(replaced, device="cpu"))
+    again = replace(config, data=DataConfig(path=str(tmp_path / "data")))
+    with pytest.raises(InputError, match=r"data\.fingerprint was"):
+        run(again, replaced, resume=True, progress=False)
+
+
+@pytest.mark.parametrize("command", [("evaluate",), ("explore", "--no-page", "--tokens", "3")], ids=lambda c: c[0])
+def test_a_run_that_was_copied_is_read_with_its_data_where_they_are_now(command, config, prepared, tmp_path, capsys):
+    """Beside it as before, or where --data says; the data of another run are refused."""
+    shutil.copytree(prepared.folder, tmp_path / "before" / "data")
+    config = replace(config, data=DataConfig(path=str(tmp_path / "before" / "data")))
+    run(config, tmp_path / "before" / "run", progress=False)
+    (tmp_path / "before").rename(tmp_path / "after")
+    copy = tmp_path / "after" / "run"
+    assert main([*command, str(copy)]) == 0
+    assert run(config, copy, resume=True, progress=False)["step"] == STEPS
+    (tmp_path / "after" / "data").rename(tmp_path / "elsewhere")
+    capsys.readouterr()
+    assert main([*command, str(copy)]) == 2
+    assert "have moved, give their folder with --data DIR" in capsys.readouterr().err
+    assert main([*command, str(copy), "--data", str(tmp_path / "elsewhere")]) == 0
+
+
+def test_a_run_that_was_trained_on_is_compared_as_another(config, tmp_path):
+    run(config, tmp_path / "run", progress=False)
+    longer = replace(config, train=replace(config.train, steps=2 * STEPS))
+    assert run(longer, tmp_path / "run", resume=True, progress=False)["step"] == 2 * STEPS
+    assert Run.read(tmp_path / "run").settings["train.steps"] == f"{STEPS}, then {2 * STEPS}"
+
+
+@pytest.mark.parametrize("name", ["runü", "run\udcfc"])
+def test_a_folder_whose_name_tensorboard_cannot_write_is_said(name, config, tmp_path, monkeypatch, capsys):
+    """In the C locale, names that are not ASCII reach Python as half surrogates."""
+    config = replace(config, train=replace(config.train, tensorboard=True))
+    assert run(config, tmp_path / name, progress=False)["step"] == STEPS
+    said = "no TensorBoard events are written" in capsys.readouterr().err
+    assert said == (name != "runü")
+
+
+def test_a_run_keeps_the_tokenizer_that_made_its_tokens(replaced, prepared, tmp_path):
+    """So it writes and is exported where its data were prepared again or are gone."""
+    for _ in range(2):
+        opened = open_run(replaced, device="cpu")
+        assert opened.tokenizer.encode("Text é") == prepared.tokenizer().encode("Text é")
+        assert opened.model.config.eos_token_id == prepared.eos_token_id == opened.tokenizer.eos_token_id
+        assert trace_run(opened, "Text").num_tokens == 4
+        shutil.rmtree(tmp_path / "data", ignore_errors=True)
+
+
+@pytest.mark.parametrize("damage", ["another", "another end of text", "not in its vocabulary", "missing"])
+def test_another_tokenizer_in_a_run_is_refused(damage, replaced, tmp_path):
+    own = replaced / "tokenizer"
+    if damage == "missing":
+        shutil.rmtree(own)
+    elif damage == "another":
+        shutil.copy(tmp_path / "data" / "tokenizer" / "tokenizer.json", own)
+    else:
+        text = (own / "tokenizer_config.json").read_text()
+        token = "A" if damage == "another end of text" else "nowhere"
+        (own / "tokenizer_config.json").write_text(text.replace("<|endoftext|>", token))
+    with pytest.raises(InputError, match=r"expected (the|a) (data|tokenizer)"):
+        open_run(replaced, device="cpu")
+
+
+def test_a_run_without_a_tokenizer_of_its_own_has_the_one_of_its_data(config, prepared, tmp_path):
+    run(config, tmp_path / "run", progress=False)
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    assert open_run(tmp_path / "run", device="cpu").tokenizer.encode("é") == prepared.tokenizer().encode("é")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [
+        ("train", "parallel", "fsdp", "fsdp shards nothing in one process"),
+        ("model", "vocab_size", 1000, "the data have 257 tokens, so 743 of the 1000 rows are never trained"),
+        ("model", "rope_ratio", 0, "0 rotates no dimension of a head"),
+        ("model", "rope_ratio", 0.1, "0.1 rotates no dimension of a head"),
+        ("model", "rope_ratio", 0.25, ""),
+        ("model", "vocab_size", 320, ""),
+    ],
+)
+def test_what_is_unusual_in_a_configuration_is_said(section, key, value, said, config, tmp_path, capsys):
+    config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    run(replace(config, train=replace(config.train, steps=1)), tmp_path / "run", progress=False)
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == bool(said)
+
+
+def test_a_batch_that_no_memory_holds_is_refused_with_what_it_would_take(config, tmp_path, monkeypatch):
+    """Its list of windows filled the memory for minutes before."""
+    large = replace(config, train=replace(config.train, batch_size=900_000_000))
+    # Two token ids of 8 bytes, and 16 and 320 numbers of 4.
+    message = f"train.batch_size must .* got 900000000: .* take {900_000_000 * 16 * (16 + 4 * (16 + 320)):,} bytes"
+    with pytest.raises(InputError, match=message):
+        run(large, tmp_path / "run", progress=False)
+    monkeypatch.setattr(residua.lab.experiment, "physical_memory", lambda: 2 * 16 * (16 + 4 * (16 + 320)))
+    run(config, tmp_path / "run", progress=False)
+
+
+def test_a_kernel_that_cannot_run_here_is_refused_in_one_line(config, tmp_path, capsys, monkeypatch):
+    launch = pytest.importorskip("residua.ops.kernels.launch", exc_type=ModuleNotFoundError)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    triton = replace(config, model=replace(config.model, connection="ddl-tc:implementation=triton"))
+    path = tmp_path / "config.yaml"
+    path.write_text(triton.to_yaml())
+    assert main(["train", "--config", str(path), "--run", str(tmp_path / "run")]) == 2
+    assert "residua: implementation must be 'auto' or 'reference'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "expected"),
+    [
+        ([], None, 1),
+        ([], "3", 3),
+        (["--train.threads=2"], None, 2),
+        (["--train.threads=2"], "3", 2),
+        (["--model.hidden_size=4096"], None, 3),
+    ],
+)
+def test_a_small_model_trains_on_one_thread_unless_asked_otherwise(
+    options, environment, expected, three_threads, config, tmp_path, monkeypatch
+):
+    def trained(*arguments, **settings):
+        seen.append(torch.get_num_threads())
+        return {"step": 1, "val_loss": 1.0, "bits_per_byte": 1.0, "interrupted": False}
+
+    seen = []
+    monkeypatch.setattr(residua.lab.experiment, "train", trained)
+    monkeypatch.setattr(residua.lab.experiment, "build_model", lambda *arguments: tiny)
+    tiny = build_model(config, PreparedData.open(config.data.path))
+    if environment is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    batch = "--train.batch_size=16"  # with this 4096 is beyond what counts as small
+    assert main(["train", "--config", str(path), "--run", str(tmp_path / "run"), batch, *options]) == 0
+    assert seen == [expected]
+    assert torch.get_num_threads() == 3, "as it was"
+
+
+def test_what_counts_as_small():
+    assert load_config("nano").small
+    assert load_config("nano-ddl-tc").small
+    assert not load_config("small").small
+
+
+def test_a_source_whose_name_is_not_unicode_is_prepared(text, tmp_path):
+    """Where the file system takes such names."""
+    source = tmp_path / os.fsdecode(b"text\xff")
+    try:
+        shutil.copytree(text, source)
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 only")
+    data = prepare(source, tmp_path / "data", tokenizer="byte", progress=False)
+    assert data.facts["source"] == "text\\udcff"

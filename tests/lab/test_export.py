@@ -1,0 +1,297 @@
+"""An exported run: what transformers reads back, with this package and without it, and that it trains on."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from residua.commands.cli import main
+from residua.errors import InputError
+from residua.lab.data import prepare
+from residua.lab.experiment import open_run, run
+from residua.lab.export import add_code, export, model_code
+from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig
+from support.full_disk import room
+
+BLOCKED = """
+import importlib.abc, sys
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "residua":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two layers that has learnt a little."""
+    root = tmp_path_factory.mktemp("export")
+    text = root / "text"
+    text.mkdir()
+    for number in range(40):
+        (text / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
+    data = prepare(text, root / "data", tokenizer="byte", progress=False)
+    config = RunConfig(
+        ModelConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            connection="ddl-ec",
+            embedding_init_std=0.2,
+        ),
+        DataConfig(path=str(data.folder)),
+        TrainConfig(
+            steps=4, batch_size=2, sequence_length=32, evaluate_every=2, checkpoint_every=2, device="cpu",
+            tensorboard=False, lr=1e-2,
+        ),
+    )  # fmt: skip
+    run(config, root / "run", progress=False)
+    return root / "run"
+
+
+@pytest.fixture(scope="module")
+def exported(trained):
+    return export(trained, trained.parent / "exported", remote_code=True)
+
+
+def isolated(code: str, folder, home) -> str:
+    """Run code in a process in which residua cannot be imported, with its own cache of loaded code."""
+    environment = {
+        **os.environ,
+        "HF_HOME": str(home),
+        "HF_MODULES_CACHE": str(home / "modules"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", BLOCKED + textwrap.dedent(code), str(folder)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=home,
+        timeout=250,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_the_folder_loads_with_transformers_and_computes_the_same(trained, exported):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    opened = open_run(trained, device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(exported).eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    text = "Text number 7 tells of ünicode."
+    assert tokenizer.encode(text) == opened.tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    ids = torch.tensor([tokenizer.encode(text)])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, opened.model(ids).logits)
+    assert len({path.stat().st_mode for path in exported.iterdir()}) == 1, "whoever may read one may read all"
+    names = {path.name for path in exported.iterdir()}
+    assert names >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "README.md"}
+
+
+@pytest.mark.processes
+def test_it_loads_generates_trains_and_saves_without_the_package(trained, exported, tmp_path):
+    opened = open_run(trained, device="cpu")
+    ids = torch.arange(20).unsqueeze(0)
+    with torch.no_grad():
+        expected = opened.model(ids).logits
+        written = opened.model.generate(ids, max_new_tokens=6, do_sample=False)
+    code = """
+        import json, sys
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        torch.set_num_threads(1)
+        folder = sys.argv[1]
+        assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "residua"
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = torch.arange(20).unsqueeze(0)
+        with torch.no_grad():
+            logits = model(ids).logits
+            written = model.generate(ids, max_new_tokens=6, do_sample=False)
+        torch.save((logits, written), "found.pt")
+
+        from transformers import Trainer, TrainingArguments
+        rows = torch.tensor([tokenizer.encode("Text number 1 tells")] * 8)
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        arguments = TrainingArguments(
+            output_dir="trained", max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=4,
+            lr_scheduler_type="constant", save_steps=12, report_to=[], use_cpu=True, disable_tqdm=True,
+        )
+        trainer = Trainer(model=model, args=arguments, train_dataset=data)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        again = AutoModelForCausalLM.from_pretrained("trained/checkpoint-12", trust_remote_code=True).eval()
+        with torch.no_grad():
+            same = torch.equal(again(ids).logits, model.eval()(ids).logits)
+        assert "residua" not in sys.modules
+        print(json.dumps({"losses": losses, "same": same}))
+    """
+    pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
+    found = json.loads(isolated(code, exported, tmp_path).splitlines()[-1])
+    logits, tokens = torch.load(tmp_path / "found.pt")
+    assert torch.equal(logits, expected)
+    assert torch.equal(tokens, written)
+    assert found["losses"] == sorted(found["losses"], reverse=True)
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["same"]
+
+
+def test_the_code_is_the_packages_own_and_names_it_nowhere_in_imports():
+    files = model_code()
+    assert {"modeling_residua", "configuration_residua", "connections_deep_delta", "ops_delta"} <= files.keys()
+    for name, text in files.items():
+        compile(text, name, "exec")
+        imports = [line.strip() for line in text.splitlines() if line.strip().startswith(("import ", "from "))]
+        assert not any(line.split()[1].startswith("residua") for line in imports), name
+        inner = {line.split()[1][1:] for line in imports if line.startswith("from .")}
+        assert inner <= files.keys()
+    assert not any("training" in name or "data" in name or "authors" in name for name in files)
+
+
+def test_without_the_code_the_folder_says_what_to_import(trained, tmp_path):
+    folder = export(trained, tmp_path / "plain", checkpoint=2)
+    assert not list(folder.glob("*.py"))
+    assert "auto_map" not in json.loads((folder / "config.json").read_text())
+    assert "residua.load(" in (folder / "README.md").read_text()
+
+
+def test_the_card_tells_what_the_records_tell(trained, exported):
+    card = (exported / "README.md").read_text()
+    last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+    facts = json.loads((trained / "facts.json").read_text())
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert f"| validation loss | {last['val_loss']:.4f} nats per token |" in card
+    assert "| connection | ddl-ec |" in card
+    assert "| trained | 4 of 4 steps |" in card
+    assert facts["data"]["fingerprint"] in card
+    assert "trust_remote_code=True" in card
+    assert "[residua](" not in card, "the paper is of Deep Delta Learning, not of this package"
+    assert "[Deep Delta Learning](https://arxiv.org/abs/2601.00417)" in card
+    assert str(trained.parent) not in card, "no place on the machine that trained it"
+
+
+# Each of `blocks` runs in a process of its own, where transformers is imported and nothing of this package.
+FORKS = """
+import os, sys, transformers
+transformers.AutoModelForCausalLM, transformers.PreTrainedTokenizerFast
+for block in blocks:
+    if not os.fork():
+        exec(block, {})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0, block
+"""
+
+
+@pytest.mark.processes
+def test_the_lines_of_the_card_run_unchanged_and_ask_nothing(trained, tmp_path):
+    """transformers prints what it asks; with nobody at stdin it goes on unanswered. Either line may be first."""
+    blocks = []
+    for remote_code in (False, True):
+        folder = export(trained, tmp_path / f"model-{remote_code}", remote_code=remote_code)
+        block = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+        *first, model, tokenizer = block.splitlines()
+        used = 'print(tokenizer.decode(tokenizer("Text")["input_ids"]), type(model).__name__)'
+        for lines in ([*first, model, tokenizer, used], [*first, tokenizer, model, used]):
+            blocks.append("\n".join([BLOCKED if remote_code else "", *lines]))
+    result = subprocess.run(
+        [sys.executable, "-c", f"blocks = {blocks}\n{FORKS}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        timeout=250,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout == "Text ResiduaForCausalLM\n" * 4
+
+
+def test_a_folder_with_something_in_it_is_refused_and_a_failure_leaves_nothing(trained, tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "mine.txt").write_text("keep me")
+    with pytest.raises(InputError, match="must be a new or empty folder"):
+        export(trained, tmp_path / "used")
+    assert [path.name for path in (tmp_path / "used").iterdir()] == ["mine.txt"]
+    with pytest.raises(InputError, match="there are 2, 4"):
+        export(trained, tmp_path / "new", checkpoint=3)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "empty").mkdir()
+    assert export(trained, tmp_path / "empty") == tmp_path / "empty"
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", [".", "../here", "link"])
+def test_a_cloned_repository_takes_a_model_and_keeps_what_is_gits(name, trained, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    (here / ".git").mkdir(parents=True)
+    (here / ".gitattributes").write_text("*.safetensors filter=lfs")
+    (tmp_path / "link").symlink_to(here)
+    monkeypatch.chdir(here)
+    assert main(["export", str(trained), str(tmp_path / name) if name == "link" else name]) == 0
+    assert Path.cwd() == here
+    assert (here / ".gitattributes").read_text() == "*.safetensors filter=lfs"
+    assert {".git", "config.json", "model.safetensors"} < {path.name for path in here.iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == {"here", "link"}
+    assert main(["export", str(trained), "."]) == 2
+
+
+def test_the_code_of_another_packages_scheme_is_not_copied(tmp_path):
+    """Its class is a scheme of the installed package, and none of the copied code."""
+    connection = {"scheme": "look", "package": "mine", "window": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "residua", "connection": connection}))
+    with pytest.raises(InputError, match="remote code: expected a scheme of residua, got 'look' of the package 'mine'"):
+        add_code(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_relative_folder_is_written_where_it_is_named(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    for name, place in (("new", "new"), ("gone/../other", "other"), ("link", "empty")):
+        assert str(export(trained, name)) == name
+        assert (tmp_path / place / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "new", "other"]
+
+
+def test_the_command(capsys, trained, tmp_path):
+    assert main(["export", str(trained), str(tmp_path / "out")]) == 0
+    assert "load it with: import residua; residua.load(" in capsys.readouterr().out
+    assert main(["export", str(trained), str(tmp_path / "out")]) == 2
+    assert "choose another folder" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_what_the_command_prints_runs_unchanged_in_a_new_process(trained, tmp_path, capsys):
+    blocks = []
+    for option in ([], ["--remote-code"]):
+        assert main(["export", str(trained), str(tmp_path / f"out{len(blocks)}"), *option]) == 0
+        printed = capsys.readouterr().out.strip().removeprefix("load it with: ")
+        blocks.append(f"{BLOCKED if option else ''}\n{printed}")
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", f"blocks = {blocks}\n{FORKS}"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=250)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("size", [100, 3000, 20_000])
+def test_a_full_disk_is_one_line_and_leaves_nothing(size, trained, tmp_path, capsys):
+    """A limit on the size of files fails as a full disk does: first a text, then the tokenizer, then the weights."""
+    with room(size):
+        assert main(["export", str(trained), str(tmp_path / "out")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot write the model: " in line
+    assert "File too large" in line
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,458 @@
+"""Files that somebody sent: whatever they hold, nothing in them runs, nothing else changes, and one line says why.
+
+Every file of every artefact that a command opens is forged in every way of `FORGERIES`: the files of a run, of its
+checkpoint and its data, of a trace and of an exported model.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import socket
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import residua
+from residua.commands.cli import main
+from residua.errors import InputError
+from residua.lab.experiment import open_model
+from residua.lab.training import load_checkpoint, open_checkpoint
+from residua.models import ResiduaConfig
+
+TINY = [
+    *("--config", "tiny", "--train.steps", "4", "--train.warmup_steps", "1", "--train.batch_size", "2"),
+    *("--train.sequence_length", "16", "--train.evaluate_every", "2", "--train.checkpoint_every", "2"),
+    *("--train.tensorboard", "false", "--train.device", "cpu", "--train.connections_every", "1"),
+    *("--model.num_hidden_layers", "1", "--model.hidden_size", "16", "--model.num_attention_heads", "1"),
+    *("--model.head_dim", "16", "--model.connection", "ddl", "--data.tokenizer", "byte"),
+]
+PROMPT = ("--prompt", "Text", "--tokens", "3")
+ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r"
+
+
+class Executes:
+    """What a pickle of it does when it is read: it writes a file."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.marker}'",)
+
+
+def zipped_pickle(marker):
+    path = marker.with_name("zipped")
+    torch.save({"model": Executes(marker)}, path)
+    return path.read_bytes()
+
+
+# What a file may hold instead of what belongs into it: a function of the path that must not appear.
+FORGERIES = {
+    "a pickle": lambda marker: pickle.dumps(Executes(marker)),
+    "a pickle of text": lambda marker: pickle.dumps(Executes(marker), protocol=0),
+    "a pickle as torch writes it": zipped_pickle,
+    "a tag of YAML": lambda marker: f'!!python/object/apply:os.system ["touch {marker}"]\n'.encode(),
+    "a list": lambda marker: b"[1]\n[2]\n",
+    "a huge header": lambda marker: b"\xff" * 7 + b"\x7f{}",
+    "nothing": lambda marker: b"",
+    "control characters": lambda marker: f'{{"{ESCAPE}": "{ESCAPE}'.encode(),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A run stopped after step 2, with its own data and a trace, and its export; tests work on copies."""
+    root = tmp_path_factory.mktemp("forged")
+    (root / "text").mkdir()
+    for number in range(40):
+        (root / "text" / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number**2} things.\n" * 3)
+    assert main(["train", "--run", str(root / "run"), *TINY, "--data.source", str(root / "text")]) == 0
+    shutil.rmtree(root / "run" / "checkpoints" / "step-4")
+    assert main(["explore", str(root / "run"), "--tokens", "4", "--no-page"]) == 0
+    assert main(["export", str(root / "run"), str(root / "model")]) == 0
+    return root
+
+
+@pytest.fixture
+def place(home, tmp_path, monkeypatch):
+    """A copy of the artefacts, beside a file that must stay, in a process that reaches no network."""
+
+    def refuse(*arguments):
+        pytest.fail(f"reached out to the network: {arguments}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    shutil.copytree(home, tmp_path / "copy", symlinks=True)
+    (tmp_path / "victim").write_text("precious")
+    return tmp_path / "copy"
+
+
+def execute(capsys, argv):
+    """Run a command; returns its exit status and what it printed."""
+    capsys.readouterr()
+    status = main([str(argument) for argument in argv])
+    captured = capsys.readouterr()
+    for text in captured:
+        assert not any(character in text for character in "\x1b\x07\x9b"), text
+    return status, captured.out, captured.err
+
+
+def assert_refused(capsys, argv, place):
+    status, _, err = execute(capsys, argv)
+    assert status == 2, err
+    lines = [line for line in err.splitlines() if not line.startswith("skipping a damaged checkpoint: ")]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("residua: ")
+    assert len(lines[0]) < 1000
+    assert_harmless(place)
+    return lines[0]
+
+
+def assert_harmless(place):
+    assert not place.with_name("marker").exists(), "something ran"
+    assert place.with_name("victim").read_text() == "precious"
+
+
+def manifest_of(place):
+    return place / "run" / "checkpoints" / "step-2" / "manifest.json"
+
+
+def sign(place):
+    """Let the manifest of the checkpoint vouch for its files as they are."""
+    path = manifest_of(place)
+    manifest = json.loads(path.read_text())
+    for name, file in manifest["files"].items():
+        content = (path.parent / name).read_bytes()
+        file |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    path.write_text(json.dumps(manifest))
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+EVALUATE, RESUME, COMPARE = ("evaluate", "run"), ("train", "--resume", "--run", "run"), ("compare", "run", "other")
+EXPORT, MODEL = ("export", "run", "out"), ("explore", "model", *PROMPT, "--no-page")
+GENERATE = ("generate", "run", "--prompt", "a", "--max-new-tokens", "1")
+STEP = "run/checkpoints/step-2"
+# Which commands read a file; paths are those of `place`.
+READERS = {
+    "run/config.yaml": (EVALUATE, COMPARE),
+    "run/facts.json": (EXPORT, COMPARE, RESUME),
+    "run/metrics.jsonl": (EXPORT, COMPARE, RESUME),
+    "run/connections.jsonl": (RESUME,),
+    f"{STEP}/manifest.json": (EVALUATE, RESUME, ("evaluate", "run", "--checkpoint", "best")),
+    f"{STEP}/model.safetensors": (EVALUATE, RESUME),
+    f"{STEP}/optimizer.safetensors": (RESUME,),
+    "run/data/index.json": (EVALUATE,),
+    "run/data/train-00000.bin": (EVALUATE,),
+    "run/data/validation-00000.bin": (EVALUATE,),
+    "run/data/tokenizer/tokenizer.json": (EVALUATE,),
+    "run/tokenizer/tokenizer.json": (EVALUATE, GENERATE, EXPORT),
+    "run/tokenizer/tokenizer_config.json": (EVALUATE, GENERATE, EXPORT),
+    "run/analysis/trace-step-2.safetensors": (("explore", "run", "--out", "page.html"),),
+    "model/config.json": (MODEL,),
+    "model/generation_config.json": (MODEL,),
+    "model/model.safetensors": (MODEL,),
+    "model/tokenizer.json": (MODEL,),
+    "model/tokenizer_config.json": (MODEL,),
+}
+# Lines that end a file of rows may be torn: what is not read of them is no mistake.
+TORN = {"run/metrics.jsonl", "run/connections.jsonl"}
+
+
+def arguments(command, place):
+    known = {"run", "other", "model", "out", "page.html"}
+    return [str(place / argument) if argument in known else argument for argument in command]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", READERS)
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_every_file_forged_in_every_way(forgery, file, place, capsys):
+    shutil.copytree(place / "run", place / "other")
+    (place / file).write_bytes(FORGERIES[forgery](place.with_name("marker")))
+    if file.startswith(STEP) and not file.endswith("manifest.json"):
+        sign(place)
+    for command in READERS[file]:
+        if file in TORN:
+            status, _, err = execute(capsys, arguments(command, place))
+            assert status in (0, 2), err
+            assert "Traceback" not in err
+            assert_harmless(place)
+        else:
+            assert_refused(capsys, arguments(command, place), place)
+
+
+def test_what_was_not_forged_opens(place, capsys):
+    shutil.copytree(place / "run", place / "other")
+    for command in dict.fromkeys(command for commands in READERS.values() for command in commands):
+        status, _, err = execute(capsys, arguments(command, place))
+        assert status == 0, err
+
+
+def test_only_files_of_the_manifest_count(place, capsys):
+    """Others may lie beside them, under any name that a reader of checkpoints might look for."""
+    content = pickle.dumps(Executes(place.with_name("marker")))
+    for name in (".metadata", "__0_0.distcp", "optimizer.pt", "model-00002-of-00002.safetensors", "pytorch_model.bin"):
+        (place / STEP / name).write_bytes(content)
+    for command in (EVALUATE, RESUME):
+        status, _, err = execute(capsys, arguments(command, place))
+        assert status == 0, err
+    assert_harmless(place)
+
+
+@pytest.mark.parametrize("name", ["../../../../outside.safetensors", "ABSOLUTE", "link.safetensors", "a/b", "..", ""])
+def test_a_manifest_that_points_elsewhere(name, place, capsys):
+    outside = place.with_name("outside.safetensors")
+    shutil.copy(place / STEP / "model.safetensors", outside)
+    (place / STEP / "link.safetensors").symlink_to(outside)
+    name = str(outside) if name == "ABSOLUTE" else name
+    digest = {"bytes": outside.stat().st_size, "sha256": hashlib.sha256(outside.read_bytes()).hexdigest()}
+    edit(manifest_of(place), files={name: digest})
+    with pytest.raises(InputError, match="in this folder"):
+        open_checkpoint(place / STEP)
+    assert_refused(capsys, arguments(EVALUATE, place), place)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "2"}, {"step": None}, {"seconds": []}, {"settings": [1]}, {"val_loss": "x"}, {"files": []},
+        {"files": {"model.safetensors": 3}}, {"files": {"model.safetensors": {"bytes": "1", "sha256": 2}}},
+        {"files": {}},
+    ],
+)  # fmt: skip
+def test_a_manifest_of_other_types(changes, place, capsys):
+    edit(manifest_of(place), **changes)
+    assert_refused(capsys, arguments(EVALUATE, place), place)
+    if changes != {"files": {}}:
+        assert_refused(capsys, arguments(RESUME, place), place)
+
+
+def forged_tensors(path, **changes):
+    """Replace tensors of a safetensors file; None drops one."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = {**load_file(path), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, metadata)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"random.cpu.0": torch.zeros(3, dtype=torch.uint8)},
+        {"random.cpu.0": torch.zeros(5056)},
+        {"optimizer.nothing.exp_avg": torch.zeros(3)},
+    ],
+)
+def test_an_optimizer_of_another_kind(changes, place, capsys):
+    forged_tensors(place / STEP / "optimizer.safetensors", **changes)
+    sign(place)
+    assert_refused(capsys, arguments(RESUME, place), place)
+
+
+@pytest.mark.parametrize("file", ["../victim.bin", "/dev/zero", "ABSOLUTE", "link.bin", 3, None, ["train-00000.bin"]])
+def test_an_index_of_data_that_points_elsewhere(file, place, capsys):
+    data = place / "run" / "data"
+    outside = place.with_name("outside.bin")
+    shutil.copy(data / "train-00000.bin", outside)
+    (data / "link.bin").symlink_to(outside)
+    index = json.loads((data / "index.json").read_text())
+    index["splits"]["train"]["shards"][0]["file"] = str(outside) if file == "ABSOLUTE" else file
+    (data / "index.json").write_text(json.dumps(index))
+    assert_refused(capsys, arguments(EVALUATE, place), place)
+
+
+def test_weights_of_an_exported_model_that_lie_elsewhere(place, capsys):
+    (place / "model" / "model.safetensors").rename(place.with_name("outside.safetensors"))
+    names = list(load_file(place.with_name("outside.safetensors")))
+    for target in ("../outside.safetensors", str(place.with_name("outside.safetensors")), 3):
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, target)}
+        (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert "expected the name of a file" in assert_refused(capsys, arguments(MODEL, place), place)
+
+
+def test_an_exported_model_with_pickled_weights(place, capsys):
+    (place / "model" / "model.safetensors").unlink()
+    (place / "model" / "pytorch_model.bin").write_bytes(zipped_pickle(place.with_name("marker")))
+    assert_refused(capsys, arguments(MODEL, place), place)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 2}, {"hidden_size": 32}, {"connection": {"preset": "residual"}}, {"vocab_size": 640},
+        {"connection": {"preset": "mhc"}}, {"connection": {"preset": "ddl-tc"}}, {"tie_word_embeddings": False},
+        {"attention_output_gate": True}, {"model_type": "llama"}, {"intermediate_size": 8},
+    ],
+    ids=lambda changes: ",".join(changes),
+)  # fmt: skip
+def test_an_exported_model_with_another_architecture(changes, place, capsys):
+    edit(place / "model" / "config.json", **changes)
+    for command in (MODEL, ("evaluate", "model", "--tasks", "none")):
+        assert_refused(capsys, arguments(command, place), place)
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "mismatched"])
+def test_an_exported_model_with_other_weights(change, place, capsys):
+    path = place / "model" / "model.safetensors"
+    name = next(name for name, tensor in load_file(path).items() if tensor.dim() == 2)
+    forged = {"missing": {name: None}, "unexpected": {"more": torch.ones(2)}, "mismatched": {name: torch.ones(2, 2)}}
+    forged_tensors(path, **forged[change])
+    assert_refused(capsys, arguments(MODEL, place), place)
+
+
+CODE = "import pathlib; pathlib.Path({!r}).write_text('ran')\nclass Forged: ...\n"
+
+
+@pytest.mark.parametrize("model_type", ["residua", "unheard-of"])
+def test_code_beside_an_exported_model_stays_where_it_is(model_type, place, capsys):
+    """A model type that we know needs none; for another one it is refused."""
+    model = place / "model"
+    (model / "forged.py").write_text(CODE.format(str(place.with_name("marker"))))
+    code = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer"), "forged.Forged")
+    edit(model / "config.json", auto_map=code, trust_remote_code=True, model_type=model_type, custom_generate="forged")
+    edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["forged.Forged", "forged.Forged"]})
+    (model / "custom_generate").mkdir()
+    shutil.copy(model / "forged.py", model / "custom_generate" / "generate.py")
+    if model_type == "residua":
+        assert execute(capsys, arguments(MODEL, place))[0] == 0
+        assert_harmless(place)
+    else:
+        assert_refused(capsys, arguments(MODEL, place), place)
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_attn_implementation_internal"])
+@pytest.mark.parametrize("value", ["owner/kernel", "owner/kernel@main:name", {"": "owner/kernel"}])
+def test_attention_that_would_be_downloaded(value, key, place, capsys):
+    edit(place / "model" / "config.json", **{key: value})
+    assert "for which code may be downloaded" in assert_refused(capsys, arguments(MODEL, place), place)
+    with pytest.raises(ValueError, match="for which code may be downloaded"):
+        ResiduaConfig.from_pretrained(place / "model")
+
+
+def test_attention_that_would_be_downloaded_by_a_part_of_a_foreign_model(place):
+    edit(place / "model" / "config.json", model_type="llava", text_config={"_attn_implementation": "owner/kernel"})
+    with pytest.raises(InputError, match="for which code may be downloaded"):
+        open_model(place / "model")
+
+
+@pytest.mark.parametrize("value", ["flash_attention_2", {"": "flash_attention_2"}])
+def test_flash_attention_that_is_not_installed_is_left_out(value, place):
+    edit(place / "model" / "config.json", _attn_implementation=value)
+    for opened in (
+        lambda: open_model(place / "model", device="cpu")[0].config,
+        lambda: ResiduaConfig.from_pretrained(place / "model"),
+    ):
+        with pytest.warns(UserWarning, match="flash attention is not installed; the model runs with") as caught:
+            assert opened()._attn_implementation in ("sdpa", None)
+        assert len(caught) == 1
+
+
+def test_a_foreign_model_that_names_flash_attention_runs_with_what_there_is(place):
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+    )
+    LlamaForCausalLM(config).save_pretrained(place / "model")
+    edit(place / "model" / "config.json", _attn_implementation="flash_attention_2")
+    with pytest.warns(UserWarning, match="flash attention is not installed"):
+        model, _ = open_model(place / "model", device="cpu")
+    assert type(model) is LlamaForCausalLM
+    assert model.config._attn_implementation == "sdpa"
+    residua.convert(model, "hc").save_pretrained(place / "converted")
+    edit(place / "converted" / "config.json", attn_implementation="flash_attention_2")
+    with pytest.warns(UserWarning, match="flash attention is not installed"):
+        again = AutoModelForCausalLM.from_pretrained(place / "converted")
+    assert torch.equal(again(torch.arange(5)[None]).logits, model(torch.arange(5)[None]).logits)
+
+
+def test_attention_without_a_download_is_taken_from_the_file(place):
+    edit(place / "model" / "config.json", _attn_implementation="eager")
+    model, _ = open_model(place / "model", device="cpu")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_an_adapter_on_another_model(place, capsys):
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "owner/model"}
+    (place / "model" / "adapter_config.json").write_text(json.dumps(adapter))
+    assert "found an adapter" in assert_refused(capsys, arguments(MODEL, place), place)
+
+
+MARKUP = (
+    f"</script><script>alert(1)</script> | ``` {ESCAPE} [x](http://owned) <img src=x onerror=alert(1)> ![y](z)\n# no\n"
+)
+
+
+def test_text_of_the_facts_is_text_in_the_card(place, capsys):
+    edit(place / "run" / "facts.json", device=MARKUP, data={MARKUP: MARKUP})
+    settings = (place / "run" / "config.yaml").read_text()
+    (place / "run" / "config.yaml").write_text(settings.replace("wandb: null", f"wandb: {json.dumps(MARKUP)}"))
+    assert execute(capsys, arguments(EXPORT, place))[0] == 0
+    card = (place / "out" / "README.md").read_text(encoding="utf-8")
+    prose, _, settings = card.partition("The settings of the run:")
+    for markup in ("<script", "<img", "[x](", "![y]", "\n# no", "\x1b", "\x9b"):
+        assert markup not in prose.replace("\\<", "").replace("\\[", ""), markup
+    assert all(line.replace("\\|", "").count("|") == 3 for line in prose.splitlines() if line.startswith("|"))
+    assert len([line for line in settings.splitlines() if line.startswith("````")]) == 2, (
+        "a longer fence than any in it"
+    )
+
+
+def test_the_name_of_an_export_is_text_in_its_card(place, capsys):
+    out = place / 'x"); alert("1 <script> [y](z)'
+    assert execute(capsys, ["export", place / "run", out])[0] == 0
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "<script" not in card.replace("\\<", "").replace(json.dumps(out.name), "")
+    assert f"from_pretrained({json.dumps(out.name)})" in card
+
+
+def test_text_of_a_trace_is_text_on_the_page_and_on_the_terminal(place, capsys):
+    path = place / "run" / "analysis" / "trace-step-2.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    facts = json.loads(metadata["facts"]) | {"run": MARKUP, "read": MARKUP}
+    tokens = [MARKUP] * len(json.loads(metadata["tokens"]))
+    save_file(load_file(path), path, metadata | {"facts": json.dumps(facts), "tokens": json.dumps(tokens)})
+    for source in (path, place / "run"):
+        status, _, err = execute(capsys, ["explore", source, "--out", place / "page.html"])
+        assert status == 0, err
+        page = (place / "page.html").read_text(encoding="utf-8")
+        assert "<script>alert" not in page
+        assert "<img src=x" not in page
+
+
+def test_names_of_folders_and_settings_reach_the_terminal_as_text(place, capsys):
+    odd = place / f"run{ESCAPE}"
+    shutil.copytree(place / "run", odd)
+    shutil.copytree(odd, place / "other")
+    status, out, _ = execute(capsys, ["compare", odd, place / "other"])
+    assert status == 0
+    assert r"\u001b]0;owned\u0007" in out
+    shutil.rmtree(odd / "checkpoints")
+    assert r"\u001b" in assert_refused(capsys, ["evaluate", odd], place)
+    for tensor in ("model.safetensors", "optimizer.safetensors"):
+        (place / STEP / tensor).write_bytes(b"")
+    edit(manifest_of(place), files={ESCAPE: {"bytes": 1, "sha256": ESCAPE}})
+    assert_refused(capsys, arguments(EVALUATE, place), place)
+
+
+def test_a_checkpoint_is_loaded_without_a_pickle(place, monkeypatch):
+    """Not even a restricted one."""
+
+    def fail(*arguments, **options):
+        pytest.fail("something was unpickled")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, fail)
+    from residua.lab.experiment import open_run
+
+    model = open_run(place / "run", device="cpu").model
+    optimizer = torch.optim.AdamW(model.parameters())
+    load_checkpoint(place / STEP, model, optimizer)
+    assert len(optimizer.state) == len(list(model.parameters()))

@@ -1,0 +1,329 @@
+"""`model.base`: a transformers model trains on with another residual, from a folder, and its run stands alone."""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import residua
+from residua import Residual
+from residua.commands.cli import main
+from residua.connections import norms, registry
+from residua.connections.residual import ResidualConnection
+from residua.conversion import base_model as base_model
+from residua.conversion.base_model import base_sha256, rebuild_base
+from residua.conversion.configuration import conversion_of
+from residua.errors import InputError
+from residua.lab import experiment
+from residua.lab.data import prepare
+from residua.lab.data.tokenizer import byte_tokenizer
+from residua.lab.evaluation.records import Run
+from residua.lab.experiment import build_model, evaluate, open_run, resolved, run
+from residua.lab.training import BaseModelConfig, DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
+from residua.lab.training.distributed import ALONE, parallelize
+from residua.lab.training.optimizer import connection_parameters, parameter_groups
+from residua.records.folder import flatten
+from support.converted_models import data_of_base, save_base
+from support.ranks import assert_same_run, run_ranks
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def prepared(base, tmp_path_factory):
+    return data_of_base(base, tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def config(base, prepared):
+    train = TrainConfig(
+        steps=STEPS,
+        batch_size=2,
+        gradient_accumulation=2,
+        sequence_length=16,
+        evaluate_every=2,
+        checkpoint_every=2,
+        device="cpu",
+        tensorboard=False,
+    )
+    return RunConfig(BaseModelConfig(str(base), connection="hc"), DataConfig(path=str(prepared.folder)), train)
+
+
+def changed(config, **model):
+    return replace(config, model=replace(config.model, **model))
+
+
+@pytest.mark.slow
+def test_a_run_needs_its_base_only_to_begin(config, base, tmp_path, rows):
+    elsewhere = shutil.copytree(base, tmp_path / "base")
+    config = changed(config, base=str(elsewhere))
+    whole = run(config, tmp_path / "run", progress=False)
+    config = load_config(str(tmp_path / "run" / "config.yaml"))
+    assert list(config.model.__dict__) == ["base", "base_sha256", "connection", "start", "freeze_base"]
+    logged = rows(tmp_path / "run")
+    shutil.rmtree(elsewhere)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{STEPS}")
+    assert run(config, tmp_path / "run", resume=True, progress=False)["val_loss"] == whole["val_loss"]
+    assert rows(tmp_path / "run")[-1] == logged[-1]
+    opened = open_run(tmp_path / "run", device="cpu")
+    assert evaluate(opened)["val_loss"] == whole["val_loss"]
+    assert opened.model.config.use_cache
+    start = AutoModelForCausalLM.from_pretrained(base)
+    assert not torch.equal(opened.model.lm_head.weight, start.lm_head.weight)
+
+
+def test_a_frozen_base_needs_a_connection_that_learns(config, tmp_path):
+    plain = replace(config, model=replace(config.model, connection="residual", freeze_base=True))
+    with pytest.raises(InputError, match=r"model\.freeze_base: expected false, as the connection has no parameters"):
+        run(plain, tmp_path / "run", progress=False)
+
+
+def test_the_first_step_has_the_loss_of_the_base(config, base, prepared, tmp_path, rows):
+    model = build_model(resolved(config), prepared)
+    ids = torch.arange(12)[None]
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-5)
+    low = changed(config, connection=None)
+    assert resolved(low).model.connection == "residual"
+    assert torch.equal(build_model(resolved(low), prepared)(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.slow
+def test_over_a_frozen_base_the_checkpoints_hold_the_connections(config, base, prepared, tmp_path):
+    config = changed(config, freeze_base=True)
+    whole = run(config, tmp_path / "run", progress=False)
+    newest = tmp_path / "run" / "checkpoints" / f"step-{STEPS}"
+    assert all(".stream." in name for name in load_file(newest / "model.safetensors"))
+    opened = open_run(tmp_path / "run", device="cpu")
+    assert evaluate(opened)["val_loss"] == whole["val_loss"]
+    fresh, trained = build_model(resolved(config), prepared).state_dict(), opened.model.state_dict()
+    moved = {name for name, tensor in trained.items() if not torch.equal(tensor, fresh[name])}
+    assert moved
+    assert all(".stream." in name for name in moved)
+    assert all(torch.equal(x, trained[name]) for name, x in load_file(base / "model.safetensors").items())
+    shutil.rmtree(newest)
+    assert run(config, tmp_path / "run", resume=True, progress=False)["val_loss"] == whole["val_loss"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_weights_of_a_base_are_read_once_for_their_digest(frozen, config, tmp_path, monkeypatch):
+    """And not at all by a run that goes on without its base."""
+    digests = []
+
+    def counted(folder):
+        digests.append(base_sha256(folder))
+        return digests[-1]
+
+    for module in (experiment, base_model):
+        monkeypatch.setattr(module, "base_sha256", counted)
+    config = changed(config, freeze_base=frozen)
+    begun = replace(config, train=replace(config.train, steps=1))
+    run(begun, tmp_path / "run", progress=False)
+    assert len(digests) == 1
+    digests.clear()
+    kept = load_config(str(tmp_path / "run" / "config.yaml"))
+    run(kept, tmp_path / "run", resume=True, progress=False)
+    assert len(digests) == frozen
+
+
+@pytest.mark.slow
+def test_other_weights_than_those_of_the_frozen_base_are_refused(config, base, tmp_path):
+    elsewhere = shutil.copytree(base, tmp_path / "base")
+    run(changed(config, base=str(elsewhere), freeze_base=True), tmp_path / "run", progress=False)
+    file = elsewhere / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: x + (name == "lm_head.weight") for name, x in tensors.items()}, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"must be the base that this run was begun with .*, got other weights"):
+        open_run(tmp_path / "run", device="cpu")
+    shutil.rmtree(elsewhere)
+    with pytest.raises(InputError, match=r"model\.base: expected a folder with a model of transformers"):
+        open_run(tmp_path / "run", device="cpu")
+
+
+def test_a_converted_base_goes_on_as_it_is(config, base, prepared, tmp_path):
+    model = residua.convert(AutoModelForCausalLM.from_pretrained(base), "ihc")
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = resolved(changed(config, base=str(tmp_path), connection=None))
+    assert config.model.connection["scheme"] == "ihc"
+    built = build_model(config, prepared)
+    assert conversion_of(built) == conversion_of(model)
+    assert all(torch.equal(tensor, built.state_dict()[name]) for name, tensor in model.state_dict().items())
+    build_model(changed(config, connection="ihc"), prepared)
+    with pytest.raises(InputError, match=r"model\.connection: expected none, since the base is converted already"):
+        build_model(changed(config, connection="hc"), prepared)
+
+
+class PenalConnection(ResidualConnection):
+    def penalty(self, coefficients):
+        return self.norm.weight.square().mean()
+
+
+@dataclass(frozen=True)
+class Penal(Residual):
+    def build(self, dim, num_sublayers, *, norm_eps=1e-5, norm=None):
+        norm = norms(dim, norm_eps, norm)
+        return self.stream(dim, num_sublayers, lambda i, compress: PenalConnection(norm(i), compress))
+
+
+def test_a_penalty_of_somebody_elses_scheme_is_refused(config, prepared, monkeypatch):
+    """It is no option: only a connection can say that it has one."""
+    for table in ("SCHEMES", "PRESETS"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    residua.register("penal", Penal)
+    with pytest.raises(InputError, match=r"model\.connection: expected a scheme without a penalty.* leaves out$"):
+        build_model(resolved(changed(config, connection="penal", start="fresh")), prepared)
+
+
+def test_what_a_base_cannot_do_is_said(config, base, prepared, tmp_path):
+    def refused(match, data=prepared, **model):
+        with pytest.raises(InputError, match=match):
+            build_model(resolved(changed(config, **model)), data)
+
+    refused("start='fresh'", connection="ddl")
+    refused("its option penalty", connection="edelta", start="fresh")
+    refused("found no config.json|No such file", base=str(tmp_path / "nothing"))
+    with pytest.raises(InputError, match=r"at most the positions of the base \(64\), got 65"):
+        build_model(resolved(replace(config, train=replace(config.train, sequence_length=65))), prepared)
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"other text {number} " * 9)
+    other = prepare(tmp_path / "text", tmp_path / "data", tokenizer="bpe", vocab_size=257, progress=False)
+    refused(r"expected tokens of the tokenizer in model\.base.*residua prepare --tokenizer", data=other)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        [],
+        {"model_type": "llama", "attn_implementation": "somebody/kernel"},
+        {"model_type": "residua-converted", "attn_implementation": "somebody/kernel"},
+        {
+            "model_type": "residua-converted",
+            "residua": {"base": {"model_type": "llama", "auto_map": {"AutoConfig": "evil.Config"}}},
+        },
+        {"model_type": "residua-converted", "auto_map": {"AutoModelForCausalLM": "evil.Model"}},
+    ],
+)
+def test_a_forged_configuration_in_a_run_is_refused(forged, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(forged))
+    (tmp_path / "evil.py").write_text("raise SystemExit('executed')")
+    with pytest.raises(InputError, match=r"config\.json: expected the configuration of a (converted )?model"):
+        rebuild_base(tmp_path)
+
+
+def test_the_section_of_a_base_has_its_own_keys(base):
+    given = [f"--model.base={base}", "--model.connection=hc", "--train.lr=1e-4"]
+    config = load_config(None, given)
+    assert config.model == BaseModelConfig(str(base), connection="hc")
+    assert config.data.tokenizer == str(base)
+    assert load_config("retrofit", given).train.connection_lr_factor == 100
+    with pytest.raises(InputError, match=r"model\.\w+: expected no such key beside model\.base, which decides it"):
+        load_config("tiny", given)
+    with pytest.raises(InputError, match=r"model\.freeze_base: expected no such key without model\.base"):
+        load_config(None, ["--model.freeze_base=true"])
+    with pytest.raises(InputError, match=r"model\.start: expected one of preserve, fresh, got 'warm'"):
+        load_config(None, [*given, "--model.start=warm"])
+    with pytest.raises(InputError, match=r"model\.connection: no preset is called 'nothing'"):
+        load_config(None, [*given, "--model.connection=nothing"])
+    with pytest.raises(InputError, match=r"data\.tokenizer: expected the folder of model\.base"):
+        load_config(None, [*given, "--data.tokenizer=bpe"])
+    with pytest.raises(InputError, match=r"model\.base: expected a model from scratch"):
+        _ = config.from_scratch
+    assert isinstance(load_config(None, ["--model.hidden_size=96"]).from_scratch, ModelConfig)
+
+
+def test_connections_of_a_base_learn_at_a_rate_of_their_own(config, prepared):
+    model = build_model(resolved(config), prepared)
+    groups = parameter_groups(model, 0.1, connection_lr_factor=30.0)
+    own = {id(parameter) for parameter in connection_parameters(model)}
+    assert own == {id(parameter) for name, parameter in model.named_parameters() if ".stream." in name}
+    assert {id(p) for group in groups if group["factor"] == 30 for p in group["params"]} == own
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+    assert "model.embed_tokens.weight" in decayed
+    assert not any("norm" in name for name in decayed)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_base_is_a_run_for_every_command(config, base, tmp_path, capsys):
+    runs = [tmp_path / "hc", tmp_path / "residual"]
+    for place, connection in zip(runs, ("hc", "residual")):
+        run(changed(config, connection=connection), place, progress=False)
+    capsys.readouterr()
+    out = tmp_path / "out"
+    for command in (
+        ["evaluate", "RUN", "--json"],
+        ["explore", "RUN", "--json"],
+        ["generate", "RUN", "--prompt", "Text", "--max-new-tokens", "4", "--greedy"],
+        ["compare", *map(str, runs), "--json"],
+        ["explore", *map(str, runs), "--out", str(tmp_path / "page.html")],
+        ["export", "RUN", str(out)],
+        ["generate", str(out), "--prompt", "Text", "--max-new-tokens", "4", "--greedy"],
+    ):
+        assert main([str(runs[0]) if part == "RUN" else part for part in command]) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    assert printed.count("Text") == 2
+    card = (out / "README.md").read_text()
+    assert "residua.load(" in card
+    assert str(base.parent) not in card
+    assert '"name": "residual"' in printed
+    ids = torch.arange(12)[None]
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(exported(ids).logits, open_run(runs[0], device="cpu").model(ids).logits)
+
+
+@pytest.mark.slow
+def test_runs_on_copies_of_one_base_are_one_group(config, base, tmp_path):
+    for name in ("a", "b"):
+        place = shutil.copytree(base, tmp_path / f"base-{name}")
+        few = replace(config, train=replace(config.train, steps=1, seed=ord(name)))
+        run(changed(few, base=str(place)), tmp_path / name, progress=False)
+    first, second = (Run.read(tmp_path / name) for name in ("a", "b"))
+    assert first.connection == "hc"
+    assert first.settings == second.settings
+
+
+def test_connections_stay_in_float32_in_shards_of_bfloat16(config, prepared, tmp_path):
+    """Alone in a process group: a layer is gathered in bfloat16, its connections are not."""
+    model = build_model(resolved(config), prepared)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        train = replace(config.train, parallel="fsdp", precision="bfloat16")
+        parallelize(model, train, replace(ALONE, control=object()), torch.device("cpu"))
+        seen = {}
+
+        def note(name):
+            return lambda module, *_: seen.update({name: {p.dtype for p in module.parameters(recurse=False)}})
+
+        for name, module in model.named_modules():
+            module.register_forward_hook(note(name))
+        ids = torch.arange(12)[None]
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert seen["model.layers.0.self_attn.q_proj"] == {torch.bfloat16}
+    connections = {name: dtypes for name, dtypes in seen.items() if ".stream." in name and dtypes}
+    assert connections
+    assert set.union(*connections.values()) == {torch.float32}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("parallel", "frozen"), [("ddp", False), ("fsdp", True)])
+def test_two_ranks_train_a_base_as_one_process_does(parallel, frozen, config, start, tmp_path, rows):
+    config = changed(config, freeze_base=frozen)
+    run(config, tmp_path / "alone", progress=False)
+    arguments = [f"--{key}={value}" for key, value in flatten(asdict(config)).items() if value is not None]
+    job = run_ranks(start, 2, tmp_path / "run", [*arguments, f"--train.parallel={parallel}"])
+    assert job.statuses == [0, 0], job.out
+    assert_same_run(tmp_path / "run", tmp_path / "alone", rows, exact=False)

@@ -1,0 +1,204 @@
+import errno
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from residua.errors import InputError
+from residua.lab.training import Checkpoint, latest_checkpoint, load_checkpoint, open_checkpoint
+from residua.lab.training import checkpoint as checkpoint_module
+from residua.lab.training.checkpoint import snapshot, write_checkpoint
+from residua.lab.training.distributed import ALONE
+from support.toy_language_model import ToyBatches, ToyModel
+
+OPTIMIZER = "optimizer.safetensors"
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+# What may happen to a checkpoint, and what the message names.
+DAMAGE = {
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "found no manifest.json"),
+    "half a manifest": (lambda path: cut(path / "manifest.json"), "manifest.json: expected JSON"),
+    "a manifest of something else": (lambda path: (path / "manifest.json").write_text("[1]"), "expected the manifest"),
+    "an empty folder": (lambda path: (shutil.rmtree(path), path.mkdir()), "found no manifest.json"),
+    "weights cut short": (lambda path: cut(path / "model.safetensors"), r"bytes in model.safetensors, found \d+"),
+    "weights changed": (lambda path: flip(path / "model.safetensors"), "for model.safetensors, found another"),
+    "optimizer changed": (lambda path: flip(path / OPTIMIZER), "for optimizer.safetensors, found another"),
+    "optimizer missing": (lambda path: (path / OPTIMIZER).unlink(), f"expected {OPTIMIZER}, found no such file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_with_a_message(damage, tmp_path, fit, rows, capsys):
+    fit(tmp_path / "run")
+    before = rows(tmp_path / "run")
+    harm, names = DAMAGE[damage]
+    newest = tmp_path / "run" / "checkpoints" / "step-12"
+    harm(newest)
+
+    with pytest.raises(InputError, match=names):
+        open_checkpoint(newest)
+    capsys.readouterr()
+    assert latest_checkpoint(tmp_path / "run").step == 9
+    messages = capsys.readouterr().err.splitlines()
+    assert len(messages) == 1
+    assert str(newest) in messages[0]
+
+    model = ToyModel()
+    fit(tmp_path / "run", resume=True, model=model)
+    assert model.calls == 3, "it goes on from step 9"
+    assert len([line for line in capsys.readouterr().err.splitlines() if "damaged" in line]) == 1
+    assert rows(tmp_path / "run") == before
+    assert open_checkpoint(newest).step == 12, "the damaged one is replaced"
+
+
+def test_a_damaged_newer_checkpoint_does_not_push_out_a_whole_one(tmp_path, fit):
+    """Only checkpoints up to the step just saved count among those to keep."""
+    fit(tmp_path / "run", keep_checkpoints=2)
+    flip(tmp_path / "run" / "checkpoints" / "step-12" / "model.safetensors")
+    fit(tmp_path / "run", resume=True, keep_checkpoints=1, batches=ToyBatches(signals={9: signal.SIGINT}))
+    assert latest_checkpoint(tmp_path / "run").step == 10
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-10", "step-12"]
+
+
+def test_a_file_that_the_disk_cannot_give_back_is_damage_too(tmp_path, fit, monkeypatch, capsys):
+    fit(tmp_path / "run")
+    original = checkpoint_module.file_sha256
+
+    def fail(path):
+        if path.parent.name == "step-12":
+            raise OSError(errno.EIO, "Input/output error")
+        return original(path)
+
+    monkeypatch.setattr(checkpoint_module, "file_sha256", fail)
+    capsys.readouterr()
+    assert latest_checkpoint(tmp_path / "run").step == 9
+    messages = capsys.readouterr().err.splitlines()
+    assert len(messages) == 1
+    assert messages[0].endswith("step-12: expected to read model.safetensors, got: Input/output error")
+
+
+def test_the_newest_is_found_while_the_run_drops_what_was_there(tmp_path, fit, monkeypatch, capsys):
+    """A training that goes on publishes one and drops those that were listed: no damage, and no run without any."""
+    fit(tmp_path / "run")
+    checkpoints, original = tmp_path / "run" / "checkpoints", checkpoint_module.file_sha256
+
+    def go_on(path):
+        monkeypatch.setattr(checkpoint_module, "file_sha256", original)
+        shutil.copytree(checkpoints / "step-12", checkpoints / "step-15")
+        for old in ("step-9", "step-12"):
+            shutil.rmtree(checkpoints / old)
+        return original(path)
+
+    monkeypatch.setattr(checkpoint_module, "file_sha256", go_on)
+    capsys.readouterr()
+    assert latest_checkpoint(tmp_path / "run").path == checkpoints / "step-15"
+    assert capsys.readouterr().err == ""
+
+
+def test_what_lies_in_the_folder_before_a_save_is_neither_followed_nor_changed(tmp_path):
+    """Whether a kill left it or somebody put it there."""
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "model.safetensors").write_bytes(b"precious")
+    (tmp_path / ".step-3.partial").symlink_to("victim")
+    model = ToyModel()
+    optimizer = torch.optim.AdamW(model.parameters())
+    blocks = snapshot(model, optimizer, torch.device("cpu"), ALONE)
+    saved = write_checkpoint(Checkpoint(tmp_path / "step-3", 3, 0.0, {}), blocks, ALONE)
+    assert open_checkpoint(saved.path) == saved
+    assert (tmp_path / "victim" / "model.safetensors").read_bytes() == b"precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step-3.partial", "step-3", "victim"]
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+    (tmp_path / "checkpoints" / "step-x").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".step-3.partial").mkdir()
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_weights_are_readable_by_others_and_shared_ones_stand_once(tmp_path, fit):
+    model = ToyModel()
+    fit(tmp_path / "run", model=model)
+    path = tmp_path / "run" / "checkpoints" / "step-12"
+    tensors = load_file(path / "model.safetensors")
+    assert set(tensors) == {"embedding.weight", "gain", "hidden.weight", "hidden.bias", "scale"}
+    assert torch.equal(tensors["embedding.weight"], model.head.weight)
+
+    other = ToyModel()
+    assert load_checkpoint(path, other).step == 12
+    assert other.head.weight is other.embedding.weight, "still tied"
+    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values()))
+    kept = load_file(path / OPTIMIZER)
+    assert kept["optimizer.gain.exp_avg"].shape == (8,)
+    assert kept["optimizer.gain.step"] == 12
+    assert kept["random.cpu.0"].dtype == torch.uint8
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "safetensors' own files are closed to others"
+    assert json.loads((path / "manifest.json").read_text())["settings"]["train.lr"] == 0.01
+
+
+def test_frozen_weights_are_in_a_checkpoint_unless_the_model_keeps_them_elsewhere(tmp_path, fit):
+    """A backbone that somebody froze is built at random again where the run is opened."""
+    model = ToyModel()
+    model.gain.requires_grad_(False)
+    fit(tmp_path / "run", model=model)
+    other = ToyModel()
+    other.gain.data.fill_(7.0)
+    load_checkpoint(latest_checkpoint(tmp_path / "run"), other)
+    assert torch.equal(other.gain, model.gain)
+
+    model.kept_elsewhere = {"gain"}
+    fit(tmp_path / "apart", model=model)
+    other.gain.data.fill_(7.0)
+    other.kept_elsewhere = {"gain"}
+    load_checkpoint(latest_checkpoint(tmp_path / "apart"), other)
+    assert torch.equal(other.gain, torch.full_like(other.gain, 7.0))
+
+
+def test_loading_weights_alone_leaves_the_random_state(tmp_path, fit):
+    fit(tmp_path / "run")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    load_checkpoint(tmp_path / "run" / "checkpoints" / "step-12", ToyModel())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_weights_of_another_model_are_refused_before_any_is_loaded(tmp_path, fit):
+    fit(tmp_path / "run")
+    model = ToyModel()
+    model.hidden = nn.Linear(8, 8, bias=False)
+    model.gain = nn.Parameter(torch.ones(9))
+    model.extra = nn.Parameter(torch.zeros(1))
+    before = model.embedding.weight.clone()
+    with pytest.raises(InputError) as error:
+        load_checkpoint(tmp_path / "run" / "checkpoints" / "step-12", model)
+    for part in (
+        "extra (absent in the file, [1] in the model)",
+        "gain ([8] in the file, [9] in the model)",
+        "hidden.bias ([8] in the file, absent in the model)",
+    ):
+        assert part in str(error.value)
+    assert torch.equal(model.embedding.weight, before)
+
+
+def test_a_checkpoint_with_other_settings_is_refused(tmp_path, fit):
+    """Even where config.yaml agrees: the checkpoint knows what it was made with."""
+    fit(tmp_path / "one", lr=0.01)
+    fit(tmp_path / "two", lr=0.02)
+    shutil.rmtree(tmp_path / "two" / "checkpoints")
+    shutil.copytree(tmp_path / "one" / "checkpoints", tmp_path / "two" / "checkpoints")
+    with pytest.raises(InputError, match=r"step-12: .*train\.lr was 0\.01, is 0\.02"):
+        fit(tmp_path / "two", resume=True, lr=0.02)

@@ -1,0 +1,111 @@
+"""Several processes compute the steps of one, whatever their number and however they hold the model."""
+
+import pytest
+import torch
+
+from residua.errors import InputError
+from residua.lab.evaluation.loss import shard_batches
+from residua.lab.training import TrainConfig
+from residua.lab.training.distributed import BatchShard, Ranks
+from support.ranks import (
+    assert_same_run,
+    compile_eagerly,
+    options,
+    run_ranks,
+    trained_windows,
+    weights,
+    windows_alone,
+)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("connection", ["residual", "ddl-tc", "edelta", "attnres"])
+def test_two_ranks_compute_what_one_does(connection, parallel, data, alone, tmp_path, start, rows):
+    """Two ranks with a micro-batch each add the gradients that one process accumulates: equal to the last bit, but for
+    the norm of sharded gradients, which is added in another order. A penalty is part of it, shared compressors and
+    states that are replayed too.
+    """
+    arguments = options(data, model={"connection": connection}, parallel=parallel)
+    job = run_ranks(start, 2, tmp_path / "run", arguments)
+    assert job.statuses == [0, 0], job.out
+    assert_same_run(tmp_path / "run", alone(connection), rows, exact=parallel == "ddp")
+    assert [len(out.splitlines()) > 0 for out in job.out] == [True, False], "the first rank speaks for all"
+    if connection == "edelta":
+        assert all(row["penalty"] > 0 for row in rows(tmp_path / "run"))
+    assert trained_windows([job], 2) == windows_alone(data)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_three_ranks_accumulate_recompute_and_clip(parallel, data, alone, tmp_path, start, rows):
+    """Shards of unequal size, gradients summed over three micro-batches a rank, layers computed again."""
+    train = {"gradient_accumulation": 9, "batch_size": 1, "steps": 4, "clip": 0.5}
+    job = run_ranks(
+        start, 3, tmp_path / "run", options(data, parallel=parallel, activation_checkpointing="true", **train)
+    )
+    assert job.statuses == [0, 0, 0], job.out
+    assert_same_run(tmp_path / "run", alone(**train), rows, exact=False)
+    assert trained_windows([job], 9) == windows_alone(data, 4, 9, 1)
+
+
+def test_ranks_cut_the_rows_where_there_are_few_micro_batches(data, alone, tmp_path, start, rows):
+    train = {"gradient_accumulation": 1, "batch_size": 4, "steps": 3}
+    job = run_ranks(start, 2, tmp_path / "run", options(data, **train))
+    assert job.statuses == [0, 0], job.out
+    assert_same_run(tmp_path / "run", alone(**train), rows, exact=False)
+    assert trained_windows([job], 1) == windows_alone(data, 3, 1, 4)
+
+
+def test_layers_are_compiled_one_by_one(data, alone, tmp_path, start, rows):
+    arguments = options(data, parallel="fsdp", compile="true")
+    job = run_ranks(start, 2, tmp_path / "run", arguments, {rank: [(compile_eagerly,)] for rank in range(2)})
+    assert job.statuses == [0, 0], job.out
+    assert_same_run(tmp_path / "run", alone(), rows, exact=False)
+
+
+def test_bfloat16_in_shards_is_near_autocast(data, alone, tmp_path, start, rows):
+    """Layers gathered in bfloat16 multiply the weights that autocast would; gates and states stay as they are."""
+    job = run_ranks(start, 2, tmp_path / "run", options(data, parallel="fsdp", precision="bfloat16"))
+    assert job.statuses == [0, 0], job.out
+    mine, theirs = ([row["loss"] for row in rows(f)] for f in (tmp_path / "run", alone(precision="bfloat16")))
+    assert mine == pytest.approx(theirs, rel=1e-4)
+    assert {tensor.dtype for tensor in weights(tmp_path / "run").values()} == {torch.float32}
+
+
+def test_ranks_that_cannot_share_the_step_say_so_once(data, tmp_path, start):
+    job = run_ranks(start, 3, tmp_path / "run", options(data))
+    assert job.statuses == [2, 2, 2]
+    lines = [line for out in job.out for line in out.splitlines()]
+    assert lines == [
+        "residua: torchrun: expected a number of processes that divides the step evenly, got 3 for "
+        "train.gradient_accumulation 2 micro-batches of train.batch_size 2 sequences; use a number of processes that "
+        "divides one of the two"
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12, 16, 24])
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 6), (4, 6), (24, 1), (1, 24), (6, 4)])
+def test_the_shares_of_all_ranks_are_the_step(batch_size, accumulation, size):
+    train = TrainConfig(batch_size=batch_size, gradient_accumulation=accumulation)
+    try:
+        shares = [BatchShard.of(train, Ranks(rank, size)) for rank in range(size)]
+    except InputError:
+        assert size > 1
+        return
+    taken = [
+        (index, share.member * share.rows_here + row)
+        for share in shares
+        for index in share.micro_batches(3)
+        for row in range(share.rows_here)
+    ]
+    assert sorted(taken) == [
+        (index, row) for index in range(2 * accumulation, 3 * accumulation) for row in range(batch_size)
+    ]
+    assert len({len(share.micro_batches(3)) for share in shares}) == 1
+
+
+def test_held_out_batches_are_split_into_equal_shards():
+    batches = [(torch.full((1, 2), i), torch.full((1, 2), i)) for i in range(5)]
+    shares = [list(shard_batches(batches, rank, 3)) for rank in range(3)]
+    assert [len(share) for share in shares] == [2, 2, 2]
+    labels = sorted(int(labels[0, 0]) for share in shares for _, labels in share)
+    assert labels == [-100, 0, 1, 2, 3, 4]

@@ -1,0 +1,106 @@
+"""connections.jsonl: what is seen of the gates on the way, and that looking changes nothing."""
+
+import json
+import signal
+
+import pytest
+import torch
+
+from residua.errors import InputError
+from residua.lab.experiment import open_run, run
+from residua.lab.training import train
+from support.ranks import config, options, run_ranks
+from support.toy_language_model import ToyBatches, ToyModel, toy_config
+
+EVERY = {"connections_every": 2}
+
+
+def looked(folder):
+    return [json.loads(line) for line in (folder / "connections.jsonl").read_text().splitlines()]
+
+
+def observe(model, inputs):
+    """Draws random numbers and calls the model, which must not reach the training."""
+    torch.rand(3)
+    assert not model.training
+    assert not torch.is_grad_enabled()
+    model(inputs)
+    return {"beta": {"mean": [float(inputs.sum()), float("nan")]}}
+
+
+def test_the_training_is_the_same_to_the_last_bit(tmp_path, fit, rows):
+    """Dropout, clipping and two micro-batches; the row is of the first sequence of its step."""
+    settings = toy_config(gradient_accumulation=2, connections_every=3)
+    model, batches = ToyModel(), ToyBatches()
+    train(model, batches, settings, tmp_path / "seen", observe=observe, progress=False)
+    plain = ToyModel()
+    fit(tmp_path / "plain", model=plain, gradient_accumulation=2, evaluate_every=12)
+    strip = [{key: row[key] for key in ("step", "loss", "grad_norm")} for row in rows(tmp_path / "plain")]
+    assert [{key: row[key] for key in ("step", "loss", "grad_norm")} for row in rows(tmp_path / "seen")] == strip
+    for a, b in zip(model.state_dict().values(), plain.state_dict().values()):
+        assert torch.equal(a, b)
+    first = {step: float(ToyBatches().at(2 * (step - 1))[0][0].sum()) for step in (3, 6, 9, 12)}
+    expected = [{"step": step, "beta": {"mean": [number, None]}} for step, number in first.items()]
+    assert looked(tmp_path / "seen") == expected
+    assert not (tmp_path / "plain" / "connections.jsonl").exists()
+
+
+@pytest.mark.parametrize("log_every", [1, 5])
+def test_a_resumed_run_has_every_row_once(tmp_path, log_every):
+    """Stopped after step 8 and killed on the way from step 6, whose checkpoint it goes on from."""
+    settings = toy_config(connections_every=2, log_every=log_every, checkpoint_every=3)
+
+    def go(folder, resume=False, batches=None):
+        batches = batches or ToyBatches()
+        return train(ToyModel(), batches, settings, folder, observe=observe, resume=resume, progress=False)
+
+    go(tmp_path / "whole")
+    folder = tmp_path / "run"
+    go(folder, batches=ToyBatches(signals={7: signal.SIGINT}))
+    assert [row["step"] for row in looked(folder)] == [2, 4, 6, 8]
+    for step in (7, 8):  # as a kill would leave it
+        with_rows = folder / "checkpoints" / f"step-{step}"
+        if with_rows.exists():
+            (with_rows / "model.safetensors").unlink()
+    go(folder, resume=True)
+    assert looked(folder) == looked(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connection", ["ddl-tc", "edelta", "residual"])
+def test_a_run_writes_the_gates_of_its_scheme(connection, data, alone, tmp_path, rows):
+    """The losses are those of a run that does not look; a scheme without gates writes nothing."""
+    folder = tmp_path / "run"
+    arguments = options(data, model={"connection": connection}, **EVERY)
+    run(config(arguments), folder, progress=False)
+    assert rows(folder) == rows(alone(connection))
+    if connection == "residual":
+        assert not (folder / "connections.jsonl").exists()
+        return
+    names = ["gamma", "cayley_beta", "angle"] if connection == "edelta" else ["beta"]
+    seen = looked(folder)
+    assert [row["step"] for row in seen] == [2, 4, 6]
+    assert all(list(row) == ["step", *names] for row in seen)
+    assert all(len(column) == 4 for row in seen for name in names for column in row[name].values())
+    assert open_run(folder).step == 6
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_look_together_and_the_first_writes(parallel, data, alone, tmp_path, start, rows):
+    """Every rank has a part of the model; two ranks share a micro-batch of two rows, of which the first has row 0."""
+    folder = tmp_path / "run"
+    job = run_ranks(start, 2, folder, options(data, parallel=parallel, gradient_accumulation=1, **EVERY))
+    assert job.statuses == [0, 0], job.out
+    run(config(options(data, gradient_accumulation=1, **EVERY)), tmp_path / "alone", progress=False)
+    ours, theirs = looked(folder), looked(tmp_path / "alone")
+    assert [row["step"] for row in ours] == [2, 4, 6]
+    for a, b in zip(ours, theirs):
+        assert a["beta"]["mean"] == pytest.approx(b["beta"]["mean"], rel=1e-4)
+
+
+def test_the_cadence_may_change_on_resume_and_is_checked(tmp_path, data):
+    with pytest.raises(InputError, match=r"train\.connections_every: expected at least 0, got -1"):
+        toy_config(connections_every=-1)
+    arguments = options(data, steps=4)
+    run(config(arguments), tmp_path / "run", progress=False)
+    run(config([*arguments, "--train.connections_every=1"]), tmp_path / "run", resume=True, progress=False)

@@ -1,0 +1,185 @@
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import residua
+from residua.errors import InputError
+from residua.lab.training import (
+    hidden_matrices,
+    learning_rate_factor,
+    make_optimizer,
+    parameter_groups,
+    set_learning_rate,
+)
+from residua.models import ResiduaConfig, ResiduaForCausalLM
+from support.toy_language_model import ToyModel, toy_config
+
+
+class Everything(ToyModel):
+    """Each kind of parameter that a connection may have beside linear maps."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Parameter(torch.ones(4, 8))
+        self.conv = nn.Conv1d(8, 8, 4, groups=8, bias=True)
+        self.norm = nn.LayerNorm(8)
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+
+
+def test_decay_is_for_the_weights_of_linear_maps_and_embeddings():
+    model = Everything()
+    decayed, others = parameter_groups(model, 0.1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert [names[id(p)] for p in decayed["params"]] == ["embedding.weight", "hidden.weight"], "tied ones once"
+    expected = {"gain", "read", "hidden.bias", "conv.weight", "conv.bias", "norm.weight", "norm.bias"}
+    assert {names[id(p)] for p in others["params"]} == expected
+
+
+def test_linear_maps_that_start_as_the_identity_decay_as_in_the_published_code():
+    config = ResiduaConfig(
+        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, connection="edelta"
+    )
+    model = ResiduaForCausalLM(config)
+    maps = [parameter for name, parameter in model.named_parameters() if "h_pre" in name or "h_post" in name]
+    assert len(maps) == 4
+    assert all(torch.equal(weight, torch.eye(16)) for weight in maps)
+    decayed = {id(parameter) for parameter in parameter_groups(model, 0.1)[0]["params"]}
+    assert decayed.issuperset(map(id, maps))
+
+
+def test_a_group_without_parameters_is_left_out():
+    assert len(parameter_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1
+
+
+def test_the_connections_own_parameters_may_learn_at_a_rate_of_their_own():
+    """Gates, maps and filters; neither gains of norms nor anything in a sublayer. muP's factors stay."""
+    config = ResiduaConfig(
+        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, connection="ddl-ec", mup=True
+    )
+    model = ResiduaForCausalLM(config)
+    rates = [
+        {id(p): group["factor"] for group in parameter_groups(model, 0.1, factor) for p in group["params"]}
+        for factor in (1.0, 0.25)
+    ]
+    for name, parameter in model.named_parameters():
+        own = "stream" in name and not name.endswith("norm.weight")
+        assert rates[1][id(parameter)] == rates[0][id(parameter)] * (0.25 if own else 1.0), name
+    assert len(set(rates[0].values())) > 1
+
+
+def test_decay_pulls_matrices_alone():
+    """With no gradient AdamW's step is the decay."""
+    model = Everything()
+    optimizer = make_optimizer(model, toy_config(lr=0.5, weight_decay=0.1))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        factor = 1 - 0.5 * 0.1 if name in ("embedding.weight", "hidden.weight") else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+def test_the_schedule_rises_to_the_peak_and_ends_at_its_floor():
+    config = toy_config(steps=100, warmup_steps=10, min_lr_ratio=0.05)
+    factors = [learning_rate_factor(step, config) for step in range(1, 101)]
+    assert factors[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert factors[54] == pytest.approx((1 + 0.05) / 2), "half way down the cosine"
+    assert factors[-1] == pytest.approx(0.05)
+    assert all(later < earlier for earlier, later in itertools.pairwise(factors[9:]))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+def test_the_schedule_at_its_edges(warmup):
+    config = toy_config(steps=5, warmup_steps=warmup)
+    factors = [learning_rate_factor(step, config) for step in range(1, 6)]
+    assert all(0 < factor <= 1 for factor in factors)
+    assert (factors[-1] == 1) == (warmup == 5)
+
+
+def test_every_group_keeps_its_own_peak():
+    optimizer = make_optimizer(ToyModel(), toy_config(lr=0.01))
+    optimizer.param_groups[1]["initial_lr"] = 0.03
+    set_learning_rate(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.005, 0.015])
+
+
+def test_under_mup_matrices_learn_at_their_own_rate_wrapped_or_not():
+    config = ResiduaConfig(
+        vocab_size=16,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        connection="ddl-cc",
+        mup=True,
+        mup_base_width=128,
+    )
+    model = ResiduaForCausalLM(config)
+    for outer in (model, nn.Sequential(model)):
+        optimizer = make_optimizer(outer, toy_config(lr=0.01, weight_decay=0.1))
+        rates = {id(p): (g["initial_lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+        assert rates[id(model.model.layers[0].mlp.up_proj.weight)] == pytest.approx((0.04, 0.1))
+        assert rates[id(model.model.embed_tokens.weight)] == pytest.approx((0.01, 0.1))
+        assert rates[id(model.model.norm.weight)] == pytest.approx((0.01, 0.0))
+        set_learning_rate(optimizer, 0.5)
+        assert sorted({group["lr"] for group in optimizer.param_groups}) == pytest.approx([0.005, 0.02])
+
+
+def names_of(model, parameters):
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)] for parameter in parameters}
+
+
+def test_muon_takes_the_matrices_of_attention_and_mlp_and_adamw_the_rest():
+    """Not the embedding, the head, the gates and maps of a scheme, or anything that is frozen."""
+    model = ResiduaForCausalLM(
+        ResiduaConfig(
+            vocab_size=16,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            connection="ddl-tc",
+            tie_word_embeddings=False,
+        )
+    )
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
+    layer = "model.layers.0."
+    expected = {f"{layer}attention.{name}_proj.weight" for name in ("q", "k", "v", "o")}
+    expected |= {f"{layer}mlp.{name}_proj.weight" for name in ("gate", "up")}
+    for outer in (model, nn.Sequential(model)):
+        assert names_of(model, hidden_matrices(outer)) == expected
+    optimizer = make_optimizer(model, toy_config(optimizer="muon", lr=0.01))
+    groups = [(x, group) for group in optimizer.param_groups for x in group["params"]]
+    assert len(groups) == len([x for x in model.parameters() if x.requires_grad]), "each once"
+    assert names_of(model, [x for x, group in groups if "ns_steps" in group]) == expected
+    assert {group["initial_lr"] for _, group in groups} == {0.01}
+
+
+def test_of_a_converted_model_muon_takes_the_models_own_matrices():
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16))
+    expected = {f"transformer.h.0.{x}.weight" for x in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert names_of(model, hidden_matrices(model)) == expected
+    converted = residua.convert(model, "hc")
+    assert len(hidden_matrices(converted)) == len(expected), "nothing of the scheme"
+
+
+def test_an_update_of_muon_is_as_large_as_one_of_adamw():
+    """Newton-Schulz leaves singular values between 0.5 and 1.5, so the size is met to a factor of about that."""
+    model = ToyModel()
+    optimizer = make_optimizer(model, toy_config(optimizer="muon", lr=0.01, weight_decay=0.0))
+    before = model.hidden.weight.detach().clone()
+    model.hidden.weight.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    rms = (model.hidden.weight - before).square().mean().sqrt() / 0.01
+    assert 0.2 * 0.5 < rms < 0.2 * 1.5
+
+
+def test_a_torch_without_muon_is_one_line(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(InputError, match=r"^train\.optimizer: expected adamw, or torch 2\.9 or newer.*got 'muon'$"):
+        make_optimizer(ToyModel(), toy_config(optimizer="muon"))

@@ -1,0 +1,238 @@
+"""What befalls several processes: they end together, lose nothing, and any number of them goes on."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from residua.errors import InputError
+from residua.lab.experiment import open_run, run
+from residua.lab.training import latest_checkpoint, load_checkpoint, read_metrics, train
+from support.ranks import (
+    assert_same_run,
+    break_loss,
+    config,
+    fail_in_save,
+    fail_to_build,
+    kill_before,
+    kill_in_save,
+    limit_files,
+    mislead,
+    options,
+    run_ranks,
+    stop_before,
+    trained_windows,
+    windows_alone,
+)
+from support.toy_language_model import ToyBatches, ToyModel, toy_config
+
+SIX = {"gradient_accumulation": 6, "batch_size": 1, "steps": 9, "checkpoint_every": 100}
+
+
+def assert_nothing_unfinished(folder):
+    assert not list(folder.rglob(".*.partial"))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_then_one_then_three(parallel, data, alone, tmp_path, start, rows):
+    """A signal to one rank stops all after the same step; another number of ranks goes on with the next window."""
+    folder, arguments = tmp_path / "run", options(data, parallel=parallel, **SIX)
+    jobs = [
+        run_ranks(start, 2, folder, arguments, {1: [(stop_before, 15)]}),
+        run_ranks(start, 1, folder, arguments, {0: [(stop_before, 33)]}, resume=True),
+        run_ranks(start, 3, folder, arguments, resume=True),
+    ]
+    assert [job.statuses for job in jobs] == [[143, 143], [143], [0, 0, 0]], [job.out for job in jobs]
+    assert "stopped after step 3, which is saved" in jobs[0].out[0]
+    assert jobs[0].out[1] == ""
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-6", "step-9"]
+    assert trained_windows(jobs, 6) == windows_alone(data, 9, 6, 1)
+    assert_same_run(folder, alone(**SIX), rows, exact=False)
+
+
+@pytest.mark.parametrize(("parallel", "optimizer"), [("ddp", "adamw"), ("fsdp", "adamw"), ("ddp", "muon")])
+def test_what_one_process_saved_is_for_ranks_too(parallel, optimizer, data, alone, tmp_path, start, rows):
+    """And the other way round: one process reads what two wrote."""
+    folder = tmp_path / "run"
+    arguments = options(data, parallel=parallel, optimizer=optimizer, keep_checkpoints=3)
+    run(config(arguments), folder, progress=False)
+    for step in (4, 6):
+        (folder / "checkpoints" / f"step-{step}" / "model.safetensors").unlink()
+    job = run_ranks(start, 2, folder, arguments, {0: [(stop_before, 6)]}, resume=True)
+    assert job.statuses == [143, 143], job.out
+    assert job.windows[0][0]["index"] == 4, "it goes on from step 2"
+    run(config(arguments), folder, resume=True, progress=False)
+    assert_same_run(folder, alone(optimizer=optimizer), rows, exact=parallel == "ddp")
+
+
+@pytest.mark.parametrize(("victim", "index", "parallel"), [(0, 2, "fsdp"), (1, 7, "ddp")])
+def test_a_rank_that_dies_ends_the_job(victim, index, parallel, data, alone, tmp_path, start, rows):
+    """Between two saves or before the first; the others say that a rank is gone, at once."""
+    folder, arguments = tmp_path / "run", options(data, parallel=parallel)
+    began = time.monotonic()
+    job = run_ranks(start, 2, folder, arguments, {victim: [(kill_before, index)]})
+    assert time.monotonic() - began < 60
+    alive = 1 - victim
+    assert job.statuses[victim] == -signal.SIGKILL
+    assert job.statuses[alive] == 1
+    assert len(job.errors) == 1
+    assert job.errors[0].startswith(f"residua: rank {alive} of 2: another rank ended")
+    again = run_ranks(start, 2, folder, arguments, resume=True)
+    assert again.statuses == [0, 0], again.out
+    assert trained_windows([job, again], 2) == windows_alone(data)
+    assert_same_run(folder, alone(), rows, exact=parallel == "ddp")
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "call", "newest"),
+    [(1, "_write_files", 2, 2), (0, "_publish", 2, 2), (0, "drop_old", 3, 6)],
+)
+def test_a_rank_that_dies_in_a_save_leaves_whole_checkpoints(
+    rank, name, call, newest, data, alone, tmp_path, start, rows
+):
+    folder, arguments = tmp_path / "run", options(data)
+    job = run_ranks(start, 2, folder, arguments, {rank: [(kill_in_save, name, call)]})
+    assert job.statuses[rank] == -signal.SIGKILL
+    assert latest_checkpoint(folder).step >= newest
+    again = run_ranks(start, 2, folder, arguments, resume=True)
+    assert again.statuses == [0, 0], again.out
+    assert_same_run(folder, alone(), rows, exact=True)
+    assert_nothing_unfinished(folder)
+
+
+def test_a_disk_that_refuses_one_rank_ends_all_with_one_line(data, tmp_path, start, rows):
+    """A real short write in the thread of the second rank, told at the end of a step."""
+    folder = tmp_path / "run"
+    job = run_ranks(start, 2, folder, options(data), {1: [(limit_files, 20_000)]})
+    assert job.statuses == [1, 1]
+    assert len(job.errors) == 1
+    assert job.errors[0].startswith("residua: step 2: cannot write into ")
+    assert "File too large" in job.errors[0]
+    assert "rank 1" in job.errors[0]
+    assert_nothing_unfinished(folder)
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "call", "newest"),
+    [(1, "file_sha256", 3, 2), (0, "file_sha256", 4, 2), (0, "_publish", 2, 2), (0, "drop_old", 2, 4)],
+)
+def test_what_the_disk_refuses_one_rank_in_a_save_is_said_once(rank, name, call, newest, data, tmp_path, start):
+    """In the save of step 4, in which each rank hashes its two files. None waits for the other."""
+    folder = tmp_path / "run"
+    job = run_ranks(start, 2, folder, options(data), {rank: [(fail_in_save, name, call, OSError("no such luck"))]})
+    assert job.statuses == [1, 1], job.out
+    (line,) = job.errors
+    assert line.startswith("residua: step 4: cannot write into ")
+    assert f"{'rank 1: ' * rank}no such luck; last good checkpoint: {folder}/checkpoints/step-{newest}; " in line
+    assert latest_checkpoint(folder).step == newest
+    assert_nothing_unfinished(folder)
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "call", "error", "line"),
+    [
+        (0, "gather", 6, ValueError, "rank 1 of 2: another rank ended"),
+        (1, "gather", 6, RuntimeError, "rank 0 of 2: another rank ended"),
+        (0, "_publish", 3, ValueError, None),
+        (1, "_write_files", 3, ValueError, "step 6: cannot write into "),
+    ],
+)
+def test_an_error_of_one_rank_in_the_last_save_fails_the_run(rank, name, call, error, line, data, tmp_path, start):
+    """What nobody expects there is raised with its traceback; the other rank neither waits nor ends well."""
+    folder = tmp_path / "run"
+    job = run_ranks(start, 2, folder, options(data), {rank: [(fail_in_save, name, call, error("no such thing"))]})
+    assert job.statuses == [3 if rank == 0 else 1, 3 if rank == 1 else 1], job.out
+    assert job.out[rank].splitlines()[-1] == f"{error.__name__}: no such thing"
+    assert len(job.errors) == (line is not None)
+    assert line is None or job.errors[0].startswith(f"residua: {line}")
+    assert latest_checkpoint(folder).step == 4
+
+
+def test_a_mistake_of_one_rank_before_the_first_step_ends_the_other_silently(data, tmp_path, start):
+    job = run_ranks(start, 2, tmp_path / "run", options(data), {1: [(fail_to_build, ZeroDivisionError())]})
+    assert job.statuses == [1, 3], job.out
+    assert job.out[0] == ""
+    assert job.out[1].splitlines()[-1] == "ZeroDivisionError"
+
+
+def test_shards_that_cannot_be_read_are_named(data, tmp_path, start):
+    folder = tmp_path / "run"
+    job = run_ranks(start, 2, folder, options(data))
+    assert job.statuses == [0, 0], job.out
+    checkpoint, model = latest_checkpoint(folder), open_run(folder, device="cpu").model
+    (checkpoint.path / "model-00002-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"step-6: expected a checkpoint, got a damaged file \(\S"):
+        load_checkpoint(checkpoint, model)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_one_line(data, tmp_path, start):
+    folder = tmp_path / "run"
+    job = run_ranks(start, 2, folder, options(data, parallel="fsdp"), {1: [(break_loss, 4)]})
+    assert job.statuses == [1, 1]
+    assert len(job.errors) == 1
+    assert job.errors[0].startswith("residua: step 4: expected a finite loss and gradient, got loss nan; ")
+    assert f"last good checkpoint: {folder}/checkpoints/step-2" in job.errors[0]
+
+
+def test_the_best_checkpoint_is_kept(tmp_path):
+    losses = iter([3.0, 1.0, 2.0, 4.0])
+    settings = toy_config(evaluate_every=3, keep_checkpoints=1, keep_best=True)
+    train(ToyModel(), ToyBatches(), settings, tmp_path, evaluate=lambda m: {"val_loss": next(losses)}, progress=False)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-12", "step-6"]
+
+
+def children(pid):
+    """The processes that `pid` started, from the system's table."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid:
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.processes
+def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, rows):
+    """From outside, at a random step, without --resume: the second attempt goes on by itself."""
+    longer = {"steps": 30, "checkpoint_every": 5, "evaluate_every": 15}
+    folder, chance = tmp_path / "run", random.Random(os.getpid())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    file = tmp_path / "config.yaml"
+    file.write_text(config(options(data, **longer)).to_yaml())
+    with (tmp_path / "out").open("w") as out:
+        job = subprocess.Popen(
+            [*command, "-m", "--", "residua", "train", "--config", str(file), "--run", str(folder)],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        last = chance.randint(5, 20)
+        while job.poll() is None and not any(row["step"] >= last for row in read_metrics(folder / "metrics.jsonl")):
+            time.sleep(0.002)
+        assert job.poll() is None, (tmp_path / "out").read_text()
+        victim = chance.choice(children(job.pid))
+        os.kill(victim, signal.SIGKILL)
+        status = job.wait(200)
+    text = (tmp_path / "out").read_text()
+    assert status == 0, text
+    assert f"(pid: {victim})" in text, "torchrun tells which process it was"
+    assert_same_run(folder, alone(**longer), rows, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"), [({"GLOO_SOCKET_IFNAME": "nosuch0"}, "nosuch0"), ({"MASTER_PORT": "abc"}, "'abc'")]
+)
+def test_ranks_that_cannot_meet_say_where_in_one_line(wrong, reason, data, tmp_path, start):
+    job = run_ranks(start, 1, tmp_path / "run", options(data), {0: [(mislead, wrong)]})
+    assert job.statuses == [1]
+    (line,) = job.out[0].splitlines()
+    assert line.startswith("residua: rank 0 of 1: cannot reach the other ranks at 127.0.0.1:")
+    assert reason in line
+    assert not (tmp_path / "run").exists()

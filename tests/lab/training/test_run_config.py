@@ -1,0 +1,343 @@
+import argparse
+import dataclasses
+import random
+import re
+
+import pytest
+
+from residua.errors import InputError
+from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig, add_config_arguments, load_config
+from residua.lab.training.config import KEYS, recipe_names
+from residua.models import MODEL_FIELDS, SIZES, ResiduaConfig
+
+
+def write(folder, text):
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_then_overrides_in_either_form(tmp_path):
+    path = write(tmp_path, "train:\n  lr: 3e-4\n  steps: 7\nmodel:\n  connection: ddl-cc\ndata:\n")
+    config = load_config(path, ["--train.steps", "9", "--train.precision=bfloat16", "train.seed=3"])
+    assert config.train == TrainConfig(lr=3e-4, steps=9, precision="bfloat16", seed=3)
+    assert config.model == ModelConfig(connection="ddl-cc")
+    assert config.data == DataConfig()
+
+
+def test_files_stack_and_the_later_one_wins(tmp_path):
+    (tmp_path / "short.yaml").write_text("train:\n  steps: 50\n  lr: 3e-4\n")
+    (tmp_path / "mine.yaml").write_text("model:\n  connection: mhc\ntrain:\n  lr: 0.5\n")
+    stack = ["small", str(tmp_path / "short.yaml"), str(tmp_path / "mine.yaml")]
+    config = load_config(stack, ["--train.warmup_steps=5"])
+    small = load_config("small")
+    assert config.train == dataclasses.replace(small.train, steps=50, lr=0.5, warmup_steps=5)
+    assert config.model == dataclasses.replace(small.model, connection="mhc")
+    assert load_config([stack[0], stack[2], stack[1]], ["--train.warmup_steps=5"]).train.lr == 3e-4
+    assert load_config([]) == RunConfig()
+
+
+def test_nothing_given_is_the_defaults():
+    assert load_config() == RunConfig()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ['--model.connection={"preset": "ddl-cc", "beta_init": 5e-1}', "--train.adam_eps=1e-08", "--train.lr=3e-4"],
+        ["--data.path=123", "--data.source=null", "--model.vocab_size=1000", "--train.compile=true"],
+    ],
+)
+@pytest.mark.parametrize("name", [None, "tiny-ddl", "small", "medium"])
+def test_round_trip(name, overrides, tmp_path):
+    config = load_config(name, overrides)
+    assert load_config(write(tmp_path, config.to_yaml())) == config
+
+
+def test_a_file_may_name_a_value_and_use_it_again(tmp_path):
+    text = "train:\n  evaluate_every: &often 10\n  checkpoint_every: *often\n"
+    assert load_config(write(tmp_path, text)).train.checkpoint_every == 10
+
+
+def test_a_connection_is_a_name_or_a_mapping(tmp_path):
+    wanted = {"preset": "ddl-cc", "beta_init": 0.5}
+    assert load_config(None, ["--model.connection", "ddl-cc"]).model.connection == "ddl-cc"
+    assert (
+        load_config(None, ["--model.connection", '{"preset": "ddl-cc", "beta_init": 0.5}']).model.connection == wanted
+    )
+    nested = write(tmp_path, "model:\n  connection:\n    preset: ddl-cc\n    beta_init: 5e-1\n")
+    assert load_config(nested).model.connection == wanted
+
+
+def test_the_model_section_is_the_models_own_configuration():
+    """Every field is the model's, with its default, and builds it; only the vocabulary waits for the tokenizer."""
+    assert load_config().model.vocab_size is None
+    given = dataclasses.asdict(load_config(None, ["--model.vocab_size=64"]).model)
+    assert ResiduaConfig(**given).to_dict() == ResiduaConfig(vocab_size=64).to_dict()
+    # A configuration file holds no `Scheme` object.
+    own = [(name, str | dict if name == "connection" else kind, default) for name, kind, default in MODEL_FIELDS]
+    ours = [(item.name, as_text(item.type), item.default) for item in dataclasses.fields(ModelConfig)]
+    assert ours[0] == ("vocab_size", int | None, None)
+    assert ours[1:] == own[1:]
+
+
+def as_text(kind):
+    """The type of a field where a choice of words is text, as in ResiduaConfig, which checks the words itself."""
+    return str | None if "Literal" in str(kind) else kind
+
+
+def test_null_where_it_is_allowed():
+    config = load_config("tiny", ["--model.head_dim=null", "--data.path=null", "--model.qk_norm", "null"])
+    assert (config.model.head_dim, config.data.path, config.model.qk_norm) == (None, None, None)
+
+
+# Overrides, or the text of a file, and the one line that answers.
+MISTAKES = [
+    (["--train.lrr=1"], "unknown key train.lrr; did you mean train.lr?"),
+    (["--lr=1"], "unknown key lr; did you mean train.lr?"),
+    (["--warmup_step", "3"], "unknown key warmup_step; did you mean train.warmup_steps?"),
+    (["--modle.hidden_size=8"], "unknown key modle.hidden_size; did you mean model.hidden_size?"),
+    (["--zzz"], "unknown key zzz; --print_config shows every key"),
+    (["--model=1"], "unknown key model: expected one with a dot, such as model.vocab_size"),
+    (["stray"], "unexpected argument 'stray'; an override reads --train.lr=3e-4"),
+    (["--train.lr"], "train.lr: expected a number, got nothing"),
+    (["--train.lr=fast"], "train.lr: expected a number, got 'fast'"),
+    (["--train.steps=1.5"], "train.steps: expected a whole number, got '1.5'"),
+    (["--train.steps=null"], "train.steps: expected a whole number, got 'null'"),
+    (["--train.compile=maybe"], "train.compile: expected true or false, got 'maybe'"),
+    (["--train.precision=fp16"], "train.precision: expected one of float32, bfloat16, got 'fp16'"),
+    (["--model.head_dim=wide"], "model.head_dim: expected a whole number or null, got 'wide'"),
+    (["--train.steps=0"], "train.steps: expected at least 1, got 0"),
+    (["--train.lr=-1"], "train.lr: expected a positive number, got -1.0"),
+    (["--train.lr=.inf"], "train.lr: expected a positive number, got inf"),
+    (["--train.clip=-1"], "train.clip: expected a number of at least 0, got -1.0"),
+    (["--train.beta2=1"], "train.beta2: expected a number in [0, 1), got 1.0"),
+    (["--train.min_lr_ratio=2"], "train.min_lr_ratio: expected a number in [0, 1], got 2.0"),
+    (["--train.warmup_steps=500"], "train.warmup_steps: expected 0 to train.steps (400), got 500"),
+    (["--train.seed=-1"], "train.seed: expected a whole number of at least 0, got -1"),
+    (
+        ["--train.optimizer=muon", "--train.parallel=fsdp"],
+        "train.parallel: expected auto, ddp or none with train.optimizer=muon, which needs whole matrices, got 'fsdp'",
+    ),
+    (
+        ["--train.optimizer=muon", "--model.mup=true"],
+        "train.optimizer: expected adamw with model.mup, whose rates are for Adam, got 'muon'",
+    ),
+    (["--data.vocab_size=0"], "data.vocab_size: expected at least 1, got 0"),
+    (["--data.validation_fraction=1"], "data.validation_fraction: expected a number between 0 and 1, got 1.0"),
+    (
+        ["--train.sequence_length=2048"],
+        "train.sequence_length: expected at most model.max_position_embeddings (1024), got 2048",
+    ),
+    (
+        ["--model.num_attention_heads=5"],
+        "model.num_attention_heads: expected a divisor of hidden_size (768), or head_dim given, got 5",
+    ),
+    ("trian:\n  lr: 1\n", "unknown key trian; did you mean train?"),
+    ("train:\n  lr:\n", "train.lr: expected a number, got None"),
+    ("train:\n  steps: true\n", "train.steps: expected a whole number, got True"),
+    ("model:\n  connection: [ddl]\n", "model.connection: expected text or a mapping, got ['ddl']"),
+    ("train: 3\n", "train: expected a mapping of keys to values, got 3"),
+    ("- 1\n", "configuration: expected the sections model, data, train, got [1]"),
+    ("", "configuration: expected the sections model, data, train, got None"),
+    (["--train.lr=1e400"], "train.lr: expected a positive number, got inf"),
+    (["--train.lr=.nan"], "train.lr: expected a positive number, got nan"),
+    ([f"--train.seed={2**63}"], f"train.seed: expected a whole number of at most 64 bits, got {2**63}"),
+    (["--data.vocab_size=1000000000000"], "data.vocab_size: expected at most 16777216, got 1000000000000"),
+    (["--model.num_hidden_layers=1000000"], "model.num_hidden_layers: expected at most 16384, got 1000000"),
+    (["--model.hidden_size=1000000000000"], "model.hidden_size: expected at most 268435456, got 1000000000000"),
+    (["--train.steps=1:30"], "train.steps: expected a whole number, got '1:30'"),
+    ("train:\n  steps: 1:30\n", "train.steps: expected a whole number, got '1:30'"),
+    (["--train.steps=010"], "train.steps: expected a whole number, got '010'"),
+    (
+        ["--model.connection={preset: hc, num_streams: 1:30}"],
+        "model.connection: HyperConnections: num_streams: expected a whole number, got '1:30'",
+    ),
+    (["--train.lr=1:30.5"], "train.lr: expected a number, got '1:30.5'"),
+    ("train: !!python/object/apply:os.system [false]", None),
+    ("train:\n  lr: 2020-01-01\n", "train.lr: expected a number, got datetime.date(2020, 1, 1)"),
+    ("train:\n  lr: 2020-99-01\n", None),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), MISTAKES)
+def test_a_mistake_is_one_line(given, message, tmp_path):
+    with pytest.raises(InputError) as error:
+        load_config(write(tmp_path, given)) if isinstance(given, str) else load_config(None, given)
+    said = str(error.value).replace(str(tmp_path / "config.yaml"), "FILE")
+    assert "\n" not in said
+    assert len(said) < 600
+    if message is not None:
+        assert said == message
+
+
+@pytest.mark.slow
+def test_a_damaged_file_is_one_line_or_a_configuration(tmp_path):
+    text = load_config("tiny-ddl").to_yaml()
+    chance = random.Random(0)
+    wrong = ["", ":", "{", "[1]", "nan", "1e400", "null", "true", "- ", "\t", "&a", "*a", "!!int", "9" * 25, "é\0", "'"]
+    for _ in range(150):
+        first, last = sorted(chance.sample(range(len(text)), 2))
+        damaged = text[:first] + chance.choice(wrong) + text[chance.choice([first, first + 3, last]) :]
+        (tmp_path / "config.yaml").write_text(damaged, encoding="utf-8")
+        said = ""
+        try:
+            load_config(str(tmp_path / "config.yaml"))
+        except InputError as error:
+            said = str(error)
+        assert "\n" not in said, damaged
+        assert len(said) < 2000, damaged
+
+
+@pytest.mark.parametrize(
+    "connection", ["ddl-c", '{"preset": "ddl", "beta_int": 1}', '{"preset": "ddl-cc", "value_channels": 0}']
+)
+def test_a_mistake_in_the_connection_names_it(connection):
+    with pytest.raises(InputError, match=r"^model\.connection.*(did you mean|at least 1)") as error:
+        load_config(None, ["--model.connection", connection])
+    assert "\n" not in str(error.value)
+
+
+def test_text_that_is_no_yaml_is_one_line(tmp_path):
+    with pytest.raises(InputError, match=r"expected YAML, got: .*line 2") as error:
+        load_config(write(tmp_path, "a: [\n"))
+    assert "\n" not in str(error.value)
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="expected"):
+        load_config(str(tmp_path / "config.yaml"))
+
+
+def test_a_recipe_that_does_not_exist():
+    with pytest.raises(InputError, match=r"expected a recipe \(.*small.*, tiny.*\).*'tinny'; did you mean tiny\?"):
+        load_config("tinny")
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_config().train.lr = 1.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_config().model.hidden_size = 1
+
+
+def test_the_arguments_of_a_command():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_config_arguments(parser)
+    line = ["--config", "tiny", "--train.lr", "3e-4", "--train.seed=-1", "--train.lrr=2"]
+    arguments, unknown = parser.parse_known_args(line)
+    assert (arguments.config, arguments.print_config) == (["tiny"], False)
+    assert (arguments.overrides, unknown) == (["--train.lr=3e-4", "--train.seed=-1"], ["--train.lrr=2"])
+    assert parser.parse_known_args([])[0].overrides == []
+    assert all(f"--{key} " in parser.format_help() for key in KEYS)
+
+
+def test_the_help_says_what_each_key_is():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_config_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    assert "see ResiduaConfig" not in text
+    for expected in (
+        "--model.vocab_size VOCAB_SIZE rows of the embedding; null for the tokenizer's, rounded up (default: null)",
+        "--model.hidden_size HIDDEN_SIZE width d (default: 768)",
+        "--model.rope_theta ROPE_THETA base of the rotary frequencies (default: 10000.0)",
+        "--model.rope_ratio ROPE_RATIO fraction of each head that is rotated (default: 1.0)",
+        "--model.mup_base_width MUP_BASE_WIDTH the width at which muP changes nothing (default: 1024)",
+        "another 1 / sqrt(num_hidden_layers) (default: 0.5)",
+    ):
+        assert expected in text
+
+
+def test_the_model_section_is_explained_as_in_the_models_own_configuration():
+    """Each line `name  explanation` of ResiduaConfig's documentation, continued where it is indented further."""
+    lines = re.findall(r"^ {4}(\w+) {2,}(\S.*(?:\n {20,}\S.*)*)", ResiduaConfig.__doc__, re.MULTILINE)
+    documented = {name: " ".join(text.split()) for name, text in lines}
+    assert list(documented) == [item.name for item in dataclasses.fields(ModelConfig)]
+    extended = {"vocab_size", "connection", "state_dtype", "qk_norm"}  # what only one of the two can say
+    for item in dataclasses.fields(ModelConfig):
+        help = item.metadata["help"].replace("null", "None")
+        if item.name in extended:
+            assert help.split()[:3] == documented[item.name].split()[:3]
+        else:
+            assert help == documented[item.name]
+
+
+@pytest.mark.parametrize(
+    ("key", "choices"),
+    [
+        ("train.precision", "float32|bfloat16"),
+        ("train.parallel", "auto|ddp|fsdp|none"),
+        ("train.device", "auto|cpu|cuda"),
+        ("train.compile", "true|false"),
+        ("model.qk_norm", "post_rope|pre_rope|null"),
+        ("model.state_dtype", "float32|bfloat16|null"),
+    ],
+)
+def test_the_help_lists_what_a_key_takes(key, choices):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_config_arguments(parser)
+    assert f"--{key} {choices}" in parser.format_help()
+    section, _, name = key.partition(".")
+    for choice in choices.split("|"):
+        taken = getattr(getattr(load_config(None, [f"--{key}={choice}"]), section), name)
+        assert taken == {"null": None, "true": True, "false": False}.get(choice, choice)
+    with pytest.raises(InputError, match=key):
+        load_config(None, [f"--{key}=something"])
+
+
+def test_recipes_are_the_models_they_are_named_after():
+    assert set(recipe_names()) >= set(SIZES)
+    for name in set(recipe_names()) - {"retrofit"}:  # which trains a model that is there
+        size = SIZES[name.partition("-")[0]]
+        model = dataclasses.asdict(load_config(name).model)
+        assert {key: model[key] for key in size} == size
+
+
+@pytest.mark.parametrize("name", ["small", "medium"])
+def test_the_papers_training(name):
+    config = load_config(name)
+    train = config.train
+    assert train.batch_size * train.gradient_accumulation == 480
+    assert (train.sequence_length, train.steps, train.warmup_steps) == (1024, 100_000, 2000)
+    assert (train.lr, train.weight_decay, train.clip, train.beta1, train.beta2) == (1e-3, 0.1, 1.0, 0.9, 0.95)
+    assert config.model.mup
+    assert (config.data.path, config.data.source) == (None, None)
+
+
+PAPER_ROWS = ("residual", "ddl", "ddl-tc", "ddl-ec", "ddl-cc", "ddl-cc-ec")
+
+
+@pytest.mark.parametrize("row", PAPER_ROWS)
+@pytest.mark.parametrize("size", ["small", "medium"])
+def test_every_row_of_the_paper_is_a_size_and_a_connection(size, row):
+    """arXiv 2601.00417v2, section 5.1."""
+    config = load_config(size, [f"--model.connection={row}"])
+    assert config.model.connection == row
+    built = {name: getattr(config.model, name) for name in SIZES[size]}
+    assert built == SIZES[size]
+    train = config.train
+    assert train.batch_size * train.gradient_accumulation == 480
+    assert (train.steps, train.sequence_length, train.warmup_steps, train.lr) == (100_000, 1024, 2000, 1e-3)
+    assert (train.beta1, train.beta2, train.weight_decay, train.clip) == (0.9, 0.95, 0.1, 1.0)
+    assert all(train.gradient_accumulation % gpus == 0 for gpus in (1, 2, 4, 8))
+    assert (config.model.mup, config.model.mup_base_width) == (True, 1024)
+
+
+def test_a_file_with_a_base_holds_what_differs(tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("base: tiny-ddl\ntrain:\n  steps: 41\n")
+    own = tmp_path / "own.yaml"
+    own.write_text(f"base: {mine}\ntrain:\n  lr: 0.5\n")
+    tiny = load_config("tiny-ddl")
+    assert load_config(str(own)) == dataclasses.replace(tiny, train=dataclasses.replace(tiny.train, steps=41, lr=0.5))
+
+
+def test_a_base_that_leads_nowhere(tmp_path):
+    path = tmp_path / "a.yaml"
+    for base, message in (
+        (str(path), "is a circle"),
+        ("tyny", "did you mean tiny?"),
+        ("[1]", "expected a recipe's name"),
+    ):
+        path.write_text(f"base: {base}\n")
+        with pytest.raises(InputError, match=message):
+            load_config(str(path))

@@ -1,0 +1,312 @@
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+import yaml
+
+from residua.errors import InputError, RunError
+from residua.lab.training import claim, latest_checkpoint, log, read_metrics, train
+from residua.lab.training import folder as folder_module
+from residua.records.durable import write_bytes, write_text
+from residua.records.folder import hold
+from support.toy_language_model import ToyBatches, ToyModel, toy_config
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path, fit):
+    fit(tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(InputError, match=r"holds a run already; continue it with --resume or choose another folder"):
+        fit(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path, fit):
+    (tmp_path / "config.yaml").write_text("mine")
+    with pytest.raises(InputError, match=r"must be a new or empty folder, got one with other files"):
+        fit(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert (tmp_path / "config.yaml").read_text() == "mine"
+
+
+def test_a_run_that_ended_before_its_first_step_starts_over(tmp_path):
+    with claim(tmp_path / "run", {"train": {"lr": 1.0}}) as run:
+        (run.path / "data").mkdir()
+    with claim(tmp_path / "run", {"train": {"lr": 2.0}}) as run:
+        assert yaml.safe_load(run.config.read_text()) == {"train": {"lr": 2.0}}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_nothing_to_resume(there, tmp_path, fit):
+    if there:
+        (tmp_path / "run").mkdir()
+    with pytest.raises(InputError, match=r"expected a run to resume, found no config\.yaml"):
+        fit(tmp_path / "run", resume=True)
+    assert not there or not list((tmp_path / "run").iterdir())
+
+
+def test_a_path_that_cannot_be_a_folder(tmp_path, fit):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"expected a folder to write in, got: File exists"):
+        fit(tmp_path / "file")
+    with pytest.raises(InputError, match=r"got: Not a directory"):
+        fit(tmp_path / "file" / "run")
+
+
+def test_resume_allows_what_does_not_change_the_numbers(tmp_path, fit, rows):
+    fit(tmp_path / "whole")
+    folder = tmp_path / "run"
+    fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
+    changes = {"checkpoint_every": 1, "keep_checkpoints": 5, "evaluate_every": 2, "device": "auto", "compile": False}
+    fit(folder, resume=True, **changes)
+    assert [row["loss"] for row in rows(folder)] == [row["loss"] for row in rows(tmp_path / "whole")]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["keep_checkpoints"] == 5
+
+
+def test_resume_refuses_what_changes_the_numbers_and_names_it(tmp_path, fit):
+    folder = tmp_path / "run"
+    fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
+    before = (folder / "config.yaml").read_bytes()
+    with pytest.raises(InputError) as error:
+        fit(folder, resume=True, steps=20, lr=0.5, keep_checkpoints=1)
+    assert "train.lr was 0.01, is 0.5; train.steps was 12, is 20" in str(error.value)
+    assert "keep_checkpoints" not in str(error.value)
+    assert (folder / "config.yaml").read_bytes() == before
+
+
+def test_resume_takes_one_for_one_point_zero_and_a_tuple_for_a_list(tmp_path):
+    with claim(tmp_path / "run", {"train": {"lr": 1, "betas": (0.9, 1)}}):
+        pass
+    with claim(tmp_path / "run", {"train": {"lr": 1.0, "betas": [0.9, 1.0]}}, resume=True) as run:
+        assert run.resume
+    with (
+        pytest.raises(InputError, match=r"train\.lr was 1\.0, is 2"),
+        claim(run.path, {"train": {"lr": 2}}, resume=True),
+    ):
+        pass
+
+
+def test_a_broken_config_file_is_refused(tmp_path, fit):
+    fit(tmp_path / "run")
+    for text in ("a: [", "- 1", "train: 3"):
+        (tmp_path / "run" / "config.yaml").write_text(text)
+        with pytest.raises(InputError, match=r"config\.yaml: expected"):
+            fit(tmp_path / "run", resume=True)
+
+
+def _child(folder):
+    train(ToyModel(), ToyBatches(pause=60), toy_config(), folder, progress=False)
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path, start, fit):
+    process = start(_child, tmp_path / "run")
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    for resume in (False, True):
+        with pytest.raises(InputError, match=r"another process is working in this folder"):
+            fit(tmp_path / "run", resume=resume)
+    process.kill()
+    process.join()
+    assert fit(tmp_path / "run", resume=True)["step"] == 12, "the lock ends with its process"
+
+
+def test_the_command_to_go_on_survives_spaces(tmp_path):
+    with claim(tmp_path / "my run", {"train": {}}) as run:
+        assert run.resume_command == f"residua train --run '{tmp_path}/my run' --resume"
+
+
+def test_a_torn_last_row_is_dropped_and_written_again(tmp_path, fit, rows):
+    fit(tmp_path / "whole")
+    folder = tmp_path / "run"
+    fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, 8))
+    fit(folder, resume=True)
+    assert rows(folder) == rows(tmp_path / "whole")
+
+
+def test_a_broken_row_in_the_middle_is_an_error_and_nothing_is_dropped(tmp_path, fit):
+    fit(tmp_path / "run", batches=ToyBatches(signals={5: signal.SIGINT}))
+    path = tmp_path / "run" / "metrics.jsonl"
+    text = path.read_text().replace('{"step": 2,', '{"step" 2,')
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"expected a JSON object in line 2"):
+        fit(tmp_path / "run", resume=True)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(("write", "old", "new"), [(write_text, "alt: ü\n", "neu"), (write_bytes, b"\x00\xff", b"")])
+def test_a_failed_write_leaves_the_old_content(write, old, new, tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write(path, new)
+    write(path, old)
+
+    def refuse(*_):
+        raise OSError("no")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="no"):
+        write(path, new)
+    assert path.read_bytes() == (old.encode() if isinstance(old, str) else old)
+    assert [other.name for other in tmp_path.iterdir()] == ["file"]
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("error", [InputError("no login"), MemoryError(), RuntimeError("not enough memory")])
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "a run"])
+def test_a_run_that_is_refused_leaves_its_folder_as_it_was(there, error, tmp_path, fit, monkeypatch):
+    folder = tmp_path / "run"
+    if there == "an empty folder":
+        folder.mkdir()
+    elif there == "a run":
+        fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
+    before = contents(folder)
+
+    def refuse(*_, **__):
+        (folder / "wandb").mkdir()
+        raise error
+
+    monkeypatch.setattr(log, "_wandb_run", refuse)
+    with pytest.raises(type(error)):
+        fit(folder, resume=there == "a run", wandb="mine", log_every=2)
+    assert folder.exists() == (there != "nothing")
+    assert contents(folder) == before
+    monkeypatch.undo()
+    assert fit(folder, resume=there == "a run")["step"] == 12
+
+
+def test_a_run_that_fails_after_its_first_rows_keeps_its_folder(tmp_path, fit):
+    class Failing(ToyBatches):
+        def at(self, index):
+            if index == 2:
+                raise MemoryError
+            return super().at(index)
+
+    with pytest.raises(MemoryError):
+        fit(tmp_path / "run", batches=Failing())
+    assert {"config.yaml", "facts.json", "metrics.jsonl"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+def _starts(folder):
+    with suppress(InputError):
+        train(ToyModel(), ToyBatches(pause=0.01), toy_config(), folder, progress=False)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_of_two_runs_that_start_on_one_new_folder_the_refused_one_takes_nothing_back(made, tmp_path, start, rows):
+    """It waits for the folder, and then finds what the other one has written in the meantime."""
+    folder = tmp_path / "run"
+    if made:
+        folder.mkdir()
+    processes = [start(_starts, folder) for _ in range(2)]
+    for process in processes:
+        process.join()
+    assert [row["step"] for row in rows(folder)] == list(range(1, 13))
+    assert latest_checkpoint(folder).step == 12
+    assert {"config.yaml", "facts.json"} <= {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_what_is_written_while_a_run_waits_for_its_folder_stays(made, tmp_path, fit, monkeypatch):
+    """The same in one process: the other run ends in the moment before this one gets the lock."""
+    folder = tmp_path / "run"
+    if made:
+        folder.mkdir()
+
+    def other_first(*arguments, **options):
+        monkeypatch.undo()
+        fit(folder)
+        return hold(*arguments, **options)
+
+    monkeypatch.setattr(folder_module, "hold", other_first)
+    with pytest.raises(InputError, match="holds a run already"):
+        fit(folder)
+    assert latest_checkpoint(folder).step == 12
+    assert {"config.yaml", "facts.json", "metrics.jsonl"} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_folder_with_hidden_files_alone_is_new(tmp_path, fit):
+    (tmp_path / ".DS_Store").write_text("theirs")
+    assert fit(tmp_path)["step"] == 12
+    assert (tmp_path / ".DS_Store").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "study.json"])
+def test_the_folder_of_a_sweep_is_no_place_for_a_run(name, tmp_path, fit):
+    for written in (".lock", name, "settings.json"):
+        (tmp_path / written).touch()
+    with pytest.raises(InputError, match="must be a new or empty folder"):
+        fit(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+@pytest.mark.parametrize("when", ["at the start", "between"])
+def test_an_owner_may_link_the_checkpoints_to_another_disk(when, tmp_path, fit, rows):
+    folder, scratch = tmp_path / "run", tmp_path / "scratch"
+    folder.mkdir()
+    if when == "at the start":
+        scratch.mkdir()
+        (folder / "checkpoints").symlink_to(scratch)
+    fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
+    if when == "between":
+        (folder / "checkpoints").rename(scratch)
+        (folder / "checkpoints").symlink_to(scratch)
+    assert fit(folder, resume=True)["step"] == 12
+    assert (scratch / "step-12").is_dir()
+    assert [row["step"] for row in rows(folder)] == list(range(1, 13))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+@pytest.mark.parametrize("when", ["before it resumes", "while it runs"])
+def test_checkpoints_never_land_in_another_folder_by_a_planted_link(when, tmp_path, fit):
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir()
+
+    def plant():
+        (folder / "checkpoints").rename(tmp_path / "moved")
+        (folder / "checkpoints").symlink_to(outside)
+
+    class Planting(ToyBatches):
+        def at(self, index):
+            if index == 5:
+                plant()
+            return super().at(index)
+
+    if when == "while it runs":
+        with pytest.raises(RunError, match="checkpoints has become a link"):
+            fit(folder, batches=Planting(), checkpoint_every=4)
+    else:
+        fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
+        plant()
+        with pytest.raises(InputError, match="checkpoints: must hold a checkpoint of this run, as it is a link"):
+            fit(folder, resume=True)
+    assert not list(outside.iterdir())
+
+
+def test_a_finished_run_whose_last_row_is_cut_says_so(tmp_path, fit):
+    fit(tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"metrics\.jsonl: must end with step 12, as .* finished, got step 11"):
+        fit(tmp_path / "run", resume=True)
+
+
+def test_a_finished_run_is_trained_on_and_says_what_its_schedule_does(tmp_path, fit, rows, capsys):
+    folder = tmp_path / "run"
+    fit(folder)
+    capsys.readouterr()
+    with pytest.raises(InputError, match=r"train\.steps was 12, is 10"):
+        fit(folder, resume=True, steps=10)
+    assert fit(folder, resume=True, steps=16)["step"] == 16
+    said = capsys.readouterr().err
+    assert "after its last step, 12, this run goes on to 16: its learning rate rises again, to " in said
+    assert [row["step"] for row in rows(folder)] == list(range(1, 17))
+    assert fit(folder, resume=True, steps=16)["step"] == 16
+    assert json.loads((folder / "facts.json").read_text())["resumed"][0]["steps_before"] == 12

@@ -1,0 +1,386 @@
+"""The residuals of released models: our connections beside the models of transformers themselves.
+
+Tiny configurations and random parameters. The model runs once and records what its sublayers are called with; then its
+sublayers run inside our stream, which has loaded the model's parameters. What every module of a sublayer is called
+with, the output and all gradients must agree.
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from residua import PRESETS, Stream
+from residua.connections.base import as_inputs
+from residua.models import dialects
+from support.variants import normal, perturbed
+
+LAYERS, TOKENS = 3, 7
+# In the names of parameters that belong to our connections.
+OURS = ("hc", "hyper", "_input.query", "input_layernorm", "pre_feedforward_layernorm", "altup", "laurel")
+
+
+class WideIslands(TorchFunctionMode):
+    """What a model casts to float32 stays float64 if it is: its islands of precision would cost nine digits here."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+            kwargs = {key: torch.float64 if x is torch.float32 else x for key, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+class Call(NamedTuple):
+    """What a module was called with."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+@contextmanager
+def recorded(modules: list[nn.Module]) -> Iterator[list[list[Call]]]:
+    """Record the calls of every module inside this context."""
+    calls: list[list[Call]] = [[] for _ in modules]
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs, made=made: made.append(Call(args, dict(kwargs))), with_kwargs=True
+        )
+        for module, made in zip(modules, calls)
+    ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+INPUTS = ("hidden_states", "key_hidden_states", "value_hidden_states")
+
+
+def again(modules: list[nn.Module], calls: list[Call], where: str) -> Callable[..., Tensor]:
+    """A sublayer: modules in a row, each called as it was recorded, but with our inputs; these must be the recorded."""
+
+    def run(*inputs: Tensor) -> Tensor:
+        for module, (args, kwargs) in zip(modules, calls, strict=True):
+            theirs = [kwargs[name] for name in INPUTS if name in kwargs] or args[:1]
+            for i, (ours, recorded) in enumerate(zip(inputs, theirs, strict=True)):
+                assert_equal(ours, recorded, f"input {i} of {where}, {type(module).__name__}")
+            if "hidden_states" in kwargs:
+                out = module(*args, **kwargs | dict(zip(INPUTS, inputs)))
+            else:
+                out = module(*inputs, *args[1:], **kwargs)
+            inputs = (out[0] if isinstance(out, tuple) else out,)
+        return inputs[0]
+
+    return run
+
+
+class Case(NamedTuple):
+    """A model of transformers: names of its module, configuration and trunk, and a tiny configuration."""
+
+    model_type: str
+    config: str
+    trunk: str
+    options: dict[str, Any]
+    norm_in_head: bool = False  # the readout is normalised, and no norm follows
+
+
+TINY = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": LAYERS, "rms_norm_eps": 1e-5, "pad_token_id": 0}
+MLA = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "index_head_dim": 4,
+    "index_n_heads": 2,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+# What schemes are built from, beside the options that a model does not have.
+ANY = {
+    **{"hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "hc_magnitude": 2.0, "hc_count": 4, "hc_lowrank": 8},
+    **{"altup_num_inputs": 4, "altup_active_idx": 0, "laurel_rank": 8, "initializer_range": 0.02},
+    **{"layer_types": ["hybrid_sliding", "hybrid"], "n_layers_per_attn_res_block": 6},
+}
+CASES = {
+    case.model_type: case
+    for case in [
+        Case(
+            "deepseek_v4",
+            "DeepseekV4Config",
+            "DeepseekV4Model",
+            {
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 8,
+                "q_lora_rank": 8,
+                "partial_rotary_factor": 0.5,
+                "moe_intermediate_size": 8,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "o_groups": 2,
+                "o_lora_rank": 4,
+                "index_n_heads": 2,
+                "index_head_dim": 8,
+                "layer_types": ["sliding_attention"] * LAYERS,
+                "mlp_layer_types": ["moe"] * LAYERS,
+                "hc_mult": 3,
+                "hc_sinkhorn_iters": 4,
+                "hc_eps": 1e-3,
+            },
+        ),
+        Case(
+            "glm5_next",
+            "Glm5NextTextConfig",
+            "Glm5NextTextModel",
+            MLA
+            | {
+                "qk_rope_head_dim": 0,
+                "index_topk": 4,
+                "index_kpool": 2,
+                "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+                "mlp_layer_types": ["dense", "sparse", "sparse"],
+                "linear_head_dim": 4,
+                "linear_num_heads": 2,
+            },
+        ),
+        Case(
+            "hy_v4",
+            "HYV4Config",
+            "HYV4Model",
+            MLA | {"qk_rope_head_dim": 4, "index_topk": 8, "hc_mult": 3, "hc_magnitude": 1.7, "hc_eps": 1e-2},
+        ),
+        Case(
+            "qwen4_exp",
+            "Qwen4ExpTextConfig",
+            "Qwen4ExpTextModel",
+            {
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 8,
+                "linear_key_head_dim": 4,
+                "linear_value_head_dim": 4,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 2,
+                "moe_intermediate_size": 8,
+                "shared_expert_intermediate_size": 8,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+                "indexer_n_heads": 2,
+                "indexer_kv_heads": 1,
+                "indexer_head_dim": 8,
+                "indexer_budget": 4,
+                "indexer_compress_ratio": 2,
+                "hc_count": 3,
+                "hc_lowrank": 5,
+            },
+            norm_in_head=True,
+        ),
+        Case(
+            "gemma3n",
+            "Gemma3nTextConfig",
+            "Gemma3nTextModel",
+            {
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 8,
+                "intermediate_size": 24,
+                "vocab_size_per_layer_input": 11,
+                "hidden_size_per_layer_input": 4,
+                "sliding_window": 4,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "num_kv_shared_layers": 0,
+                "altup_num_inputs": 3,
+                "laurel_rank": 5,
+            },
+        ),
+        Case(
+            "inkling2",
+            "Inkling2TextConfig",
+            "Inkling2TextModel",
+            {
+                "rms_norm_eps": 1e-6,  # its reads over depth have no other
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 8,
+                "swa_num_attention_heads": 2,
+                "swa_num_key_value_heads": 1,
+                "swa_head_dim": 8,
+                "sliding_window_size": 4,
+                "d_rel": 4,
+                "rel_extent": 8,
+                "moe_intermediate_size": 8,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "num_hidden_layers": 5,
+                "layer_types": ["hybrid_sliding", "hybrid"] * 2 + ["hybrid_sliding"],
+                "n_layers_per_attn_res_block": 2,
+            },
+        ),
+    ]
+}
+
+
+def tiny(case: Case) -> nn.Module:
+    """The trunk with random parameters, in float64; skips where transformers does not have it."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, case.config):
+        pytest.skip(f"transformers {transformers.__version__} has no model {case.model_type}")
+    package = importlib.import_module(f"transformers.models.{case.model_type}")
+    torch.manual_seed(0)
+    config = getattr(package, case.config)(**(TINY | case.options))
+    config._attn_implementation = config._experts_implementation = "eager"
+    return perturbed(getattr(package, case.trunk)(config).double(), scale=0.2).eval()
+
+
+def sublayers_of(layer: nn.Module) -> list[list[nn.Module]]:
+    """The modules of attention and MLP, with what follows before the residual."""
+    attention = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
+    after = {
+        "Inkling2": ("post_attention_convolution", "post_mlp_convolution"),
+        "Gemma3n": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    }
+    behind = next((names for start, names in after.items() if type(layer).__name__.startswith(start)), (None, None))
+    return [
+        [module] if name is None else [module, getattr(layer, name)]
+        for module, name in zip((attention, layer.mlp), behind)
+    ]
+
+
+def per_layer_inputs(model: nn.Module, x: Tensor) -> list[Callable[[Tensor], Tensor]]:
+    """What a layer adds to the streams behind its connections: Gemma 3n's embeddings of each layer, outside AltUp."""
+    if not hasattr(model, "project_per_layer_inputs"):
+        return []
+    inputs = model.project_per_layer_inputs(x)
+
+    def added(layer: nn.Module, embedding: Tensor) -> Callable[[Tensor], Tensor]:
+        def change(streams: Tensor) -> Tensor:
+            gate = layer.per_layer_input_gate(layer.altup(streams[..., 0, :]))
+            more = layer.post_per_layer_input_norm(layer.per_layer_projection(layer.act_fn(gate) * embedding))
+            return torch.cat([streams[..., :1, :], streams[..., 1:, :] + more.unsqueeze(-2)], -2)
+
+        return change
+
+    return [added(layer, inputs[:, :, i]) for i, layer in enumerate(model.layers)]
+
+
+def run(stream: Stream, x: Tensor, sublayers: list, after_layers: list[Callable[[Tensor], Tensor]]) -> Tensor:
+    """Our loop over read and write; `after_layers` change the state between two layers."""
+    state = stream.expand(x)
+    for index, (connection, sublayer) in enumerate(zip(stream.connections, sublayers, strict=True)):
+        inputs, carry = connection.read(state)
+        state = connection.write(sublayer(*as_inputs(inputs)), carry)
+        if index % 2 and after_layers:
+            state = after_layers[index // 2](state)
+    return stream.collapse(state)
+
+
+def assert_equal(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal to 1e-12, relative to the largest number."""
+    difference = (actual - expected).abs().max().item()
+    assert difference <= 1e-12 * max(1.0, expected.abs().max().item()), f"{what}: {difference:.2g}"
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_the_model_in_our_stream(model_type):
+    """The whole trunk: inputs of its modules, outputs, and the gradients of every parameter and of the embeddings."""
+    case = CASES[model_type]
+    model = tiny(case)
+    config, dim = model.config, model.config.hidden_size
+    x = normal(2, TOKENS, dim).requires_grad_()
+    weights = normal(2, TOKENS, dim, seed=3)
+    parts = [modules for layer in model.layers for modules in sublayers_of(layer)]
+    with WideIslands(), recorded([module for modules in parts for module in modules]) as calls:
+        theirs = model(inputs_embeds=x, use_cache=False).last_hidden_state
+        (theirs * weights).sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    expected_x, x.grad = x.grad, None
+    model.zero_grad()
+
+    scheme = dialects.scheme(config)
+    stream = scheme.build(dim, 2 * config.num_hidden_layers, norm_eps=config.rms_norm_eps).double()
+    dialects.load(stream, model.state_dict(), model_type)
+    made = iter(calls)
+    sublayers = [again(one, [next(made)[0] for _ in one], f"sublayer {i}") for i, one in enumerate(parts)]
+    with WideIslands():
+        ours = run(stream, x, sublayers, per_layer_inputs(model, x))
+        ours = ours if case.norm_in_head else model.norm(ours)
+        (ours * weights).sum().backward()
+    assert_equal(ours, theirs, "output")
+    assert_equal(x.grad, expected_x, "gradient of the embeddings")
+
+    renamed = dialects.names(stream, model_type)
+    for name, parameter in stream.named_parameters():
+        found = expected.pop(renamed[name]).reshape(parameter.shape)
+        assert found.abs().max() > 1e-9, f"{name} has no influence"
+        assert_equal(parameter.grad, found, name)
+    for name, parameter in model.named_parameters():
+        if name in expected and expected[name] is not None:
+            assert_equal(parameter.grad, expected[name], name)
+    left = [name for name in expected if any(key in name for key in OURS) and "correct_output_scale" not in name]
+    assert not left, "all parameters of connections were compared"
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_parameters_go_there_and_back(model_type):
+    """Every tensor of the model's connections returns under its name and in its shape, to the last bit."""
+    model = tiny(CASES[model_type])
+    scheme = dialects.scheme(model.config)
+    stream = scheme.build(model.config.hidden_size, 2 * model.config.num_hidden_layers).double()
+    whole = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    dialects.load(stream, whole, model_type)
+    back = dialects.export(stream, model_type)
+    assert len(back) == len(stream.state_dict())
+    for name, tensor in back.items():
+        assert torch.equal(tensor, whole[name]), name
+    with torch.no_grad():
+        for parameter in stream.parameters():
+            parameter.zero_()
+    missing, unexpected = model.load_state_dict(dialects.export(stream, model_type, trunk=""), strict=False)
+    assert not unexpected
+    assert not [name for name in missing if any(key in name for key in OURS) and "correct_output_scale" not in name]
+
+
+def test_the_page_lists_the_models_with_their_schemes():
+    page = (Path(__file__).parents[1] / "docs" / "schemes.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| [^|]* \| `(\w+)` \| `([\w-]+)` \|$", page, flags=re.MULTILINE))
+    assert listed.keys() == dialects.DIALECTS.keys() == CASES.keys()
+    for model_type, preset in listed.items():
+        assert type(PRESETS[preset]) is type(dialects.scheme(SimpleNamespace(**ANY, model_type=model_type)))
+
+
+def test_what_does_not_fit_is_one_clear_line():
+    class Config:
+        model_type = "llama"
+
+    with pytest.raises(ValueError, match=r"model_type: expected one of deepseek_v4, .*, got 'llama'"):
+        dialects.scheme(Config())
+    model = tiny(CASES["hy_v4"])
+    state = model.state_dict()
+    scheme = dialects.scheme(model.config)
+    with pytest.raises(ValueError, match=r"hy_v4: .* does not fit .* missing: layers\.3\.attn_hc\.fn"):
+        dialects.load(scheme.build(16, 2 * LAYERS + 2), state, "hy_v4")
+    with pytest.raises(ValueError, match=r"layers\.0\.attn_hc\.fn: expected 512 numbers, got 288"):
+        dialects.load(dialects.IndependentHyperConnections().build(16, 2 * LAYERS), state, "hy_v4")
+    with pytest.raises(
+        ValueError, match=r"expected one parameter 'layers\.0\.attn_hc\.scale' in the state_dict, got 0"
+    ):
+        dialects.load(scheme.build(16, 2 * LAYERS), {}, "hy_v4")
+    with pytest.raises(ValueError, match=r"qwen4_exp: expected a stream of this model's scheme"):
+        dialects.names(scheme.build(16, 2 * LAYERS), "qwen4_exp")

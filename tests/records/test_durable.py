@@ -1,0 +1,146 @@
+"""Durable writing: the old content or the new, and neither a link nor a device in its place is written to."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from residua.errors import InputError
+from residua.records import durable
+from residua.records.durable import replacing, unfinished, write_bytes, write_text
+from residua.records.folder import hold
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from residua.records.durable import replacing
+with replacing(Path(sys.argv[1])) as file:
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("write", "old", "new"), [(write_text, "alt: ü\n", "neu"), (write_bytes, b"\x00\xff", b"")])
+@pytest.mark.parametrize("fails", ["replace", "fsync"])
+def test_a_failed_write_leaves_the_old_content(write, old, new, fails, tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write(path, new)
+    write(path, old)
+
+    def refuse(*_):
+        raise OSError("no")
+
+    monkeypatch.setattr(os, fails, refuse)
+    with pytest.raises(OSError, match="no"):
+        write(path, new)
+    assert path.read_bytes() == (old.encode() if isinstance(old, str) else old)
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_new_file_has_the_mode_of_any_other(tmp_path):
+    write_text(tmp_path / "ours", "x")
+    (tmp_path / "other").write_text("x")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_temporary_names_differ(tmp_path):
+    seen = set()
+    for _ in range(5):
+        with replacing(tmp_path / "file"):
+            seen.update(name for name in names(tmp_path) if name.endswith(".partial"))
+    assert len(seen) == 5
+
+
+def test_a_writer_at_work_keeps_its_partial_file(tmp_path):
+    path = tmp_path / "file"
+    with replacing(path) as file:
+        file.write(b"slow")
+        write_text(path, "quick")
+        assert path.read_text() == "quick"
+    assert path.read_text() == "slow"
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    with unfinished(tmp_path / "new" / "folder") as temporary:
+        (temporary / "file").write_text("x")
+        assert not (tmp_path / "new" / "folder").exists()
+    assert names(tmp_path / "new") == ["folder"]
+
+    def fails():
+        with unfinished(tmp_path / "other") as temporary:
+            (temporary / "file").write_text("x")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    with pytest.raises(OSError, match="not empty"), unfinished(tmp_path / "new" / "folder"):
+        pass
+    assert names(tmp_path) == ["new"]
+
+
+def test_partials_of_every_kind_are_removed_without_following_a_link(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".step-3.0123abcd.partial").symlink_to(outside)
+    (run / ".step-4.89abcdef.partial").mkdir()
+    (run / ".step-4.89abcdef.partial" / "file").write_text("half")
+    (run / ".facts.json.0123abcd.partial").write_text("half")
+    durable.remove_partials(run)
+    assert names(run) == []
+    assert (outside / "file").read_text() == "precious"
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
+def test_what_a_killed_writer_left_is_removed_by_the_next_holder_of_the_folder(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    process = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+    assert process.returncode == -signal.SIGKILL
+    (stale,) = tmp_path.glob(".*.partial")
+    assert (stale.read_text(), path.read_text()) == ("half", "old")
+    with hold(tmp_path, own=["file"]):
+        assert names(tmp_path) == [".lock", "file"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+@pytest.mark.parametrize("target", ["victim", "nowhere", "link"])
+def test_a_link_is_refused_in_one_line(target, tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    with pytest.raises(InputError, match=rf"link: must be no link, .* got one to .*{target}; remove it"):
+        write_text(tmp_path / "link", "new")
+    assert names(tmp_path) == ["link", "victim"]
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_folder_and_a_device_are_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # never a device of the system: root can replace it
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(OSError, match="must be a file"):
+            write_text(tmp_path / name, "x")
+    assert (tmp_path / "pipe").is_fifo()
+    assert names(tmp_path) == ["folder", "pipe"]
+
+
+def test_the_hidden_files_of_a_folder_stay_in_it(tmp_path):
+    (tmp_path / "clone" / ".git").mkdir(parents=True)
+    (tmp_path / "clone" / ".gitattributes").write_text("theirs")
+    with unfinished(tmp_path / "clone") as temporary:
+        (temporary / "file").write_text("x")
+        assert names(tmp_path / "clone") == [".git", ".gitattributes"]
+    assert names(tmp_path) == ["clone"]
+    assert names(tmp_path / "clone") == [".git", ".gitattributes", "file"]

@@ -1,0 +1,142 @@
+"""The engine of sweeps. That kills and resumes change no number is tested where runs have numbers: tests/geometry."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from residua.errors import InputError, RunError
+from residua.records import jsonlines
+from residua.records.jobs import Job, Records, open_runs, run_jobs
+
+
+def double(number, *, place, report):
+    report(1)
+    return {"number": number, "double": 2 * number}
+
+
+def refuses(error, *, place, report):
+    raise error
+
+
+def leaves_state(*, place, report):
+    place.mkdir()
+    (place / "state").write_text("x")
+    return {"place": place.name}
+
+
+def number(row):
+    return row["number"]
+
+
+def with_key(job, record):
+    return {"key": job.key, **record}
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
+def test_records_come_back_in_the_order_of_the_jobs_and_stay(processes, tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"number": 2, "double": "old"}\n')
+    jobs = [Job(n, double, (n,), cost=n) for n in (1, 2, 3)]
+    with Records(path, number) as records:
+        found = run_jobs(jobs, records, processes=processes, progress=False)
+    assert [row["double"] for row in found] == [2, "old", 6]
+    assert {row["number"]: row["double"] for row in jsonlines.read(path)} == {1: 2, 2: "old", 3: 6}
+
+
+def test_jobs_of_a_smaller_order_begin_first_and_among_equals_the_longest(tmp_path):
+    jobs = [Job(1, double, (1,), order=(1,)), Job(2, double, (2,), order=(0,)), Job(3, double, (3,), 5, order=(0,))]
+    with Records(tmp_path / "records.jsonl", number) as records:
+        run_jobs(jobs, records, progress=False)
+    assert [row["number"] for row in jsonlines.read(tmp_path / "records.jsonl")] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
+def test_what_is_wanted_may_follow_from_what_came_out(processes, tmp_path):
+    """Doubling until 20 is passed: no run twice, and the last answer of the plan comes back."""
+
+    def plan(done):
+        chain = [1]
+        while chain[-1] in done and done[chain[-1]]["double"] < 20:
+            chain.append(done[chain[-1]]["double"])
+        return [Job(n, double, (n,)) for n in chain]
+
+    with Records(tmp_path / "records.jsonl", number) as records:
+        found = run_jobs(plan, records, processes=processes, progress=False)
+    assert [row["number"] for row in found] == [1, 2, 4, 8, 16]
+    assert len(jsonlines.read(tmp_path / "records.jsonl")) == 5
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
+@pytest.mark.parametrize("error", [InputError("wrong key"), RunError("disk full")], ids=repr)
+def test_what_a_run_refuses_is_the_error_of_the_sweep(processes, error, tmp_path):
+    jobs = [Job("bad", refuses, (error,)), Job("other", refuses, (error,))]
+    with Records(tmp_path / "records.jsonl", lambda row: None) as records, pytest.raises(type(error), match=str(error)):
+        run_jobs(jobs, records, processes=processes, progress=False)
+
+
+def test_keys_may_be_tuples_and_the_last_of_equal_ones_counts(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"a": 1, "b": "x", "n": 1}\n{"a": 1, "b": "x", "n": 2}\n')
+    with Records(path, lambda row: (row["a"], row["b"])) as records:
+        assert records.finished == {(1, "x"): {"a": 1, "b": "x", "n": 2}}
+        assert Job((1, "x"), double, ()).name == "1 x"
+    with pytest.raises(InputError, match=r"expected the records of earlier runs, found one without 'c'"):
+        Records(path, lambda row: row["c"])
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_state_of_a_finished_run_is_dropped_unless_it_is_wanted(keep, tmp_path):
+    with open_runs(tmp_path / "out", {}, keep=keep) as made:
+        (record,) = run_jobs([Job("a b/../c", leaves_state, ())], made, finish=with_key, progress=False)
+        assert list((tmp_path / "out" / "runs").iterdir()) == ([made.place("a b/../c")] if keep else [])
+    assert Path(record["place"]).name == record["place"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        ".lock", "records.jsonl", "runs", "settings.json",
+    ]  # fmt: skip
+
+
+def test_state_that_a_kill_left_of_a_finished_run_is_dropped(tmp_path):
+    folder = tmp_path / "out"
+    with open_runs(folder, {}) as made:
+        run_jobs([Job("done", leaves_state, ())], made, finish=with_key, progress=False)
+        for key in ("done", "under way"):
+            made.place(key).mkdir()
+    with open_runs(folder, {}) as made:
+        assert [path.name for path in (folder / "runs").iterdir()] == [made.place("under way").name]
+
+
+def test_different_keys_have_different_places(tmp_path):
+    with open_runs(tmp_path / "out", {}) as made:
+        keys = ["a b", "a_b", "a/b", "x" * 300, "x" * 301, "ü", "..", "a:b"]
+        places = [made.place(key) for key in keys]
+    assert len(set(places)) == len(keys)
+    assert all(place.parent == tmp_path / "out" / "runs" for place in places)
+    assert all(len(place.name) < 120 and place.name not in ("..", ".") for place in places)
+
+
+def test_free_settings_may_change_and_others_not(tmp_path):
+    with open_runs(tmp_path / "out", {"lr": 1, "device": "cpu"}):
+        pass
+    with open_runs(tmp_path / "out", {"lr": 1, "device": "cuda"}, free={"device"}):
+        pass
+    with pytest.raises(InputError, match="lr was 1, is 2"), open_runs(tmp_path / "out", {"lr": 2, "device": "cuda"}):
+        pass
+
+
+def test_records_without_their_settings_are_refused(tmp_path):
+    (tmp_path / "records.jsonl").write_text('{"key": "a"}\n')
+    with pytest.raises(InputError, match=r"no settings\.json beside them"), open_runs(tmp_path, {}):
+        pass
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot limit the size of a file")
+def test_a_result_that_cannot_be_written_is_told_and_the_earlier_ones_stay(tmp_path, monkeypatch):
+    path = tmp_path / "records.jsonl"
+    with Records(path, number) as records:
+        run_jobs([Job(1, double, (1,))], records, progress=False)
+        monkeypatch.setattr(records._lines, "sync", lambda: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(RunError, match=r"records\.jsonl: a result could not be written: No space left"):
+            run_jobs([Job(2, double, (2,))], records, progress=False)
+        assert list(records.finished) == [1]
+    assert jsonlines.read(path)[0] == {"number": 1, "double": 2}

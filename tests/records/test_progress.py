@@ -1,0 +1,66 @@
+import io
+import sys
+
+import pytest
+
+from residua.records import progress
+from residua.records.progress import Progress, duration
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3725, "1:02:05"), (360000, "100:00:00")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_without_a_terminal_a_line_comes_now_and_then_with_the_time_left(capsys, clock):
+    with Progress("title", 100, done=20) as bar:
+        clock[0] += 8
+        bar.update(40, "a")  # 20 in 8 seconds: 24 left
+        clock[0] += 8
+        bar.update(60, "b")
+        bar.update(60, "c", line=True)
+        clock[0] += 10
+        bar.update(80, "d", total=110)
+    assert capsys.readouterr() == ("", "a  0:00:24 left\nc  0:00:16 left\nd  0:00:13 left\n")
+
+
+def test_work_of_an_earlier_process_says_nothing_about_speed(capsys, clock):
+    with Progress("", 100) as bar:
+        bar.skip(50)
+        clock[0] += 10
+        bar.update(75, "resumed")
+    assert capsys.readouterr().err == "resumed  0:00:10 left\n"
+
+
+@pytest.mark.parametrize("options", [{"enabled": False}, {"lines": False}])
+def test_nothing_is_shown_where_nothing_is_wanted(options, capsys):
+    with Progress("title", 10, **options) as bar:
+        bar.update(10, "x", line=True)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_a_terminal_gets_a_bar_and_markup_is_text(threaded, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with Progress("[red]run", 10, threaded=threaded) as bar:
+        bar.update(5, "step 5/10 [bold]")
+    shown = terminal.getvalue()
+    assert "[red]run" in shown
+    assert "step 5/10 [bold]" in shown
+    assert "50%" in shown

@@ -1,0 +1,73 @@
+import math
+import statistics
+
+import pytest
+
+from residua.records.statistics import Estimate, holm, paired, t95
+
+TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}
+
+
+@pytest.mark.parametrize(("freedom", "value"), TABLE.items())
+def test_quantiles_are_the_printed_ones(freedom, value):
+    assert t95(freedom) == value
+
+
+def test_an_estimate_is_mean_sample_deviation_and_interval():
+    values = [1.0, 2.5, 4.0, 7.0]
+    found = Estimate.of(iter(values))
+    assert found == pytest.approx((statistics.mean(values), statistics.stdev(values), 4))
+    assert found.half_width == pytest.approx(3.182 * statistics.stdev(values) / 2)
+
+
+def test_one_value_has_no_deviation_and_no_interval():
+    found = Estimate.of([3.0])
+    assert found == (3.0, None, 1)
+    assert found.half_width is None
+    assert Estimate(1.0, 0.5, 0).half_width is None
+
+
+def test_pairs_share_their_seeds():
+    ours, theirs = {0: 1.0, 1: 2.0, 5: 9.0}, {1: 1.5, 0: 0.5, 7: 100.0}
+    assert paired(ours, theirs) == (0.5, 0.0, 2)
+    assert paired({0: 1.0}, {1: 1.0}) is None
+
+
+def test_what_is_not_finite_stays_so():
+    assert math.isnan(Estimate.of([1.0, math.nan]).mean)
+
+
+def test_p_values_agree_with_the_printed_quantiles():
+    """A mean at the edge of its 95 % interval has p = 0.05; with one degree of freedom the distribution is Cauchy's."""
+    for freedom in (1, 2, 4, 9, 30):
+        count = freedom + 1
+        half = Estimate(0.0, 1.0, count).half_width
+        assert Estimate(half, 1.0, count).p_value == pytest.approx(0.05, abs=1e-4)
+    assert Estimate(1 / math.sqrt(2), 1.0, 2).p_value == pytest.approx(0.5)
+    assert Estimate(1.0, None, 1).p_value is None
+    assert Estimate(1.0, 0.0, 3).p_value is None
+
+
+def test_a_detectable_mean_is_seen_in_four_of_five():
+    """With many values: (1.96 + 0.84) standard errors."""
+    assert Estimate(0.0, 10.0, 10_001).detectable == pytest.approx(0.1 * (1.960 + 0.8416), rel=1e-3)
+
+
+def test_holm_steps_down_and_never_orders_differently():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_an_error_that_all_values_share_does_not_average_out():
+    alone = Estimate.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    both = alone.shared(0.5)
+    assert (both.mean, both.count) == (3, 5)
+    assert both.half_width == pytest.approx(2.776 * math.sqrt(0.5 + 0.25))  # standard errors, squared
+    assert alone.shared(0.0) == pytest.approx(alone)
+    assert Estimate(1.0, None, 1).shared(0.5).half_width is None
+    assert Estimate.of([1.0, 1.0]).shared(0.5).p_value is None  # equal values say nothing of their noise
+
+
+def test_a_p_value_is_never_below_zero():
+    assert min(Estimate(1.7**power, 1.0, count).p_value for power in range(60) for count in (2, 3, 5, 10, 45)) >= 0

@@ -1,0 +1,101 @@
+"""Imports go strictly downward, and what an extra brings is imported only where it is used."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
+
+import residua
+import residua.lab.training
+
+EXTRAS = {
+    "accelerate",
+    "datasets",
+    "filelock",
+    "huggingface_hub",
+    "lm_eval",
+    "matplotlib",
+    "numpy",
+    "playwright",
+    "plotly",
+    "pyarrow",
+    "rich",
+    "safetensors",
+    "tensorboard",
+    "tokenizers",
+    "transformers",
+    "triton",
+    "wandb",
+    "yaml",
+}
+
+
+@pytest.mark.slow
+def test_imports_go_strictly_downward(monkeypatch):
+    """The contracts stand in pyproject.toml."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert lint_imports() == EXIT_STATUS_SUCCESS
+
+
+def loaded_by(statement: str, after: str = "") -> set[str]:
+    """The packages that a statement loads in a fresh process that has run another one."""
+    code = f"import sys\n{after}\nknown = set(sys.modules)\n{statement}\n"
+    code += "print(*{name.partition('.')[0] for name in sys.modules.keys() - known})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(result.stdout.split())
+
+
+@pytest.mark.processes
+def test_importing_residua_loads_nothing_until_it_is_asked():
+    assert "torch" not in loaded_by("import residua")
+    assert "torch" not in loaded_by("import residua.lab.training")
+    assert "torch" not in loaded_by("import residua; dir(residua); residua.__version__")
+    assert "torch" in loaded_by("from residua import DeepDelta")
+
+
+@pytest.mark.processes
+def test_what_residua_names_needs_torch_alone():
+    # torch itself takes numpy where it finds it.
+    loaded = loaded_by("from residua import *\nimport residua.connections, residua.ops", after="import torch")
+    assert loaded & EXTRAS == set()
+    assert "residua" in loaded
+
+
+@pytest.mark.parametrize("package", [residua, residua.lab.training], ids=lambda package: package.__name__)
+def test_a_lazy_package_has_every_name_that_it_offers(package):
+    namespace = {}
+    exec(f"from {package.__name__} import *", namespace)
+    for name in package.__all__:
+        assert namespace[name] is getattr(package, name)
+    assert set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = package.nothing
+    with pytest.raises(ImportError, match="nothing"):
+        exec(f"from {package.__name__} import nothing")
+
+
+@pytest.mark.parametrize("package", [residua, residua.lab.training], ids=lambda package: package.__name__)
+def test_type_checkers_see_the_names_of_a_lazy_package(package):
+    """Under `if TYPE_CHECKING` stands an import of each of them, and of nothing else."""
+    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
+    blocks = (node for node in tree.body if isinstance(node, ast.If))
+    (block,) = (node for node in blocks if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING")
+    assert sorted(alias.name for node in block.body for alias in node.names) == sorted(package.__all__)
+
+
+def test_the_overview_of_the_command_line_loads_neither_torch_nor_an_extra():
+    loaded = loaded_by("from residua.commands.cli import main; main(['--help'])")
+    assert loaded & (EXTRAS | {"torch"}) == set()
+
+
+def test_the_help_of_a_command_loads_neither_torch_nor_transformers():
+    code = (
+        "import contextlib, io\n"
+        "from residua.commands.cli import COMMANDS, main\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    assert [main([name, '--help']) for name in COMMANDS] == [0] * len(COMMANDS)"
+    )
+    assert loaded_by(code) & {"torch", "transformers", "numpy", "rich"} == set()
