@@ -5,7 +5,7 @@ These functions load transformers only when they are called.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from residua.connections import Scheme
 
@@ -38,7 +38,7 @@ def convert(
     import residua.conversion.saving  # noqa: F401  from now on the Auto classes open what is saved
     from residua.conversion import convert_model
 
-    return convert_model.convert(model, connection, start=start)
+    return cast("Model", convert_model.convert(model, connection, start=start))
 
 
 def unconvert(model: Model, *, lossy: bool = False) -> Model:
@@ -50,7 +50,7 @@ def unconvert(model: Model, *, lossy: bool = False) -> Model:
     """
     from residua.conversion import convert_model
 
-    return convert_model.unconvert(model, lossy=lossy)
+    return cast("Model", convert_model.unconvert(model, lossy=lossy))
 
 
 def save_connection(model: "PreTrainedModel", folder: str | Path) -> None:
@@ -76,7 +76,7 @@ def load_connection(model: Model, folder: str | Path) -> Model:
     """
     from residua.conversion import saving
 
-    return saving.load_connection(model, folder)
+    return cast("Model", saving.load_connection(model, folder))
 
 
 def load(folder: str | Path, **options: Any) -> "PreTrainedModel":
