@@ -123,5 +123,6 @@ _WORDS = {
     bool: "true or false",
     str: "text",
     dict: "a mapping",
+    list: "a list",
     type(None): "null",
 }

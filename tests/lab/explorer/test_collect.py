@@ -220,7 +220,7 @@ def wrong(tmp_path: Path, a_run: Path) -> dict[str, tuple[list[Path], str]]:
         "missing": ([tmp_path / "nowhere"], "found no such file or folder"),
         "no run": ([tmp_path / "empty"], "config.yaml"),
         "version": ([other], "version 99"),
-        "tensors": ([tensors], "expected a trace"),
+        "tensors": ([tensors], "must be a trace"),
         "text": ([text], "expected a trace"),
         "untrained": ([untrained], "expected a checkpoint"),
         "too many": ([tmp_path / str(number) for number in range(13)], "at most 12"),

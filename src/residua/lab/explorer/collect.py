@@ -105,17 +105,21 @@ def page_of(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the payload and the arrays of a page for these traces and this comparison."""
     names = _distinct([source.name for source in sources])
-    described = [_described(source, name) for source, name in zip(sources, names)]
+    described = []
+    for source, name in zip(sources, names):
+        with archive.readable(name):
+            described.append(_described(source, name))
     shown = list(dict.fromkeys(source.name for source in sources))
     title = ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "") or "residua"
     payload = {"title": title, "traces": described, "comparison": comparison}
     room = (PAGE - LIBRARY - len(json.dumps(payload))) / BASE64
     arrays: dict[str, np.ndarray] = {}
     for number, source in enumerate(sources):
-        share = room / len(sources)
-        over_training = _over_training(source)
-        share -= sum(values.nbytes for values in over_training.values())
-        for name, (values, tokens) in {**_fitted(source.trace, share), **_whole(over_training)}.items():
+        with archive.readable(names[number]):
+            over_training = _over_training(source)
+            share = room / len(sources) - sum(values.nbytes for values in over_training.values())
+            parts = {**_fitted(source.trace, share), **_whole(over_training)}
+        for name, (values, tokens) in parts.items():
             key = f"{number}.{name}"
             arrays[key] = values
             described[number]["arrays"][name] = {"key": key, "shape": list(values.shape), "tokens": tokens}
