@@ -52,9 +52,11 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
     """
     path = Path(path)
     if not path.is_file():
-from residua.errors import InputError, first_line, fits, shown, words
-from residua.records.reading import parse_json
-from residua.records.tensors import read_tensors, write_tensors
+        raise InputError(f"{path}: must be a trace, got no file; residua explore RUN writes one")
+    values, metadata = read_tensors(path, "a trace", "make it again")
+    version = metadata.get("residua_trace")
+    if version is None:
+        raise InputError(f"{path}: must be a trace, got other tensors; residua explore RUN writes one")
     if version != str(VERSION):
         raise InputError(
             f"{path}: must be a trace of version {VERSION}, got version {version}; make it again with this "
