@@ -7,10 +7,11 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from importlib import resources
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -488,20 +489,13 @@ class Plan:
             if not new:
                 break
             losses |= new
-        done = len(losses) == len(runs)
-        best = [full(point) for point in sweep.best(losses)[: tuning.finalists]]
-        if tuning.finalists > 1:
-            means = []
-            for place, point in enumerate(best):
-                finals = [self._tuning_run(rung, scheme, point, seed) for seed in tuning.judges]
-                runs = [*runs, *finals]
-                told = [record["val_loss"] for run in finals if (record := finished.get(run.key))]
-                if len(told) < len(finals):
-                    done = False
-                elif (mean := judged(told)) is not None:
-                    means.append((mean, place))
-            best = [best[place] for _, place in sorted(means)] if done else []
-        searched = runs, best[0] if best else None
+        trials = [(full(point), losses[frozen(point), 0]) for point in sweep.best(losses)[: tuning.finalists]]
+        finals = [(point, seed) for point, _ in trials for seed in tuning.judges if tuning.finalists > 1]
+        again = [self._tuning_run(rung, scheme, *final) for final in finals]
+        ended = [(*final, finished[run.key]["val_loss"]) for final, run in zip(finals, again) if run.key in finished]
+        done = len(losses) == len(runs) and len(ended) == len(finals)
+        best = chosen_points(trials, ended, tuning) if done else []
+        searched = [*runs, *again], best[0] if best else None
         if done:
             self._done[rung, scheme] = searched
         return searched
@@ -611,10 +605,30 @@ class Plan:
         return self._intermediate[rung.name, entry.name]
 
 
-def judged(losses: Sequence[float | None]) -> float | None:
-    """The mean over the seeds that judge a finalist; None where one of them diverged."""
-    finite = [loss for loss in losses if loss is not None]
-    return math.fsum(finite) / len(finite) if len(finite) == len(losses) else None
+def chosen_points(
+    trials: Iterable[tuple[Any, float | None]], finals: Sequence[tuple[Any, int, float | None]], tuning: Tuning
+) -> list[Any]:
+    """The points that a search chose: several where losses are equal, none while a finalist is not trained in full.
+
+    trials    points with the losses of their short runs, None where one diverged
+    finals    the finalists' points, seeds and losses in full
+    """
+    finalists = _lowest(trials, tuning.finalists)
+    if tuning.finalists == 1:
+        return finalists
+    means = []
+    for point in finalists:
+        by_seed = {seed: loss for other, seed, loss in finals if other == point}
+        if by_seed.keys() >= {*tuning.judges}:
+            losses = [by_seed[seed] for seed in tuning.judges]
+            means.append((point, None if None in losses else math.fsum(losses) / len(losses)))
+    return _lowest(means, 1) if len(means) >= min(tuning.finalists, len(finalists)) else []
+
+
+def _lowest(losses: Iterable[tuple[Any, float | None]], count: int) -> list[Any]:
+    """The points with the `count` lowest losses, the lowest first, and those that tie with the last."""
+    ordered = sorted((one for one in losses if one[1] is not None), key=itemgetter(1))
+    return [point for point, loss in ordered if loss <= ordered[:count][-1][1]]
 
 
 def load_study(source: str) -> Study:

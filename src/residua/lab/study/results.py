@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from residua.errors import extra, fits
 from residua.lab.study.folder import AUDITS, read_folder
-from residua.lab.study.plan import Study, judged
+from residua.lab.study.plan import Study, chosen_points
 from residua.lab.study.questions import MEASURES, Published, Question
 from residua.lab.study.records import checked_audits, checked_costs, checked_runs
 from residua.records import jsonlines
@@ -407,8 +407,7 @@ def gates_of(audit: Record) -> list[str]:
 def _searched(
     study: Study, rung: str, records: Sequence[Record], start: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Record], list[Any]]:
-    """The runs of a search among the records of a scheme at one size, of the length that the study gives them, and the
-    points that it may have chosen: several where a key had no effect, none while finalists are missing.
+    """The runs of a search, of the length that the study gives them, and the points that it may have chosen.
 
     start: where it may have begun, as far as the search before it tells.
     """
@@ -423,22 +422,9 @@ def _searched(
         and {key: value for key, value in r["point"].items() if key not in moved} in begins
     ]
     finals = [r for r in records if r["kind"] == "final"]
-    count, judges = tuning.finalists, tuning.judges
-    best = _lowest([(record["point"], record["val_loss"]) for record in tuned], count)
-    if count == 1:
-        return [*tuned, *finals], best
-    means = []
-    for point in best:
-        losses = {record["seed"]: record["val_loss"] for record in finals if record["point"] == point}
-        if losses.keys() >= {*judges}:
-            means.append((point, judged([losses[seed] for seed in judges])))
-    return [*tuned, *finals], _lowest(means, 1) if len(means) >= min(count, len(best)) else []
-
-
-def _lowest(losses: Sequence[tuple[Any, float | None]], count: int) -> list[Any]:
-    """The points with the `count` lowest losses, and those that tie with them."""
-    lowest = sorted(loss for _, loss in losses if loss is not None)[:count]
-    return [point for point, loss in losses if loss in lowest]
+    trials = ((record["point"], record["val_loss"]) for record in tuned)
+    ended = [(record["point"], record["seed"], record["val_loss"]) for record in finals]
+    return [*tuned, *finals], chosen_points(trials, ended, tuning)
 
 
 def _row(
