@@ -1,13 +1,8 @@
-"""Tables on a terminal and in Markdown."""
+"""Tables on a terminal."""
 
 from collections.abc import Sequence
 
 from residua.records.terminal import one_line
-
-
-def markdown_row(cells: Sequence[str]) -> str:
-    """Return a row of a table in Markdown, where a bar in a cell stays text."""
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def cell(value: object) -> str:

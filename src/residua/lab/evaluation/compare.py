@@ -7,18 +7,20 @@ taken seed by seed, which removes the noise that both share (the order of the da
 
 import json
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from residua.errors import InputError, did_you_mean
+from residua.errors import InputError, did_you_mean, extra
 from residua.lab.evaluation.records import Run
+from residua.records import table
 from residua.records.jsonlines import finite
 from residua.records.statistics import Estimate, paired
-from residua.records.tables import markdown_row
+
+with extra("lab"):
+    import numpy
 
 Axis = Literal["step", "tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
@@ -40,13 +42,7 @@ class Difference(NamedTuple):
         return half is not None and abs(self.mean) > half
 
 
-@dataclass(frozen=True)
-class Group:
-    """Runs that differ only in their seed, in the order of their seeds."""
-
-    name: str
-    runs: tuple[Run, ...]
-
+class Group(table.Group[Run]):
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(run.seed for run in self.runs)
@@ -54,7 +50,7 @@ class Group:
     @property
     def validation_loss(self) -> Estimate | None:
         """The last validation loss, over the runs that have one."""
-        return _estimate(run.validation[-1].loss for run in self.runs if run.validation)
+        return self.estimate(lambda run: run.validation[-1].loss if run.validation else None)
 
     @property
     def parameters(self) -> int | None:
@@ -62,11 +58,11 @@ class Group:
 
     @property
     def tokens_per_second(self) -> Estimate | None:
-        return _estimate(run.tokens_per_second for run in self.runs if run.tokens_per_second is not None)
+        return self.estimate(lambda run: run.tokens_per_second)
 
     @property
     def seconds(self) -> Estimate | None:
-        return _estimate(run.end.seconds for run in self.runs if run.end)
+        return self.estimate(lambda run: run.end.seconds if run.end else None)
 
     @property
     def tokens(self) -> int | None:
@@ -120,77 +116,63 @@ class Comparison:
         """
         if self.baseline is None or group is self.baseline:
             return []
-        runs = _matched(group, self.baseline)
-        shared = runs[0].keys() & runs[1].keys()
-        ours, theirs = ({seed: _curve(run, axis) for seed, run in side.items()} for side in runs)
-        if not ours or not theirs:
+        sides = [
+            {seed: list(zip(*((getattr(point, axis), point.loss) for point in run.validation))) for seed, run in runs}
+            for runs in map(dict.items, _matched(group, self.baseline))
+        ]
+        if not all(sides):
             return []
-        curves = [*ours.values(), *theirs.values()]
-        first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
-        points = sorted({at for curve in curves for at, _ in curve if first <= at <= last})
-        result = []
-        for at in points:
-            values = [{seed: _interpolate(curve, at) for seed, curve in side.items()} for side in (ours, theirs)]
-            if shared:
-                result.append(Difference(at, *paired(*values)))
-            else:
-                left, right = (Estimate.of(side.values()) for side in values)
-                known = left.deviation is not None and right.deviation is not None
-                deviation = math.hypot(left.deviation, right.deviation) if known else None
-                result.append(Difference(at, left.mean - right.mean, deviation, 0))
-        return result
+        axes = [at for side in sides for at, _ in side.values()]
+        first, last = max(at[0] for at in axes), min(at[-1] for at in axes)
+        points = sorted({value for at in axes for value in at if first <= value <= last})
+        losses = (zip(*(numpy.interp(points, *curve).tolist() for curve in side.values())) for side in sides)
+        pairs = zip(*([dict(zip(side, values)) for values in columns] for side, columns in zip(sides, losses)))
+        return [Difference(at, *_difference(ours, theirs)) for at, (ours, theirs) in zip(points, pairs)]
 
     def final_difference(self, group: Group) -> Difference | None:
         """Return the difference at the last number of tokens that both the group and the baseline reached."""
         differences = self.differences(group, "tokens")
         return differences[-1] if differences else None
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the header and the rows of the table, as text."""
+    def table(self) -> table.Table:
+        """Return a row for each group."""
         versus = f"vs {self.baseline.name}" if self.baseline else "difference"
         header = ["run", "seed(s)", "validation loss", versus, "parameters", "tokens/s", "seconds"]
-        rows = []
-        for group in self.groups:
-            difference = self.final_difference(group)
-            rows.append(
-                [
-                    group.name,
-                    f"seed{'s' if len(group.seeds) > 1 else ''} {', '.join(map(str, group.seeds))}",
-                    _text(group.validation_loss, ".4f"),
-                    "baseline" if group is self.baseline else _text(difference, "+.4f"),
-                    "–" if group.parameters is None else f"{group.parameters:,}",
-                    _text(group.tokens_per_second, ",.0f", spread=False),
-                    _text(group.seconds, ",.1f", spread=False),
-                ]
-            )
-        return header, rows
+        rows = [
+            [
+                group.name,
+                f"seed{'s' if len(group.seeds) > 1 else ''} {', '.join(map(str, group.seeds))}",
+                _text(group.validation_loss, ".4f"),
+                "baseline" if group is self.baseline else _text(self.final_difference(group), "+.4f"),
+                "–" if group.parameters is None else f"{group.parameters:,}",
+                _text(group.tokens_per_second, ",.0f", spread=False),
+                _text(group.seconds, ",.1f", spread=False),
+            ]
+            for group in self.groups
+        ]
+        return table.Table(header, rows)
 
     def to_markdown(self) -> str:
         """Return the table in Markdown, with the notes below it."""
-        header, rows = self.table()
-        rule = ["---", "---", *["---:"] * (len(header) - 2)]
-        lines = [*map(markdown_row, (header, rule, *rows)), *(f"\n{note}" for note in self.notes)]
-        return "\n".join(lines) + "\n"
+        return "\n".join([self.table().markdown(5), *(f"\n{note}" for note in self.notes)]) + "\n"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values for `json.dumps`; None for numbers that are missing or not finite."""
-        groups = []
-        for group in self.groups:
-            difference = self.final_difference(group)
-            groups.append(
-                {
-                    "name": group.name,
-                    "seeds": list(group.seeds),
-                    "folders": [str(run.folder) for run in group.runs],
-                    "val_loss": _plain(group.validation_loss),
-                    "difference": _plain(difference),
-                    "parameters": group.parameters,
-                    "tokens": group.tokens,
-                    "tokens_per_second": _plain(group.tokens_per_second),
-                    "seconds": _plain(group.seconds),
-                    "differences": {axis: [_plain(d) for d in self.differences(group, axis)] for axis in AXES},
-                }
-            )
+        groups = [
+            {
+                "name": group.name,
+                "seeds": list(group.seeds),
+                "folders": [str(run.folder) for run in group.runs],
+                "val_loss": _plain(group.validation_loss),
+                "difference": _plain(self.final_difference(group)),
+                "parameters": group.parameters,
+                "tokens": group.tokens,
+                "tokens_per_second": _plain(group.tokens_per_second),
+                "seconds": _plain(group.seconds),
+                "differences": {axis: [_plain(d) for d in self.differences(group, axis)] for axis in AXES},
+            }
+            for group in self.groups
+        ]
         return {"baseline": self.baseline and self.baseline.name, "groups": groups, "notes": list(self.notes)}
 
 
@@ -317,23 +299,13 @@ def _matched(group: Group, baseline: Group) -> tuple[dict[int, Run], dict[int, R
     return {seed: ours[seed] for seed in shared}, {seed: theirs[seed] for seed in shared}
 
 
-def _curve(run: Run, axis: Axis) -> list[tuple[float, float]]:
-    return [(getattr(point, axis), point.loss) for point in run.validation]
-
-
-def _interpolate(curve: Sequence[tuple[float, float]], at: float) -> float:
-    """Return the value at `at`, within the curve: exact at its points, linear between them."""
-    index = bisect_left(curve, at, key=lambda point: point[0])
-    right_at, right = curve[index]
-    if right_at == at:
-        return right
-    left_at, left = curve[index - 1]
-    return left + (right - left) * (at - left_at) / (right_at - left_at)
-
-
-def _estimate(values: Iterable[float]) -> Estimate | None:
-    values = list(values)
-    return Estimate.of(values) if values else None
+def _difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
+    """Return the difference over the shared seeds, or that of the means, with a count of 0, if none is shared."""
+    if pairs := paired(ours, theirs):
+        return pairs
+    left, right = Estimate.of(ours.values()), Estimate.of(theirs.values())
+    single = left.deviation is None or right.deviation is None
+    return Estimate(left.mean - right.mean, None if single else math.hypot(left.deviation, right.deviation), 0)
 
 
 def _text(value: Estimate | Difference | None, form: str, *, spread: bool = True) -> str:

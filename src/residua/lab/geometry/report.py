@@ -46,17 +46,16 @@ them, and every table gives them rows of their own.
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.lab.geometry.published import README, RESEARCH, Value, published
 from residua.lab.geometry.tasks import TASKS
+from residua.records import table as results
 from residua.records.durable import write_text
 from residua.records.jsonlines import finite
-from residua.records.statistics import Estimate
-from residua.records.tables import markdown_row
 
 Record = dict[str, Any]
 OURS, PUBLISHED, OLDER, REFERENCE = "ours", "published", "published (older)", "reference"
@@ -106,13 +105,7 @@ _NOT_IN_ROWS = ("kind", "task", "label", "older", "source")
 AVERAGED = ("loss", "best_loss", "online_loss", "position0_loss", "norm_deviation", "cosine", "beta", "gamma")
 
 
-@dataclass(frozen=True)
-class Group:
-    """Runs that differ in their seed alone, in the order of their seeds; a seed counts once, by its last record."""
-
-    name: str
-    runs: tuple[Record, ...]
-
+class Group(results.Group[Record]):
     @property
     def model(self) -> str:
         return self.runs[0]["model"]
@@ -125,8 +118,8 @@ class Group:
 
     def value(self, key: str) -> Value | None:
         """Return mean and sample standard deviation (None for one seed) over the runs that have `key`."""
-        values = [float(run[key]) for run in self.runs if run.get(key) is not None]
-        return Value(*Estimate.of(values)[:2]) if values else None
+        estimate = self.estimate(lambda run: run.get(key))
+        return estimate and Value(estimate.mean, estimate.deviation)
 
 
 def groups(records: Iterable[Record], task: str) -> list[Group]:
@@ -134,16 +127,13 @@ def groups(records: Iterable[Record], task: str) -> list[Group]:
 
     The name is the label, followed by the controls and settings that distinguish two groups with the same label.
     """
-    found: dict[tuple[str, ...], dict[int, Record]] = {}
-    for record in records:
-        if record.get("kind") == "run" and record.get("task") == task:
-            found.setdefault(_identity(record), {})[record["seed"]] = record
-    heads = [next(iter(runs.values())) for runs in found.values()]
-    result = []
-    for head, runs in zip(heads, found.values()):
+    runs = [record for record in records if record.get("kind") == "run" and record.get("task") == task]
+    members = results.grouped(runs, _identity, itemgetter("seed"))
+    heads, result = [some[0] for some in members], []
+    for head, some in zip(heads, members):
         rivals = [other for other in heads if other is not head and _place(other) == _place(head)]
         name = f"{head['label']} ({_differing(head, rivals) or head['model']})" if rivals else head["label"]
-        result.append(Group(name, tuple(runs[seed] for seed in sorted(runs))))
+        result.append(Group(name, some))
     return result
 
 
@@ -170,13 +160,14 @@ def summary(records: Sequence[Record], task: str) -> list[dict[str, Any]]:
     return rows + ours + theirs
 
 
-def table(records: Sequence[Record], task: str) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a task as text; the first column says whose number it is: published, ours or reference."""
+def table(records: Sequence[Record], task: str) -> results.Table:
+    """The rows of a task as text; the first column says whose number it is: published, ours or reference."""
     rows = summary(records, task)
     columns = REFLECTION_COLUMNS if task == "reflection" else SEQUENCE_COLUMNS
     columns = [column for column in columns if column.task in (None, task)]
     shown = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
-    return [column.heading for column in shown], [[_cell(row, column) for column in shown] for row in rows]
+    header = [column.heading for column in shown]
+    return results.Table(header, [[_cell(row, column) for column in shown] for row in rows])
 
 
 def write_tables(records: Sequence[Record], folder: str | Path) -> list[Path]:
@@ -296,8 +287,7 @@ _WRITE = {
 
 
 def _section(records: Sequence[Record], task: str) -> str:
-    header, rows = table(records, task)
-    lines = [f"## {TITLES[task]}", "", *map(markdown_row, (header, ["---"] * len(header), *rows)), ""]
+    lines = [f"## {TITLES[task]}", "", table(records, task).markdown(), ""]
     settings = [_settings(group.runs[0]) for group in groups(records, task)]
     shared = {
         key: value

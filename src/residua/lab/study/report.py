@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from residua.records.figures import save
 from residua.records.folder import writable
 from residua.records.jobs import Record
 from residua.records.statistics import Estimate
-from residua.records.tables import markdown_row
+from residua.records.table import Table
 
 FILES = ("report.md", "results.csv", "index.html")
 MEBIBYTE = 2**20
@@ -69,9 +70,8 @@ def markdown(found: Results) -> str:
         header += [f"vs {name}, equal {measure}" for name in study.baselines for measure in found.measures]
         compiled = ["compiled step"] if COMPILED in found.measures else []
         header += ["step time", *compiled, "FLOPs", "peak MiB", "parameters", "tuned to", "tuning runs"]
-        lines += [_line(header), _line(["---"] * len(header))]
-        lines += [_line(_cells(found, row)) for row in sorted(rows, key=_rank)]
-        lines += ["", *_ahead(found, rung), ""]
+        rows.sort(key=lambda row: row.loss.mean if row.loss else math.inf)
+        lines += [_table(header, [_cells(found, row) for row in rows]), "", *_ahead(found, rung), ""]
     if found.answers:
         lines += ["## Questions", "", ANSWERS, "", *questions(found), ""]
     if found.audits:
@@ -183,7 +183,7 @@ def questions(found: Results) -> list[str]:
         at = {rung: here for rung, here in _by_size(found, question).items() if here}
         sizes = [rung for rung, here in at.items() if any(answer.difference for answer in here)]
         if sizes:
-            lines += [*_answers(at, sizes, len(found.study.seeds)), ""]
+            lines += [_answers(at, sizes, len(found.study.seeds)), ""]
         waiting: dict[str, list[str]] = {}
         for rung in sizes:
             if names := _names(dict.fromkeys(name for answer in at[rung] for name in answer.waiting)):
@@ -203,7 +203,7 @@ def questions(found: Results) -> list[str]:
     return lines[:-1]
 
 
-def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: int) -> list[str]:
+def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: int) -> str:
     """A table of the answers to a question; without a column for what is equal where that is one thing."""
     told = {
         (answer.scheme, answer.to, answer.measure, rung): _answer(answer, seeds)
@@ -214,12 +214,12 @@ def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: in
     measures = list(dict.fromkeys(measure for *_, measure, _ in told))
     one = f"comparison, at equal {measures[0]}"
     header = [*(["comparison", "at equal"] if len(measures) > 1 else [one]), *sizes]
-    lines = [_line(header), _line(["---"] * len(header))]
+    rows = []
     for scheme, to, measure in dict.fromkeys(key[:3] for key in told):
         pair = f"{_names([scheme])} − {_names([to])}"
         cells = [told.get((scheme, to, measure, rung), "–") for rung in sizes]
-        lines.append(_line([pair, *([measure] if len(measures) > 1 else []), *cells]))
-    return lines
+        rows.append([pair, *([measure] if len(measures) > 1 else []), *cells])
+    return _table(header, rows)
 
 
 def _where(rungs: Sequence[str], at: Mapping[str, Any]) -> str:
@@ -242,8 +242,8 @@ MEANS = (
 def audited(found: Results) -> list[str]:
     """What the audited runs' connections did at the first, the middle and the last evaluation, in Markdown."""
     header, rows = audit_table(found)
-    lines = [[rung, f"`{scheme.replace('`', '')}`{other}", *cells] for rung, scheme, other, *cells in rows]
-    return [MEANS, "", _line(["size", "scheme", *header]), _line(["---"] * (len(header) + 2)), *map(_line, lines)]
+    rows = [[rung, f"`{scheme.replace('`', '')}`{other}", *cells] for rung, scheme, other, *cells in rows]
+    return [MEANS, "", _table(["size", "scheme", *header], rows)]
 
 
 def audit_table(found: Results) -> tuple[list[str], list[list[str]]]:
@@ -413,12 +413,8 @@ def estimate_text(estimate: Estimate, form: str) -> str:
     return format(estimate.mean, form) + (f" ± {half:.4f}" if half is not None else " (one seed)")
 
 
-def _rank(row: Row) -> float:
-    return row.loss.mean if row.loss else float("inf")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return markdown_row(list(map(_text, cells)))
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return Table([*map(_text, header)], [[*map(_text, cells)] for cells in rows]).markdown()
 
 
 def _text(value: Any) -> str:

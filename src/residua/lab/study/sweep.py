@@ -9,9 +9,10 @@ import json
 import math
 import shlex
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from residua.records.jobs import Job, Record, open_runs, run_jobs
 from residua.records.jsonlines import finite, read_metrics
 from residua.records.reading import parse_yaml
 from residua.records.statistics import Estimate
+from residua.records.table import Table, grouped
 
 Point = tuple[Any, ...]
 """A value for each swept key."""
@@ -168,6 +170,23 @@ class Outcome:
     sweep: Sweep
     results: tuple[Result, ...]
 
+    @classmethod
+    def of(cls, sweep: Sweep, records: Iterable[Record]) -> "Outcome":
+        members = grouped(records, lambda record: frozen(_point(sweep, record)), itemgetter("seed"))
+        results = [Result(_point(sweep, runs[0]), tuple(run["val_loss"] for run in runs)) for runs in members]
+        whole = [result for result in results if result.loss]
+        most = max((len(result.losses) for result in whole), default=0)
+        whole.sort(key=lambda result: (len(result.losses) < most, result.loss.mean))
+        return cls(sweep, (*whole, *(result for result in results if not result.loss)))
+
+    @property
+    def groups(self) -> dict[Point, list[Result]]:
+        """The results of each group, best first, without those of which a run diverged."""
+        groups: dict[Point, list[Result]] = {}
+        for result in filter(lambda result: result.loss, self.results):
+            groups.setdefault(frozen(self.sweep.group(result.point)), []).append(result)
+        return groups
+
     @property
     def best(self) -> Result | None:
         """The best point; None where every run diverged."""
@@ -176,11 +195,8 @@ class Outcome:
     @property
     def notes(self) -> list[str]:
         """What a reader has to know: best values at the edge of what was tried, too few seeds."""
-        notes, groups = [], {}
-        for result in self.results:
-            if result.loss:
-                groups.setdefault(frozen(self.sweep.group(result.point)), []).append(result)
-        for results in groups.values():
+        notes = []
+        for results in self.groups.values():
             for place in self.sweep.numeric:
                 tried = {result.point[place] for result in results}
                 value = results[0].point[place]
@@ -204,8 +220,8 @@ class Outcome:
         over = [f"--{key}={_text(value)}" for key, value in zip(self.sweep.keys, self.best.point)]
         return shlex.join(["residua", "train", *source, *self.sweep.overrides, *over, "--run", "DIR"])
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """The header and the rows of the table, as text."""
+    def table(self) -> Table:
+        """Return a row for each point."""
         header = [*self.sweep.keys, "seeds", "validation loss", "95 % interval"]
         rows = []
         for result in self.results:
@@ -216,21 +232,19 @@ class Outcome:
                 "–" if half is None else f"± {half:.4f}",
             ]
             rows.append([*map(_text, result.point), str(len(result.losses)), *cells])
-        return header, rows
+        return Table(header, rows)
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values for `json.dumps`."""
-        results = []
-        for result in self.results:
-            loss = result.loss
-            results.append(
-                {
-                    "point": dict(zip(self.sweep.keys, result.point)),
-                    "losses": list(result.losses),
-                    "mean": loss and loss.mean,
-                    "half_width": loss and loss.half_width,
-                }
-            )
+        results = [
+            {
+                "point": dict(zip(self.sweep.keys, result.point)),
+                "losses": list(result.losses),
+                "mean": result.loss and result.loss.mean,
+                "half_width": result.loss and result.loss.half_width,
+            }
+            for result in self.results
+        ]
         return {"results": results, "command": self.command(), "notes": self.notes}
 
     def draw(self, path: Path) -> None:
@@ -240,15 +254,12 @@ class Outcome:
 
             from residua.records.figures import save
 
-        keys, whole = self.sweep.keys, [result for result in self.results if result.loss]
-        groups: dict[Point, list[Result]] = {}
-        for result in whole:
-            groups.setdefault(frozen(self.sweep.group(result.point)), []).append(result)
+        keys, groups = self.sweep.keys, self.groups
         figure = Figure(figsize=(max(5.0, 4.2 * len(keys)), 4.2), dpi=150, layout="constrained")
         panels = figure.subplots(1, len(keys), sharey=True, squeeze=False)[0]
         for place, panel in enumerate(panels):
             self._panel(panel, place, groups)
-        losses = sorted(loss for result in whole for loss in result.losses)
+        losses = sorted(loss for results in groups.values() for result in results for loss in result.losses)
         best, middle, worst = losses[0], losses[len(losses) // 2], losses[-1]
         span = min(worst - best, 4 * (middle - best)) or 0.1  # a run that nearly diverged must not flatten the rest
         panels[0].set_ylim(best - 0.3 * span, best + 1.3 * span)
@@ -349,15 +360,7 @@ def train_sweep(
         records = run_jobs(
             jobs, made, processes=processes, finish=lambda job, record: {"key": job.key, **record}, progress=progress
         )
-    points: dict[Any, tuple[Point, dict[int, float | None]]] = {}
-    for record in records:
-        point = _point(sweep, record)
-        points.setdefault(frozen(point), (point, {}))[1][record["seed"]] = record["val_loss"]
-    results = [Result(point, tuple(losses[seed] for seed in sorted(losses))) for point, losses in points.values()]
-    results.sort(key=lambda result: result.loss.mean if result.loss else math.inf)
-    most = max((len(result.losses) for result in results if result.loss), default=0)
-    results.sort(key=lambda result: (result.loss is None, len(result.losses) < most))
-    outcome = Outcome(sweep, tuple(results))
+    outcome = Outcome.of(sweep, records)
     with writable(out):
         write_text(out / "sweep.json", json.dumps(finite(outcome.to_json()), indent=1, ensure_ascii=False) + "\n")
         if outcome.best:
