@@ -597,6 +597,6 @@ def test_a_trunk_that_passes_no_keywords_on_turns_a_scheme_that_reads_earlier_to
 
 def test_small_inputs_are_made_once(monkeypatch):
     made = []
-    monkeypatch.setattr(converting, "probe", lambda model: made.append(model) or probe(model))
+    monkeypatch.setattr(converting, "probe", lambda *args: made.append(args) or probe(*args))
     residua.convert(llama(), "hc")
     assert len(made) == 1

@@ -1,5 +1,7 @@
 """`residua.convert` on encoders of images, text and sound, and on the halves of encoder-decoders."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,7 @@ from support.families import randomised
 from support.tolerances import assert_close
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+PIXELS, FEATURES = {"pixel_values": IMAGE}, {"input_features": SOUND}
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
 
 
@@ -37,7 +40,7 @@ def vit(dtype=torch.float64, **options):
 def test_a_vision_transformer_keeps_what_it_computes_and_learns(connection):
     model = vit()
     before = model(IMAGE, output_hidden_states=True)
-    residua.convert(model, connection)
+    residua.convert(model, connection, inputs=PIXELS)
     after = model(IMAGE, output_hidden_states=True)
     bound = 1e-9 * before.last_hidden_state.abs().max()
     assert (after.last_hidden_state - before.last_hidden_state).abs().max() <= bound
@@ -47,7 +50,7 @@ def test_a_vision_transformer_keeps_what_it_computes_and_learns(connection):
 
 
 def test_a_mean_over_the_sequence_serves_images_and_no_sequences_with_padding():
-    model = residua.convert(vit(), "edelta:context=sequence", start="fresh")
+    model = residua.convert(vit(), "edelta:context=sequence", start="fresh", inputs=PIXELS)
     assert model(IMAGE).last_hidden_state.isfinite().all()
     text = encoder(RobertaPreLayerNormConfig(vocab_size=32, **SIZES))
     with pytest.raises(InputError, match="padding included"):
@@ -56,9 +59,9 @@ def test_a_mean_over_the_sequence_serves_images_and_no_sequences_with_padding():
 
 
 def test_a_scheme_that_reads_earlier_tokens_is_refused_by_an_encoder():
-    for model in (vit(), encoder(RobertaPreLayerNormConfig(vocab_size=32, **SIZES))):
+    for model, inputs in ((vit(), PIXELS), (encoder(RobertaPreLayerNormConfig(vocab_size=32, **SIZES)), None)):
         with pytest.raises(InputError, match="reads in both directions"):
-            residua.convert(model, WINDOWED, start="fresh")
+            residua.convert(model, WINDOWED, start="fresh", inputs=inputs)
 
 
 def test_tokens_along_other_axes():
@@ -72,11 +75,12 @@ def test_tokens_along_other_axes():
     model = encoder(config)
     patches = torch.randn(24, 24, dtype=torch.float64)
     grid = torch.tensor([[1, 4, 4], [1, 2, 4]])
-    before = model(patches, grid_thw=grid).last_hidden_state
-    residua.convert(model, "mhc")
+    inputs = {"hidden_states": patches, "grid_thw": grid}
+    before = model(**inputs).last_hidden_state
+    residua.convert(model, "mhc", inputs=inputs)
     assert (model(patches, grid_thw=grid).last_hidden_state - before).abs().max() <= 1e-9 * before.abs().max()
     with pytest.raises(InputError, match="reads in both directions"):
-        residua.convert(encoder(config), WINDOWED, start="fresh")
+        residua.convert(encoder(config), WINDOWED, start="fresh", inputs=inputs)
 
 
 def test_whisper_is_converted_half_by_half():
@@ -86,26 +90,26 @@ def test_whisper_is_converted_half_by_half():
     options = {"max_new_tokens": 5, "do_sample": False}
     before = model(input_features=SOUND, decoder_input_ids=STARTS).logits
     text = model.generate(SOUND, **options)
-    residua.convert(model.get_encoder(), "mhc")
+    residua.convert(model.get_encoder(), "mhc", inputs=FEATURES)
     residua.convert(model.get_decoder(), "attnres")
     after = model(input_features=SOUND, decoder_input_ids=STARTS).logits
     assert (after - before).abs().max() <= 1e-9 * before.abs().max()
     assert torch.equal(model.generate(SOUND, **options), text)
     assert len(stream_of(model.get_decoder()).connections) == 3 * 2  # attention, attention to the encoder, MLP
-    for half in (model.get_encoder(), model.get_decoder()):
-        residua.unconvert(half)
+    residua.unconvert(model.get_encoder(), inputs=FEATURES)
+    residua.unconvert(model.get_decoder())
     assert torch.equal(model(input_features=SOUND, decoder_input_ids=STARTS).logits, before)
 
 
 def test_the_connections_of_a_half_are_saved_and_loaded(tmp_path):
     model = whisper()
-    half = residua.convert(model.get_encoder(), "hc", start="fresh")
+    half = residua.convert(model.get_encoder(), "hc", start="fresh", inputs=FEATURES)
     with torch.no_grad():
         for parameter in stream_of(half).parameters():
             parameter.add_(0.2)
     residua.save_connection(half, tmp_path)
     other = whisper()
-    residua.load_connection(other.get_encoder(), tmp_path)
+    residua.load_connection(other.get_encoder(), tmp_path, inputs=FEATURES)
     logits = [one(input_features=SOUND, decoder_input_ids=STARTS).logits for one in (model, other)]
     assert_close(*logits)
 
@@ -156,18 +160,20 @@ def test_a_residual_that_a_layer_scales_by_a_number(connection):
     assert_close(model(ids).last_hidden_state, before, factor=10)
 
 
-def test_what_a_layer_does_only_in_training_is_seen():
+def test_what_a_layer_does_only_in_training_is_refused_there():
     model = vit()
     layer = model.layers[1]
     extra = torch.nn.Linear(16, 16).double()
-    plain = type(layer).forward
 
-    def forward(x, *args, **options):
-        return plain(layer, x, *args, **options) + (extra(x) if layer.training else 0 * IMAGE.sum())
+    class Extra(type(layer)):
+        def forward(self, x, *args, **options):
+            out = super().forward(x, *args, **options)
+            return out + extra(x) if self.training else out
 
-    layer.forward = forward
-    with pytest.raises(InputError, match="a layer reads the residual once more than when it was converted"):
-        residua.convert(model, "residual")
+    layer.__class__ = Extra
+    residua.convert(model, "residual", inputs=PIXELS)
+    with pytest.raises(TypeError, match="passes its residual to linear"):
+        model.train()(IMAGE)
 
 
 def test_weights_of_zero_hide_no_mistake(monkeypatch):
@@ -192,20 +198,42 @@ def test_outputs_without_a_number_are_refused():
         model.embeddings.cls_token.fill_(torch.nan)
         model.embeddings.position_embeddings.fill_(torch.nan)
     with pytest.raises(InputError, match="none that is finite"):
-        residua.convert(model, "residual")
-
-
-def test_a_model_in_another_mode_and_its_statistics_stay():
-    model = vit(hidden_dropout_prob=0.5).train()
-    drawn = np.random.get_state()[1].copy()
-    residua.convert(model, "residual")
-    assert model.training
-    assert (np.random.get_state()[1] == drawn).all()
+        residua.convert(model, "residual", inputs=PIXELS)
 
 
 def test_half_precision_of_an_image():
     model = vit(torch.bfloat16)
     before = model(IMAGE.bfloat16()).last_hidden_state
-    residua.convert(model, "residual")
+    inputs = {"pixel_values": IMAGE.bfloat16()}
+    residua.convert(model, "residual", inputs=inputs)
     assert torch.equal(model(IMAGE.bfloat16()).last_hidden_state, before)
-    assert_close(residua.unconvert(model)(IMAGE.bfloat16()).last_hidden_state, before)
+    assert_close(residua.unconvert(model, inputs=inputs)(IMAGE.bfloat16()).last_hidden_state, before)
+
+
+def test_inputs_other_than_token_ids_are_given():
+    model = vit()
+    with pytest.raises(InputError, match=r"inputs must be given .* such as inputs=\{'pixel_values': \.\.\.\}"):
+        residua.convert(model, "hc")
+    with pytest.raises(InputError, match=r"inputs.* arguments of the model by their names, got "):
+        residua.convert(model, "hc", inputs=IMAGE)
+    with pytest.raises(InputError, match="could not run it on a small input"):
+        residua.convert(model, "hc", inputs={"images": IMAGE})
+    text = model_of(GPT2Config, n_inner=24)
+    ids = torch.arange(12)[None]
+    before = text(ids).logits
+    assert torch.equal(residua.convert(text, "residual", inputs={"input_ids": ids})(ids).logits, before)
+
+
+def test_a_probe_leaves_the_model_and_all_random_states_as_they_were():
+    """No value of a parameter is written, no hook of transformers stays, and numbers are drawn from no global state."""
+    model = vit(hidden_dropout_prob=0.5).train()
+    versions = {name: x._version for name, x in (*model.named_parameters(), *model.named_buffers())}
+    hooks = {name: len(module._forward_hooks) for name, module in model.named_modules()}
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    residua.unconvert(residua.convert(model, "residual", inputs=PIXELS), inputs=PIXELS)
+    assert {name: x._version for name, x in (*model.named_parameters(), *model.named_buffers())} == versions
+    assert {name: len(module._forward_hooks) for name, module in model.named_modules()} == hooks
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()
+    assert random.getstate() == states[2]
+    assert model.training

@@ -70,10 +70,10 @@ def converted(connection, dtype=torch.float64, **options):
     return lively(llama(dtype, **options), connection)
 
 
-def lively(model, connection):
+def lively(model, connection, inputs=None):
     """Convert a model, or a part of one, to connections that are not at their start."""
     torch.manual_seed(1)
-    residua.convert(model, connection, start="fresh")
+    residua.convert(model, connection, start="fresh", inputs=inputs)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".stream." in name:

@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import residua  # noqa: E402
-from residua.conversion.convert_model import find_anatomy, small_inputs  # noqa: E402
+from residua.conversion.convert_model import find_anatomy  # noqa: E402
 from residua.errors import InputError  # noqa: E402
 from support.families import FAMILIES, halves, other_families, tiny  # noqa: E402
+from support.small_inputs import inputs_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
 
@@ -27,7 +28,7 @@ def row(family: str) -> str:
     except Exception as error:  # configurations and models raise many kinds
         return _line(family, "not tried", "-", _short(str(error)))
     try:
-        anatomy = find_anatomy(model, residua.Residual(), small_inputs(model)).anatomy
+        anatomy = find_anatomy(model, residua.Residual(), inputs_of(model)).anatomy
     except InputError as error:
         return _line(family, "refused", "-", _short(str(error).partition(": ")[2]))
     kinds = [
@@ -39,7 +40,7 @@ def row(family: str) -> str:
 def _in_bfloat16(family: str) -> str:
     model = tiny(family).bfloat16()
     try:
-        inputs = small_inputs(model)
+        inputs = inputs_of(model)
     except InputError:
         return "does not run"
     try:

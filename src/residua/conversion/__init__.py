@@ -18,7 +18,11 @@ else:
 
 
 def convert(
-    model: Model, connection: str | Mapping[str, Any] | Scheme, *, start: Literal["preserve", "fresh"] = "preserve"
+    model: Model,
+    connection: str | Mapping[str, Any] | Scheme,
+    *,
+    start: Literal["preserve", "fresh"] = "preserve",
+    inputs: Mapping[str, Any] | None = None,
 ) -> Model:
     """Rebuild the layers of a transformers model over another residual connection, in place; return the model.
 
@@ -30,6 +34,8 @@ def convert(
         connection: a preset's name, a mapping with options or a `Scheme`, as everywhere in residua.
         start: "preserve": the converted model computes what it computed before (`Scheme.preserving`) and can learn
             from there; "fresh": the connections start as in a new model.
+        inputs: arguments of the model's forward pass, a small batch on which it is watched; needed by a model that
+            reads anything but token ids, such as `inputs={"pixel_values": images}`.
 
     Raises:
         InputError: the model cannot be converted, or the scheme has no start that preserves it. The message has the
@@ -38,11 +44,13 @@ def convert(
     import residua.conversion.saving  # noqa: F401  from now on the Auto classes open what is saved
     from residua.conversion import convert_model
 
-    return cast("Model", convert_model.convert(model, connection, start=start))
+    return cast("Model", convert_model.convert(model, connection, start=start, inputs=inputs))
 
 
-def unconvert(model: Model, *, lossy: bool = False) -> Model:
+def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | None = None) -> Model:
     """Give a converted model its plain residual back, in place, and return it.
+
+    inputs: as of `convert`; not needed with `lossy=True`, which compares nothing.
 
     Raises:
         InputError: it was not converted, or its connections have learnt, so that it would compute something else. The
@@ -50,7 +58,7 @@ def unconvert(model: Model, *, lossy: bool = False) -> Model:
     """
     from residua.conversion import convert_model
 
-    return cast("Model", convert_model.unconvert(model, lossy=lossy))
+    return cast("Model", convert_model.unconvert(model, lossy=lossy, inputs=inputs))
 
 
 def save_connection(model: "PreTrainedModel", folder: str | Path) -> None:
@@ -64,11 +72,11 @@ def save_connection(model: "PreTrainedModel", folder: str | Path) -> None:
     saving.save_connection(model, folder)
 
 
-def load_connection(model: Model, folder: str | Path) -> Model:
+def load_connection(model: Model, folder: str | Path, *, inputs: Mapping[str, Any] | None = None) -> Model:
     """Give a model the connections in a folder that `save_connection` wrote, in place, and return it.
 
     model: the plain model that they were trained with, or one that was converted to the same connection. Nothing in the
-    folder is executed.
+    folder is executed. inputs: as of `convert`.
 
     Raises:
         InputError: the folder has no connections, or they belong to a model with other layers, another scheme or other
@@ -76,7 +84,7 @@ def load_connection(model: Model, folder: str | Path) -> Model:
     """
     from residua.conversion import saving
 
-    return cast("Model", saving.load_connection(model, folder))
+    return cast("Model", saving.load_connection(model, folder, inputs=inputs))
 
 
 def load(folder: str | Path, **options: Any) -> "PreTrainedModel":

@@ -5,7 +5,7 @@ which modules read it and when something is added to it. Nothing about a family 
 anything else with its residual is refused, and so is a model whose output changes in a single bit.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.conversion.flow import INPUTS, Flow, UnknownUse, is_number, reads
-from residua.conversion.probe import outputs
+from residua.conversion.probe import Situation
 from residua.errors import InputError, extra, first_line
 
 with extra("lab"):
@@ -117,8 +117,8 @@ def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return found[0]
 
 
-def observe(model: PreTrainedModel, stack: nn.ModuleList, inputs: Mapping[str, Any]) -> tuple[Anatomy, list[Tensor]]:
-    """Return the anatomy of every layer of `stack`, and what the model returns if its layers change nothing.
+def observe(model: PreTrainedModel, stack: nn.ModuleList, run: Situation) -> tuple[Anatomy, list[Tensor]]:
+    """Return the anatomy of every layer of `stack`, and what `run` returns if its layers change nothing.
 
     A module that gets the residual reads it. Where a layer does not fit so, the modules in it that read and have parts
     of their own are opened: their parts read, as in blocks that add inside.
@@ -134,7 +134,7 @@ def observe(model: PreTrainedModel, stack: nn.ModuleList, inputs: Mapping[str, A
     while True:
         watch = Watch(model, stack, opened)
         try:
-            return watch.run(inputs)
+            return watch.run(run)
         except InputError:
             closed = watch.compound() - opened
             if not closed:
@@ -153,11 +153,11 @@ class Watch:
         self.casts: dict[int, set[str]] = {}
         self.incoming: dict[int, Tensor] = {}
 
-    def run(self, inputs: Mapping[str, Any]) -> tuple[Anatomy, list[Tensor]]:
+    def run(self, run: Situation) -> tuple[Anatomy, list[Tensor]]:
         name = type(self.model).__name__
         try:
             with self._hooks():
-                unchanged = outputs(self.model, inputs)
+                unchanged = run()
         except UnknownUse as error:
             where = self._place(list(self.events)[-1]) if self.events else "a layer"
             raise InputError(f"{name}: {where} {first_line(error)}") from error

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from residua.conversion.probe import (
     same_bits,
     same_numbers,
     situations,
-    unhooked,
+    uneven,
 )
 from residua.errors import InputError, extra, first_line, require
 from residua.models.evaluating import evaluating
@@ -53,6 +53,7 @@ def convert(
     connection: str | Mapping[str, Any] | Scheme,
     *,
     start: Literal["preserve", "fresh"] = "preserve",
+    inputs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """`residua.convert`, which documents it."""
     require(start in ("preserve", "fresh"), "start", "'preserve' or 'fresh'", start)
@@ -65,7 +66,7 @@ def convert(
             scheme = scheme.preserving()
         except ValueError as error:
             raise InputError(f"{first_line(error)}; start='fresh' converts the model all the same") from error
-    inputs = small_inputs(model)
+    inputs = small_inputs(model, inputs)
     with evaluating(model):
         conversion = find_anatomy(model, scheme, inputs)
         before = outputs(model, inputs)
@@ -91,10 +92,11 @@ def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, An
         InputError: it cannot be converted.
     """
     path, stack = stack_of(model)
-    with evaluating(model), unhooked(model), uneven(model):
-        ways = situations(model, inputs)
+    changed = uneven(model)
+    with evaluating(model):
+        ways = situations(model, inputs, changed)
         before = _outputs_of(model, ways)
-        anatomy, unchanged = observe(model, stack, inputs)
+        anatomy, unchanged = observe(model, stack, partial(outputs, model, inputs, changed))
         name = type(model).__name__
         if same_bits(before[next(iter(ways))], unchanged):
             raise InputError(f"{name}: expected layers that matter, got the same outputs without them")
@@ -113,33 +115,32 @@ def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, An
 
 
 def _outputs_of(model: PreTrainedModel, ways: Mapping[str, Situation]) -> dict[str, list[Tensor]]:
-    """Return the outputs in every situation in which the model runs and says the same twice; the first must be one."""
-    name, found = type(model).__name__, {}
-    for way, run in ways.items():
-        try:
-            once, again = run(), run()
-        except Exception:  # a model without a cache, without padding, or that needs labels in training
-            continue
-        if same_bits(once, again):
-            found[way] = once
+    """Return the outputs in every situation in which the model runs; the first must be one, and say the same twice."""
+    name, results = type(model).__name__, {}
     first = next(iter(ways))
-    if first not in found:
+    for way, run in ways.items():
+        with suppress(Exception):  # a model without a cache, or without padding
+            results[way] = run()
+    if first not in results or not same_bits(results[first], ways[first]()):
         raise InputError(f"{name}: expected equal outputs for equal inputs, got different ones")
-    if not any(x.isfinite().any() for x in found[first]):
+    if not any(x.isfinite().any() for x in results[first]):
         raise InputError(f"{name}: expected numbers for a small input, got none that is finite")
-    return found
+    return results
 
 
-def unconvert(model: PreTrainedModel, *, lossy: bool = False) -> PreTrainedModel:
+def unconvert(
+    model: PreTrainedModel, *, lossy: bool = False, inputs: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
     """`residua.unconvert`, which documents it."""
     conversion = conversion_of(model)
+    inputs = None if lossy else probe(model, inputs)
     with evaluating(model):
-        inputs = probe(model)
-        before = outputs(model, inputs)
+        before = [] if inputs is None else outputs(model, inputs)
         streams = streams_of(model, conversion)
         restore(model, conversion.stack)
-        change, bound = _change(before, outputs(model, inputs)), _bound(model, before)
-        if change > bound and not lossy:
+        after = [] if inputs is None else outputs(model, inputs)
+        change, bound = _change(before, after), _bound(model, before)
+        if change > bound:
             attach_streams(model, conversion, streams)
             raise InputError(
                 f"{type(model).__name__}: without its connections its outputs would change by {change:.1e} of the "
@@ -259,8 +260,11 @@ def attach_streams(model: nn.Module, conversion: Conversion, streams: Sequence[L
                     child.residua_is_norm = sublayer.normed
 
 
-def small_inputs(model: Any) -> dict[str, Any]:
-    """Return small inputs that a model runs on. Raises InputError for one whose kind cannot be converted."""
+def small_inputs(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return small inputs that a model runs on, those given if they are. Raises InputError for one whose kind cannot be
+    converted.
+    """
+    require(isinstance(inputs, Mapping | None), "inputs", "arguments of the model by their names", inputs)
     if not isinstance(model, PreTrainedModel):
         raise InputError(f"model: expected a model of transformers, got {type(model).__name__}")
     name = type(model).__name__
@@ -290,7 +294,7 @@ def small_inputs(model: Any) -> dict[str, Any]:
                     f"{name}: expected every layer to run, got {option} in {type(where).__name__}; set it to 0 first"
                 )
     stack_of(model)  # says more than why a model does not run
-    return probe(model)
+    return probe(model, inputs)
 
 
 def _run(model: PreTrainedModel, run: Situation) -> list[Tensor]:
@@ -300,26 +304,6 @@ def _run(model: PreTrainedModel, run: Situation) -> list[Tensor]:
         raise InputError(f"{type(model).__name__}: a layer {first_line(error)}") from error
     except Exception as error:  # a keyword for the layers that the model hands to something else, and the like
         raise InputError(f"{type(model).__name__}: a layer cannot run rebuilt: {first_line(error)}") from error
-
-
-@contextmanager
-def uneven(model: nn.Module) -> Iterator[None]:
-    """Give parameters that are constant some noise, and their values back: equal norms, or outputs of zero, would hide
-    that a layer was rebuilt wrongly."""
-    constant: dict[nn.Parameter, float] = {}
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            values = parameter.detach().flatten()
-            if parameter.is_floating_point() and len(values) > 1 and bool((values[0] == values).all()):
-                constant[parameter] = float(values[0])
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in constant.items():
-                parameter.fill_(value)
 
 
 def _expect_same_direction(model: PreTrainedModel, conversion: Conversion, inputs: Mapping[str, Any]) -> None:

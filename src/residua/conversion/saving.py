@@ -1,6 +1,7 @@
 """Open converted models, by the Auto classes of transformers, and save and open the connections alone."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -134,7 +135,9 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
 
 
 @torch.inference_mode(False)
-def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
+def load_connection(
+    model: PreTrainedModel, folder: str | Path, *, inputs: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
     """`residua.load_connection`, which documents it."""
     folder = Path(folder)
     if not (folder / DESCRIPTION).is_file() or not (folder / WEIGHTS).is_file():
@@ -143,7 +146,7 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
     tensors, _ = read_tensors(folder / WEIGHTS, "the weights of connections", "save them again")
     saved_beside = tensors.pop(BASE_WEIGHTS, torch.empty(0))
     plain = not any(isinstance(module, ConvertedLayer) for module in model.modules())
-    here = find_anatomy(model, conversion.scheme, small_inputs(model)) if plain else conversion_of(model)
+    here = find_anatomy(model, conversion.scheme, small_inputs(model, inputs)) if plain else conversion_of(model)
     if here != conversion:
         what = "its layers" if here.scheme == conversion.scheme else "its connection"
         raise InputError(
