@@ -24,7 +24,7 @@ from residua.errors import InputError, require
 from residua.lab.training import TrainConfig, make_optimizer
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.records.figures import plain, save
-from residua.records.tables import print_table
+from residua.records.table import print_table
 
 VOCABULARY, SEQUENCES, LENGTH, LAYERS, HEAD_DIM = 256, 8, 64, 2, 32
 PARAMETERISATIONS = {"muP": True, "standard": False}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from residua.commands.base import Arguments, Parser, add_json, print_json
 from residua.errors import extra
-from residua.records.tables import print_table
+from residua.records.table import print_table
 from residua.records.terminal import one_line
 
 if TYPE_CHECKING:

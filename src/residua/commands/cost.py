@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from residua.commands.base import Arguments, Parser, SubCommand, add_json, print_json, whole
 from residua.errors import InputError
-from residua.records.tables import print_table
+from residua.records.table import print_table
 from residua.records.terminal import one_line
 
 if TYPE_CHECKING:

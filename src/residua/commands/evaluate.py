@@ -4,7 +4,7 @@ from pathlib import Path
 
 from residua.commands.base import Arguments, Parser, add_checkpoint, add_data, add_json, opens_model, print_json, whole
 from residua.errors import InputError
-from residua.records.tables import print_table
+from residua.records.table import print_table
 
 HELP = "validation loss, perplexity and bits per byte of a run, or its scores on tasks"
 EXAMPLES = """\

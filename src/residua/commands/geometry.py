@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from residua.commands.base import Arguments, Parser, SubCommand, add_json, print_json, whole
 from residua.errors import extra
-from residua.records.tables import print_table
+from residua.records.table import print_table
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
 """The command `residua prepare`."""
 
 from residua.commands.base import Arguments, Parser, add_json, number, print_json, whole
-from residua.records.tables import cell, print_table
+from residua.records.table import cell, print_table
 
 HELP = "turn text into tokens on disk"
 EXAMPLES = """\

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 from residua.commands.base import Arguments, Parser, add_json, print_json
 from residua.errors import InputError, first_line
-from residua.records.tables import print_table
+from residua.records.table import print_table
 
 if TYPE_CHECKING:
     from residua.connections import Scheme

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from residua.commands.base import Arguments, Parser, add_json, print_json, whole
 from residua.errors import InputError, extra
-from residua.records.tables import print_table
+from residua.records.table import print_table
 
 HELP = "tune keys of a training configuration over grids, seeds and neighbours"
 EXAMPLES = """\

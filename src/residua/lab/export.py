@@ -19,7 +19,7 @@ from residua.records.durable import unfinished
 from residua.records.folder import new_folder
 from residua.records.jsonlines import read_metrics
 from residua.records.reading import read_json, write_yaml
-from residua.records.tables import cell
+from residua.records.table import cell
 from residua.records.terminal import printable
 
 with extra("lab"):

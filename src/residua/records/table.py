@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from residua.records.statistics import Estimate
+from residua.records.terminal import one_line
 
 Run = TypeVar("Run")
 
@@ -43,3 +44,21 @@ class Table(NamedTuple):
         rule = [*["---"] * (len(self.header) - numbers), *["---:"] * numbers]
         lines = ([cell.replace("|", "\\|") for cell in cells] for cells in (self.header, rule, *self.rows))
         return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def cell(value: object) -> str:
+    """Return a value as a table shows it: whole numbers with separators."""
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns, numbers right-aligned. Nothing is cut or wrapped, so a pipe gets all of it."""
+    columns = [[name, "-" * len(name), *map(one_line, cells)] for name, cells in zip(map(one_line, header), zip(*rows))]
+    aligned = []
+    for column in columns:
+        width = max(map(len, column))
+        column[1] = "-" * width
+        number = all(cell[0] in "0123456789+-–—±" or cell == "baseline" for cell in column[2:] if cell)
+        aligned.append([cell.rjust(width) if number else cell.ljust(width) for cell in column])
+    for line in zip(*aligned):
+        print("  ".join(line).rstrip())
