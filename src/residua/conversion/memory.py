@@ -75,55 +75,54 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     for module in (trunk, stack[0]):
         expect_gradients(module)
     parts = [part for stream in layer_streams(stack) for part in stream.parts]
-    looking = [part for part in parts if window_of(part)]
-    if not looking and all(getattr(part, "causal", True) for part in parts):
+    windowed = [part for part in parts if window_of(part)]
+    if not windowed and all(getattr(part, "causal", True) for part in parts):
         return None
-    names = list(inspect.signature(trunk.forward).parameters)
+    names = inspect.signature(trunk.forward).parameters
     given = {**dict(zip(names, args)), **kwargs}
-    config: Any = trunk.config
     tokens: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-    if tokens is None and not looking:  # an image
+    if tokens is None and not windowed:  # an image
         return None
+    config: Any = trunk.config
     expect_no_pages(given)
-    cache, _ = cache_of(given)
-    mask = given.get("attention_mask")
     if given.get("output_hidden_states") or getattr(config, "output_hidden_states", False):
         raise ValueError(NO_HIDDEN_STATES)
-    use_cache = given.get("use_cache")
-    cached = not trunk.training and (cache is not None or bool(use_cache))
-    positions = given.get("position_ids")
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    cached = not trunk.training and (cache_of(given)[0] is not None or bool(given.get("use_cache")))
     documents = documents_of(tokens, mask, _of_text(positions), given, cached=cached)
     expect_told_apart(parts, mask, documents)
     if documents is not None and mask is None and "position_ids" in names:
-        told = _separating(positions, documents, config)
-        place = names.index("position_ids")
-        if place < len(args):
-            args = (*args[:place], told, *args[place + 1 :])
-        else:
-            kwargs = {**kwargs, "position_ids": told}
-    use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
-    if trunk.training:  # a cache would only be filled and dropped, and a recomputed layer would fill it twice
+        given["position_ids"] = _separating(positions, documents, config)
+    cache = _cache(trunk, given, whole=trunk.training or documents is not None)
+    padding = padding_of(tokens, mask, cache, documents)
+    layers = max(len(stack), config.get_text_config().num_hidden_layers)
+    layer = 0 if cache is None else _room(cache, len(windowed), layers)
+    numbers = iter(range(len(windowed)))
+    slots = [CacheSlot(layer, next(numbers)) if window_of(part) else None for part in parts]
+    return (), {**given, MEMORY: [memory_at(slot, cache, padding, documents) for slot in slots]}
+
+
+def _cache(trunk: nn.Module, given: dict[str, Any], *, whole: bool) -> Any:
+    """Return the cache of a call, None for none; the call gets a new one where the trunk would make one.
+
+    whole: the sequences come whole, and nothing is kept; a recomputed layer would fill a cache twice.
+    """
+    names = inspect.signature(trunk.forward).parameters
+    config: Any = trunk.config
+    cache: Any = cache_of(given)[0]
+    if whole:
         if cache is not None and _filled(cache):
             raise ValueError("cache: training needs whole sequences, got a filled cache")
-        cache = None
-    if trunk.training or documents is not None:
-        use_cache = False
         if "use_cache" in names:
-            kwargs = {**kwargs, "use_cache": False}
-    elif use_cache and cache is None:
+            given["use_cache"] = False
+        return None
+    use_cache = given.get("use_cache")
+    if cache is None and (getattr(config, "use_cache", False) if use_cache is None else use_cache):
         cache = DynamicCache(config=config)
         if getattr(config, "is_encoder_decoder", False):
             cache = EncoderDecoderCache(cache, DynamicCache(config=config))
-        kwargs = {**kwargs, next((name for name in CACHE_NAMES if name in names), CACHE): cache}
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    padding = padding_of(tokens, mask, cache, documents)
-    layers = max(len(stack), config.get_text_config().num_hidden_layers)
-    where = 0 if cache is None else _room(cache, len(looking), layers)
-    numbers = iter(range(len(looking)))
-    slots = [CacheSlot(where, next(numbers)) if window_of(part) else None for part in parts]
-    memories = [memory_at(slot, cache, padding, documents) for slot in slots]
-    return args, {**kwargs, MEMORY: memories}
+        given[next((name for name in CACHE_NAMES if name in names), CACHE)] = cache
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def _of_text(positions: Any) -> Any:
