@@ -22,7 +22,7 @@ from residua.lab.geometry.tasks import TASKS, task
 from residua.records.provenance import circumstances
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "src" / "residua" / "explorer" / "results.json"
+RESULTS = HERE.parent / "src" / "residua" / "lab" / "explorer" / "results.json"
 REFERENCES = HERE / "geometry" / "references.jsonl"
 
 RESEARCH_PAGE = "https://github.com/arash-shahmansoori/edelta/blob/783e727/docs/RESEARCH.md"

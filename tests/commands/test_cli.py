@@ -304,7 +304,7 @@ def each_without(*commands):
 def extras():
     """The modules of each extra of pyproject.toml and of the extras that it includes."""
     tomllib = pytest.importorskip("tomllib", reason="Python reads TOML from 3.11 on")
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     listed = tomllib.loads(text)["project"]["optional-dependencies"]
 
     def modules(name):

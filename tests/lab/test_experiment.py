@@ -425,7 +425,7 @@ def test_a_small_model_trains_on_one_thread_unless_asked_otherwise(
 
     seen = []
     monkeypatch.setattr(residua.lab.experiment, "train", trained)
-    monkeypatch.setattr(residua.lab.experiment, "build_model", lambda *arguments: tiny)
+    monkeypatch.setattr(residua.lab.experiment, "build_model", lambda *arguments, **settings: tiny)
     tiny = build_model(config, PreparedData.open(config.data.path))
     if environment is None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

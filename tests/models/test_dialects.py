@@ -358,7 +358,7 @@ def test_parameters_go_there_and_back(model_type):
 
 
 def test_the_page_lists_the_models_with_their_schemes():
-    page = (Path(__file__).parents[1] / "docs" / "schemes.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "schemes.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| [^|]* \| `(\w+)` \| `([\w-]+)` \|$", page, flags=re.MULTILINE))
     assert listed.keys() == dialects.DIALECTS.keys() == CASES.keys()
     for model_type, preset in listed.items():

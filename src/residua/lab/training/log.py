@@ -113,7 +113,7 @@ def _event_writer(folder: Path, step: int) -> Any:
     try:
         return SummaryWriter(str(folder), purge_step=step + 1)
     except UnicodeEncodeError:  # it takes names of files in UTF-8 alone
-        say(f"no TensorBoard events are written: {folder} has a name that is not UTF-8 here; set LC_ALL=C.UTF-8")
+        say(f"no TensorBoard events are written: {str(folder)!r} has a name that is not UTF-8 here; set LC_ALL=C.UTF-8")
         return None
 
 
