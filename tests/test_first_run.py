@@ -32,7 +32,7 @@ for connection in ("ddl-tc", "residual"):
     )
 run("evaluate ddl-tc")
 run("generate ddl-tc --prompt Text --max-new-tokens 3")
-run("analyze ddl-tc")
+run("explore ddl-tc --no-page")
 run("explore ddl-tc --out page.html")
 run("compare ddl-tc residual --baseline residual")
 run("export ddl-tc exported --remote-code")
