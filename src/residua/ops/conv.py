@@ -4,8 +4,8 @@ The sequence is the third axis from the end of streams, `(..., seq, streams, dim
 taps: (kernel, streams, dim); tap s multiplies the token s steps back; tokens before the first are zero. Expanding one
 sequence into streams and reading one from streams are each other's adjoint, with time reversed.
 
-documents: (..., seq), integers, where several documents are packed into one sequence: a token reads only the tokens
-that have its number, so that every document is computed as it is alone.
+documents: (..., seq), integers, if several documents are packed into one sequence: a token reads only the tokens with
+its number, so that every document gives the same result as by itself.
 """
 
 import torch
@@ -39,9 +39,9 @@ def causal_read(streams: Tensor, taps: Tensor, mask: Tensor | None = None, docum
     the axes of mask or documents differ. arXiv 2601.00417v2 section 4.2, coefficients c_{i,j,s}.
     """
     expect_shape("taps", taps, (taps.shape[0], *streams.shape[-2:]), "(kernel, streams, dim)")
-    for name, given in (("mask", mask), ("documents", documents)):
-        if given is not None:
-            expect_shape(name, given, streams.shape[:-2], "(..., seq)")
+    for name, numbers in (("mask", mask), ("documents", documents)):
+        if numbers is not None:
+            expect_shape(name, numbers, streams.shape[:-2], "(..., seq)")
     return applied(_CausalRead, streams, taps, mask, documents)
 
 
@@ -143,7 +143,7 @@ def _together(documents: Tensor, steps: int) -> Tensor:
 
 
 def _shifted(x: Tensor, kernel: int, documents: Tensor | None, *, ahead: bool) -> list[Tensor]:
-    """Return x[t - s], or x[t + s] with `ahead`, for each tap s: (..., seq, 1, dim), zero where there is no such token.
+    """Return x[t - s], or x[t + s] with `ahead`, for each tap s: (..., seq, 1, dim), zero beyond the ends.
 
     All have one length, so that a compiler fuses what is done with them into one loop.
     """
@@ -152,9 +152,9 @@ def _shifted(x: Tensor, kernel: int, documents: Tensor | None, *, ahead: bool) -
     shifts = [padded.narrow(-3, s if ahead else kernel - 1 - s, length) for s in range(kernel)]
     if documents is None:
         return shifts
-    read = [(0, s) if ahead else (s, 0) for s in range(min(kernel, length))]  # the ends at which there is no such token
-    keep = [F.pad(_together(documents, s), ends).to(x.dtype)[..., None, None] for s, ends in enumerate(read)]
-    return [shifted * kept for shifted, kept in zip(shifts, keep)] + shifts[length:]
+    pads = [(0, s) if ahead else (s, 0) for s in range(min(kernel, length))]  # zeros beyond the ends
+    keep = [F.pad(_together(documents, s), ends).to(x.dtype)[..., None, None] for s, ends in enumerate(pads)]
+    return [shifted * weight for shifted, weight in zip(shifts, keep)] + shifts[length:]
 
 
 def _expand(x: Tensor, taps: Tensor, documents: Tensor | None, *, ahead: bool) -> Tensor:

@@ -94,12 +94,12 @@ class _DeltaWrite(Function):
     @staticmethod
     def forward(ctx, state, k, v, beta, k_norm, eps, recompute_every):
         written, scale, ratio, wide_beta, error = _written(state, k, v, beta, k_norm, eps)
-        kept = joined(ctx, state, recompute_every, _replay)
+        saved_state = joined(ctx, state, recompute_every, _replay)
         ctx.dtypes = state.dtype, k.dtype, v.dtype, beta.dtype
         ctx.k_norm = k_norm, eps
         # The large tensors are kept in their own dtype: a bfloat16 state costs two bytes a number, not four.
-        again = (v, beta) if recompute_every == 1 else ()  # what a second derivative needs
-        ctx.save_for_backward(kept, k, scale, ratio, wide_beta, error, *again)
+        again = (v, beta) if recompute_every == 1 else ()  # for a second derivative
+        ctx.save_for_backward(saved_state, k, scale, ratio, wide_beta, error, *again)
         return written
 
     @staticmethod
@@ -110,10 +110,10 @@ class _DeltaWrite(Function):
         elif torch.is_grad_enabled():
             # Views, because one input may have been computed from another, and no gradient must pass between them here.
             inputs = [x.view_as(x) for x in (state, raw, *again)]
-            wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad) if needed]
+            leaves = [x for x, need in zip(inputs, ctx.needs_input_grad) if need]
             written = _plain(inputs[0], inputs[1], inputs[2], inputs[3], *ctx.k_norm)
-            found = iter(torch.autograd.grad(written, wanted, grad, create_graph=True))
-            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:4]), None, None, None
+            gradients = iter(torch.autograd.grad(written, leaves, grad, create_graph=True))
+            return *(next(gradients) if need else None for need in ctx.needs_input_grad[:4]), None, None, None
         # State and gradient are widened where they are read: a compiler would keep widened copies of twice the bytes.
         state = recomputed(ctx) if state is None else state
         k = _direction(raw, scale, error.dtype)
@@ -168,7 +168,7 @@ def _step(state: Tensor, wide_state: Tensor, k: Tensor, beta: Tensor, error: Ten
 
 
 def _replay(node) -> Tensor:
-    """Make the state that a write made, once more."""
+    """Replay a write: return the state that it made."""
     state, k, scale, _, beta, error, *_ = opened(node)
     state = recomputed(node) if state is None else state
     return _step(state, state.to(error.dtype), _direction(k, scale, error.dtype), beta, error)

@@ -1,6 +1,6 @@
-"""Attention over depth: a sublayer reads a weighted mean of what earlier sublayers wrote (arXiv 2603.15031).
+"""Attention over depth: a sublayer reads a weighted mean of the outputs of earlier sublayers (arXiv 2603.15031).
 
-The backward pass keeps the sources. What was read from them need not be kept: it is read once more (`ops.recompute`).
+The backward pass keeps the sources and recomputes the reads (`ops.recompute`).
 """
 
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ class _DepthRead(Function):
     def backward(ctx, grad: Tensor, _: Tensor):
         query, logits, scales, *sources = closed(ctx)
         heads, normalise_values = ctx.heads, ctx.normalise_values
-        if torch.is_grad_enabled():  # the gradient is to be differentiated, and what was saved has no history
+        if torch.is_grad_enabled():  # the gradient will be differentiated, and saved tensors have no history
             logits, scales = _logits(query, heads, ctx.eps, sources)
         grad, u, logits, scales = promote(grad, query, logits, scales)
         dim = query.shape[0]

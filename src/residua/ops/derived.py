@@ -1,6 +1,6 @@
-"""Results that nobody keeps for the backward pass: they are computed once more from what is kept anyway.
+"""Results that the backward pass recomputes from tensors that it keeps anyway.
 
-What is computed from a state of several streams, such as its norm, is as large as the state. With `derive` the backward
+A function of a state of several streams, such as its norm, is as large as the state. With `derive` the backward
 pass computes it again, in the same operations, from a state that may be recomputed itself (`ops.recompute`).
 """
 
@@ -17,11 +17,11 @@ from residua.ops.transforms import Function, applied
 
 
 def derive(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return function(*inputs), which neither its readers nor its own backward pass keep.
+    """Return function(*inputs), which is recomputed for the backward pass instead of kept.
 
     The function computes the same from the same inputs each time, draws no random numbers, and takes every tensor that
-    needs a gradient as an argument. Of the inputs, the ones that can be recomputed are not kept either. The gradient
-    has derivatives of its own where no write has to be replayed for it.
+    needs a gradient as an argument. Inputs that can be recomputed are not kept either. The gradient can be
+    differentiated unless a write has to be replayed for it.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # a compiler decides itself what to keep
         return function(*inputs)
@@ -45,15 +45,15 @@ class _Derived(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        twice, needed = torch.is_grad_enabled(), ctx.needs_input_grad[1:]
+        twice, needs = torch.is_grad_enabled(), ctx.needs_input_grad[1:]
         inputs = _inputs(ctx, closed(ctx))
         with torch.enable_grad(), ctx.precision():
             # Views, because one input may have been computed from another, and no gradient must pass between them here.
-            inputs = [x.view_as(x) if twice else x.detach().requires_grad_(need) for x, need in zip(inputs, needed)]
+            inputs = [x.view_as(x) if twice else x.detach().requires_grad_(need) for x, need in zip(inputs, needs)]
             result = ctx.function(*inputs)
-        wanted = [x for x, need in zip(inputs, needed) if need]
-        found = iter(torch.autograd.grad(result, wanted, grad, create_graph=twice))
-        return None, *(next(found) if need else None for need in needed)
+        leaves = [x for x, need in zip(inputs, needs) if need]
+        gradients = iter(torch.autograd.grad(result, leaves, grad, create_graph=twice))
+        return None, *(next(gradients) if need else None for need in needs)
 
 
 def _inputs(node: Any, saved: tuple[Tensor | None, ...]) -> list[Tensor]:
@@ -67,7 +67,7 @@ def _derived_again(node: Any) -> Tensor:
 
 
 def _precision(device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Return what makes a context with the autocast of this moment: a backward pass has its own."""
+    """Return a function that makes a context with the present autocast, which a backward pass does not inherit."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind):  # the meta device has none
         return nullcontext

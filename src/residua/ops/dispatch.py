@@ -16,8 +16,8 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 def choose(implementation: Implementation, state: Tensor, *others: Tensor | None) -> Literal["reference", "triton"]:
     """Return the implementation that runs for these tensors; None among them is ignored.
 
-    "reference" is the plain PyTorch definition. "triton" is the kernel, and an error where it cannot run: raises
-    ModuleNotFoundError without triton, InputError for tensors that are not on a CUDA device. "auto" is "triton" where
+    "reference" is the plain PyTorch definition. "triton" is the kernel, and an error if it cannot run: raises
+    ModuleNotFoundError without triton, InputError for tensors that are not on a CUDA device. "auto" is "triton" if
     triton is installed and the kernels take the tensors: all on a CUDA device, in float32, bfloat16 or float16, with 1
     to 16 value channels or streams in the last axis but one of `state`; otherwise, and inside a transform of
     `torch.func`, it is "reference". Raises ValueError for any other name.
@@ -39,8 +39,8 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
     from residua.ops.kernels.launch import DTYPES, INTERPRETED, MAX_CHANNELS
 
     if implementation == "auto":
-        taken = 1 <= state.shape[-2] <= MAX_CHANNELS and all(x.dtype in DTYPES for x in tensors)
-        return "triton" if taken and not INTERPRETED else "reference"
+        fits = 1 <= state.shape[-2] <= MAX_CHANNELS and all(x.dtype in DTYPES for x in tensors)
+        return "triton" if fits and not INTERPRETED else "reference"
     for x in () if INTERPRETED else tensors:
         if not x.is_cuda:
             raise InputError(

@@ -1,4 +1,4 @@
-"""The delta write with a gate for what is erased apart from what is written: a form of our own."""
+"""The delta write with separate gates for erasing and for writing, our variant."""
 
 from typing import Any
 
@@ -21,16 +21,16 @@ def gated_delta(
     eps: float = 1e-5,
     recompute_every: int = 1,
 ) -> Tensor:
-    """X' = X + w h - e k k^T X, k = h / sqrt(|h|^2 + eps^2): write h, and erase the share e of what X has along it.
+    """X' = X + w h - e k k^T X, k = h / sqrt(|h|^2 + eps^2): write h, and erase the share e of X along it.
 
-    A delta write (arXiv 2601.00417) along the update's own direction, with a gate for what is erased apart from what is
-    written; k is the `rms` form of `unit`. e = 0 and w = 1 add h to every channel, to the last bit; e = 1 replaces what
+    A delta write (arXiv 2601.00417) along the direction of the update, with separate gates for erasing and for
+    writing; k is the `rms` form of `unit`. e = 0 and w = 1 add h to every channel, to the last bit; e = 1 replaces what
     a channel has along h, e = 2 reflects it, e < 0 enlarges it.
     state X: (..., value_channels, dim), y = h: (..., dim); erase e and write w: (..., value_channels, groups), whose
-    leading axes may be 1 or missing, and with 1 in place of value_channels where all share it: each of the `groups`
-    equal groups of features has its own k and gates. For a state (..., dim) they are (..., groups). No w is w = 1, no e
-    is e = 0. Computed in at least float32; returns the shape and dtype of the state. The backward pass keeps X and h as
-    they are, of the states only every `recompute_every`-th as in `delta_write`. Raises ValueError for other shapes.
+    leading axes may be 1 or missing, and with 1 in place of value_channels if all share it: each of the `groups`
+    equal groups of features has its own k and gates. For a state (..., dim) they are (..., groups). Without w, w = 1;
+    without e, e = 0. Computed in at least float32; returns the shape and dtype of the state. The backward pass keeps X
+    and h as they are, and every `recompute_every`-th state as in `delta_write`. Raises ValueError for other shapes.
     """
     single = state.dim() == y.dim()
     *leading, channels, dim = (*state.shape[:-1], 1, state.shape[-1]) if single else state.shape
@@ -48,15 +48,15 @@ def _per_channel(name: str, gate: Tensor, leading: list[int], channels: int, dim
     """Return the gate of a state with `leading` axes as (..., channels or 1, groups)."""
     if gate.dim() and not dim % gate.shape[-1]:
         gate = gate.unsqueeze(-2) if single else gate
-        own = gate.shape[-2:]
-        if len(own) == 2 and own[0] in (1, channels):
-            return expand_leading(name, gate, leading, own, "(..., groups)" if single else "(..., channels, groups)")
+        sizes = gate.shape[-2:]
+        if len(sizes) == 2 and sizes[0] in (1, channels):
+            return expand_leading(name, gate, leading, sizes, "(..., groups)" if single else "(..., channels, groups)")
     axes = "(..., groups)" if single else f"(..., {channels} or 1, groups)"
     raise ValueError(f"{name}: expected {axes} with a number of groups that divides {dim}, got {tuple(gate.shape)}")
 
 
 def inverse_length(y: Tensor, groups: int, *, eps: float = 1e-5) -> Tensor:
-    """1 / sqrt(|h|^2 + eps^2) of each of the equal groups of features: what k is to h in `gated_delta`.
+    """1 / sqrt(|h|^2 + eps^2) of each of the equal groups of features: the factor k / h of `gated_delta`.
 
     y = h: (..., dim). Returns (..., groups) in at least float32.
     """
@@ -79,10 +79,10 @@ class _GatedDelta(Function):
     @staticmethod
     def forward(ctx: Any, state, y, erase, write, eps, recompute_every):
         along, squared = _products(state, y, erase, eps)
-        kept = joined(ctx, state, recompute_every, _replay)
-        # Where nothing is erased, only a replay needs the state.
-        kept = None if erase is None and recompute_every == 1 else kept
-        ctx.save_for_backward(kept, y, erase, write, along, squared)
+        saved_state = joined(ctx, state, recompute_every, _replay)
+        # If nothing is erased, only a replay needs the state.
+        saved_state = None if erase is None and recompute_every == 1 else saved_state
+        ctx.save_for_backward(saved_state, y, erase, write, along, squared)
         ctx.eps = eps
         return _step(state, y, erase, write, along, squared)
 
@@ -125,16 +125,16 @@ class _GatedDelta(Function):
 
 def _wide_parts(state: Tensor, y: Tensor, *gates: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return X as (..., channels, groups, dim / groups) and h as (..., 1, groups, dim / groups), at least float32."""
-    given = [gate for gate in gates if gate is not None]
-    groups = given[0].shape[-1] if given else 1
-    x, h, *_ = promote(state, y, *given)
+    present = [gate for gate in gates if gate is not None]
+    groups = present[0].shape[-1] if present else 1
+    x, h, *_ = promote(state, y, *present)
     # Not unflatten, which torch cannot batch over gradients.
     shape = (*y.shape[:-1], -1, groups, y.shape[-1] // groups)
     return x.reshape(shape), h.reshape(shape)
 
 
 def _products(state: Tensor, y: Tensor, erase: Tensor | None, eps: float) -> tuple[Tensor | None, Tensor | None]:
-    """Return s = <h, x> and q = |h|^2 + eps^2 of each channel and group; None where nothing is erased."""
+    """Return s = <h, x> and q = |h|^2 + eps^2 of each channel and group; None if nothing is erased."""
     if erase is None:
         return None, None
     x, h = _wide_parts(state, y, erase)
@@ -151,7 +151,7 @@ def _step(state, y, erase, write, along, squared) -> Tensor:
 
 
 def _replay(node: Any) -> Tensor:
-    """Make the state that a write made, once more."""
+    """Replay a write: return the state that it made."""
     state, *others = opened(node)
     return _step(recomputed(node) if state is None else state, *others)
 
@@ -162,6 +162,6 @@ def _of(x: Tensor, channel: int) -> Tensor:
 
 
 def _like(gate: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of a gate that the channels share, or that each has for itself."""
+    """Return the gradient of a gate, summed over the channels if they share it."""
     shared = gate.shape[-2] < grad.shape[-2]
     return (grad.sum(-2, keepdim=True) if shared else grad).to(gate.dtype)

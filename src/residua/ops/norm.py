@@ -15,9 +15,9 @@ from residua.ops.transforms import Function, applied, transformed
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, *, recompute: bool = False) -> Tensor:
     """Return w x / sqrt(mean(x^2) + eps) over the last axis (arXiv 1910.07467).
 
-    x: (..., dim), weight: (dim,) or None for 1; gains keep their precision where x is narrower. Computed in at least
-    float32; returns the shape and dtype of `x`. With `recompute` nobody keeps the result for the backward pass, nor
-    x where it can be recomputed, which is done for an x that nobody keeps in any case; every bit is the same.
+    x: (..., dim), weight: (dim,) or None for 1; gains keep their precision if x is narrower. Computed in at least
+    float32; returns the shape and dtype of `x`. With `recompute` the backward pass recomputes the result instead of
+    keeping it, and x too if possible. An x that is not kept is recomputed in any case. Every bit is the same.
     """
     compiling = torch.compiler.is_compiling()
     if (recompute or not is_kept(x)) and torch.is_grad_enabled() and not compiling and not transformed():
@@ -95,11 +95,11 @@ class _LayerNorm(Function):
         x, weight, bias, mean, scale = closed(ctx)
         x = read_again(ctx) if x is None else x
         wide_x, shape, wide_weight, wide_bias = _layer_norm_arguments(x, weight, bias)
-        found = torch.ops.aten.native_layer_norm_backward(
+        grads = torch.ops.aten.native_layer_norm_backward(
             grad, wide_x, shape, mean, scale, wide_weight, wide_bias, list(ctx.needs_input_grad[:3])
         )
-        wanted = zip(found, (x, weight, bias), ctx.needs_input_grad)
-        return *(g.to(like.dtype) if needed else None for g, like, needed in wanted), None
+        triples = zip(grads, (x, weight, bias), ctx.needs_input_grad)
+        return *(g.to(like.dtype) if needs_grad else None for g, like, needs_grad in triples), None
 
 
 def _layer_norm_arguments(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, list[int], Tensor, Tensor]:

@@ -63,8 +63,8 @@ def _updated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
         # One product with a matrix this small is faster than two with its factors.
         return hyper_mix(x, _matrix(left, right))
     wide, left, right = promote(x, left, right)
-    own = left.shape[-2:]
-    left, right = (expand_leading("coefficients", part, x.shape[:-2], own, "(..., n, r)") for part in (left, right))
+    sizes = left.shape[-2:]
+    left, right = (expand_leading("coefficients", part, x.shape[:-2], sizes, "(..., n, r)") for part in (left, right))
     with without_autocast(x.device):
         return (wide + left @ (right.mT @ wide)).to(x.dtype)
 

@@ -47,7 +47,7 @@ def under_autocast(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Compute matrix products in the dtype of their arguments, even where autocast is on."""
+    """Compute matrix products in the dtype of their arguments, even if autocast is on."""
     return torch.autocast(device.type, enabled=False) if under_autocast(device) else nullcontext()
 
 
@@ -58,7 +58,7 @@ def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     """Return `x @ weight.T + bias` with inputs AND weights in at least float32, also inside autocast.
 
     x: (..., in_features); weight: (out_features, in_features); bias: (out_features,) or None.
-    Returns (..., out_features) in float32, or float64 where x or weight is float64.
+    Returns (..., out_features) in float32, or float64 if x or weight is float64.
     """
     if torch.compiler.is_compiling() and weight.shape[0] <= FEW and torch.is_grad_enabled():
         # A compiler fuses sums into the loops around them; for a product it would write a widened copy of x. (For the
@@ -73,7 +73,7 @@ def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ weight.T + bias` in the dtype of autocast, or of x: PyTorch's, which recomputes x where it can.
+    """Return `x @ weight.T + bias` in the dtype of autocast, or of x: PyTorch's map, which recomputes x if it can.
 
     x: (..., in_features); weight: (out_features, in_features); bias: (out_features,) or None. Returns
     (..., out_features).

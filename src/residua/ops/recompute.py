@@ -6,7 +6,7 @@ the same bits. Autograd's graph is the record of what to replay: the input of a 
 it, whose node holds the direction and the step.
 
 The first tensor that the node of a write saves is the state before it, or None; `joined` gives the node its attributes.
-What is cheaply computed from a state, such as its norm, can be a link of the chain too: `derived`.
+A cheap function of a state, such as its norm, can be a link of the chain too: `derived`.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,11 @@ def joined(
     *,
     through: tuple[str, ...] = PASSES_THROUGH,
 ) -> Tensor | None:
-    """Return what the write of `ctx` must save of the state before it: None if that state can be recomputed.
+    """Return the state before the write of `ctx`, which the write must save; None if it can be recomputed.
 
     through: the nodes that may stand between this write and the one before it. Sets on the node: `shape`, of the state;
     `age`, the writes since a kept state, this one included; `replay`, the function from the node to the state it wrote,
-    or None where the next write keeps that state; `recomputed`, the state it wrote, after it was recomputed; `opened`,
+    or None if the next write keeps that state; `recomputed`, the state it wrote, after it was recomputed; `opened`,
     its saved tensors, after they were read. One state in `every` is kept.
     """
     before = _maker(state, through) if every > 1 else None
@@ -51,7 +51,7 @@ def link(ctx: Any, age: int, replay: Callable[[Any], Tensor] | None) -> None:
 
 
 def kept(ctx: Any, x: Tensor) -> Tensor | None:
-    """Return what a reader must save of its first input x, a state or a view of one: None if it can be recomputed."""
+    """Return the first input x of a reader, a state or a view of it, to save; None if it can be recomputed."""
     if is_kept(x):
         return x
     ctx.shape = x.shape
@@ -64,7 +64,7 @@ def is_kept(x: Tensor) -> bool:
 
 
 def derived(ctx: Any, x: Tensor, replay: Callable[[Any], Tensor]) -> Tensor | None:
-    """Return what the function of `ctx` must save of its first input x, so that nobody need keep its result.
+    """Return the first input x of the function of `ctx`, to save, or None as in `kept`; its result need not be kept.
 
     `replay` computes the result from the node once more; x itself may be recomputed too. Sets the attributes that
     `joined` sets.
@@ -74,7 +74,7 @@ def derived(ctx: Any, x: Tensor, replay: Callable[[Any], Tensor]) -> Tensor | No
 
 
 def age(x: Tensor) -> int:
-    """Return how many writes must be replayed to recompute x, a state or what is derived from one."""
+    """Return how many writes must be replayed to recompute x, a state or a function of it."""
     maker = _maker(x, VIEWS)
     return 0 if maker is None else maker.age
 
@@ -102,7 +102,7 @@ def recomputed(ctx: Any) -> Tensor:
 def read_again(ctx: Any) -> Tensor:
     """Return the first input of a reader for which `kept` returned None, as `recomputed` does.
 
-    The gradient can be differentiated too where that input is `derived` from a tensor that was kept.
+    The gradient can be differentiated too if that input is `derived` from a tensor that was kept.
     """
     return again(ctx.next_functions[0], ctx.shape)
 

@@ -11,16 +11,16 @@ def expect_shape(name: str, x: Tensor, expected: Sequence[int], meaning: str) ->
         raise ValueError(f"{name}: expected {meaning} = {tuple(expected)}, got {tuple(x.shape)}")
 
 
-def expand_leading(name: str, x: Tensor, leading: Sequence[int], own: Sequence[int], meaning: str) -> Tensor:
-    """Expand x to a view of shape (*leading, *own).
+def expand_leading(name: str, x: Tensor, leading: Sequence[int], trailing: Sequence[int], meaning: str) -> Tensor:
+    """Expand x to a view of shape (*leading, *trailing).
 
-    Leading axes of x may be missing or of size 1, its own axes must match. Raises ValueError for other shapes;
+    Leading axes of x may be missing or of size 1, its trailing axes must match. Raises ValueError for other shapes;
     `meaning` names the axes, such as "(..., n)".
     """
-    expected = (*leading, *own)
+    expected = (*leading, *trailing)
     shape = (1,) * (len(expected) - x.dim()) + tuple(x.shape)
-    fits = len(shape) == len(expected) and shape[len(leading) :] == tuple(own)
-    if not fits or any(size not in (1, wanted) for size, wanted in zip(shape, leading)):
+    fits = len(shape) == len(expected) and shape[len(leading) :] == tuple(trailing)
+    if not fits or any(size not in (1, target) for size, target in zip(shape, leading)):
         raise ValueError(
             f"{name}: expected {meaning} = {expected}, where a leading axis may be 1 or missing, got {tuple(x.shape)}"
         )

@@ -75,7 +75,7 @@ def guarded_sinkhorn(logits: Tensor, iterations: int = 20, *, eps: float = 1e-6)
     The form of DeepSeek-V4 and GLM-5.3 (`deepseek_v4` and `glm5_next` in transformers). The softmax is the first
     division by row sums, so with eps = 0 it is `sinkhorn`; with eps the columns sum to s / (s + eps) at the end, 1e-6
     below 1. The models mix with its transpose, X'[o] = sum_i C[i, o] X[i]. logits: (..., n, n); returns the same shape
-    and dtype, computed in at least float32. The backward pass keeps the logits alone and recomputes the iterations.
+    and dtype, computed in at least float32. The backward pass keeps only the logits and recomputes the iterations.
     """
     expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
     if iterations < 1:
@@ -130,12 +130,12 @@ def kronecker_mixture(weights: Tensor) -> Tensor:
     if weights.shape[-1] < 1:
         raise ValueError(f"weights: expected (..., K) with K of at least 1, got {tuple(weights.shape)}")
     # Entry (i, j) is the product over k of p_k where i and j agree in bit k, else of 1 - p_k.
-    found = weights.new_ones(*weights.shape[:-1], 1, 1)
+    matrix = weights.new_ones(*weights.shape[:-1], 1, 1)
     for p in weights.unbind(-1):
         factor = torch.stack([p, 1 - p, 1 - p, p], -1).unflatten(-1, (2, 2))
-        product = found[..., :, None, :, None] * factor[..., None, :, None, :]
-        found = product.flatten(-2).flatten(-3, -2)
-    return found
+        product = matrix[..., :, None, :, None] * factor[..., None, :, None, :]
+        matrix = product.flatten(-2).flatten(-3, -2)
+    return matrix
 
 
 def permutations(n: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:

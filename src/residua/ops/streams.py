@@ -31,7 +31,7 @@ def _read(streams: Tensor, weights: Tensor) -> Tensor:
     x = wide_streams[..., 0, :] * wide_weights[0]
     for j in range(1, weights.shape[0]):
         # One stream at a time: a sum over streams would write all its products to memory first. Not with `unbind`: a
-        # compiler keeps its results beside the streams, whose memory they share, and inductor (torch 2.13) may
+        # compiler keeps its results next to the streams, whose memory they share, and inductor (torch 2.13) may
         # overwrite the streams before the backward pass reads those results.
         x.addcmul_(wide_streams[..., j, :], wide_weights[j])
     return x.to(streams.dtype)
@@ -133,7 +133,7 @@ def hyper_write(
     shapes. arXiv 2409.19606, 2512.24880.
 
     `recompute_every` is as in `delta_write`: of the states along a chain of writes only every m-th is kept for the
-    backward pass; y is not kept where it can be recomputed. The Triton kernel keeps every state. `implementation`: see
+    backward pass; y is not kept if it can be recomputed. The Triton kernel keeps every state. `implementation`: see
     `ops.dispatch.choose`.
     """
     *leading, n, d = streams.shape

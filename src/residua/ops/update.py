@@ -78,7 +78,7 @@ class _ScaledSum(Function):
 
 
 def orthogonal_update(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """x' = x + h - e (<h, x> / (|x|^2 + eps)) x: the sum without the share e of what h has along x.
+    """x' = x + h - e (<h, x> / (|x|^2 + eps)) x: the sum without the share e of h along x.
 
     e = 1 is the orthogonal update (arXiv 2505.11881), e = 0 the plain sum to the last bit, e = -1 doubles that share.
     state x and y = h: (..., dim); gate e: (..., groups), whose leading axes may be 1 or missing: each of the `groups`
@@ -99,7 +99,7 @@ def orthogonal_update(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e
 def residual_scale(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e-6) -> Tensor:
     """1 - e <h, x> / (|x|^2 + eps): the scale of x in the `orthogonal_update`, (..., groups), in at least float32.
 
-    The arguments are as there.
+    The arguments are those of `orthogonal_update`.
     """
     x, h, e = _of_groups(state, y, gate)
     along, squared = _products(x, h, eps)

@@ -105,8 +105,8 @@ def _forward(
         scaled = gains * read
         read_square += read * read
         gated += load_row(gate_weight, column, DIM) * scaled
-        seen = scaled if FROM_CONTEXT else read
-        valued += load_tile(value_weight, channel, column, DIM, CHANNELS, DIM) * seen[None, :]
+        value_input = scaled if FROM_CONTEXT else read
+        valued += load_tile(value_weight, channel, column, DIM, CHANNELS, DIM) * value_input[None, :]
         reads = reads + (scaled,)
     inverse_root = 1.0 / tl.sqrt(tl.sum(read_square, 0) / DIM + norm_eps)
     value_product = tl.sum(valued, 1)
@@ -175,7 +175,7 @@ def _backward(
         on_gate = tl.load(grad_gate + token).to(tl.float32)
         on_value = load_channels(grad_value + token * CHANNELS, channel, CHANNELS)
         rest = load_channels(error + token * CHANNELS, channel, CHANNELS)
-        wanted = load_channels(v + token * CHANNELS, channel, CHANNELS)
+        target = load_channels(v + token * CHANNELS, channel, CHANNELS)
         step = gate * rest
         x = load_state(state, since, token, state_stride, channel_stride, channel, column, CHANNELS, DIM, CHANNELS)
         g = load_tile(grad_written + token * grad_stride, channel, column, grad_channel_stride, CHANNELS, DIM)
@@ -190,21 +190,21 @@ def _backward(
         on_context = load_row(grad_context + token * context_stride, column, DIM)
         on_context += on_gate * load_row(gate_weight, column, DIM)
         value_map = load_tile(value_weight, channel, column, DIM, CHANNELS, DIM)
-        on_seen = tl.sum(on_value[:, None] * value_map, 0)
+        on_value_input = tl.sum(on_value[:, None] * value_map, 0)
         if FROM_CONTEXT:
-            on_context += on_seen
+            on_context += on_value_input
         on_read = through_norm(on_context, normed, gains, inverse_root, DIM)
         if not FROM_CONTEXT:
-            on_read += on_seen
-        seen = gains * normed if FROM_CONTEXT else read
+            on_read += on_value_input
+        value_input = gains * normed if FROM_CONTEXT else read
         grad_weights += on_read[None, :] * after
-        grad_value_weight += on_value[:, None] * seen[None, :]
+        grad_value_weight += on_value[:, None] * value_input[None, :]
         grad_gain += on_context * normed
         grad_gate_weight += on_gate * (gains * normed)
 
         # Back through the write, as in the delta write.
         g += mixing * on_read[None, :]
-        out, back, erased, on_beta = through_write(g, x, direction, gate, rest, wanted, inverse, eps, K_NORM)
+        out, back, erased, on_beta = through_write(g, x, direction, gate, rest, target, inverse, eps, K_NORM)
         store_row(grad_k + token * DIM, back, column, DIM)
         store_tile(grad_state + token * CHANNELS * DIM, out, channel, column, DIM, CHANNELS, DIM)
         store_channels(grad_v + token * CHANNELS, erased, channel, CHANNELS)
@@ -232,7 +232,7 @@ def channel_op(
     norm_eps: float,
     from_context: bool,
 ) -> list[Tensor]:
-    """Return the results of the boundary, then what is saved."""
+    """Return the results of the boundary, then the tensors to save."""
     results = allocated(state)
     if runs(state):
         k, v, beta = write
@@ -245,7 +245,7 @@ def channel_op(
 
 
 def allocated(state: Tensor) -> list[Tensor]:
-    """Allocate the written state, context, gate and value, and what the backward pass needs: r, 1 / m, 1 / rms."""
+    """Allocate the written state, context, gate and value, and for the backward pass r, 1 / m, 1 / rms."""
     *leading, channels, dim = state.shape
     shapes = [leading, (*leading, channels), (*leading, channels), leading, leading]
     return [empty(state), empty(state, (*leading, dim)), *(empty(state, shape, torch.float32) for shape in shapes)]
@@ -269,7 +269,7 @@ def channel_backward_op(
     k, v, beta = write
     grad_written, grad_context, grad_gate, grad_value = grads
     channels, dim = state.shape[-2:]
-    found = [empty(x) for x in (state, *write)]
+    gradients = [empty(x) for x in (state, *write)]
     g, x = token_rows(grad_written, 2), token_rows(state, 2)
     raw, on_context = token_rows(k, 1), token_rows(grad_context, 1)
     # In one block a thread holds every channel of its columns, and sums over channels need no other thread.
@@ -280,12 +280,12 @@ def channel_backward_op(
     beside = packed(v, beta, *reader, *saved)
     inputs = (g, on_context, *packed(grad_gate, grad_value), x, since_kept(since), raw, *beside)
     strides = (*g.stride()[:2], *x.stride()[:2], raw.stride(0), on_context.stride(0))
-    arguments = (*inputs, *found, partial, x.shape[0], *strides, eps, dim, channels, tile.rows, tile.block)
+    arguments = (*inputs, *gradients, partial, x.shape[0], *strides, eps, dim, channels, tile.rows, tile.block)
     launch(_backward, (grid,), *arguments, k_norm, from_context, num_warps=warps)
     sums = partial.sum(0)
     small = (sums[:channels], sums[-2], sums[-1], sums[channels:-2])
     # Copies: the results of an operator share no memory.
-    return found + [s.to(x.dtype, copy=True) for s, x in zip(small, reader)]
+    return gradients + [s.to(x.dtype, copy=True) for s, x in zip(small, reader)]
 
 
 def differentiable(op: Callable, backward_op: Callable, mixing: str) -> Callable[..., tuple[Tensor, ...]]:
@@ -293,7 +293,7 @@ def differentiable(op: Callable, backward_op: Callable, mixing: str) -> Callable
 
     It takes state, k, v, beta, the reader's four tensors (errors call the first `mixing`), k_norm, eps, norm_eps,
     value_input and recompute_every, and returns the results of `ops.write_read.Boundary`, with one derivative, for 1 to
-    16 value channels. What is read is the state before it is rounded to its dtype. Every tensor is in float32, bfloat16
+    16 value channels. The read sees the state before it is rounded to its dtype. Every tensor is in float32, bfloat16
     or float16, and has a gradient in its own dtype. Kept for the backward pass: the inputs, one state in
     `recompute_every` along a chain of writes, and value_channels + 2 float32 numbers per token, not x_in. Raises
     ValueError for other numbers of channels, TypeError for other dtypes.

@@ -1,6 +1,6 @@
 """The delta write in Triton: forward and backward each read the state once and write one tensor of its size.
 
-Where the state before a write was not kept, the backward kernel loads the nearest kept one and replays the writes since
+If the state before a write was not kept, the backward kernel loads the nearest kept one and replays the writes since
 in registers: each reads one more direction, 1 / value_channels of a state.
 """
 
@@ -76,8 +76,8 @@ def _forward(
         xs = xs + (x,)
         ks = ks + (raw,)
     inverse = inverse_norm(tl.sum(square, 0), eps, DIM, K_NORM)
-    wanted = load_channels(v + token * CHANNELS, channel, CHANNELS)
-    rest = wanted - inverse * tl.sum(products, 1)
+    target = load_channels(v + token * CHANNELS, channel, CHANNELS)
+    rest = target - inverse * tl.sum(products, 1)
     step = tl.load(beta + token).to(tl.float32) * rest
     for i in tl.static_range(BLOCKS):
         column = i * BLOCK + tl.arange(0, BLOCK)
@@ -132,12 +132,12 @@ def _backward(
         ks = ks + (direction,)
     readout = tl.sum(products, 1)
     rest = load_channels(error + token * CHANNELS, channel, CHANNELS)
-    wanted = load_channels(v + token * CHANNELS, channel, CHANNELS)
+    target = load_channels(v + token * CHANNELS, channel, CHANNELS)
     gate = tl.load(beta + token).to(tl.float32)
     erased = gate * readout
     step = gate * rest
     # k . dk, without the vector dk: k^T X is v - r.
-    along = tl.sum(readout * step - erased * (wanted - rest), 0)
+    along = tl.sum(readout * step - erased * (target - rest), 0)
     ratio = norm_ratio(inverse, eps, K_NORM)
     for i in tl.static_range(BLOCKS):
         column = i * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Register, prepare and launch kernels: operators, tile sizes, memory, and the check of what kernels accept."""
+"""Register, prepare and launch kernels: operators, tile sizes, memory, and the check of their arguments."""
 
 import contextlib
 import math
@@ -70,7 +70,7 @@ def programs(x: Tensor, tokens: int, per_processor: int) -> int:
 
 
 def chunk_length(x: Tensor, tokens: int, per_processor: int) -> int:
-    """Return how many consecutive tokens one program takes, where `programs` programs share all tokens."""
+    """Return how many consecutive tokens one program takes if `programs` programs share all tokens."""
     if not x.is_cuda:
         return 4
     return max(16, triton.cdiv(tokens, programs(x, tokens, per_processor)))
@@ -88,19 +88,19 @@ def token_rows(x: Tensor, width: int) -> Tensor:
 
 
 def packed(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors contiguous, as a kernel takes everything but `token_rows`."""
+    """Return contiguous tensors, which kernels need except for `token_rows`."""
     return [x.contiguous() for x in tensors]
 
 
 def empty(like: Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate contiguous memory on the device of `like`, in its shape and dtype where none is given."""
+    """Allocate contiguous memory on the device of `like`, by default in its shape and dtype."""
     return torch.empty(like.shape if shape is None else shape, dtype=dtype or like.dtype, device=like.device)
 
 
 def operator(name: str) -> Callable[[Callable], Any]:
     """Register a function as the custom operator residua::name, which torch.compile calls without looking inside.
 
-    The compiler runs the same function on fake tensors for the shapes of the results: where `runs` is False it must
+    The compiler runs the same function on fake tensors for the shapes of the results: if `runs` is False it must
     return them, and launch nothing.
     """
 

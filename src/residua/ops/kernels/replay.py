@@ -44,7 +44,7 @@ def since_kept(since: Sequence[Tensor]) -> tuple:
 
 @operator("delta_replay")
 def replay_op(state: Tensor, since: Sequence[Tensor]) -> Tensor:
-    """Return what the writes of `since_kept` made of a state, to the last bit."""
+    """Return a state after the writes of `since_kept`, to the last bit."""
     written = empty(state)
     if runs(state):
         channels, dim = state.shape[-2:]
@@ -60,9 +60,9 @@ def keep(ctx: Any, state: Tensor, recompute_every: int, *others: Tensor) -> None
 
 
 def kept(ctx: Any) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
-    """Return the nearest kept state, the writes since as in `since_kept`, and what else `keep` saved.
+    """Return the nearest kept state, the writes since as in `since_kept`, and the other tensors that `keep` saved.
 
-    Raises RuntimeError where the gradient itself is to be differentiated: the kernels have no second derivatives.
+    Raises RuntimeError if the gradient itself is differentiated: the kernels have no second derivatives.
     """
     if torch.is_grad_enabled():
         raise RuntimeError("kernels have first derivatives only: use implementation='reference' to differentiate twice")
@@ -78,6 +78,6 @@ def _steps(nodes: list[Any]) -> list[Tensor]:
 
 
 def _again(node: Any) -> Tensor:
-    """Make the state that a write made, once more."""
+    """Replay a write: return the state that it made."""
     state, between = nearest(node, _again, REACH)
     return replay_op(state, _steps([*between, node]))

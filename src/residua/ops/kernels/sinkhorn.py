@@ -88,32 +88,32 @@ def _backward(
     column = tl.arange(0, ROWS)[None, None, :]
     of_rows = (token < tokens) & (row < N)
     of_columns = (token < tokens) & (column < N)
-    own = divisors + token * iterations * 2 * N
+    sums = divisors + token * iterations * 2 * N
     log = without_padding(load_matrices(logits, token, tokens, row, column, N), row, column, N)
     for i in range(iterations):
         log, largest, total = divided(log, row, 2, N)
         # From the second step on nothing exceeds 1; the first divisor, which may have any size, is not used.
-        tl.store(own + 2 * i * N + row, tl.exp(tl.minimum(largest, 1.0)) * total, mask=of_rows)
+        tl.store(sums + 2 * i * N + row, tl.exp(tl.minimum(largest, 1.0)) * total, mask=of_rows)
         log, largest, total = divided(log, column, 1, N)
-        tl.store(own + (2 * i + 1) * N + column, tl.exp(largest) * total, mask=of_columns)
-    tl.debug_barrier()  # other threads may read what one has stored
+        tl.store(sums + (2 * i + 1) * N + column, tl.exp(largest) * total, mask=of_columns)
+    tl.debug_barrier()  # other threads may read these sums
 
     after = tl.exp(log)
     g = load_matrices(grad, token, tokens, row, column, N) * after
     for back in range(iterations):
         i = iterations - 1 - back
         g -= after * tl.sum(g, 1, keep_dims=True)
-        after *= tl.load(own + (2 * i + 1) * N + column, mask=of_columns, other=0.0)
+        after *= tl.load(sums + (2 * i + 1) * N + column, mask=of_columns, other=0.0)
         g -= after * tl.sum(g, 2, keep_dims=True)
-        after *= tl.load(own + 2 * i * N + row, mask=of_rows, other=0.0)
+        after *= tl.load(sums + 2 * i * N + row, mask=of_rows, other=0.0)
     store_matrices(grad_logits, g, token, tokens, row, column, N)
 
 
 def cut(n: int, tokens: int) -> tuple[int, int, int]:
     """Return the number of programs, the power of two that n is padded to, and the tokens of a program."""
     rows = triton.next_power_of_2(n)
-    each = max(1, NUMBERS // (rows * rows))
-    return triton.cdiv(tokens, each), rows, each
+    share = max(1, NUMBERS // (rows * rows))
+    return triton.cdiv(tokens, share), rows, share
 
 
 @operator("sinkhorn")
@@ -122,8 +122,8 @@ def sinkhorn_op(logits: Tensor, iterations: int) -> Tensor:
     if runs(logits):
         n = logits.shape[-1]
         tokens = logits.numel() // (n * n)
-        programs, rows, each = cut(n, tokens)
-        arguments = (*packed(logits), matrices, tokens, iterations, n, rows, each)
+        programs, rows, share = cut(n, tokens)
+        arguments = (*packed(logits), matrices, tokens, iterations, n, rows, share)
         launch(_forward, (programs,), *arguments, num_warps=1)
     return matrices
 
@@ -134,9 +134,9 @@ def sinkhorn_backward_op(grad: Tensor, logits: Tensor, iterations: int) -> Tenso
     if runs(logits):
         n = logits.shape[-1]
         tokens = logits.numel() // (n * n)
-        programs, rows, each = cut(n, tokens)
+        programs, rows, share = cut(n, tokens)
         divisors = empty(logits, (tokens, iterations, 2, n), torch.float32)
-        arguments = (*packed(grad, logits), divisors, grad_logits, tokens, iterations, n, rows, each)
+        arguments = (*packed(grad, logits), divisors, grad_logits, tokens, iterations, n, rows, share)
         launch(_backward, (programs,), *arguments, num_warps=1)
     return grad_logits
 

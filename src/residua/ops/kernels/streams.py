@@ -1,7 +1,7 @@
 """Reading, mixing and writing n streams in Triton, with coefficients of each token or shared by tokens.
 
 For one token of n streams of d numbers, a read moves n d + d of them forward and 2 n d + d backward, a mix 2 n d and
-3 n d, a write 2 n d + d and 3 n d + 2 d, or, where nothing is mixed, 2 n d + d and n d + 2 d. To these come the
+3 n d, a write 2 n d + d and 3 n d + 2 d, or, without mixing, 2 n d + d and n d + 2 d. To these come the
 coefficients, at most n^2 + n numbers per token each way.
 """
 
@@ -30,7 +30,7 @@ def load_number(start, index):
 
 @triton.jit
 def row_of(numbers, every, count, SIZE: tl.constexpr):
-    """Return where the SIZE coefficients of this program's token begin, see `_Shared`."""
+    """Return the pointer to the SIZE coefficients of this program's token, see `_Shared`."""
     return numbers + ((tl.program_id(0) // every) % count).to(tl.int64) * SIZE
 
 
@@ -230,24 +230,24 @@ class _Shared(NamedTuple):
 
 
 def _shared(x: Tensor | None, leading: Sequence[int], axes: int) -> _Shared:
-    """Arrange coefficients (*some leading, *own), with `axes` own axes, as rows for tokens of shape `leading`.
+    """Arrange coefficients (*some leading, *row), with `axes` axes in a row, as rows for tokens of shape `leading`.
 
     Only axes between two leading axes along which the coefficients differ are copied out.
     """
     if x is None:
         return _Shared(None, 1, 1)
-    own = x.shape[x.dim() - axes :]
+    row = x.shape[x.dim() - axes :]
     sizes = (1,) * (len(leading) + axes - x.dim()) + tuple(x.shape[: x.dim() - axes])
     differing = [i for i, size in enumerate(sizes) if size > 1]
     if not differing:
         return _Shared(x.contiguous(), 1, 1)
     first, end = differing[0], differing[-1] + 1
-    numbers = x.reshape(*sizes[first:end], *own).expand(*leading[first:end], *own)
+    numbers = x.reshape(*sizes[first:end], *row).expand(*leading[first:end], *row)
     return _Shared(numbers.contiguous(), math.prod(leading[end:]), math.prod(leading[first:end]))
 
 
 def _of_tokens(x: Tensor | None, leading: Sequence[int], axes: int) -> Tensor | None:
-    """Allocate the gradient of every token's coefficients, in float32 where several tokens will be added."""
+    """Allocate the gradient of every token's coefficients, in float32 if several tokens will be added."""
     if x is None:
         return None
     shape = (*leading, *x.shape[x.dim() - axes :])
@@ -330,12 +330,12 @@ def write_op(streams: Tensor, y: Tensor | None, h_res: Tensor | None, h_post: Te
 def write_backward_op(
     grad: Tensor, streams: Tensor | None, y: Tensor | None, h_res: Tensor | None, h_post: Tensor | None
 ) -> list[Tensor]:
-    """Return the gradients of the inputs that are given; `streams` is None without h_res: its gradient is `grad`."""
+    """Return the gradients of the inputs that are not None; `streams` is None without h_res: its gradient is `grad`."""
     inputs = (streams, y, h_res, h_post)
     if not runs(grad):
         return [x.new_zeros(x.shape) for x in inputs if x is not None]
     *leading, n, dim = grad.shape
-    found = [
+    grads = [
         None if streams is None else empty(streams),
         None if y is None else empty(y),
         _of_tokens(h_res, leading, 2),
@@ -343,10 +343,10 @@ def write_backward_op(
     ]
     (g, g_strides), (rows, strides), (ys, y_stride) = _rows(grad, 2), _rows(streams, 2), _rows(y, 1)
     res, post = _shared(h_res, leading, 2), _shared(h_post, leading, 1)
-    arguments = (g, rows, ys, res.numbers, post.numbers, *found, *g_strides, *strides, *y_stride, *res[1:], *post[1:])
+    arguments = (g, rows, ys, res.numbers, post.numbers, *grads, *g_strides, *strides, *y_stride, *res[1:], *post[1:])
     options = (dim, n, *columns(grad), h_res is not None, y is not None)
     launch(_write_backward, (g.shape[0],), *arguments, *options, num_warps=1)
-    return [_added(ours, x) for ours, x in zip(found, inputs) if x is not None]
+    return [_added(sums, x) for sums, x in zip(grads, inputs) if x is not None]
 
 
 def _save_write(ctx: Any, inputs, output):
@@ -355,8 +355,8 @@ def _save_write(ctx: Any, inputs, output):
 
 
 def _write_gradients(ctx: Any, grad):
-    found = iter(write_backward_op(grad, *ctx.saved_tensors))
-    streams, *others = (None if x is None else next(found) for x in ctx.saved_tensors)
+    grads = iter(write_backward_op(grad, *ctx.saved_tensors))
+    streams, *others = (None if x is None else next(grads) for x in ctx.saved_tensors)
     return grad if streams is None else streams, *others
 
 

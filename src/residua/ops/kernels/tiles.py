@@ -104,13 +104,13 @@ def through_norm(on_context, normed, gains, inverse_root, DIM: tl.constexpr):
 
 
 @triton.jit
-def through_write(g, x, direction, gate, rest, wanted, inverse, eps, K_NORM: tl.constexpr):
+def through_write(g, x, direction, gate, rest, target, inverse, eps, K_NORM: tl.constexpr):
     """Return the gradients of X, k~, v and beta from the gradient of X', for one token in one block."""
     readout = tl.sum(g * direction[None, :], 1)
     erased = gate * readout
     step = gate * rest
     # k . dk, without the vector dk: k^T X is v - r.
-    along = tl.sum(readout * step - erased * (wanted - rest), 0)
+    along = tl.sum(readout * step - erased * (target - rest), 0)
     back = tl.sum(g * step[:, None] - x * erased[:, None], 0)
     back = inverse * (back - norm_ratio(inverse, eps, K_NORM) * along * direction)
     return g - erased[:, None] * direction[None, :], back, erased, tl.sum(readout * rest, 0)

@@ -1,6 +1,6 @@
 """The boundary between two sublayers with a read that looks back over tokens, in Triton.
 
-A program walks along a chunk of one sequence. Forward it carries kernel - 1 rows: what the tokens so far add to the
+A program walks along a chunk of one sequence. Forward it carries kernel - 1 rows, the partial sums of the
 next reads. It starts kernel - 1 tokens early, so that its first read is whole; nothing else is read twice. Backward it
 also runs kernel - 1 tokens late, because the gradient of a state needs the gradients of the reads that follow: a token
 is finished kernel - 1 tokens after its read, when its state comes from the nearest cache. A state that was not kept is
@@ -78,7 +78,7 @@ def _forward(
     column = tl.arange(0, BLOCK)
     sequence = tl.program_id(1).to(tl.int64) * seq
     start = tl.program_id(0) * chunk
-    ahead = ()  # what the tokens so far add to the reads 1, 2, ... tokens on
+    ahead = ()  # partial sums of the reads 1, 2, ... tokens on
     for _ in tl.static_range(KERNEL - 1):
         ahead = ahead + (tl.zeros([BLOCK], tl.float32),)
 
@@ -104,12 +104,12 @@ def _forward(
         width = tl.where(index >= start, DIM, 0)
         count = tl.where(index >= start, CHANNELS, 0)
         inverse_root = 1.0 / tl.sqrt(tl.sum(read * read, 0) / DIM + norm_eps)
-        seen = load_row(gain, column, DIM) * (inverse_root * read)
-        gate_product = tl.sum(load_row(gate_weight, column, DIM) * seen, 0)
+        context_row = load_row(gain, column, DIM) * (inverse_root * read)
+        gate_product = tl.sum(load_row(gate_weight, column, DIM) * context_row, 0)
         value_map = load_tile(value_weight, channel, column, DIM, CHANNELS, DIM)
-        value_product = tl.sum(value_map * (seen if FROM_CONTEXT else read)[None, :], 1)
+        value_product = tl.sum(value_map * (context_row if FROM_CONTEXT else read)[None, :], 1)
         store_tile(written + token * CHANNELS * DIM, after, channel, column, DIM, CHANNELS, width)
-        store_row(context + token * DIM, seen, column, width)
+        store_row(context + token * DIM, context_row, column, width)
         store_channels(value + token * CHANNELS, value_product, channel, count)
         store_channels(error + token * CHANNELS, rest, channel, count)
         tl.store(gate + token, gate_product, mask=index >= start)
@@ -187,8 +187,8 @@ def _backward(
         x = load_state(state, since, token, state_stride, channel_stride, channel, column, CHANNELS, width, count)
         if REPLAYED:
             # Store the state for its second use, where its gradient will be written later.
-            own_width = tl.where((index >= start) & (index < end), DIM, 0)
-            store_tile(grad_state + token * CHANNELS * DIM, x, channel, column, DIM, CHANNELS, own_width)
+            chunk_width = tl.where((index >= start) & (index < end), DIM, 0)
+            store_tile(grad_state + token * CHANNELS * DIM, x, channel, column, DIM, CHANNELS, chunk_width)
         step = tl.load(beta + token, mask=within, other=0.0).to(tl.float32) * rest
         after = stepped(x, step, direction)
         read = ahead[0] + tl.sum(load_tile(taps, channel, column, DIM, CHANNELS, DIM) * after, 0)
@@ -209,31 +209,31 @@ def _backward(
         on_context = load_row(grad_context + token * context_stride, column, width)
         on_context += on_gate * load_row(gate_weight, column, DIM)
         value_map = load_tile(value_weight, channel, column, DIM, CHANNELS, DIM)
-        on_seen = tl.sum(on_value[:, None] * value_map, 0)
+        on_value_input = tl.sum(on_value[:, None] * value_map, 0)
         if FROM_CONTEXT:
-            on_context += on_seen
+            on_context += on_value_input
         on_read = through_norm(on_context, normed, gains, inverse_root, DIM)
         if not FROM_CONTEXT:
-            on_read += on_seen
+            on_read += on_value_input
         # Tokens outside the chunk are summed by the programs they belong to.
-        own = tl.where(index >= start, 1.0, 0.0) * tl.where(index < end, 1.0, 0.0)
-        seen = gains * normed if FROM_CONTEXT else read
-        grad_value_weight += (own * on_value)[:, None] * seen[None, :]
-        grad_gain += own * (on_context * normed)
-        grad_gate_weight += (own * on_gate) * (gains * normed)
+        in_chunk = tl.where(index >= start, 1.0, 0.0) * tl.where(index < end, 1.0, 0.0)
+        value_input = gains * normed if FROM_CONTEXT else read
+        grad_value_weight += (in_chunk * on_value)[:, None] * value_input[None, :]
+        grad_gain += in_chunk * (on_context * normed)
+        grad_gate_weight += (in_chunk * on_gate) * (gains * normed)
 
         # Now every read of the token KERNEL - 1 steps back has its gradient.
         index -= KERNEL - 1
         token -= KERNEL - 1
-        done = index >= start
-        width = tl.where(done, DIM, 0)
-        count = tl.where(done, CHANNELS, 0)
-        inverse = tl.load(scale + token, mask=done, other=1.0)
-        gate = tl.load(beta + token, mask=done, other=0.0).to(tl.float32)
+        complete = index >= start
+        width = tl.where(complete, DIM, 0)
+        count = tl.where(complete, CHANNELS, 0)
+        inverse = tl.load(scale + token, mask=complete, other=1.0)
+        gate = tl.load(beta + token, mask=complete, other=0.0).to(tl.float32)
         direction = inverse * load_row(k + token * k_stride, column, width)
         rest = load_channels(error + token * CHANNELS, channel, count)
-        wanted = load_channels(v + token * CHANNELS, channel, count)
-        # Wait until all threads have written what is read here. The barrier also keeps the compiler from loading the
+        target = load_channels(v + token * CHANNELS, channel, count)
+        # Wait until all threads have written the state. The barrier also keeps the compiler from loading the
         # tiles below early: without it, about a hundred registers spill to memory for every token.
         tl.debug_barrier()
         if REPLAYED:
@@ -252,11 +252,11 @@ def _backward(
                 remaining = remaining + (on_later,)
         on_reads = remaining
         grad_taps = next_grad_taps
-        out, back, erased, on_beta = through_write(g, x, direction, gate, rest, wanted, inverse, eps, K_NORM)
+        out, back, erased, on_beta = through_write(g, x, direction, gate, rest, target, inverse, eps, K_NORM)
         store_row(grad_k + token * DIM, back, column, width)
         store_tile(grad_state + token * CHANNELS * DIM, out, channel, column, DIM, CHANNELS, width)
         store_channels(grad_v + token * CHANNELS, erased, channel, count)
-        tl.store(grad_beta + token, on_beta.to(grad_beta.dtype.element_ty), mask=done)
+        tl.store(grad_beta + token, on_beta.to(grad_beta.dtype.element_ty), mask=complete)
 
     # (programs, (kernel + 1) channels + 2, dim): taps, value_weight, gain, gate_weight
     program = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -311,7 +311,7 @@ def token_backward_op(
     grad_written, grad_context, grad_gate, grad_value = grads
     seq, channels, dim = state.shape[-3:]
     kernel = reader[0].shape[0]
-    found = [empty(x) for x in (state, *write)]
+    gradients = [empty(x) for x in (state, *write)]
     g, x = token_rows(grad_written, 2), token_rows(state, 2)
     raw, on_context = token_rows(k, 1), token_rows(grad_context, 1)
     tile = whole_row(channels, dim)
@@ -321,12 +321,12 @@ def token_backward_op(
     beside = packed(v, beta, *reader, *saved)
     inputs = (g, on_context, *packed(grad_gate, grad_value), x, since_kept(since), raw, *beside)
     strides = (*g.stride()[:2], *x.stride()[:2], raw.stride(0), on_context.stride(0))
-    arguments = (*inputs, *found, partial, seq, chunk, *strides, eps, dim, channels, tile.rows, tile.block, kernel)
+    arguments = (*inputs, *gradients, partial, seq, chunk, *strides, eps, dim, channels, tile.rows, tile.block, kernel)
     launch(_backward, grid, *arguments, k_norm, from_context, num_warps=num_warps(tile, 20))
     sums = partial.sum(0)
     small = (sums[: kernel * channels].view(kernel, channels, dim), sums[-2], sums[-1], sums[kernel * channels : -2])
     # Copies: the results of an operator share no memory.
-    return found + [s.to(x.dtype, copy=True) for s, x in zip(small, reader)]
+    return gradients + [s.to(x.dtype, copy=True) for s, x in zip(small, reader)]
 
 
 _several_taps = differentiable(token_op, token_backward_op, "taps")
