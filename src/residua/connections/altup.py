@@ -4,7 +4,7 @@
     X_k <- P_k + (1 + c_k(t')) (a - P_0)
 
 One block of attention F_1 and MLP F_2 updates one stream, the active one; all n streams are predicted before it, and
-corrected by how far the prediction was off. L is a low-rank map beside the attention. `gemma3n` in transformers.
+corrected by how far the prediction was off. L is a low-rank map parallel to the attention. `gemma3n` in transformers.
 """
 
 import math
@@ -43,7 +43,7 @@ class AlternatingUpdates(RecomputingScheme):
 
     num_streams   n, at least 2
     active        the stream that the sublayers read and update
-    laurel_rank   rank of L(x) = x + norm(B A x), beside the attention; 0 for none, and then no division by sqrt(2)
+    laurel_rank   rank of L(x) = x + norm(B A x), parallel to attention; 0 for none, and then no division by sqrt(2)
     weight_std    standard deviation of all initial weights
     ends          "projections": a linear map for every stream but the first makes it from the embedding, another reads
                   it, both rescaled to the size of the first stream (Gemma 3n); "copies": the embedding is repeated and
@@ -156,7 +156,7 @@ class Laurel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         low = self.left(x)
-        if is_plain(self.right, Projection):  # as wide as the state, and quick to compute once more
+        if is_plain(self.right, Projection):  # as wide as the state, and quick to recompute
             return x + self.norm(self.scheme.derive(linear, low, self.right.weight)).to(x.dtype)
         return x + self.norm(self.right(low)).to(x.dtype)
 
@@ -164,7 +164,7 @@ class Laurel(nn.Module):
 class PredictConnection(Connection):
     """The connection around attention: (batch, seq, n, dim) -> that state, predicted, and the active (batch, seq, dim).
 
-    It owns the router, which the connection around the MLP uses too.
+    It owns the router, which the connection around the MLP shares.
     """
 
     def __init__(self, scheme: AlternatingUpdates, dim: int, norm: nn.Module, *, norm_eps: float):

@@ -56,7 +56,7 @@ class AttentionResiduals(SourcesScheme):
                  paper's block of six layers
     scale        "mean": sum_i a_i V_i (the paper); "sum": n times that for n sources, which with equal weights is their
                  sum, the plain residual, whatever the norms are; norms that forget the scale see no difference
-    heads        a softmax of its own for each of this many groups of features: many-headed AttnRes, MHAR (arXiv
+    heads        a separate softmax for each of this many groups of features: many-headed AttnRes, MHAR (arXiv
                  2607.27230); it adds no parameters
     """
 
@@ -129,7 +129,7 @@ class DepthCollapse(nn.Module):
 class DepthConnection(Connection):
     """One connection of AttnRes around sublayer `index`, which opens a source if `block_size` divides the index.
 
-    The first sublayer has one source to read and therefore no query.
+    The first sublayer has one source to read and so no query.
     """
 
     def __init__(self, scheme: AttentionResiduals, dim: int, index: int, norm: nn.Module, *, norm_eps: float):

@@ -63,7 +63,7 @@ class InklingAttentionResiduals(SourcesScheme):
         )
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        """Build as `Scheme.build`. Where queries, keys and values have a norm each, one that is given is copied."""
+        """Build as `Scheme.build`. If queries, keys and values have a norm each, the given norm is copied."""
         norm = norms(dim, norm_eps, norm)
         connections = [InklingConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         last = InklingRead(dim, eps=norm_eps) if num_sublayers else None
@@ -120,11 +120,11 @@ class InklingConnection(Connection):
         self.value_norm = deepcopy(norm) if separate else None
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor | tuple[Tensor, ...], Carry]:
-        found = [(state[0], None)] if self.attend is None else self.attend(state)
+        reads = [(state[0], None)] if self.attend is None else self.attend(state)
         used = [norm for norm in (self.norm, self.key_norm, self.value_norm) if norm is not None]
-        read = found if len(found) == len(used) else found * len(used)
-        inputs = tuple(norm(x).to(state[0].dtype) for norm, (x, _) in zip(used, read))
-        weights = [weight for _, weight in found] + [None] * (3 - len(found))
+        sources = reads if len(reads) == len(used) else reads * len(used)
+        inputs = tuple(norm(x).to(state[0].dtype) for norm, (x, _) in zip(used, sources))
+        weights = [weight for _, weight in reads] + [None] * (3 - len(reads))
         return inputs if len(inputs) > 1 else inputs[0], Carry(state, InklingCoefficients(*weights))
 
     def write(self, y: Tensor, carry: Carry) -> State:

@@ -3,13 +3,13 @@
 A sublayer is bare attention or a bare MLP, any map (batch, seq, dim) -> (batch, seq, dim). It knows no residual. A
 connection owns the norm before the sublayer and works in two phases around it:
 
-    x, carry = connection.read(state)             the sublayer's input, and what `write` needs
+    x, carry = connection.read(state)             the sublayer's input, and the carry for `write`
     state = connection.write(sublayer(x), carry)  the state with the sublayer's output written into it
 
 The state is an opaque pytree of tensors: (batch, seq, dim), (batch, seq, streams, dim), or a tuple that grows with
 depth. Only the scheme looks inside. All other code asks the scheme or the connection: `Scheme.state_spec` for shapes,
-`Connection.shortcut` for the linear map that was applied to the state, `Connection.depth_weights` for what was read of
-earlier sublayers, `Connection.streams` for what stands side by side.
+`Connection.shortcut` for the linear map that was applied to the state, `Connection.depth_weights` for the weights of
+earlier sublayers, `Connection.streams` for the streams side by side.
 """
 
 import functools
@@ -37,7 +37,7 @@ Norm = Callable[[int], nn.Module]  # from the index of a sublayer to the norm be
 
 
 class Carry(NamedTuple):
-    """What `read` passes to `write`: the state to update, and the coefficients (a NamedTuple, also telemetry)."""
+    """The result of `read` for `write`: the state to update, and the coefficients (a NamedTuple, also telemetry)."""
 
     residual: State
     coefficients: Any
@@ -98,14 +98,14 @@ class Connection(nn.Module, ABC):
     def streams(self, state: State) -> Tensor | None:
         """Return the n streams of a state before or after this connection side by side, (batch, seq, n, dim).
 
-        None: it has none. By default a state that `state_spec` describes as one tensor (n, dim) is its streams.
+        None if there are none. By default a state that `state_spec` describes as one tensor (n, dim) is its streams.
         """
         return state if isinstance(self.takes, TensorSpec) and len(self.takes.shape) == 2 else None
 
     def penalty(self, coefficients: Any) -> Tensor | None:
         """Return the auxiliary loss of each token, (batch, seq or 1), or a scalar for all; None for most schemes.
 
-        A model averages over the tokens that are no padding. A scalar it adds as it is: a mean would count padding.
+        A model averages over the tokens that are not padding. A scalar it adds as it is: a mean would count padding.
         """
         return None
 
@@ -204,18 +204,18 @@ class Stream(nn.Module):
         return [self.expand, *self.connections, self.collapse]
 
     def float32_parameters(self) -> list[str]:
-        """Return the names of the parameters that must stay in float32 where a model is narrowed or quantised.
+        """Return the names of the parameters that must stay in float32 if a model is narrowed or quantised.
 
         They belong to gates, mappings and filters. The others are the norms before the sublayers, and the linear maps
         that compute in the dtype of their weights, as sublayers do.
         """
-        norms = {id(part) for one in self.connections for part in getattr(one, "norm", nn.Identity()).modules()}
+        norms = {id(part) for c in self.connections for part in getattr(c, "norm", nn.Identity()).modules()}
         names = []
         for name, module in self.named_modules():
             narrow = isinstance(module, nn.Linear) and not isinstance(module, WideProjection)
             if not narrow and id(module) not in norms:
-                own = module.named_parameters(prefix=name, recurse=False)
-                names += [parameter for parameter, _ in own]
+                parameters = module.named_parameters(prefix=name, recurse=False)
+                names += [parameter for parameter, _ in parameters]
         return names
 
     def forward(
@@ -243,7 +243,7 @@ class Stream(nn.Module):
 
 
 def _described(build: Callable[..., Stream]) -> Callable[..., Stream]:
-    """Return `build` of a scheme, which also tells every connection the state that it takes and if it is causal."""
+    """Wrap `build` of a scheme: it also sets the state that every connection takes, and whether it is causal."""
 
     @functools.wraps(build)
     def built(self: "Scheme", dim: int, num_sublayers: int, **options: Any) -> Stream:
@@ -261,7 +261,7 @@ class Scheme(ABC):
 
     title, equation, paper, users: shown by `residua schemes`, the paper as `source`, which may depend on the options;
         users: who runs it, as the sources say.
-    constraint: what h_res of a `Mixing` must be, "doubly stochastic" or "orthogonal"; None without a constraint.
+    constraint: on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None without a constraint.
     derived: for an option that may be None, the options from which it is then derived.
     activations: coefficients that are computed as a sublayer computes, in the dtype of autocast; all others are gates
         and mappings, in float32 at least.
@@ -282,7 +282,7 @@ class Scheme(ABC):
 
     @property
     def source(self) -> str:
-        """Return where these options come from, such as "arXiv 2601.00417" or "ours, after arXiv 2601.00417"."""
+        """Return the source of these options, such as "arXiv 2601.00417" or "ours, after arXiv 2601.00417"."""
         return self.paper
 
     @property
@@ -292,7 +292,7 @@ class Scheme(ABC):
 
     @property
     def gates(self) -> Mapping[str, GateFacts]:
-        """What is known of the gates of a shortcut, by name. A shortcut may have fewer gates, and others."""
+        """The range and the start of the gates of a shortcut, by name. A shortcut may have fewer gates, and others."""
         return {
             name: GateFacts(ends, getattr(self, f"{name}_init", None))
             for name, ends in (("beta", (0.0, 2.0)), ("gamma", (0.0, 1.0)))
@@ -316,7 +316,7 @@ class Scheme(ABC):
     def preserving(self) -> "Scheme":
         """Return this scheme with the start from which its stream computes exactly the plain pre-norm residual.
 
-        A pretrained model whose residual is replaced by such a stream computes what it computed before, whatever its
+        A pretrained model whose residual is replaced by such a stream gives the same outputs as before, whatever its
         norms and sublayers are, and every parameter of the connections that training needs has a gradient.
 
         Raises:
@@ -325,9 +325,9 @@ class Scheme(ABC):
         raise ValueError(f"{type(self).__name__}: this scheme has no start that preserves the plain residual")
 
     def ways_to_keep(self) -> "dict[str, Scheme]":
-        """Return this scheme under each way to keep states for the backward pass by its name, its own way first.
+        """Return this scheme under each way to keep states for the backward pass, by name, this scheme first.
 
-        The numbers are the same under all of them, memory and time are not. "all" alone where there is no choice.
+        The numbers are the same under all of them, memory and time are not. Only "all" if there is no choice.
         """
         return {"all": self}
 

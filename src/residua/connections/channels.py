@@ -71,7 +71,7 @@ class ChannelScheme(RecomputingScheme):
 
     @property
     def channel_uses(self) -> dict[str, tuple[bool, str]]:
-        """Say for `options.expect_used` which of these options have an effect."""
+        """Return for `options.expect_used` which of these options have an effect."""
         convolves = self.compress == "token" or (self.compress == "channel" and self.compress_form == "read")
         return {
             "compress_kernel": (convolves or self.compress_kernel == self.value_channels, "compress convolves"),
@@ -101,7 +101,7 @@ class ChannelScheme(RecomputingScheme):
 
     @property
     def sharing(self) -> Literal["block", "separate"]:
-        """Which sublayers share a compressor, where there is one."""
+        """Which sublayers share a compressor, if there is one."""
         return "separate" if self.compress is None else self.compress_sharing
 
     def around(self, dim: int, connections: Sequence[Connection], readout: Compressor) -> Stream:

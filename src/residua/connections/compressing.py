@@ -11,7 +11,7 @@ from residua.connections.phases import called
 
 
 class CompressingConnection(Connection):
-    """A connection that reads the state through a compressor, its own or the one of a connection before it."""
+    """A connection that reads the state through a compressor, its own or that of an earlier connection."""
 
     separates_documents = True
 
@@ -32,7 +32,7 @@ class CompressingConnection(Connection):
 
     def compressed(self, state: State, memory: Memory | None = None) -> Tensor:
         """Return x_in: (batch, seq, dim) of the state."""
-        if self._borrowed:  # hooks on the owner may gather or load what belongs to it
+        if self._borrowed:  # hooks on the owner may gather or load its parameters
             return called(self._borrowed[0], self.compressor, state, memory)
         return self.compress(state, memory)
 
@@ -53,11 +53,11 @@ def connected(
     compressor   makes compressor j of the stack, that of the readout as the last
     """
     connections: list[C] = []
-    made = 0
+    count = 0
     for i in range(num_sublayers):
         if sharing == "block" and i % 2:
             connections.append(connection(i, connections[-1]))
         else:
-            connections.append(connection(i, compressor(made)))
-            made += 1
-    return connections, compressor(made)
+            connections.append(connection(i, compressor(count)))
+            count += 1
+    return connections, compressor(count)

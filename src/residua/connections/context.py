@@ -57,7 +57,7 @@ class PooledConnection(Connection):
     def pooled(self, x: Tensor, memory: Memory | None) -> Tensor:
         """Return the context of the coefficients, in at least float32.
 
-        x: (batch, seq, dim). "token": each token alone, divided by its root mean square; "cumulative": the running
+        x: (batch, seq, dim). "token": each token, divided by its root mean square; "cumulative": the running
         mean; "sequence": the mean over the whole sequence, later tokens included, as (batch, 1, dim).
         """
         if self.context == "cumulative":

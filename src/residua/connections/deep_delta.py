@@ -62,9 +62,9 @@ class DeepDelta(ChannelScheme):
     phi_k            v-Map: "mlp", "linear", "pool_mlp", "flatten_mlp" or "attention", see `branches.Direction`
     phi_k_input      v-Map: input of "linear" and "mlp", the "context" or "x_in" without a norm
     phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
-    implementation   of the delta write, and of everything between two sublayers where one kernel can do it all:
+    implementation   of the delta write, and of everything between two sublayers if one kernel can do it all:
                      "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto", which picks triton
-                     where it runs. No kernel has been timed on a GPU yet, so the default is "reference"
+                     if it can run. No kernel has been timed on a GPU yet, so the default is "reference"
     """
 
     title: ClassVar[str] = "Deep Delta Learning"
@@ -220,7 +220,7 @@ class DeltaConnection(ChannelConnection):
         return context, Carry(state, DeltaCoefficients(beta, v, k))
 
     def completed(self, y: Tensor, coefficients: DeltaCoefficients) -> tuple[Tensor, Tensor, Tensor]:
-        """Return beta, v and k, filling in what comes from the sublayer's output y: (batch, seq, dim)."""
+        """Return beta, v and k, with those that depend on the sublayer's output y: (batch, seq, dim)."""
         beta, v, k = coefficients
         if beta is None:
             beta = self.beta(rms_norm(y, eps=self.norm_eps))
@@ -248,7 +248,7 @@ class DeltaConnection(ChannelConnection):
         return super().write_read(y, carry, following, memory) if fused is None else fused
 
     def _fused(self, y: Tensor, carry: Carry, following: Connection | Readout) -> tuple[Tensor, Carry] | None:
-        """Write and read in one kernel; return None where no kernel exists for this write and the read that follows."""
+        """Write and read in one kernel; return None if no kernel exists for this write and the read that follows."""
         scheme = self.scheme
         if (
             scheme.implementation == "reference"

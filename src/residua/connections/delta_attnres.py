@@ -1,4 +1,4 @@
-"""Delta attention residuals (arXiv 2605.18855): a plain residual stream, and attention over what sublayers added to it.
+"""Delta attention residuals (arXiv 2605.18855): a plain residual stream, and attention over the sublayers' outputs.
 
     x = h + g sum_i a_i D_i,   a = softmax_i(w . RMSNorm(D_i)),   h <- h + F(norm(x))
 
@@ -37,12 +37,12 @@ class DeltaDepthCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class DeltaAttentionResiduals(SourcesScheme):
-    """Delta AttnRes. Starts as the pre-norm residual with gate="scalar" alone: a zero query adds a mean of sources.
+    """Delta AttnRes. Starts as the pre-norm residual only with gate="scalar": a zero query adds a mean of sources.
 
     block_size    S, how many outputs are summed into one source; 1 keeps every output
     gate          "none": g = 1, for training from scratch; "scalar": a number for each sublayer that starts at 0;
                   "sigmoid": the sigmoid of a number that starts at -2
-    null_source   a learned source more, which starts at 0, so that attention may add nothing
+    null_source   an additional learned source, which starts at 0, so that attention may add nothing
     heads         attention for each of this many groups of features, as in MHAR (arXiv 2607.27230)
     """
 
@@ -129,7 +129,7 @@ class DeltaDepthConnection(Connection):
         return (*with_output(sources, y, opens=self.opens), stream + y)
 
     def depth_weights(self, carry: Carry) -> DepthWeights | None:
-        """Return the weights a_i, without the gate; None for the first sublayer, which reads the stream alone."""
+        """Return the weights a_i, without the gate; None for the first sublayer, which reads only the stream."""
         if not self.reads:
             return None
         learned = () if self.null is None else (None,)

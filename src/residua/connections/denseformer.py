@@ -22,7 +22,7 @@ from residua.ops import at_least_float32, depth_mix
 
 
 class DenseCoefficients(NamedTuple):
-    """weights: (sources,), the average that begins a block, in at least float32; None where there is none."""
+    """weights: (sources,), the average that begins a block, in at least float32; None if there is none."""
 
     weights: Tensor | None
 
@@ -32,7 +32,7 @@ class DenseFormer(Scheme):
     """DenseFormer. Starts as the pre-norm residual: the last output has weight 1, all others 0.
 
     dilation   k: the average after block i takes the outputs j with i - j divisible by k
-    period     p: there is an average only after blocks whose number p divides, counted from 1
+    period     p: an average only after blocks whose number, counted from 1, is a multiple of p
     """
 
     title: ClassVar[str] = "DenseFormer"
@@ -55,7 +55,7 @@ class DenseFormer(Scheme):
         return self
 
     def taken(self, block: int) -> range:
-        """Return the outputs that the average after `block` blocks takes; an empty range where there is none."""
+        """Return the outputs that the average after `block` blocks takes; an empty range if there is none."""
         averages = block > 0 and block % self.period == 0
         return range(block % self.dilation, block + 1, self.dilation) if averages else range(0)
 
@@ -73,7 +73,7 @@ def block_outputs(boundary: int, dim: int) -> tuple[TensorSpec, ...]:
 
 
 def outputs_of(taken: range) -> tuple[range, ...]:
-    """Return the sublayers that wrote these outputs: 0 is the embedding, j what block j, counted from 1, put out."""
+    """Return the sublayers that wrote these outputs: 0 is the embedding, j the output of block j, counted from 1."""
     return tuple(range(2 * j - 2, 2 * j) if j else EMBEDDING for j in taken)
 
 
@@ -99,7 +99,7 @@ class DepthAverage(nn.Module):
 
 
 class BlockConnection(Connection):
-    """A connection whose state is the outputs of all blocks, the last of which it writes.
+    """A connection whose state is the outputs of all blocks. It writes the last one.
 
     `begin` makes the residual of a block from them; a subclass defines it.
     """
@@ -136,7 +136,7 @@ class DenseConnection(BlockConnection):
 class BlockCollapse(nn.Module):
     """The readout: the average after the last block. A tuple of tensors (batch, seq, dim) -> (batch, seq, dim).
 
-    average: its first result is x; None for the last output alone. A state of another depth is read as its last output
+    average: its first result is x; None for only the last output. A state of another depth is read as its last output
     too, because the weights belong to the outputs of all blocks.
     """
 

@@ -236,8 +236,8 @@ class Frame(nn.Module):
 class Heads(nn.Module):
     """u, v, the unit vector k and beta = softplus(w . h + b) from hidden features: (..., hidden) each.
 
-    The weights start small beside the biases, so that all tokens start with nearly the same operator, or with `centred`
-    at 0, see `Frame`. The weights of beta start at 0, so beta = beta_init for every token.
+    The weights start small next to the biases, so that all tokens start with nearly the same operator; with `centred`
+    they start at 0, see `Frame`. The weights of beta start at 0, so beta = beta_init for every token.
     """
 
     def __init__(self, hidden: int, n: int, *, beta_init: float, centred: bool = False):
@@ -325,7 +325,7 @@ def _turned(num_streams: int, state: Tensor, *coefficients: Tensor) -> Tensor:
 
 
 def gelu_parts(x: Tensor, count: int) -> list[Tensor]:
-    """Return GELU of each of `count` equal parts of the last axis of x; the backward pass keeps x alone."""
+    """Return GELU of each of `count` equal parts of the last axis of x; the backward pass keeps only x."""
     return [derive(partial(_gelu_part, i, count), x) for i in range(count)]
 
 

@@ -228,7 +228,7 @@ class Collapse(nn.Module):
 
 
 class OpenSources(nn.Module):
-    """Make the first state, a tuple of the embedding alone: (batch, seq, dim) -> a tuple of one such tensor."""
+    """Make the first state, a tuple of only the embedding: (batch, seq, dim) -> a tuple of one such tensor."""
 
     def forward(self, x: Tensor, memory: Memory | None = None) -> tuple[Tensor, ...]:
         return (x,)

@@ -16,7 +16,7 @@ class ExpandingScheme(RecomputingScheme):
     """A scheme whose state is n streams, (batch, seq, n, dim), which start from copies of the embedding.
 
     num_streams  n
-    expand       "copies" of the embedding; "lss": each times gains of its own for each feature, learned, from 0.6 and
+    expand       "copies" of the embedding; "lss": each times its own learned gains for each feature, from 0.6 and
                  Xavier's noise, so that streams differ from the start (learned symmetry breaking, arXiv 2606.03483);
                  "gains": the same from 1, which keeps the start of the scheme
     """
@@ -35,7 +35,7 @@ class ExpandingScheme(RecomputingScheme):
 
     @property
     def learned_expand(self) -> Literal["copies", "gains"]:
-        """How a start that preserves expands: with the gains of `expand`, if it has them, at 1."""
+        """The `expand` of a start that preserves: its gains, if it has them, start at 1."""
         return "gains" if self.streams_differ else "copies"
 
     def expander(self, dim: int) -> nn.Module:

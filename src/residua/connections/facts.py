@@ -1,4 +1,4 @@
-"""What a connection tells about itself, for spectra and telemetry: its shortcut, its gates and what it reads."""
+"""The facts of a connection for spectra and telemetry: its shortcut, its gates and its weights over depth."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,7 +10,7 @@ class RankOne(NamedTuple):
     """A shortcut that moves every row of the state along one direction: X -> X - beta (X k) k^T, then + beta v k^T.
 
     beta: (batch, seq); k: (batch, seq, dim), of length 1 up to its guard; readout = X k: (batch, seq, rows);
-    v: (batch, seq, rows), what the write moves the readout towards, or None where beta does not gate what is written.
+    v: (batch, seq, rows), the target of the readout under the write, or None if beta does not gate what is written.
     read_share: (rows,), the weight of each row in the sublayer's input, with sum 1; None without such weights.
     A sequence axis of size 1 means that all tokens share the coefficients.
     """
@@ -26,7 +26,7 @@ class Mixing(NamedTuple):
     """A shortcut that mixes the rows of the state: X'[o] = sum_i h_res[o, i] X[i].
 
     h_res: (batch, seq, n, n), target row first; h_pre, h_post: (batch, seq, n), the weights that read and write the
-    rows, or None where a scheme has no such weights. Leading axes may be missing or 1 where tokens share the
+    rows, or None if a scheme has no such weights. Leading axes may be missing or 1 if tokens share the
     coefficients. gates: the gates (batch, seq) that h_res depends on, by name. left_out: the mappings and gates that
     this connection omits, because they could not change anything or because its scheme has none; the tensors then hold
     their trivial values.
@@ -40,7 +40,7 @@ class Mixing(NamedTuple):
 
 
 class GateFacts(NamedTuple):
-    """What is known of a gate. range: its ends, near which it has nearly no gradient; start: its initial value.
+    """The facts of a gate. range: its ends, near which its gradient nearly vanishes; start: its initial value.
 
     None: the gate has no such ends, or no initial value that all tokens share.
     """
@@ -50,11 +50,11 @@ class GateFacts(NamedTuple):
 
 
 class DepthWeights(NamedTuple):
-    """The weights with which a connection reads what stood in the stream before: the embedding, outputs, sums of them.
+    """The weights with which a connection reads its sources: the embedding, outputs of sublayers, sums of them.
 
-    weights: (batch, seq, reads, sources); leading axes may be missing or 1 where tokens share the coefficients.
+    weights: (batch, seq, reads, sources); leading axes may be missing or 1 if tokens share the coefficients.
     sources: for each source the sublayers that wrote it: range(-1, 0) for the embedding, None for one that is learned.
-    reads: names of the reads where a connection has several, such as ("q", "k", "v").
+    reads: names of the reads if a connection has several, such as ("q", "k", "v").
     """
 
     weights: Tensor

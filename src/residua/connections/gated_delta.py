@@ -2,7 +2,7 @@
 
     X <- X + k (w^T - e k^T X),   k = h / |h|,   h = F(c),   e = 2 tanh(w_e . c + b_e),   c = norm(x_in)
 
-The gate e decides how much of what X has along k is erased, apart from what is written. In Deep Delta Learning (arXiv
+The gate e sets the share of X along k that is erased, separately from the write. In Deep Delta Learning (arXiv
 2601.00417) one gate beta does both, w = beta v and e = beta, so that nothing can be written without erasing. Here
 w = |h|, which writes h, or |h| (1 + tanh(W c + b)) with a gate for each value channel. The maps of the gates start at
 0, so the connection starts as exactly x + h.
@@ -29,10 +29,10 @@ from residua.ops import at_least_float32, gated_delta, inverse_length, scaled_su
 
 
 class GatedDeltaCoefficients(NamedTuple):
-    """What each direction erases and writes, (batch, seq, directions), in at least float32.
+    """The gates of erasing and writing of each direction, (batch, seq, directions), in at least float32.
 
-    The directions are rank x value_channels x heads, the heads last; erase has one value channel where all share its
-    gate. erase: e, or None where nothing is erased. write: w / |h|, or beta v with `write="value"`; None for w = |h|.
+    The directions are rank x value_channels x heads, the heads last; erase has one value channel if all share its
+    gate. erase: e, or None if nothing is erased. write: w / |h|, or beta v with `write="value"`; None for w = |h|.
     v: the value of `write="value"`, otherwise None.
     """
 
@@ -43,7 +43,7 @@ class GatedDeltaCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedDelta(ChannelScheme):
-    """A delta write along the sublayer's output that starts as exactly the plain residual, a form of our own.
+    """A delta write along the sublayer's output that starts as exactly the plain residual, our variant.
 
     With several value channels the compressor of each block starts as one channel, another in every block, because
     channels that are read alike would stay equal. DDL itself is `erase="coupled", write="value"`, and its write-only
@@ -138,8 +138,8 @@ class GatedDelta(ChannelScheme):
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         require_option(self, "heads", dim % self.heads == 0, f"a divisor of the width dim = {dim}")
-        each = dim // self.heads
-        require_option(self, "rank", self.rank <= each, f"at most the {each} features of a head")
+        head_dim = dim // self.heads
+        require_option(self, "rank", self.rank <= head_dim, f"at most the {head_dim} features of a head")
         norm = norms(dim, norm_eps, norm)
         connections, readout = connected(
             num_sublayers,
@@ -188,8 +188,8 @@ class GatedDeltaConnection(ChannelConnection):
         super().__init__(scheme, compress)
         self.scheme = scheme
         self.norm = norm
-        each = scheme.rank * scheme.heads
-        erases, writes = each * (scheme.value_channels if scheme.channel_gates else 1), each * scheme.value_channels
+        count = scheme.rank * scheme.heads
+        erases, writes = count * (scheme.value_channels if scheme.channel_gates else 1), count * scheme.value_channels
         gated = scheme.erase in ("signed", "positive")
         self.erase = TokenGate(dim, erases, scale=scheme.scale) if gated else None
         self.write_gate = TokenGate(dim, writes, scale=1.0) if scheme.write_gate else None
@@ -211,8 +211,8 @@ class GatedDeltaConnection(ChannelConnection):
             write = 1 + self.write_gate(context)
         if self.beta is not None and self.value is not None:
             beta, v = self.beta(context), self.value(x_in)
-            each = (self.scheme.rank, -1, self.scheme.heads)
-            write = (beta.unflatten(-1, each) * v.unflatten(-1, each)).flatten(-3)
+            axes = (self.scheme.rank, -1, self.scheme.heads)
+            write = (beta.unflatten(-1, axes) * v.unflatten(-1, axes)).flatten(-3)
             erase = beta if self.scheme.erase == "coupled" else erase
         return context, Carry(state, GatedDeltaCoefficients(erase, write, v))
 
@@ -230,15 +230,15 @@ class GatedDeltaConnection(ChannelConnection):
 
     def _of_direction(self, r: int, gates: Tensor) -> Tensor:
         """Return the gates of direction r as `gated_delta` takes them, from those of all, (..., directions)."""
-        each = gates.shape[-1] // self.scheme.rank
-        own = gates if self.scheme.rank == 1 else gates.narrow(-1, r * each, each)
-        return own.unflatten(-1, (-1, self.scheme.heads)) if self.has_stream_axis else own
+        size = gates.shape[-1] // self.scheme.rank
+        part = gates if self.scheme.rank == 1 else gates.narrow(-1, r * size, size)
+        return part.unflatten(-1, (-1, self.scheme.heads)) if self.has_stream_axis else part
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | None:
-        """Return I - e k k^T; v only where the gate of erasing writes it too.
+        """Return I - e k k^T; v only if the gate of erasing writes it too.
 
-        None where the map is no single one of rank 1: with several directions, or a gate for each channel; and where
-        nothing is erased.
+        None if nothing is erased, or if the map is not a single one of rank 1: with several directions, or a gate for
+        each channel.
         """
         scheme, (erase, _, v) = self.scheme, carry.coefficients
         if scheme.heads > 1 or scheme.rank > 1 or scheme.channel_gates or erase is None:

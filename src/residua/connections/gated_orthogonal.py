@@ -34,7 +34,7 @@ class GateCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedOrthogonal(SingleStreamScheme):
-    """The gated orthogonal update, a form of our own. It starts as exactly the plain residual, unless the gate is 1.
+    """The gated orthogonal update, our variant. It starts as exactly the plain residual, unless the gate is 1.
 
     With `gate="one"` it is the orthogonal update of arXiv 2505.11881, which the preset `orthogonal` names.
 
@@ -134,8 +134,8 @@ class OrthogonalConnection(CompressingConnection):
         """
         (gate,) = carry.coefficients
         scale = residual_scale(state, y, gate, eps=self.eps)
-        heads, each = gate.shape[-1], gate.expand(scale.shape)
-        gates = dict(zip(_names(heads), each.unbind(-1)))
+        heads, values = gate.shape[-1], gate.expand(scale.shape)
+        gates = dict(zip(_names(heads), values.unbind(-1)))
         omitted = () if self.gated else tuple(gates)
         return Mixing(torch.diag_embed(scale), h_post=torch.ones_like(scale[0, 0]), gates=gates, left_out=omitted)
 

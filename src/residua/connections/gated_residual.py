@@ -35,10 +35,10 @@ class GatedResidual(ExpandingScheme, MixingScheme):
     num_streams     n, at least 2
     rank            of the gates: D is (rank, n dim) and U is (n dim, rank); 320 in Qwen4-Exp, at width 2560
     weight_std      standard deviation of the initial D, U and B, with start="published"
-    head            the readout: "gated", a gated read of its own, normalised (Qwen4-Exp), or "mean" of the streams
+    head            the readout: "gated", its own gated read, normalised (Qwen4-Exp), or "mean" of the streams
     start           "published": w = 0, and D, U, B are drawn (Qwen4-Exp); "residual": U and B are 0, and 1 + w is 2 on
                     average, which makes up for gates of 1/2, so that the stream computes exactly the plain residual
-                    where the head is "mean"; each sublayer prefers one stream: equal streams read equally never part
+                    if the head is "mean"; each sublayer prefers one stream: equal streams read equally never part
     """
 
     title: ClassVar[str] = "Gated residual"
@@ -68,8 +68,8 @@ class GatedResidual(ExpandingScheme, MixingScheme):
         """Build as `Scheme.build`. A norm that is given takes the place of the RMSNorm without gain, in every stream;
         the gains 1 + w of the streams follow it.
         """
-        own = norm or (lambda _: RMSNorm(dim, eps=norm_eps, gain=False))
-        connections = [GatedConnection(self, dim, i, own(i)) for i in range(num_sublayers)]
+        make_norm = norm or (lambda _: RMSNorm(dim, eps=norm_eps, gain=False))
+        connections = [GatedConnection(self, dim, i, make_norm(i)) for i in range(num_sublayers)]
         if self.head == "mean":
             return Stream(self.expander(dim), connections, MeanStreams())
         head = GatedRead(self, dim, num_sublayers, RMSNorm(dim, eps=norm_eps, gain=False))
@@ -90,7 +90,7 @@ class GatedRead(nn.Module):
         self.preferred = None if published else index % n
         self.norm = norm
         self.weight = nn.Parameter(torch.empty(n, dim))
-        # Where U is 0, D must not be: their gradients would both be 0.
+        # If U is 0, D must not be: their gradients would both be 0.
         self.down = Projection(n * dim, scheme.rank, std=scheme.weight_std)
         self.up = Projection(scheme.rank, n * dim, std=scheme.weight_std if published else 0.0)
         self.reset_parameters()
@@ -113,7 +113,7 @@ class GatedRead(nn.Module):
     def normalised(self, streams: Tensor) -> Tensor:
         if is_plain(self.norm, RMSNorm):
             return rms_norm(streams, self.norm.weight, self.norm.eps, recompute=self.scheme.recompute == "replay")
-        # A norm of somebody else's sums gradients in an order of its own, so it is computed the same way in any case.
+        # Another library's norm sums gradients in its own order, so it is computed the same way in any case.
         names = [name for name, _ in self.norm.named_parameters()]
 
         def normed(x: Tensor, *weights: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from residua.ops.dispatch import Implementation
 class MixingCoefficients(NamedTuple):
     """h_pre: (..., n), h_res: (..., n, n) with the target stream first, h_post: (..., n), in at least float32.
 
-    h_pre is (..., n, n) where a sublayer reads a mixture for each row (Frac-Connections). The leading axes are
+    h_pre is (..., n, n) if a sublayer reads a mixture for each row (Frac-Connections). The leading axes are
     (batch, seq), or none if the coefficients are static. None for h_pre reads the first stream, None for h_res mixes
     nothing: the scheme has no such mapping, or this connection omits it because it could not change anything.
     """
@@ -42,8 +42,8 @@ class MixingCoefficients(NamedTuple):
 class MixingScheme(RecomputingScheme):
     """A scheme that reads, mixes and writes the rows of the state by `MixingCoefficients`.
 
-    implementation  of reads, writes and Sinkhorn's iteration, where they have a kernel: "reference" (PyTorch), "triton"
-                    (CUDA; see `ops.dispatch`), or "auto", which picks triton where it runs. No kernel has been timed on
+    implementation  of reads, writes and Sinkhorn's iteration, if they have a kernel: "reference" (PyTorch), "triton"
+                    (CUDA; see `ops.dispatch`), or "auto", which picks triton if it can run. No kernel has been timed on
                     a GPU yet, so the default is "reference"
     """
 
@@ -141,7 +141,7 @@ class CutConnection(MixingConnection):
 
     @abstractmethod
     def gather(self, rows: Tensor, h_pre: Tensor) -> Tensor:
-        """Return what a sublayer reads of the rows (batch, seq, pieces, dim / pieces), side by side or repeated."""
+        """Return the input of a sublayer from the rows (batch, seq, pieces, dim / pieces), side by side or repeated."""
 
     def rows(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.pieces, -1))
@@ -157,7 +157,7 @@ class CutConnection(MixingConnection):
 
 
 class WeightedConnection(MixingConnection):
-    """Weights of n rows, of which `reads` mixtures are read: constants, plus a part that depends on the token.
+    """Weights of n rows and of `reads` mixtures to read: constants, plus a part that depends on the token.
 
     With [A_m | A_r] the columns of alpha, (n, reads + n), and N = RMSNorm of each row of the state with one gain:
 

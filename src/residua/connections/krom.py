@@ -32,7 +32,7 @@ class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
     head            the readout: "sum" of the streams (the authors' code) or "mean"
     start           "published": read and write prefer stream `index` mod n, by logits of 1 against -1; "residual": all
                     streams are written with 1 and the reads sum to 1, so that the stream computes exactly the plain
-                    residual where the head is "mean"
+                    residual if the head is "mean"
     """
 
     title: ClassVar[str] = "KromHC"

@@ -1,8 +1,8 @@
-"""The scaled plain residual: learned scales on the state, on what a sublayer writes, and on the embedding.
+"""The scaled plain residual: learned scales on the state, on the sublayer's output, and on the embedding.
 
     x <- r x + z x0,   x <- x + p F(norm(x)),   at the end x <- x - b x_mid
 
-x0 is the embedding, or what `expand` makes of it, x_mid the state in the middle of the stack (backout). With its
+x0 is the embedding, or its expansion by `expand`, x_mid the state in the middle of the stack (backout). With its
 options it is the residual of nanochat and of modded-nanogpt, ReZero (arXiv 2003.04887), LayerScale (2103.17239) and
 DeepNorm (2203.00555): the cheap baseline that every other scheme has to beat. With `gate`, what a sublayer writes
 passes the gated orthogonal update (gated_orthogonal.py).
@@ -54,7 +54,7 @@ class Lambdas(SingleStreamScheme):
     z, z_last      start of the scale of the embedding, likewise; z=None: the embedding is not kept
     z_every        places of z, likewise
     when           "read": a sublayer reads r x + z x0; "write": it reads x, and r x + z x0 + p h is written
-    p              start of the scale of what a sublayer writes; None: no such scale
+    p              start of the scale of a sublayer's output; None: no such scale
     per_channel    a number for each feature in place of one for the state
     backout        start of b; x_mid is the state after block L // 2 of L, counted from 0, or before the last sublayer
                    where that comes first; None: no backout
@@ -123,7 +123,7 @@ class Lambdas(SingleStreamScheme):
         if self.norm == "post":
             raise ValueError("Lambdas: norm='post' normalises the state itself, which the pre-norm residual never does")
         neutral = {"r": 1.0, "z": 0.0, "p": 1.0, "backout": 0.0}
-        start: dict[str, Any] = {name: one for name, one in neutral.items() if getattr(self, name) is not None}
+        start: dict[str, Any] = {name: value for name, value in neutral.items() if getattr(self, name) is not None}
         return replace(self, **start, r_last=None, z_last=None)
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
@@ -139,7 +139,7 @@ class Lambdas(SingleStreamScheme):
         return Stream(self.expander(dim, self.kept), connections, Backout(self, readout))
 
     def starts(self, dim: int, index: int, num_sublayers: int) -> dict[str, float | None]:
-        """Return the initial r, z and p of sublayer `index`; None for a scale that it has not."""
+        """Return the initial r, z and p of sublayer `index`; None for a missing scale."""
         blocks = -(-num_sublayers // 2)
 
         def ramp(first: float | None, last: float | None, every: str) -> float | None:
@@ -244,7 +244,7 @@ class ScaledConnection(CompressingConnection):
         return x if self.scheme.kept == 1 else (x, *others)
 
     def _scaled(self, x: Tensor, others: list[Tensor], r: Tensor | None, z: Tensor | None) -> Tensor:
-        """Return r x + z x0, or x itself where this connection has neither scale."""
+        """Return r x + z x0, or x itself if this connection has neither scale."""
         return scaled(x, r) if z is None else scaled_sum((x, others[0]), (r, z))
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing | None:
@@ -262,7 +262,7 @@ class ScaledConnection(CompressingConnection):
         x_alone, x0_alone = h_res[0], h_res[-1]
         row = r * x_alone if n == 1 else r * x_alone + z * x0_alone
         h_pre: Tensor | None = row if scheme.when == "read" else x_alone
-        if scheme.compress is not None:  # what is read is no weighted sum of the rows of one token
+        if scheme.compress is not None:  # the read is not a weighted sum of the rows of one token
             h_pre = None
         omitted = ("h_res",) if scales[:2] == [None, None] and gate is None else ()
         h_res = torch.stack([row, *h_res[1:]])

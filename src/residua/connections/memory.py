@@ -10,7 +10,7 @@ from residua.ops.transforms import transformed
 
 
 class Memory(Protocol):
-    """The memory of one part of the stream: its earlier tokens, and what it must not take for tokens before a token.
+    """The memory of one part of the stream: its earlier tokens, and the entries that are not earlier tokens.
 
     A part uses either `extend`, if it needs earlier inputs, or `recall` and `keep`, if it needs a running sum. One that
     reads only tokens with the same number in `documents` says so with the attribute `separates_documents = True`;
@@ -24,7 +24,7 @@ class Memory(Protocol):
     def extend(self, x: Tensor, window: int) -> Tensor:
         """Return up to `window` earlier rows followed by x: (batch, seq, ...), and keep the last `window` of them.
 
-        A row is zero at padding, and where there was no token yet: a memory may begin with such rows. What counts them
+        A row is zero at padding and before the first token: a memory may begin with such rows. Whatever counts them
         as tokens, as a softmax or a mean does, is wrong; `remembered_tokens` tells them apart.
         """
 
@@ -73,11 +73,11 @@ class StreamMemory:
 
     def reorder(self, indices: Tensor) -> None:
         """Select the batch entries `indices`: (new batch,), as beam search does."""
-        for kept in (self._rows, self._ends):
-            kept.update({part: rows.index_select(0, indices.to(rows.device)) for part, rows in kept.items()})
+        for store in (self._rows, self._ends):
+            store.update({part: rows.index_select(0, indices.to(rows.device)) for part, rows in store.items()})
 
     def _expect_no_gap(self, part: nn.Module, mask: Tensor | None) -> None:
-        """Raise ValueError where a row goes on after padding, in this piece of `part` or since the pieces before."""
+        """Raise ValueError if a row goes on after padding, in this piece of `part` or since the pieces before."""
         before = self._ends.get(part)
         if mask is None:
             if before is None:
@@ -85,13 +85,13 @@ class StreamMemory:
             mask = before.new_ones(before.shape[0], 1)
         if before is None:
             before = mask.new_full((mask.shape[0], 2), part in self._rows, dtype=torch.bool)
-        seen = torch.cat([before, mask != 0], 1)
-        expect_no_gap(seen)
-        self._ends[part] = torch.stack([seen.any(1), seen[:, -1]], 1)
+        tokens = torch.cat([before, mask != 0], 1)
+        expect_no_gap(tokens)
+        self._ends[part] = torch.stack([tokens.any(1), tokens[:, -1]], 1)
 
 
 class _PartMemory:
-    """The memory of one part during one call. With `rows` None nothing is kept: the call has the whole sequence."""
+    """The memory of one part during one call. With `rows` None it keeps nothing: the call has the whole sequence."""
 
     def __init__(
         self,
@@ -132,10 +132,10 @@ def window_of(part: nn.Module) -> int:
 def memory_of(
     part: nn.Module, memory: StreamMemory | None, padding: Tensor | None, documents: Tensor | None
 ) -> Memory | None:
-    """Return the memory of `part` for this call; None if it needs none, or if there is nothing to tell it.
+    """Return the memory of `part` for this call; None if it needs none, or if it would be empty.
 
     Raises:
-        ValueError: padding between tokens; documents for a part that cannot separate them, or beside a memory; padding
+        ValueError: padding between tokens; documents for a part that cannot separate them, or with a memory; padding
             or a memory for a part that reads the whole sequence.
     """
     if documents is not None:
@@ -174,7 +174,7 @@ def documents_in(memory: Memory | None) -> Tensor | None:
 def expect_no_gap(mask: Tensor) -> None:
     """Raise ValueError for padding between the tokens of a row of mask: (batch, seq), 0 at padding and 1 at tokens.
 
-    What reads earlier tokens would count the padding as tokens.
+    A part that reads earlier tokens would count the padding as tokens.
     """
     tokens = mask != 0
     expect_none(
@@ -187,7 +187,7 @@ def expect_no_gap(mask: Tensor) -> None:
 def expect_none(wrong: Tensor, message: str) -> None:
     """Raise ValueError with this message if any entry of `wrong` is true.
 
-    A compiled graph checks it too, and raises RuntimeError where it runs. Not checked inside a transform, on the meta
+    A compiled graph checks it too, and raises RuntimeError when it runs. Not checked inside a transform, on the meta
     device, or while a CUDA graph is captured, which cannot ask for values.
     """
     if torch.compiler.is_compiling():
@@ -220,8 +220,8 @@ def remembered(x: Tensor, memory: Memory | None, window: int) -> Tensor:
 def remembered_tokens(x: Tensor, memory: Memory | None, window: int) -> tuple[Tensor, Tensor]:
     """Return the rows of `remembered`, (batch, rows, ...), and which of them are tokens: (batch, rows), boolean.
 
-    For what must not count the other rows, such as a softmax over the last tokens. The memory keeps a column of ones
-    beside x, which is zero where x is.
+    For reads that must not count the other rows, such as a softmax over the last tokens. The memory keeps a column of
+    ones next to x, which is zero where x is.
     """
     marked = torch.cat([x.flatten(2), x.new_ones(*x.shape[:2], 1)], -1)
     rows = remembered(marked, memory, window)

@@ -24,7 +24,7 @@ from residua.connections.stream_logits import reading_biases, scaled_groups
 from residua.ops import hyper_read, permutation_mixture, sinkhorn
 from residua.ops.derived import flattened
 
-# Initial distance of the logits of h_res. With 6, h_res starts with e^-6 = 0.0025 beside its diagonal: the difference
+# Initial distance of the logits of h_res. With 6, h_res starts with e^-6 = 0.0025 off its diagonal: the difference
 # between streams shrinks to 0.99 in each sublayer and to 0.79 in 24. With 4 it would shrink to 0.18; with 8 hardly at
 # all, but the gradient, which is proportional to that entry, would be a seventh.
 OFFSET = 6.0
@@ -46,7 +46,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     iterations      "sinkhorn": number of pairs of scalings
     alpha_init      initial factor on the token-dependent part of all logits
     start           of the reads with layout="copies": "prefer": logits of 2 and -2, whose sigmoids sum to 1.24 for four
-                    streams, which the norm before a sublayer undoes but for its eps; "residual": they sum to 1, so
+                    streams, which the norm before a sublayer undoes up to its eps; "residual": they sum to 1, so
                     that the stream computes exactly the plain residual whatever the norms are
     """
 
@@ -115,7 +115,7 @@ class Mappings(nn.Module):
 
     Without `selects` there is no h_pre, without `mixes` no h_res. phi is drawn from N(0, std^2); b_post starts at 0
     (h_post = 1), b_pre at +2 for the stream `preferred` and at -2 for the others (with start="residual" such that h_pre
-    sums to 1), or at 0 if `preferred` is None; b_res such that the entries of h_res on and beside the diagonal are in
+    sums to 1), or at 0 if `preferred` is None; b_res such that the entries of h_res on and off the diagonal are in
     the ratio 1 : e^-offset.
     """
 
@@ -155,7 +155,7 @@ class Mappings(nn.Module):
             if b_res.numel() and self.scheme.mixing == "sinkhorn":
                 b_res.view(n, n).fill_diagonal_(self.offset)
             elif b_res.numel():
-                # An entry beside the diagonal has (n - 1)! of the equal weights, the diagonal all others and this one.
+                # An entry off the diagonal has (n - 1)! of the equal weights, the diagonal all others and this one.
                 b_res[0] = math.log(math.factorial(n - 1) * math.expm1(self.offset) + 1)
 
     def forward(self, streams: Tensor, gain: Tensor | None = None, *, eps: float) -> MixingCoefficients:

@@ -27,11 +27,11 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
     residual: C starts near 1/n everywhere, and the streams are read with 1/2 each.
 
     num_streams     n, at least 2
-    iterations      of `guarded_sinkhorn`: pairs of divisions by row and column sums, the first of which is a softmax
-    gate_eps        what is added to the read weights, to the softmax, and to every sum that C is divided by
+    iterations      of `guarded_sinkhorn`: pairs of divisions by row and column sums; the first division is a softmax
+    gate_eps        the constant added to the read weights, to the softmax, and to every sum that C is divided by
     scale_init      initial factor on the token-dependent part of all logits
     weight_std      standard deviation of the initial W, with start="published"
-    head            the readout: "sigmoid", weights of its own from all streams (DeepSeek-V4), or "mean" (GLM-5.3)
+    head            the readout: "sigmoid", its own weights from all streams (DeepSeek-V4), or "mean" (GLM-5.3)
     start           "published": W is drawn and the biases are 0 (both models in transformers); "residual": W is 0, C is
                     near the identity, each sublayer prefers one stream, and the biases make up for what `gate_eps`
                     takes from the state, so that the stream computes exactly the plain residual
@@ -89,7 +89,7 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
         return offset * torch.eye(self.num_streams, dtype=torch.float64, device="cpu")
 
     def shrinkage(self) -> float:
-        """Return the sum of every column of the initial C with start="residual": what a mixing leaves of the state."""
+        """Return the sum of every column of the initial C with start="residual", by which a mixing scales the state."""
         return guarded_sinkhorn(self.mixing_biases(), self.iterations, eps=self.gate_eps).sum(0)[0].item()
 
 

@@ -39,7 +39,7 @@ class MultiwayDynamicDense(Scheme):
 
     A sublayer with an even number, attention, gets three inputs from the second block on, unless ways="r".
 
-    ways             "qkvr": an average each for queries, keys, values and the residual; "r": one for all
+    ways             "qkvr": one average each for queries, keys, values and the residual; "r": one for all
     prepost_norm     sources are normalised (a gain each) before they are averaged, the average for the residual is
                      normalised again (a gain that starts at 0.001), and the last output is added to every average; the
                      publication needs it for deep and narrow models
@@ -114,9 +114,9 @@ class MultiwayAverage(nn.Module):
         *earlier, x = outputs
         weights = self.weights(x)
         if self.before is None or self.after is None:
-            return *(depth_mix(outputs, one) for one in weights.unbind(-2)), outputs, weights
+            return *(depth_mix(outputs, way) for way in weights.unbind(-2)), outputs, weights
         sources = (*earlier, self.before(x))
-        *reads, residual = (depth_mix(sources, one) for one in weights.unbind(-2))
+        *reads, residual = (depth_mix(sources, way) for way in weights.unbind(-2))
         return *(derive(torch.add, x, read) for read in [*reads, self.after(residual)]), sources, weights
 
 
@@ -130,11 +130,11 @@ class MultiwayConnection(BlockConnection):
     def __init__(self, scheme: MultiwayDynamicDense, dim: int, index: int, norm: Norm, *, norm_eps: float):
         block, begins = divmod(index, 2)[0], index % 2 == 0
         averages = begins and block > 0
-        own = [norm(index) for _ in range(3 if averages and scheme.ways == "qkvr" else 1)]
-        super().__init__(index, own[0])
+        norms = [norm(index) for _ in range(3 if averages and scheme.ways == "qkvr" else 1)]
+        super().__init__(index, norms[0])
         # A norm that is somebody else's, such as a pretrained model's, normalises all three inputs.
-        self.others = nn.ModuleList(own[1:]) if len(own) > 1 and own[1] is not own[0] else None
-        self.inputs = len(own)
+        self.others = nn.ModuleList(norms[1:]) if len(norms) > 1 and norms[1] is not norms[0] else None
+        self.inputs = len(norms)
         self.ways, self.sources = scheme.ways, outputs_of(range(block + 1))
         self.average = scheme.averages(dim, len(scheme.ways), block + 1, eps=norm_eps) if averages else None
         self.embedding_norm = RMSNorm(dim, eps=norm_eps) if scheme.prepost_norm and index == 0 else None
@@ -148,8 +148,8 @@ class MultiwayConnection(BlockConnection):
         carry = Carry((*sources, reads[-1]), MultiwayCoefficients(weights))
         if self.inputs == 1:
             return self.norm(reads[-1]), carry
-        own = (self.norm, *(self.others or (self.norm, self.norm)))
-        return tuple(norm(read) for norm, read in zip(own, reads)), carry
+        norms = (self.norm, *(self.others or (self.norm, self.norm)))
+        return tuple(norm(read) for norm, read in zip(norms, reads)), carry
 
     def depth_weights(self, carry: Carry) -> DepthWeights | None:
         weights = carry.coefficients.weights

@@ -35,7 +35,7 @@ LARGEST = {
     **dict.fromkeys(("compress_kernel", "expand_kernel"), 1024),
     **dict.fromkeys(("iterations", "steps"), 1000),
 }
-"""Far beyond what anybody trains, and small enough that no typing error fills the memory or loops for hours."""
+"""Far beyond any trained model, and small enough that no typing error fills the memory or loops for hours."""
 
 
 def check_types(scheme: Any) -> None:
@@ -57,7 +57,7 @@ def check_options(kind: type, options: Mapping[str, Any]) -> None:
 
 
 def require_option(scheme: Any, name: str, condition: bool, expected: str) -> None:
-    """Raise ValueError unless `condition` holds: the field `name` of `scheme`, what was `expected`, and its value."""
+    """Raise ValueError unless `condition` holds: the field `name` of `scheme`, the text `expected`, and its value."""
     if not condition:
         raise ValueError(f"{type(scheme).__name__}: {name}: expected {expected}, got {getattr(scheme, name)!r}")
 
@@ -70,7 +70,7 @@ def require_factor(scheme: Any, name: str) -> None:
 
 
 def expect_used(scheme: Any, uses: dict[str, tuple[bool, str]]) -> None:
-    """Raise ValueError for an option that is set but has no effect, because whoever sets it expects one.
+    """Raise ValueError for an option that is set but has no effect, because the user expects one.
 
     uses: for an option, whether it has an effect given the other options, and the condition in words.
     """

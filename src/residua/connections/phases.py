@@ -13,7 +13,7 @@ from residua.connections.spec import expect_state
 
 
 class Phase:
-    """What runs inside a call of a connection, in place of the sublayer: a function of it, such as `read`."""
+    """A function of a connection, such as `read`, that runs inside a call of it in place of the sublayer."""
 
     def __init__(self, method: Callable[..., Any]):
         self.method = method
@@ -36,7 +36,7 @@ def as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` of a connection, which runs a phase instead where it gets one; `state` holds its arguments."""
+    """Wrap `forward` of a connection: given a phase it runs that instead, with the arguments in `state`."""
 
     @functools.wraps(forward)
     def call(self: Any, state: Any, sublayer: Any, **options: Any) -> Any:

@@ -14,13 +14,13 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def is_plain(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:
-    """Return whether a call of `module` is what one of these classes computes from its parameters.
+    """Return whether a call of `module` runs the forward of one of these classes, without hooks.
 
     False for an adapter or a quantised map in its place, a parametrisation (both have other types), and a hook, such as
     those that prune or gather parameters; some libraries put theirs in place of `forward`.
     """
-    own = vars(module)
-    return type(module) in kinds and "forward" not in own and not any(own[name] for name in HOOKS)
+    attributes = vars(module)
+    return type(module) in kinds and "forward" not in attributes and not any(attributes[name] for name in HOOKS)
 
 
 class Projection(nn.Linear):
@@ -61,7 +61,7 @@ class Projection(nn.Linear):
 class WideProjection(Projection):
     """The linear map of a gate or a mapping: inputs and weights in at least float32, also inside autocast.
 
-    Its weights must stay in float32 where a model is narrowed or quantised (`Stream.float32_parameters`).
+    Its weights must stay in float32 if a model is narrowed or quantised (`Stream.float32_parameters`).
     """
 
     def forward(self, x: Tensor, *, gain: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -77,7 +77,7 @@ class WideProjection(Projection):
 def project(module: nn.Module, x: Tensor, *, gain: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """Return module(gain x) + bias, folding gain and bias into the product if `module` is a `WideProjection`.
 
-    Anything else that stands in its place, such as an adapter around it, is a map of its input alone.
+    Anything else that stands in its place, such as an adapter around it, is a map of only its input.
     """
     if isinstance(module, WideProjection):
         return module(x, gain=gain, bias=bias)

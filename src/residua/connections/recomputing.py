@@ -18,7 +18,7 @@ class RecomputingScheme(Scheme):
     recompute        "replay" keeps every `recompute_every`-th state and recomputes the others in the backward pass,
                      equal to the last bit; "none" keeps all states. Second derivatives need "none". A compiled model
                      and the Triton kernels of mixed streams always keep all
-    recompute_every  of how many states in a row one is kept, 1 to 64
+    recompute_every  keep one state in this many, 1 to 64
     """
 
     recompute: Literal["none", "replay"] = "replay"
@@ -42,9 +42,9 @@ class RecomputingScheme(Scheme):
 
     @property
     def keeps_every(self) -> int:
-        """m: of m states in a row one is kept."""
+        """m: one state in m is kept."""
         return self.recompute_every if self.recompute == "replay" else 1
 
     def derive(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return function(*inputs), what is computed from a state: recomputed in the backward pass like the states."""
+        """Return function(*inputs) of a state, recomputed in the backward pass like the states."""
         return derive(function, *inputs) if self.recompute == "replay" else function(*inputs)

@@ -122,8 +122,8 @@ def register(name: str, scheme: type[Scheme] | Scheme) -> None:
         raise TypeError(f"register {name!r}: expected a Scheme, its class or an instance, got {scheme!r}")
     if not isinstance(name, str) or not name or any(mark in name for mark in ":,= "):
         raise ValueError(f"register: expected a name without spaces and without : , =, got {name!r}")
-    if taken := [field.name for field in fields(kind) if field.name in RESERVED]:
-        raise ValueError(f"register {name!r}: {kind.__name__} has an option {taken[0]!r}; this name is reserved")
+    if reserved := [field.name for field in fields(kind) if field.name in RESERVED]:
+        raise ValueError(f"register {name!r}: {kind.__name__} has an option {reserved[0]!r}; this name is reserved")
     instance = kind() if isinstance(scheme, type) else scheme
     if (PRESETS.get(name, instance), SCHEMES.get(name, kind)) != (instance, kind):
         raise ValueError(f"register: {name!r} is the name of another scheme; choose another name")
@@ -210,7 +210,7 @@ def written(scheme: Scheme) -> dict[str, Any]:
     """Return the options as JSON keeps them. Raises ValueError if they would not build an equal scheme."""
     kind = type(scheme)
     for field in fields(kind):
-        if not _kept(value := getattr(scheme, field.name)):
+        if not _fits_json(value := getattr(scheme, field.name)):
             raise ValueError(
                 f"{kind.__name__}: {field.name}: expected None, a bool, int, float, str or a tuple of these, which "
                 f"files keep, got {value!r}; take the name of a choice as the option, and look it up in build()"
@@ -227,10 +227,10 @@ def written(scheme: Scheme) -> dict[str, Any]:
     return options
 
 
-def _kept(value: Any) -> bool:
-    """Return whether JSON keeps a value, but for tuples, which become lists."""
+def _fits_json(value: Any) -> bool:
+    """Return whether JSON keeps a value, except that tuples become lists."""
     if type(value) is tuple:
-        return all(map(_kept, value))
+        return all(map(_fits_json, value))
     return value is None or type(value) in (bool, int, float, str)
 
 
@@ -240,7 +240,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _find(key: str, name: Any, package: Any) -> Any:
-    """Return the preset or the class of this name, of this `package` where it is not None.
+    """Return the preset or the class of this name, of this `package` unless it is None.
 
     Raises:
         ValueError: there is none, or not of this package, or of several packages; or it cannot be used.
@@ -276,7 +276,7 @@ def _find(key: str, name: Any, package: Any) -> Any:
         choices = [*schemes, *(point.name for point in _entry_points())]
         raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, choices)}")
     owner = _package(_kind(schemes[name])) or "residua"
-    of_a_script = package == "__main__" and owner != "residua"  # nobody can tell in which module it is now
+    of_a_script = package == "__main__" and owner != "residua"  # its module cannot be imported under that name
     if package not in (None, owner) and not of_a_script:
         raise ValueError(
             f"connection: expected the scheme {name!r} of the package {package!r}, got that of {owner!r}, which has "

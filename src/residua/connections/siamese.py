@@ -1,9 +1,9 @@
-"""SiameseNorm (arXiv 2602.08064): a stream as of post-norm and one as of pre-norm, with the same sublayers.
+"""SiameseNorm (arXiv 2602.08064): a post-norm stream and a pre-norm stream, with the same sublayers.
 
     u = norm_x(X),   h = F(norm(u + norm_y(Y))),   X <- u + h / sqrt(2 (l + 1)),   Y <- Y + h
 
 Both start as the embedding; l is the block of two sublayers, from 0. norm_x bounds X in every sublayer, and Y keeps an
-identity path through all of them. The readout is norm_x(X) + norm_y(Y), with norms of its own.
+identity path through all of them. The readout is norm_x(X) + norm_y(Y), with its own norms.
 """
 
 import math
@@ -34,7 +34,7 @@ class SiameseNorm(Scheme):
     Both streams start as the embedding. Y is the plain residual's; X is replaced by norm_x(X) before every sublayer,
     which adds its output to both. l is the block of two sublayers, from 0.
 
-    depth_scaling     what is added to X is divided by sqrt(2 (l + 1)) ("code"), sqrt(l + 1) ("paper") or nothing
+    depth_scaling     divides the update of X by sqrt(2 (l + 1)) ("code"), sqrt(l + 1) ("paper") or nothing
                       ("none")
     normalised_input  True: a sublayer sees norm(norm_x(X) + norm_y(Y)); False: norm_x(X) + norm(Y), where the norm
                       before a sublayer, such as a model's own, is that of Y
@@ -67,7 +67,7 @@ class SiameseNorm(Scheme):
         return TensorSpec((dim,)), TensorSpec((dim,))
 
     def preserving(self) -> "SiameseNorm":
-        """Return the pre-norm case of the paper, norm_x = 0, where no second norm stands between Y and a sublayer."""
+        """Return the pre-norm case of the paper, norm_x = 0, if no second norm stands between Y and a sublayer."""
         return replace(self, normalised_input=False, start="residual", head="stream")
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
@@ -97,8 +97,8 @@ class SiameseConnection(Connection):
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         x, y = state
         u = self.x_norm(x)
-        seen = u + self.norm(y) if self.y_norm is None else self.norm(derive(torch.add, u, self.y_norm(y)))
-        return seen, Carry((u, y), SiameseCoefficients())
+        x_in = u + self.norm(y) if self.y_norm is None else self.norm(derive(torch.add, u, self.y_norm(y)))
+        return x_in, Carry((u, y), SiameseCoefficients())
 
     def write(self, y: Tensor, carry: Carry) -> State:
         bounded, stream = carry.residual

@@ -47,7 +47,7 @@ class SingleStreamScheme(Scheme):
         return ConvEmbedding(dim, self.expand_kernel, copies) if self.expand == "conv" else Copies(copies)
 
     def connected(self, dim: int, num_sublayers: int, connection: Callable[..., C]) -> tuple[list[C], nn.Module]:
-        """Return `connection(i, compress)` for each sublayer, and what the readout reads through."""
+        """Return `connection(i, compress)` for each sublayer, and the compressor of the readout."""
         if self.compress is None:
             return connected(num_sublayers, "separate", lambda _: Same(), connection)
         kernel, sharing = self.compress_kernel, self.compress_sharing

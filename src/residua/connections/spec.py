@@ -34,5 +34,5 @@ def expect_state(state: Any, spec: Any) -> None:
                 expect_state(part, described)
             return
         expected = f"a {type(spec).__name__} of {len(spec)} tensors"
-    found = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
-    raise ValueError(f"state: expected {expected}, from stream.expand or the connection before, got {found}")
+    got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
+    raise ValueError(f"state: expected {expected}, from stream.expand or the connection before, got {got}")

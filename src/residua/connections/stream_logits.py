@@ -1,4 +1,4 @@
-"""Logits from all streams of a token, and what the production forms of mHC share: gates and a readout by sigmoids."""
+"""Logits from all streams of a token, and the gates and the readout by sigmoids that production forms of mHC share."""
 
 import math
 from abc import abstractmethod
