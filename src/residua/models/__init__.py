@@ -16,7 +16,7 @@ TESTED = (5, 24)
 
 
 def _say_if_newer(installed: str) -> None:
-    """Say that this version of transformers is newer than any that was tested, if it is."""
+    """Warn if this version of transformers is newer than any that was tested."""
     if tuple(map(int, installed.split(".")[:2])) > TESTED:
         newest = ".".join(map(str, TESTED))
         logging.getLogger("residua").warning(
@@ -27,7 +27,7 @@ def _say_if_newer(installed: str) -> None:
 
 _say_if_newer(__version__)
 
-# Here and not beside the classes: exported code, which transformers loads under other names, must not register again.
+# Here and not next to the classes: exported code, which transformers loads under other names, must not register again.
 AutoConfig.register("residua", ResiduaConfig)
 AutoModel.register(ResiduaConfig, ResiduaModel)
 AutoModelForCausalLM.register(ResiduaConfig, ResiduaForCausalLM)

@@ -51,7 +51,7 @@ CONTINUOUS = ("read_index", "write_index", "block_table", "logits_indices", "log
 OLDER = ("max_seqlen_q", "max_seqlen_k")  # of continuous batching in transformers 5.17 and 5.18
 ENGINES = ("attention_instances", "forward_batch")  # of vLLM and SGLang
 PAGED = PACKED.union(CONTINUOUS, OLDER, ENGINES)
-"""The keywords beside paged keys and values, for the attention functions of transformers and of engines."""
+"""The keywords for paged keys and values, for the attention functions of transformers and of engines."""
 
 
 class AttentionContext(NamedTuple):

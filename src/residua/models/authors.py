@@ -52,8 +52,8 @@ def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, 
     problems = [f"missing: {name}" for name in sorted(expected.keys() - state.keys())]
     problems += [f"unknown: {name}" for name in sorted(state.keys() - expected.keys() - unused)]
     for name, (_, shape) in expected.items():
-        if name in state and (got := _filters(state[name]).shape) != (wanted := _their_shape(shape, name)):
-            problems.append(f"{name}: expected shape {tuple(wanted)}, got {tuple(got)}")
+        if name in state and (got := _filters(state[name]).shape) != (needed_shape := _their_shape(shape, name)):
+            problems.append(f"{name}: expected shape {tuple(needed_shape)}, got {tuple(got)}")
     if problems:
         raise ValueError("the state_dict does not fit the configuration: " + "; ".join(problems))
     renamed = {
@@ -65,33 +65,33 @@ def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, 
 
 
 def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_layers: int) -> ResiduaConfig:
-    given = dict(config)
+    settings = dict(config)
     for name in ("use_k_shift", "use_v_shift", "using_groupnorm", "q_activation", "k_activation", "v_activation"):
-        if given.pop(name, None):
+        if settings.pop(name, None):
             raise ValueError(f"{name}: not supported (the authors' baseline and Deep Delta models leave it off)")
     vocab_size, hidden_size = state["transformer.wte.weight"].shape
-    declared = given.pop("num_hidden_layers", num_layers)
+    declared = settings.pop("num_hidden_layers", num_layers)
     if declared != num_layers:
         raise ValueError(f"num_hidden_layers: expected {num_layers} as in the state_dict, got {declared}")
     for name, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
-        if given.pop(name, size) != size:
+        if settings.pop(name, size) != size:
             raise ValueError(f"{name}: expected {size} as in the state_dict, got {config[name]}")
-    heads = given.pop("num_attention_heads", None)
+    heads = settings.pop("num_attention_heads", None)
     if heads is None:
         raise ValueError("config: expected the key num_attention_heads, which the parameters do not tell")
     width, intermediate_size = (_first(state, name).shape[0] for name in (".attn.c_q.weight", ".mlp.c_fc1.weight"))
-    head_dim = given.pop("head_dim", width // heads)
+    head_dim = settings.pop("head_dim", width // heads)
     if heads * head_dim != width:
         raise ValueError(
             f"num_attention_heads, head_dim: expected the product {width}, the rows of "
             f"transformer.h.0.attn.c_q.weight, got {heads} and {head_dim}"
         )
-    if given.pop("rms_norm_eps", 1e-5) != 1e-5:
+    if settings.pop("rms_norm_eps", 1e-5) != 1e-5:
         raise ValueError(
             f"rms_norm_eps: expected 1e-05, which most norms of theirs have fixed, got {config['rms_norm_eps']}"
         )
 
-    scheme = _scheme(given, state)
+    scheme = _scheme(settings, state)
     ours = ResiduaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -99,30 +99,30 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
         num_attention_heads=heads,
         head_dim=head_dim,
         intermediate_size=intermediate_size,
-        max_position_embeddings=given.get("block_size", 1024),
+        max_position_embeddings=settings.get("block_size", 1024),
         connection=scheme,
-        qk_norm="post_rope" if given.pop("use_qk_rmsnorm", True) else None,
-        rope_theta=float(given.pop("rope_base", 10000.0)),
-        rope_ratio=float(given.pop("rope_ratio", 1.0)),
-        attention_output_gate=bool(given.pop("use_output_gate", False)),
-        embedding_init_std=float(given.get("embedding_init_std", 0.02)),
-        hidden_init_std_factor=float(given.get("hidden_init_std_factor", 0.5)),
-        mup=bool(given.get("mup", False)),
-        mup_base_width=int(given.get("hidden_size_base", 1024)),
+        qk_norm="post_rope" if settings.pop("use_qk_rmsnorm", True) else None,
+        rope_theta=float(settings.pop("rope_base", 10000.0)),
+        rope_ratio=float(settings.pop("rope_ratio", 1.0)),
+        attention_output_gate=bool(settings.pop("use_output_gate", False)),
+        embedding_init_std=float(settings.get("embedding_init_std", 0.02)),
+        hidden_init_std_factor=float(settings.get("hidden_init_std_factor", 0.5)),
+        mup=bool(settings.get("mup", False)),
+        mup_base_width=int(settings.get("hidden_size_base", 1024)),
     )
-    unknown = sorted(given.keys() - _WITHOUT_EFFECT)
+    unknown = sorted(settings.keys() - _WITHOUT_EFFECT)
     if unknown:
         raise ValueError(f"config: no option of the authors' models is called {', '.join(unknown)}")
     return ours
 
 
-def _scheme(given: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
-    """Infer the scheme from parameter names and shapes; remove the keys that it reads from `given`."""
-    declared = {name: given.pop(f"ddl_{name}", None) for name in ("value_channels", "state_shortconv_kernel_size")}
-    k_eps, beta_init = given.pop("ddl_k_eps", 1e-5), given.pop("ddl_beta_init", 1.0)
-    sigmoid, scale = given.pop("ddl_v_sigmoid", True), given.pop("ddl_v_sigmoid_scale", 4.0)
+def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
+    """Infer the scheme from parameter names and shapes; remove the keys that it reads from `settings`."""
+    declared = {name: settings.pop(f"ddl_{name}", None) for name in ("value_channels", "state_shortconv_kernel_size")}
+    k_eps, beta_init = settings.pop("ddl_k_eps", 1e-5), settings.pop("ddl_beta_init", 1.0)
+    sigmoid, scale = settings.pop("ddl_v_sigmoid", True), settings.pop("ddl_v_sigmoid_scale", 4.0)
     constants = {
-        name: (given.pop(f"ddl_{name}", False), given.pop(f"ddl_{name}_value", 2.0))
+        name: (settings.pop(f"ddl_{name}", False), settings.pop(f"ddl_{name}_value", 2.0))
         for name in ("v_constant", "v_dim1_constant")
     }
     if not any(".ddl_" in name for name in state):
@@ -171,10 +171,10 @@ def _find(state: Mapping[str, Tensor], *endings: str) -> Tensor | None:
 
 
 def _first(state: Mapping[str, Tensor], ending: str) -> Tensor:
-    found = _find(state, ending)
-    if found is None:
+    parameter = _find(state, ending)
+    if parameter is None:
         raise ValueError(f"state_dict: missing: transformer.h.0{ending}")
-    return found
+    return parameter
 
 
 def _authors_names(state: Mapping[str, Tensor], num_layers: int) -> dict[str, str]:

@@ -19,13 +19,13 @@ MOST_LAYERS, MOST_ROWS = 2**14, 2**28
 ATTENTION = ("eager", "sdpa", "flex_attention")
 """Implementations of attention that are part of transformers and torch."""
 FLASH_ATTENTION = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-"""Those of packages that may be installed, and whether they are."""
+"""Implementations of optional packages, and whether these are installed."""
 
 
 def usable(config: Any, source: object) -> Any:
-    """Return the content of a configuration file without flash attention where that is not installed.
+    """Return the content of a configuration file without flash attention if that is not installed.
 
-    The model then runs with what there is, and a warning says so. For any other attention not in `ATTENTION`
+    The model then runs with the default attention and a warning. For any other attention not in `ATTENTION`
     transformers may download a kernel and run it. Pass such a one to `from_pretrained`. Layers are built until there is
     no memory.
 
@@ -145,8 +145,8 @@ class ResiduaConfig(PreTrainedConfig):
         for name in ("rope_theta", "rms_norm_eps", "mup_base_width"):
             self._require(name, fits(getattr(self, name), float) and 0 < getattr(self, name) < inf, "a positive number")
         for name in ("embedding_init_std", "hidden_init_std_factor"):
-            found = getattr(self, name)
-            self._require(name, fits(found, float) and 0 <= found < inf, "a number of at least 0")
+            value = getattr(self, name)
+            self._require(name, fits(value, float) and 0 <= value < inf, "a number of at least 0")
         self._require("rope_ratio", fits(self.rope_ratio, float) and 0 <= self.rope_ratio <= 1, "a number in [0, 1]")
 
         for name in ("attention_output_gate", "tie_word_embeddings", "mup", "use_cache"):

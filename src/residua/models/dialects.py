@@ -5,7 +5,7 @@
     dialects.load(stream, model.state_dict(), "hy_v4")
     model.load_state_dict(dialects.export(stream, "hy_v4"), strict=False)
 
-transformers keeps the parameters of a connection in the layers of a model, under names of its own; here they belong to
+transformers keeps the parameters of a connection in the layers of a model, under its own names; here they belong to
 a `Stream`, and so do the norms before the sublayers. Names change, and the layout of a few tensors; no number does.
 """
 
@@ -26,10 +26,10 @@ from residua.connections import (
 
 
 class Dialect(NamedTuple):
-    """How a model of transformers names what is here a parameter of a connection, of `collapse`, or of `expand`.
+    """The names in a Hugging Face model of the parameters of a connection, of `collapse`, and of `expand`.
 
     attention, mlp: names below a layer, for the connections of even and of odd index. separate: in place of `attention`
-    where queries, keys and values have a norm each.
+    if queries, keys and values have a norm each.
     """
 
     scheme: Callable[[Any], Scheme]
@@ -153,11 +153,11 @@ def scheme(config: Any) -> Scheme:
 def names(stream: Stream, model_type: str) -> dict[str, str]:
     """Return the name below the trunk of the model of transformers for every parameter of `stream`.
 
-    stream: built by the scheme of this model, with norms of its own. Raises ValueError for a parameter without a place
+    stream: built by the scheme of this model, with its own norms. Raises ValueError for a parameter without a place
     in the model.
     """
     dialect = _dialect(model_type)
-    parameters, found, unknown = stream.state_dict(), {}, []
+    parameters, places, unknown = stream.state_dict(), {}, []
     for name in parameters:
         part, _, rest = name.partition(".")
         if part == "connections":
@@ -171,13 +171,13 @@ def names(stream: Stream, model_type: str) -> dict[str, str]:
             place = f"{theirs}"
         if theirs is None:
             unknown.append(name)
-        found[name] = place
+        places[name] = place
     if unknown:
         raise ValueError(
             f"{model_type}: expected a stream of this model's scheme (dialects.scheme of its configuration), got one "
             f"with {', '.join(unknown[:3])}"
         )
-    return found
+    return places
 
 
 def load(stream: Stream, state_dict: Mapping[str, Tensor], model_type: str) -> None:
@@ -186,13 +186,13 @@ def load(stream: Stream, state_dict: Mapping[str, Tensor], model_type: str) -> N
     state_dict: of the whole model or of a part with the layers and the head of the connections; other names are
     ignored. Raises ValueError if a parameter is missing, has another size, or occurs below more than one trunk.
     """
-    wanted = names(stream, model_type)
-    first = next(iter(wanted.values()))
+    places = names(stream, model_type)
+    first = next(iter(places.values()))
     trunks = [name[: -len(first)] for name in state_dict if name == first or name.endswith(f".{first}")]
     if len(trunks) != 1:
         raise ValueError(f"{model_type}: expected one parameter {first!r} in the state_dict, got {len(trunks)}")
     parameters, problems, converted = stream.state_dict(), [], {}
-    for ours, theirs in wanted.items():
+    for ours, theirs in places.items():
         tensor = state_dict.get(trunks[0] + theirs)
         if tensor is None:
             problems.append(f"missing: {trunks[0]}{theirs}")
@@ -210,13 +210,13 @@ def export(stream: Stream, model_type: str, *, trunk: str = "model.") -> dict[st
 
     trunk: the beginning of all names, "" for the trunk itself. The tensors share their memory with the stream's.
     """
-    parameters, found = stream.state_dict(), {}
+    parameters, tensors = stream.state_dict(), {}
     for ours, theirs in names(stream, model_type).items():
         tensor = parameters[ours]
         # (streams * dim,) there, (streams, dim) here; a single query is (dim,) there, (1, dim) here.
         flat = theirs.endswith("hc_norm.weight") or (theirs.endswith("_input.query") and tensor.shape[0] == 1)
-        found[trunk + theirs] = tensor.flatten() if flat else tensor
-    return found
+        tensors[trunk + theirs] = tensor.flatten() if flat else tensor
+    return tensors
 
 
 def _dialect(model_type: str) -> Dialect:

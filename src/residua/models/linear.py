@@ -1,4 +1,4 @@
-"""The linear maps of attention and MLP: plain `nn.Linear`, as quantizers expect, with a start of our own."""
+"""The linear maps of attention and MLP: plain `nn.Linear`, as quantizers expect, with our initialisation."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""The memory of short convolutions and running sums, kept in the cache of transformers beside the keys and values."""
+"""The memory of short convolutions and running sums, kept in the cache of transformers next to the keys and values."""
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -20,37 +20,37 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """The keywords for the cache: since transformers 5.24, before it, and before it of Mamba."""
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""The keyword for the cache in the transformers that is installed, in inputs and in outputs."""
+"""The keyword for the cache in the installed transformers, in inputs and in outputs."""
 
 
 PAGES = ("write_index", "attention_instances")
-"""The keywords of those who keep keys and values in pages: continuous batching of transformers, vLLM and SGLang."""
+"""The keywords of engines that keep keys and values in pages: continuous batching of transformers, vLLM and SGLang."""
 
 
-def expect_no_pages(given: Mapping[str, Any]) -> None:
-    """Raise ValueError if the arguments of a call come with pages: these keep nothing for a scheme that looks back."""
-    if any(given.get(name) is not None for name in PAGES):
+def expect_no_pages(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError if a call comes with pages, which keep nothing for a scheme that looks back."""
+    if any(arguments.get(name) is not None for name in PAGES):
         raise ValueError(
             "cache must not be paged for this scheme, which reads earlier tokens; call generate, not generate_batch or "
             "an engine such as vLLM"
         )
 
 
-def cache_of(given: Mapping[str, Any]) -> tuple[Cache | None, Any]:
+def cache_of(arguments: Mapping[str, Any]) -> tuple[Cache | None, Any]:
     """Return the cache among the arguments of a call, under whichever name, and the pages of continuous batching.
 
-    At least one of the two is None. Pages keep keys and values alone, and come with the places to write to.
+    At least one of the two is None. Pages keep only keys and values, and come with the places to write to.
 
     Raises:
         ValueError: two caches, or something that is not a cache of transformers.
     """
-    caches = {name: given[name] for name in CACHE_NAMES if given.get(name) is not None}
+    caches = {name: arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None}
     if len(caches) > 1:
         raise ValueError(f"{' and '.join(caches)} are names of one argument, got both; leave one out")
     for name, cache in caches.items():
         if isinstance(cache, Cache):
             return cache, None
-        if "write_index" in given:
+        if "write_index" in arguments:
             return None, cache
         raise ValueError(f"{name} must be a Cache of transformers, such as DynamicCache, got {type(cache).__name__}")
     return None, None
@@ -64,10 +64,10 @@ class CacheSlot(NamedTuple):
 
 
 class CacheSlots(NamedTuple):
-    """A slot for each memory that a model needs, None where none is needed.
+    """A slot for each part of a model, None for parts that need no memory.
 
     parts: expand, all connections, collapse. readouts: collapse after each layer but the last, for hidden states, which
-    are used only where somebody asks for these.
+    are used only if a call asks for these.
     """
 
     parts: list[CacheSlot | None]
@@ -82,9 +82,9 @@ class CacheSlots(NamedTuple):
 def cache_slots(stream: Stream, num_layers: int) -> CacheSlots:
     """Return the slots for the first `num_layers` layers of a stream, spread over as many layers of the cache."""
     parts = [stream.expand, *stream.connections[: 2 * num_layers], stream.collapse]
-    wanted = [window_of(part) > 0 for part in parts] + [window_of(stream.collapse) > 0] * (num_layers - 1)
-    numbers = iter(range(len(wanted)))
-    looking = [next(numbers) if needed else None for needed in wanted]
+    needs = [window_of(part) > 0 for part in parts] + [window_of(stream.collapse) > 0] * (num_layers - 1)
+    numbers = iter(range(len(needs)))
+    looking = [next(numbers) if need else None for need in needs]
     slots = [None if i is None else CacheSlot(i % num_layers, i // num_layers) for i in looking]
     return CacheSlots(slots[: len(parts)], slots[len(parts) :])
 
@@ -133,10 +133,10 @@ class CacheMemory:
         """Return the earlier rows in the cache, if any, then x; the cache keeps the last `window` rows."""
         # The cache keeps (batch, channels, seq).
         rows = x.flatten(2).transpose(1, 2)
-        seen = self.cache.update_conv_state(
+        extended = self.cache.update_conv_state(
             rows, self.slot.layer, state_idx=self.slot.conv_state, conv_kernel_size=window
         ).transpose(1, 2)
-        return seen.unflatten(2, x.shape[2:])
+        return extended.unflatten(2, x.shape[2:])
 
 
 class Memories(NamedTuple):
@@ -175,18 +175,18 @@ def memories(
                 "cache: expected a cache that keeps convolution states, as DynamicCache(config=model.config) "
                 f"does, got {type(cache).__name__} without them"
             )
-        kept = [_kept(layers[slot.layer], slot.conv_state) for slot in slots.readouts if slot]
-        if hidden_states and EMPTY in kept:
+        contents = [_content(layers[slot.layer], slot.conv_state) for slot in slots.readouts if slot]
+        if hidden_states and EMPTY in contents:
             raise ValueError(
                 "output_hidden_states: the readout looks back at earlier tokens, and the cache holds tokens that were "
                 "computed without; ask for hidden states from the first token"
             )
         # Once begun, they go on: tokens that are left out now would be missing later.
-        hidden_states = hidden_states or FILLED in kept
+        hidden_states = hidden_states or FILLED in contents
         used = [slot for slot in (*slots.parts, *(slots.readouts if hidden_states else ())) if slot]
         for index, layer in enumerate(layers):
             for state in range(getattr(layer, "number_of_states", 0)):
-                if _kept(layer, state) != NOTHING:
+                if _content(layer, state) != NOTHING:
                     continue
                 if layer.is_conv_states_initialized[state] and not layer.conv_states[state].shape[1]:
                     layer.is_conv_states_initialized[state] = False  # the cache was reset, and may be used otherwise
@@ -210,7 +210,7 @@ def memory_at(
 
 
 def expect_told_apart(parts: Iterable[nn.Module], mask: Any, documents: Tensor | None) -> None:
-    """Raise ValueError where parts of a stream that read earlier tokens would read across padding or documents.
+    """Raise ValueError if parts of a stream that read earlier tokens would read across padding or documents.
 
     mask: as for `tokens_of`; documents: as `documents_of` returns them.
     """
@@ -224,8 +224,8 @@ def expect_told_apart(parts: Iterable[nn.Module], mask: Any, documents: Tensor |
 def tokens_of(mask: Any) -> Tensor | None:
     """Return which of all tokens so far, in the cache and in this call, are not padding: (batch, all tokens).
 
-    mask: (batch, all tokens), or of the attention, (batch, 1, queries, keys), boolean or to be added; alone or by kind
-    of layer. None if it says nothing about padding.
+    mask: (batch, all tokens), or of the attention, (batch, 1, queries, keys), boolean or to be added; also by kind of
+    layer. None if it says nothing about padding.
     """
     mask = _of_full_attention(mask)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
@@ -234,7 +234,7 @@ def tokens_of(mask: Any) -> Tensor | None:
 
 
 def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Tensor | None:
-    """Return which of the current tokens are padding, (batch, seq) with 0 at padding, or None for none.
+    """Return the padding among the current tokens, (batch, seq) with 0 at padding, or None without any.
 
     x: (batch, seq, dim) or (batch, seq), the tokens; mask: as for `tokens_of`. A token that may not attend to itself
     is padding.
@@ -267,7 +267,7 @@ def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Te
 def of_current(x: Tensor, length: int, cache: Cache | None) -> Tensor:
     """Return the columns of x: (batch, all tokens) that are about the `length` tokens of this call.
 
-    They come after the tokens in the cache. More may follow, where x is as long as a cache of fixed length.
+    They come after the tokens in the cache. More may follow, if x is as long as a cache of fixed length.
 
     Raises:
         ValueError: x ends before them.
@@ -292,14 +292,14 @@ def documents_of(x: Tensor, mask: Any, position_ids: Any, options: Mapping[str, 
     """Return the documents that are packed into the rows of a call, as consecutive numbers (batch, seq), or None.
 
     They are known from `seq_idx` (batch, seq) or `cu_seq_lens_q` (documents + 1,) over the flattened rows, among the
-    options of the call, or from positions (1 or batch, seq) that do not go on by one, where there is no attention mask.
+    options of the call, or from positions (1 or batch, seq) that do not go on by one, if there is no attention mask.
     A compiler cannot look at values: it gets numbers wherever there are positions and no cache.
 
     x: (batch, seq, dim) or (batch, seq), the tokens; cached: whether this call fills or reads a cache.
 
     Raises:
         ValueError: shapes do not fit; two sources name other borders; there is a mask (batch, all tokens) or a cache
-            beside packed documents, for which attention would not be told of them.
+            with packed documents, which attention would not know of.
     """
     batch, length = x.shape[:2]
     numbers, ends = options.get("seq_idx"), options.get("cu_seq_lens_q")
@@ -337,20 +337,20 @@ def _rows(name: str, x: Tensor, batch: int, length: int) -> Tensor:
 
 
 def _of_full_attention(mask: Any) -> Any:
-    """Return the mask that layers with full attention get, where there is one for each kind of layer."""
+    """Return the mask of layers with full attention, if `mask` has one for each kind of layer."""
     return mask.get("full_attention", next(iter(mask.values()), None)) if isinstance(mask, dict) else mask
 
 
 def _attended(mask: Tensor) -> Tensor:
-    """Return where a mask, boolean or to be added, lets attention look."""
+    """Return the entries that a mask, boolean or to be added, lets attention see, as a boolean mask."""
     return mask if mask.dtype == torch.bool else mask == 0
 
 
 NOTHING, EMPTY, FILLED = "nothing", "the empty tensor of an unused state", "rows of earlier tokens"
 
 
-def _kept(layer: Any, state: int) -> str:
-    """Return what a layer of the cache keeps in a convolution state."""
+def _content(layer: Any, state: int) -> str:
+    """Return the content of a convolution state in a layer of the cache: NOTHING, EMPTY or FILLED."""
     if not layer.has_previous_state[state]:
         return NOTHING
     return FILLED if layer.conv_states[state].shape[1] else EMPTY

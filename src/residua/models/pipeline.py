@@ -1,9 +1,9 @@
-"""Stages of a language model for pipeline parallelism: some layers each, in a process of their own.
+"""Stages of a language model for pipeline parallelism: some layers each, each in its own process.
 
     stage 0: token ids -> embedding -> expand -> layers 0, 1 -> state
     stage 1: state -> layers 2, 3 -> collapse -> norm -> head -> logits
 
-What a stage sends is the state of the scheme, flattened: the tensors that `Scheme.state_spec` describes.
+A stage sends the state of the scheme, flattened: the tensors that `Scheme.state_spec` describes.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ with extra("lab"):
 
 
 class StageCache:
-    """What one stage keeps of earlier tokens: keys and values of its layers, and the memory of its stream.
+    """The cache of one stage for earlier tokens: keys and values of its layers, and the memory of its stream.
 
     Pass the same object with every piece of a sequence.
     """
@@ -46,16 +46,16 @@ class StageCache:
 
 
 class _Border:
-    """The end of a stage in place of a following connection: it hands the state on and reads nothing."""
+    """The end of a stage in place of a following connection: it passes the state on and reads nothing."""
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[State, Carry]:
         return state, Carry(state, None)
 
 
 class Stage(nn.Module):
-    """Stage `index` of `count` of a model, whose modules it takes over under the names that they have there.
+    """Stage `index` of `count` of a model, whose modules it takes over under the same names.
 
-    Its parameters have the names of the whole model's, so that checkpoints fit. To build a stage alone, make the model
+    Its parameters have the names of the whole model's, so that checkpoints fit. To build only one stage, make the model
     under `torch.device("meta")`, then call `to_empty` and load or initialise the stage's parameters. Whole sequences
     without padding only.
 
@@ -112,7 +112,7 @@ class Stage(nn.Module):
             state = tree_unflatten(list(payload), self.structure)
 
         connections: list[Connection] = list(trunk.stream.connections.values())
-        readers = [Reader(one, memory_of(one, memory, None, None)) for one in connections]
+        readers = [Reader(connection, memory_of(connection, memory, None, None)) for connection in connections]
         if self.ends:
             collapse = trunk.stream.collapse
             readers.append(Reader(Readout(collapse), memory_of(collapse, memory, None, None)))
@@ -129,7 +129,7 @@ class Stage(nn.Module):
         return scaled_logits(self.lm_head(trunk.norm(x.to(dtype))), self.config)
 
     def _context(self, x: Tensor, cache: StageCache | None) -> AttentionContext:
-        """Return what attention gets beside x: (batch, seq, dim)."""
+        """Return the inputs of attention besides x: (batch, seq, dim)."""
         past = 0 if cache is None else cache.length
         positions = (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
         mask = create_causal_mask(self.config, x, None, None if cache is None else cache.attention)

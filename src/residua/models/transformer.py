@@ -87,9 +87,9 @@ class Embedding(nn.Embedding):
 
 
 class Reader(NamedTuple):
-    """What reads from the state, and its memory of earlier tokens."""
+    """A reader of the state, and its memory of earlier tokens."""
 
-    connection: Any  # a Connection or what `watch` puts in its place; at the end a Readout, which only reads
+    connection: Any  # a Connection or the stand-in of `watch`; at the end a Readout, which only reads
     memory: Memory | None
 
 
@@ -106,7 +106,7 @@ class Readers:
 
 
 class Passed(NamedTuple):
-    """What leaves a layer: x and carry of the following reader, the penalties, and the state, if it was wanted."""
+    """The results of a layer: x and carry of the following reader, the penalties, and the state if requested."""
 
     x: Any
     carry: Carry
@@ -137,8 +137,8 @@ class Layer(GradientCheckpointingLayer):
             x, last = following.connection.read(state, following.memory)
         else:
             x, last = second.write_read(y, middle, *following)
-        found = [first.penalty(carry.coefficients), second.penalty(middle.coefficients)] if self.training else []
-        return Passed(x, last, [penalty for penalty in found if penalty is not None], state)
+        penalties = [first.penalty(carry.coefficients), second.penalty(middle.coefficients)] if self.training else []
+        return Passed(x, last, [penalty for penalty in penalties if penalty is not None], state)
 
 
 def recomputed(checkpoint: Callable, run: Callable, x: Any, carry: Carry, *others: Any) -> Passed:
@@ -190,10 +190,10 @@ class ResiduaModel(ResiduaPreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         # Loading in a narrow dtype goes by the parameters, quantizers go by the modules.
-        kept = set(self.stream.float32_parameters())
-        self._keep_in_fp32_modules_strict = {f"stream.{name}" for name in kept}
+        float32_names = set(self.stream.float32_parameters())
+        self._keep_in_fp32_modules_strict = {f"stream.{name}" for name in float32_names}
         for name, parameter in self.stream.named_parameters():
-            if name in kept:  # also where the model is built in a narrow dtype
+            if name in float32_names:  # also if the model is built in a narrow dtype
                 parameter.data = at_least_float32(parameter.data)
         self._keep_in_fp32_modules = {
             f"stream.{name}" for name, module in self.stream.named_modules() if isinstance(module, WideProjection)
@@ -235,9 +235,9 @@ class ResiduaModel(ResiduaPreTrainedModel):
         Raises:
             TypeError: a keyword that nothing takes.
         """
-        taken = PAGED if any(name in kwargs for name in PAGES) else PACKED
+        keywords = PAGED if any(name in kwargs for name in PAGES) else PACKED
         for name in kwargs:
-            if name not in taken:
+            if name not in keywords:
                 raise TypeError(f"{type(self).__name__}.forward() takes no keyword argument {name!r}")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected exactly one of input_ids and inputs_embeds")
@@ -307,8 +307,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
         for i, layer in enumerate(self.layers[:depth]):
             reads_out = i < len(remembered.readouts)
             around = Readers(*readers[2 * i : 2 * i + 3])
-            x, carry, found, state = layer(x, carry, around, context, reads_out or output_states)
-            penalties += found
+            x, carry, layer_penalties, state = layer(x, carry, around, context, reads_out or output_states)
+            penalties += layer_penalties
             states.append(state)
             if reads_out and (i + 1 in chosen or remembered.readouts[i]):
                 hidden_states.append(self.stream.collapse(state, remembered.readouts[i]).to(embeddings.dtype))
@@ -321,14 +321,14 @@ class ResiduaModel(ResiduaPreTrainedModel):
         return ResiduaModelOutput(
             last_hidden_state=hidden,
             penalty=total_penalty(penalties, padding),
-            hidden_states=selected if chosen else None,  # type: ignore[arg-type]  # as transformers, None where not chosen
+            hidden_states=selected if chosen else None,  # type: ignore[arg-type]  # as transformers, None if not chosen
             attentions=tuple(attentions) if attentions is not None else None,
             states=tuple(states) if output_states else None,
             **{CACHE: cache if use_cache else None},
         )
 
     def _expect_told_apart(self, mask: Tensor | dict[str, Tensor | None] | None, documents: Tensor | None) -> None:
-        """Raise ValueError where a part that reads earlier tokens could read across padding or packed documents, or
+        """Raise ValueError if a part that reads earlier tokens could read across padding or packed documents, or
         attention could: mask as in `forward`, documents as `documents_of` returns them.
         """
         if documents is None and not any(map(window_of, self.stream.parts)):
@@ -382,20 +382,20 @@ def total_penalty(penalties: list[Tensor], padding: Tensor | None) -> Tensor | N
     if not penalties:
         return None
     if padding is None:
-        return torch.stack([one.mean() for one in penalties]).sum()
+        return torch.stack([penalty.mean() for penalty in penalties]).sum()
     tokens = padding.to(penalties[0].dtype)
     weights = tokens / tokens.sum().clamp_min(1)
-    return torch.stack([(one * weights).sum() if one.dim() else one for one in penalties]).sum()
+    return torch.stack([(penalty * weights).sum() if penalty.dim() else penalty for penalty in penalties]).sum()
 
 
-def chosen_states(wanted: bool | int | Iterable[int] | None, count: int) -> set[int]:
+def chosen_states(request: bool | int | Iterable[int] | None, count: int) -> set[int]:
     """Return the indices of the hidden states that `output_hidden_states` asks for, of `count`.
 
     An index may be negative; one that is out of range chooses nothing, as in transformers.
     """
-    if wanted is None or isinstance(wanted, bool):
-        return set(range(count)) if wanted else set()
-    return {index % count for index in ([wanted] if isinstance(wanted, int) else wanted) if -count <= index < count}
+    if request is None or isinstance(request, bool):
+        return set(range(count)) if request else set()
+    return {index % count for index in ([request] if isinstance(request, int) else request) if -count <= index < count}
 
 
 def causal_lm_loss(logits: Tensor, shift_labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
@@ -434,7 +434,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Any:
         mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
-        # An assistant may have drawn what fills a batch: after the first token, it is a token like others.
+        # An assistant may have drawn the id that fills a batch: after the first token, it is a token like others.
         return mask.cummax(1).values if generation_config.is_assistant else mask
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -461,7 +461,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
     ) -> ResiduaCausalLMOutput:
         """Return logits (batch, seq or logits_to_keep, vocab_size), and the loss if `labels` (shifted here) or
         `shift_labels` (already the next tokens) are given; -100 does not count. In training the loss includes the
-        scheme's penalty, if it has one. What else can be asked for is in `ResiduaModel.forward`.
+        scheme's penalty, if it has one. `ResiduaModel.forward` lists the other outputs.
         """
         # Not in the signature: the Trainer of transformers evaluates a loss only if its batches hold every argument
         # with "label" in its name.
@@ -480,8 +480,8 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.logits(hidden[:, kept])
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.logits(hidden[:, positions])
         loss = None
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[..., 1:], (0, 1), value=-100)
