@@ -1,4 +1,4 @@
-"""Adapters: how a module of your own is built, which of its parameters are ours, and how it is called."""
+"""Adapters: how to build your module, how its parameters correspond to ours, and how to call it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ Sublayer = Callable[..., Tensor]
 
 
 class Adapter(ABC):
-    """What the two adapters share.
+    """The common part of the two adapters.
 
     scheme: the scheme of ours to compare with, all options set.
-    index: which connection of ours is the one to compare with, or to say more about. The first and the last of some
+    index: which of our connections to compare with, or to say more about. The first and the last of some
         schemes lack mappings that cannot have an influence there, and the second sublayer of a
         block may share a part with the first, so the third of four is the default.
     owns_norm: whether your module contains the norm before the sublayer. With False the sublayer's input is compared
@@ -46,7 +46,7 @@ class Adapter(ABC):
         """
 
     def reference(self, scheme: Scheme | None = None) -> Stream:
-        """Return the stack of ours to compare with; `scheme` takes the place of the adapter's."""
+        """Return our stack to compare with; `scheme` takes the place of the adapter's."""
         norm = None if self.owns_norm else (lambda i: nn.Identity())
         return (scheme or self.scheme).build(self.dim, self.num_sublayers, norm_eps=self.norm_eps, norm=norm)
 
@@ -75,11 +75,11 @@ class StreamAdapter(Adapter):
 
     @abstractmethod
     def forward(self, module: nn.Module, x: Tensor, sublayers: list[Sublayer]) -> Tensor:
-        """Return what your stack makes of x: (batch, seq, dim), the same shape, before the final norm."""
+        """Return the output of your stack for x: (batch, seq, dim), the same shape, before the final norm."""
 
 
 class Pair:
-    """Our module and the module under test, with the same parameters, callable alike.
+    """Our module and the module under test, with the same parameters and the same way to call them.
 
     ours: values of our parameters. `reference(ours, state, sublayer)` and `candidate(ours, state, sublayer)`.
     """
@@ -100,12 +100,12 @@ class Pair:
         return self.stream.connections[self.adapter.index]  # type: ignore[attr-defined]
 
     def state(self) -> Any:
-        """Return what goes in: an embedding for a stack, a state whose rows all differ for one connection."""
+        """Return the input: an embedding for a stack, a state whose rows all differ for one connection."""
         if self.whole:
             return normal(2, 6, self.adapter.dim).to(self.dtype)
         spec = self.adapter.scheme.state_spec(self.adapter.index, self.adapter.dim)
         seeds = iter(range(10, 1000))
-        return tree_map(lambda one: normal(2, 6, *one.shape, seed=next(seeds)).to(self.dtype), spec)
+        return tree_map(lambda leaf: normal(2, 6, *leaf.shape, seed=next(seeds)).to(self.dtype), spec)
 
     def sublayers(self) -> Any:
         bare = bare_sublayers(self.adapter.dim, self.adapter.num_sublayers)

@@ -1,4 +1,4 @@
-"""How far two ways to compute the same numbers may lie apart."""
+"""Tolerances between two ways to compute the same numbers."""
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ def assert_close(
 ) -> None:
     """Require equal shapes and finite numbers whose largest difference is within the row of `dtype`.
 
-    dtype: None for the dtype of `actual`. `factor` widens the row where the problem itself is ill-conditioned: say why
-    where it is used. `what` begins the message. Raises AssertionError.
+    dtype: None for the dtype of `actual`. `factor` widens the row if the problem itself is ill-conditioned: say why
+    at the call. `what` begins the message. Raises AssertionError.
     """
     wrong = disagreement(actual, expected, dtype=dtype, factor=factor)
     if wrong is not None:

@@ -1,4 +1,4 @@
-"""Checks that name what is wrong, and a report of all of them."""
+"""Checks that name the mistake, and a report of all of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Report:
 
 
 def seeded(check: Check) -> Check:
-    """Return the check with a seed of its own, which leaves the random numbers of the caller alone."""
+    """Return the check with its own seed, which leaves the random numbers of the caller as they are."""
 
     @wraps(check)
     def run_seeded(subject: Any) -> None:

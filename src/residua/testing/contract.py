@@ -1,10 +1,10 @@
-"""The contract of a scheme: what every caller that knows only `read` and `write` relies on.
+"""The contract of a scheme, on which every caller that knows only `read` and `write` relies.
 
     from residua.testing import check_scheme
     check_scheme(MyScheme())
 
-Each function is one check of one scheme: it returns, or raises AssertionError with what is wrong. Parameters are
-perturbed, because a gate that starts at zero hides mistakes in what it multiplies.
+Each function is one check of one scheme: it returns, or raises AssertionError with the mistake. Parameters are
+perturbed, because a gate that starts at zero hides mistakes in its factor.
 """
 
 from collections import deque
@@ -66,20 +66,20 @@ def check_scheme(scheme: Scheme, *, compiled: bool = False) -> Report:
 
 
 def build(scheme: Scheme, dtype: torch.dtype = torch.float64, *, dim: int = DIM, count: int = SUBLAYERS) -> Stream:
-    """Return the perturbed stream of a scheme, in evaluation mode: what is random in training is not checked."""
+    """Return the perturbed stream of a scheme, in evaluation mode: the randomness of training is not checked."""
     return perturbed(scheme.build(dim, count)).to(dtype).eval()
 
 
 def outputs(stream: Stream, x: Tensor) -> Tensor:
-    """Return what the stream computes around sublayers without parameters."""
+    """Return the outputs of the stream around sublayers without parameters."""
     return stream(x, bare_sublayers(x.shape[-1], len(stream.connections)))
 
 
 def matches(state: Any, spec: Any, batch: tuple[int, ...]) -> bool:
     """Return whether a state has the structure and the shapes that its scheme describes."""
-    described, structure = tree_flatten(spec)
-    found, built = tree_flatten(state)
-    return structure == built and [(*batch, *one.shape) for one in described] == [tuple(one.shape) for one in found]
+    specs, structure = tree_flatten(spec)
+    leaves, built = tree_flatten(state)
+    return structure == built and [(*batch, *leaf.shape) for leaf in specs] == [tuple(leaf.shape) for leaf in leaves]
 
 
 def expect_causal(scheme: Scheme) -> None:
@@ -89,19 +89,19 @@ def expect_causal(scheme: Scheme) -> None:
 
 
 def toy(x: Any) -> Tensor:
-    """Return the output of a sublayer for what `read` returned."""
+    """Return the output of a sublayer for the inputs that `read` returned."""
     return sum(torch.tanh((1 + i) * part) for i, part in enumerate(as_inputs(x)))  # type: ignore[return-value]
 
 
 def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what a module and the modules in it hold, by its path, with what its containers hold."""
-    seen: set[int] = set()
+    """Yield the attributes of a module and of the modules in it, by path, also those inside containers."""
+    visited: set[int] = set()
 
     def inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
-        if id(value) in seen:
+        if id(value) in visited:
             return
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, nn.Module):
             registers = ("_parameters", "_buffers", "_modules")
             parts: dict[Any, Any] = {key: part for key, part in vars(value).items() if key not in registers}
@@ -149,19 +149,19 @@ def shapes(scheme: Scheme) -> None:
     state = stream.expand(x)
     expect(matches(state, scheme.state_spec(0, DIM), (2, 5)), "state_spec(0) does not describe what expand makes")
     for boundary, connection in enumerate(stream.connections, start=1):
-        seen, carry = connection.read(state)
-        for one in as_inputs(seen):
-            expect(one.shape == x.shape, f"read gives {tuple(one.shape)} for x of (batch, seq, dim) {tuple(x.shape)}")
+        inputs, carry = connection.read(state)
+        for part in as_inputs(inputs):
+            expect(part.shape == x.shape, f"read gives {tuple(part.shape)} for x of (batch, seq, dim) {tuple(x.shape)}")
         expect(isinstance(carry, Carry), f"read gives {type(carry).__name__} as its second result, expected a Carry")
         expect(hasattr(carry.coefficients, "_fields"), "coefficients are no NamedTuple of the paper's symbols")
-        state = connection.write(toy(seen), carry)
-        found = [tuple(leaf.shape) for leaf in tensors(state)]
+        state = connection.write(toy(inputs), carry)
+        actual = [tuple(leaf.shape) for leaf in tensors(state)]
         described = scheme.state_spec(boundary, DIM)
-        expect(matches(state, described, (2, 5)), f"state_spec({boundary}) is {described}, the state has {found}")
+        expect(matches(state, described, (2, 5)), f"state_spec({boundary}) is {described}, the state has {actual}")
         size = sum(leaf[0, 0].numel() for leaf in tensors(state))
         expect(scheme.state_size(boundary, DIM) == size, f"state_size({boundary}) differs from the state's {size}")
-    found = stream.collapse(state).shape
-    expect(found == x.shape, f"collapse gives {tuple(found)}, expected (batch, seq, dim) {tuple(x.shape)}")
+    actual = stream.collapse(state).shape
+    expect(actual == x.shape, f"collapse gives {tuple(actual)}, expected (batch, seq, dim) {tuple(x.shape)}")
 
 
 @CONTRACT.add
@@ -173,9 +173,9 @@ def any_number_of_sublayers(scheme: Scheme) -> None:
         expect(len(stream.connections) == count, f"{len(stream.connections)} connections for {count} sublayers")
         for boundary, connection in enumerate(stream.connections, start=1):
             state = connection(state, lambda *x: toy(x))
-            found = [tuple(leaf.shape) for leaf in tensors(state)]
+            leaves = [tuple(leaf.shape) for leaf in tensors(state)]
             right = matches(state, scheme.state_spec(boundary, DIM), (2, 5))
-            expect(right, f"of {count} sublayers: state_spec({boundary}) does not describe the state {found}")
+            expect(right, f"of {count} sublayers: state_spec({boundary}) does not describe the state {leaves}")
         expect(stream.collapse(state).isfinite().all(), f"of {count} sublayers: not finite")
 
 
@@ -184,18 +184,16 @@ def shapes_without_numbers(scheme: Scheme) -> None:
     """The stream runs on the meta device, where parameters and memory are estimated."""
     with torch.device("meta"):
         stream = scheme.build(DIM, SUBLAYERS).eval()
-        found = stream(torch.empty(2, 5, DIM), [lambda *x: toy(x)] * SUBLAYERS)
-    expect(
-        found.is_meta and found.shape == (2, 5, DIM), f"on the meta device: got {tuple(found.shape)}, {found.device}"
-    )
+        out = stream(torch.empty(2, 5, DIM), [lambda *x: toy(x)] * SUBLAYERS)
+    expect(out.is_meta and out.shape == (2, 5, DIM), f"on the meta device: got {tuple(out.shape)}, {out.device}")
 
 
 @CONTRACT.add
 def the_norm_is_the_one_given(scheme: Scheme) -> None:
-    """`build(..., norm=...)` gives sublayer i the norm i: with another gain of it the outputs are others."""
-    given = [perturbed(nn.RMSNorm(DIM, eps=1e-5)) for _ in range(SUBLAYERS)]
-    stream = perturbed(scheme.build(DIM, SUBLAYERS, norm=given.__getitem__)).double().eval()
-    for i, norm in enumerate(given):
+    """`build(..., norm=...)` gives sublayer i the norm i: with another gain of it the outputs change."""
+    norms = [perturbed(nn.RMSNorm(DIM, eps=1e-5)) for _ in range(SUBLAYERS)]
+    stream = perturbed(scheme.build(DIM, SUBLAYERS, norm=norms.__getitem__)).double().eval()
+    for i, norm in enumerate(norms):
         before = outputs(stream, normal(2, 5, DIM))
         with torch.no_grad():
             norm.weight[0] *= 2
@@ -259,22 +257,24 @@ def telemetry_has_its_shapes(scheme: Scheme) -> None:
     for i, (connection, sublayer) in enumerate(zip(stream.connections, bare_sublayers(DIM, SUBLAYERS))):
         x, carry = connection.read(state)
         after = connection.write(sublayer(*as_inputs(x)), carry)
-        for streams in filter(lambda found: found is not None, map(connection.streams, (state, after))):
+        for streams in filter(lambda x: x is not None, map(connection.streams, (state, after))):
             shape = tuple(streams.shape)
             right = len(shape) == 4 and (*shape[:2], shape[3]) == (2, 5, DIM)
             expect(right, f"streams of connection {i}: expected (batch, seq, n, dim), got {shape}")
-        found, state = connection.depth_weights(carry), after
-        if found is not None:
-            shape, own = tuple(found.weights.shape), (max(1, len(found.reads)), len(found.sources))
-            right = shape[-2:] == own and all(n in (1, whole) for n, whole in zip(shape[-3::-1], (5, 2)))
-            expect(right, f"depth_weights of connection {i}: expected (batch, seq, reads, sources) {own}, got {shape}")
-            known = all(source is None or -1 <= source.start < source.stop <= i for source in found.sources)
-            expect(known, f"depth_weights of connection {i}: sources {found.sources} are not before sublayer {i}")
+        depth, state = connection.depth_weights(carry), after
+        if depth is not None:
+            shape, sizes = tuple(depth.weights.shape), (max(1, len(depth.reads)), len(depth.sources))
+            right = shape[-2:] == sizes and all(n in (1, whole) for n, whole in zip(shape[-3::-1], (5, 2)))
+            expect(
+                right, f"depth_weights of connection {i}: expected (batch, seq, reads, sources) {sizes}, got {shape}"
+            )
+            earlier = all(source is None or -1 <= source.start < source.stop <= i for source in depth.sources)
+            expect(earlier, f"depth_weights of connection {i}: sources {depth.sources} are not before sublayer {i}")
 
 
 @CONTRACT.add
 def forward_writes_nothing_to_self(scheme: Scheme) -> None:
-    """State kept on a module breaks compilation, checkpointing, threads and two passes in flight."""
+    """State on a module breaks compilation, checkpointing, threads and two passes in flight."""
     stream = build(scheme).train()
 
     def snapshot() -> dict[str, tuple[Any, int]]:
@@ -296,16 +296,16 @@ def forward_writes_nothing_to_self(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def modules_register_what_they_learn(scheme: Scheme) -> None:
-    """What a module hides in a list, or in a tensor that is no Parameter, is not trained, moved or saved."""
+    """A module in a list, or a tensor that is not a Parameter, is not trained, moved or saved."""
     stream = build(scheme)
     registered = {*map(id, stream.modules()), *map(id, stream.parameters())}
-    found = [
+    hidden = [
         name
         for name, value in walked(stream)
         if id(value) not in registered
         and (isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad))
     ]
-    expect(not found, f"not registered: {', '.join(found)}; take nn.Parameter, nn.ParameterList or nn.ModuleList")
+    expect(not hidden, f"not registered: {', '.join(hidden)}; take nn.Parameter, nn.ParameterList or nn.ModuleList")
 
 
 @CONTRACT.add
@@ -314,18 +314,18 @@ def inputs_are_left_alone(scheme: Scheme) -> None:
     stream = build(scheme)
     x = normal(2, 5, DIM)
     state = stream.expand(x)
-    kept = tree_map(torch.clone, state)
-    seen, carry = stream.connections[0].read(state)
+    copies = tree_map(torch.clone, state)
+    inputs, carry = stream.connections[0].read(state)
     residual = tree_map(torch.clone, carry.residual)
-    stream.connections[0].write(toy(seen), carry)
-    expect(equal(state, kept), "read or write changes the state in place")
+    stream.connections[0].write(toy(inputs), carry)
+    expect(equal(state, copies), "read or write changes the state in place")
     expect(equal(carry.residual, residual), "write changes the carry in place")
     expect(torch.equal(x, normal(2, 5, DIM)), "the embedding is changed in place")
 
 
 @CONTRACT.add
 def causal(scheme: Scheme) -> None:
-    """What happens at token 3 leaves the outputs of tokens 0 to 2 the same to the last bit."""
+    """A change at token 3 leaves the outputs of tokens 0 to 2 the same to the last bit."""
     expect_causal(scheme)
     stream = build(scheme)
     x = normal(2, 6, DIM)
@@ -340,8 +340,8 @@ def causal(scheme: Scheme) -> None:
 def batch_entries_do_not_mix(scheme: Scheme) -> None:
     stream = build(scheme)
     x = normal(3, 5, DIM)
-    each = torch.cat([outputs(stream, row[None]) for row in x])
-    assert_close(each, outputs(stream, x), what="a batch differs from its entries one by one")
+    entries = torch.cat([outputs(stream, row[None]) for row in x])
+    assert_close(entries, outputs(stream, x), what="a batch differs from its entries one by one")
 
 
 @CONTRACT.add
@@ -360,7 +360,7 @@ def streaming_equals_the_full_pass(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def padding_changes_no_token(scheme: Scheme) -> None:
-    """Rows that are padded, on the left or the right, give their tokens the numbers of the row alone."""
+    """Rows that are padded, on the left or the right, give their tokens the same numbers as the row without padding."""
     stream = build(scheme)
     x, far = normal(2, 4, DIM), 3 * normal(2, 3, DIM, seed=3)
     sublayers = bare_sublayers(DIM, SUBLAYERS)
@@ -369,15 +369,15 @@ def padding_changes_no_token(scheme: Scheme) -> None:
     for side, order in {"left": 1, "right": -1}.items():
         row, mask = (torch.cat(parts[::order], 1) for parts in ([far, x], [padding, token]))
         try:
-            found = stream(row, sublayers, attention_mask=mask)
+            result = stream(row, sublayers, attention_mask=mask)
         except ValueError as error:
             raise NotChecked(f"the scheme does not take padding: {error}") from error
-        assert_close(found[mask > 0].view_as(x), alone, what=f"padding on the {side} changes the outputs of tokens")
+        assert_close(result[mask > 0].view_as(x), alone, what=f"padding on the {side} changes the outputs of tokens")
 
 
 @CONTRACT.add
 def pieces_with_padding_equal_the_rows_alone(scheme: Scheme) -> None:
-    """Rows that begin and end at different tokens, in pieces: padding that a memory keeps is no token either."""
+    """Rows that begin and end at different tokens, in pieces: padding in a memory is not a token either."""
     if not scheme.causal:
         raise NotChecked("the scheme is not causal")
     stream = build(scheme)
@@ -388,16 +388,16 @@ def pieces_with_padding_equal_the_rows_alone(scheme: Scheme) -> None:
     for split in [(1, 1, 1, 1, 1, 1, 1), (5, 1, 1), (2, 1, 4)]:
         memory, pieces = StreamMemory(), zip(x.split(split, 1), mask.split(split, 1))
         try:
-            found = [stream(piece, sublayers, memory=memory, attention_mask=part) for piece, part in pieces]
+            results = [stream(piece, sublayers, memory=memory, attention_mask=part) for piece, part in pieces]
         except ValueError as error:
             raise NotChecked(f"the scheme does not take padding in pieces: {error}") from error
-        tokens = torch.cat(found, 1)[mask > 0]
+        tokens = torch.cat(results, 1)[mask > 0]
         assert_close(tokens, alone, what=f"padding changes the outputs of tokens in pieces of {split}")
 
 
 @CONTRACT.add
 def packed_documents_equal_documents_alone(scheme: Scheme) -> None:
-    """Documents packed into one row give the outputs and gradients of each in a row of its own."""
+    """Documents packed into one row give the same outputs and gradients as one row for each."""
     expect_causal(scheme)
     stream = build(scheme)
     x = normal(2, 7, DIM).requires_grad_()
@@ -413,16 +413,16 @@ def packed_documents_equal_documents_alone(scheme: Scheme) -> None:
     assert_close(packed, alone, what="a row of packed documents differs from the documents one by one")
     grad = normal(2, 7, DIM, seed=3)
     ours, theirs = (torch.autograd.grad(out, leaves, grad, allow_unused=True) for out in (packed, alone))
-    for one, other in zip(ours, theirs, strict=True):
-        if other is not None:
-            assert_close(one, other, what="a gradient of packed documents differs from the documents one by one")
+    for actual, expected in zip(ours, theirs, strict=True):
+        if expected is not None:
+            assert_close(actual, expected, what="a gradient of packed documents differs from the documents one by one")
 
 
 @CONTRACT.add
 def num_memories_counts_the_parts_that_look_back(scheme: Scheme) -> None:
-    found = sum(window_of(part) > 0 for part in build(scheme).parts)
+    windows = sum(window_of(part) > 0 for part in build(scheme).parts)
     counted = scheme.num_memories(DIM, SUBLAYERS)
-    expect(counted == found, f"num_memories is {counted}, but {found} parts have a window")
+    expect(counted == windows, f"num_memories is {counted}, but {windows} parts have a window")
 
 
 @CONTRACT.add
@@ -477,7 +477,7 @@ def narrow_dtypes_come_back_in_their_dtype(scheme: Scheme) -> None:
         for connection, sublayer in zip(stream.connections, bare_sublayers(DIM, SUBLAYERS)):
             x, carry = connection.read(state)
             inputs = as_inputs(x)
-            expect(all(one.dtype == dtype for one in inputs), f"read gives {inputs[0].dtype} in a model of {dtype}")
+            expect(all(part.dtype == dtype for part in inputs), f"read gives {inputs[0].dtype} in a model of {dtype}")
             state = connection.write(sublayer(*inputs), carry)
             expect(all(leaf.dtype == dtype for leaf in tensors(state)), f"write changes the dtype {dtype} of the state")
         out = stream.collapse(state)
@@ -494,8 +494,8 @@ def autocast_leaves_the_coefficients_in_float32(scheme: Scheme) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         x, carry = stream.connections[0].read(state)
         after = stream.connections[0].write(toy(x).to(torch.bfloat16), carry)
-    for one, other in zip(as_inputs(x), as_inputs(expected), strict=True):
-        assert_close(one.float(), other, dtype=torch.bfloat16, what="the input of the sublayer under autocast")
+    for actual, exact in zip(as_inputs(x), as_inputs(expected), strict=True):
+        assert_close(actual.float(), exact, dtype=torch.bfloat16, what="the input of the sublayer under autocast")
     expect(all(leaf.dtype == torch.float32 for leaf in tensors(after)), "autocast changes the dtype of the state")
     for symbol, value in plain.coefficients._asdict().items():
         if value is not None and symbol not in scheme.activations:
@@ -515,11 +515,11 @@ def every_parameter_matters_and_gets_a_gradient(scheme: Scheme) -> None:
         expect(parameter.grad is not None, f"{name} is not used, or detached: it gets no gradient")
         expect(parameter.grad.abs().max() > 1e-8, f"{name} has no influence: its gradient is 0")
         with torch.no_grad():
-            kept = parameter.clone()
+            value = parameter.clone()
             parameter.mul_(1.1).add_(0.05)
             change = (outputs(stream, x) - before).abs().max()
             expect(change > 1e-8, f"{name} does not change the output")
-            parameter.copy_(kept)
+            parameter.copy_(value)
 
 
 @CONTRACT.add
@@ -540,12 +540,12 @@ def gradient_checkpointing_changes_no_bit(scheme: Scheme) -> None:
     stream = build(scheme, torch.float32)
     x = normal(2, 5, DIM, dtype=torch.float32).requires_grad_()
     leaves = [x, *stream.parameters()]
-    kept = torch.autograd.grad(outputs(stream, x).square().sum(), leaves)
+    expected = torch.autograd.grad(outputs(stream, x).square().sum(), leaves)
     state = stream.expand(x)
     for connection, sublayer in zip(stream.connections, bare_sublayers(DIM, SUBLAYERS)):
         state = checkpoint(connection, state, sublayer, use_reentrant=False)
     recomputed = torch.autograd.grad(stream.collapse(state).square().sum(), leaves)
-    expect(equal(kept, recomputed), "gradients change under activation checkpointing of each connection")
+    expect(equal(expected, recomputed), "gradients change under activation checkpointing of each connection")
 
 
 @CONTRACT.add
@@ -568,8 +568,8 @@ def weights_and_state_may_differ_in_dtype(scheme: Scheme) -> None:
         stream = build(scheme, weights)
         state = tree_map(lambda leaf: leaf.to(dtype), build(scheme).expand(normal(2, 5, DIM)))  # noqa: B023
         after = stream.connections[0](state, lambda *x: sum(x))
-        found = {leaf.dtype for leaf in tensors(after)}
-        expect(found == {dtype}, f"a state of {dtype} becomes {found} beside parameters of {weights}")
+        dtypes = {leaf.dtype for leaf in tensors(after)}
+        expect(dtypes == {dtype}, f"a state of {dtype} becomes {dtypes} beside parameters of {weights}")
 
 
 @CONTRACT.add
@@ -579,7 +579,7 @@ def modules_initialise_themselves(scheme: Scheme) -> None:
     So it does with every buffer that is not saved: those of a model that is opened come from nowhere else.
     """
 
-    def held(stream: Stream) -> dict[str, Tensor]:
+    def contents(stream: Stream) -> dict[str, Tensor]:
         saved = stream.state_dict().keys() - dict(stream.named_parameters()).keys()
         buffers = {name: buffer for name, buffer in stream.named_buffers() if name not in saved}
         return {**dict(stream.named_parameters()), **buffers}
@@ -590,12 +590,12 @@ def modules_initialise_themselves(scheme: Scheme) -> None:
         stream = scheme.build(DIM, SUBLAYERS)
     stream.to_empty(device="cpu")
     with torch.no_grad():
-        for tensor in held(stream).values():
+        for tensor in contents(stream).values():
             tensor.fill_(torch.nan if tensor.is_floating_point() else -77)
     for module in stream.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    ours_and_theirs = zip(held(stream).items(), held(expected).values(), held(other).values(), strict=True)
+    ours_and_theirs = zip(contents(stream).items(), contents(expected).values(), contents(other).values(), strict=True)
     for (name, ours), theirs, again in ours_and_theirs:
         expect(ours.isfinite().all() and not (ours == -77).all(), f"no reset_parameters() draws {name}")
         if torch.equal(theirs, again):  # not random
@@ -616,7 +616,7 @@ def preserving_is_the_plain_residual(scheme: Scheme) -> None:
     expect(isinstance(start, type(scheme)), f"preserving() gives a {type(start).__name__}")
     norms = [perturbed(nn.LayerNorm(DIM, eps=0.1)) for _ in range(SUBLAYERS)]
     x, bare = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
-    ours, plain = (one.build(DIM, SUBLAYERS, norm=norms.__getitem__).double() for one in (start, Residual()))
+    ours, plain = (kind.build(DIM, SUBLAYERS, norm=norms.__getitem__).double() for kind in (start, Residual()))
     sublayers = [lambda x, k=None, v=None, f=f: f(x, x if k is None else k, x if v is None else v) for f in bare]
     assert_close(ours(x, sublayers), plain(x, sublayers), what="preserving() does not start as the plain residual")
 
@@ -629,9 +629,9 @@ def compiles(scheme: Scheme) -> None:
     eager = outputs(stream, x)
     compiled = torch.compile(stream, fullgraph=True)(x, bare_sublayers(DIM, SUBLAYERS))
     assert_close(compiled, eager, factor=10, what="torch.compile changes the output")  # other orders of summation
-    for name, one, other in zip(
+    for name, actual, expected in zip(
         ["x", *(name for name, _ in stream.named_parameters())],
         torch.autograd.grad(compiled.square().sum(), leaves),
         torch.autograd.grad(eager.square().sum(), leaves),
     ):
-        assert_close(one, other, factor=10, what=f"torch.compile changes the gradient of {name}")
+        assert_close(actual, expected, factor=10, what=f"torch.compile changes the gradient of {name}")

@@ -1,6 +1,6 @@
-"""What is wrong with a module that disagrees: our own module makes each known mistake, until the two agree.
+"""Explain why a module disagrees: our module makes each known mistake, until the two agree.
 
-A mistake is named only if the module agrees with it, to rounding. Otherwise the message says what differs.
+A mistake is named only if the module agrees with it, to rounding. Otherwise the message names the part that differs.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,26 +24,26 @@ from residua.testing.inputs import bare_sublayers, normal, recorded
 Calls = list[tuple[Tensor, ...]]
 
 
-def of(pair: Pair, state: Any, got: Any, right: Any, found: Calls, expected: Calls) -> str:
+def of(pair: Pair, state: Any, got: Any, right: Any, actual: Calls, expected: Calls) -> str:
     """Return in words why a module differs from the reference.
 
-    got, right: the results; found, expected: the inputs of its sublayers and of ours.
+    got, right: the results; actual, expected: the inputs of its sublayers and of ours.
     """
     with torch.no_grad():
-        variant = _variant(pair, state, got, found)
+        variant = _variant(pair, state, got, actual)
         if variant is not None:
             return variant
-        wrong = (_of_stream if pair.whole else _of_connection)(pair, state, got, right, found, expected)
+        wrong = (_of_stream if pair.whole else _of_connection)(pair, state, got, right, actual, expected)
     return "; ".join(wrong)
 
 
-def _variant(pair: Pair, state: Any, got: Any, found: Calls) -> str | None:
+def _variant(pair: Pair, state: Any, got: Any, actual: Calls) -> str | None:
     """Return the option of our scheme, or the parts of our parameters in another order, that explain all results."""
 
     def agrees(part: nn.Module, ours: dict[str, Tensor]) -> bool:
         sublayers, inputs = recorded(pair.sublayers())
         result = pair.reference(ours, tree_map(torch.clone, state), sublayers, part)
-        theirs, others = ([*tensors(tree), *tensors(calls)] for tree, calls in ((got, found), (result, inputs)))
+        theirs, others = ([*tensors(tree), *tensors(calls)] for tree, calls in ((got, actual), (result, inputs)))
         return len(theirs) == len(others) and all(agree(a, b, dtype=pair.dtype) for a, b in zip(theirs, others))
 
     for option, value in _other_values(pair.adapter.scheme):
@@ -62,7 +62,7 @@ def _variant(pair: Pair, state: Any, got: Any, found: Calls) -> str | None:
 
 
 def _other_values(scheme: Any) -> Iterator[tuple[str, Any]]:
-    """Yield other values of each option: all choices, and for a number those of a factor that was forgotten."""
+    """Yield other values of each option: all choices, and for a number those of a forgotten factor."""
     hints = get_type_hints(type(scheme))
     for option in (field.name for field in fields(scheme)):
         value, hint = getattr(scheme, option), hints[option]
@@ -92,19 +92,19 @@ def _swaps(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield f"the rows of H_pre and H_post in {' and '.join(swapped)} are swapped", {**pair.ours, **swapped}
 
 
-def _of_stream(pair: Pair, x: Tensor, got: Tensor, right: Tensor, found: Calls, expected: Calls) -> list[str]:
+def _of_stream(pair: Pair, x: Tensor, got: Tensor, right: Tensor, actual: Calls, expected: Calls) -> list[str]:
     for words, mistaken in _mistaken_stacks(pair):
         if agree(got, mistaken(x), dtype=pair.dtype):
             return [words]
     states = _states(pair, x)
-    first = next((i for i, (a, b) in enumerate(zip(found, expected)) if not _close(a, b, pair.dtype)), None)
+    first = next((i for i, (a, b) in enumerate(zip(actual, expected)) if not _close(a, b, pair.dtype)), None)
     if first is None:
         head = _head(pair, states[-1], got)
         return [head or f"the head differs, all before it agrees: {_gap(pair, got, right)}"]
     connection = pair.stream.connections[first]
-    known = _known_read(pair, connection, states[first], found[first], expected[first])  # type: ignore[arg-type]
-    if known is not None:
-        return [f"the read of connection {first} differs: {known}"]
+    mistake = _known_read(pair, connection, states[first], actual[first], expected[first])  # type: ignore[arg-type]
+    if mistake is not None:
+        return [f"the read of connection {first} differs: {mistake}"]
     part = "the expansion or the read of" if first == 0 else f"the write of connection {first - 1} or the read of"
     wrong = [f"{part} connection {first} differs: its sublayer gets another input"]
     return [*wrong, *_dtype_hint(pair, got, right)]
@@ -119,7 +119,7 @@ def _states(pair: Pair, x: Tensor) -> list[Any]:
 
 
 def _head(pair: Pair, state: Any, got: Tensor) -> str | None:
-    """Return what the head does instead, if that is known."""
+    """Return the known mistake that explains the output of the head; None if there is none."""
     if isinstance(state, tuple):
         rows = torch.stack(state, -2)
     elif state.dim() == got.dim() + 1:
@@ -145,8 +145,8 @@ def _mistaken_stacks(pair: Pair) -> Iterator[tuple[str, Callable[[Tensor], Tenso
         def call(x: Tensor) -> Tensor:
             state = stream.expand(x)
             for i, (connection, sublayer) in enumerate(zip(stream.connections, pair.sublayers()), start=1):
-                seen, carry = connection.read(state)  # type: ignore[operator]
-                y = sublayer(*as_inputs(seen))
+                inputs, carry = connection.read(state)  # type: ignore[operator]
+                y = sublayer(*as_inputs(inputs))
                 state = connection.write(y, carry) if write is None else write(connection, state, carry, y)  # type: ignore[operator]
                 if every is not None and i % every == 0:
                     state = stream.expand(stream.collapse(state))
@@ -157,8 +157,8 @@ def _mistaken_stacks(pair: Pair) -> Iterator[tuple[str, Callable[[Tensor], Tenso
     state = stream.expand(pair.state())
     if isinstance(state, Tensor) and state.dim() == 4:
         for every, words in ((1, "sublayer"), (2, "block")):
-            told = f"the streams are collapsed and expanded again after every {words}: they do not persist"
-            yield told, run(None, every)
+            description = f"the streams are collapsed and expanded again after every {words}: they do not persist"
+            yield description, run(None, every)
     for words, change in MIXING.items() if _applies(pair) else ():
 
         def write(connection: Connection, state: Tensor, carry: Any, y: Tensor, change=change) -> Tensor:
@@ -168,11 +168,11 @@ def _mistaken_stacks(pair: Pair) -> Iterator[tuple[str, Callable[[Tensor], Tenso
 
 
 def _applies(pair: Pair) -> bool:
-    """Return whether the write of each connection is what its shortcut says, so that mistakes can be made in it."""
+    """Return whether the shortcut of each connection describes its write, so that mistakes can be made in it."""
     state = pair.stream.expand(pair.state())
     for connection, sublayer in zip(pair.stream.connections, pair.sublayers()):
-        seen, carry = connection.read(state)  # type: ignore[operator]
-        y = sublayer(*as_inputs(seen))
+        inputs, carry = connection.read(state)  # type: ignore[operator]
+        y = sublayer(*as_inputs(inputs))
         shortcut = connection.shortcut(state, carry, y)  # type: ignore[operator]
         after = connection.write(y, carry)  # type: ignore[operator]
         if not _is_mixing(shortcut, state) or not agree(_mix(shortcut, state, y), after):
@@ -207,15 +207,15 @@ MIXING: dict[str, Callable[[Mixing, Tensor, Tensor], Tensor]] = {
 }
 
 
-def _of_connection(pair: Pair, state: Any, got: Any, right: Any, found: Calls, expected: Calls) -> list[str]:
+def _of_connection(pair: Pair, state: Any, got: Any, right: Any, actual: Calls, expected: Calls) -> list[str]:
     connection = pair.connection
-    seen, carry = connection.read(state)
-    y = pair.sublayers()(*as_inputs(seen))
+    inputs, carry = connection.read(state)
+    y = pair.sublayers()(*as_inputs(inputs))
     shortcut = connection.shortcut(state, carry, y)
     wrong = []
-    if not _close(found[0], expected[0], pair.dtype):
-        wrong.append(_read(pair, state, found[0], expected[0]))
-    # With sublayers that write the same whatever they read, what remains is the write.
+    if not _close(actual[0], expected[0], pair.dtype):
+        wrong.append(_read(pair, state, actual[0], expected[0]))
+    # With sublayers that write the same whatever they read, only the write can differ.
     after, still, truth, fixed = (
         call(pair.ours, state, lambda *_, value=value: value)
         for value, call in (
@@ -241,7 +241,7 @@ def _of_connection(pair: Pair, state: Any, got: Any, right: Any, found: Calls, e
 
 
 def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -> list[str]:
-    """Say what a module does in place of H_res X, its result with nothing written."""
+    """Describe the mistake of a module in H_res X, its result with nothing written."""
     if agree(still, truth, dtype=pair.dtype):
         return []
     nothing = torch.zeros_like(state[..., 0, :])
@@ -288,7 +288,7 @@ def _reference_with(pair: Pair, **options: Any) -> Mixing:
 
 
 def _write(pair: Pair, m: Mixing, y: Tensor, written: Tensor) -> list[str]:
-    """Say what a module writes in place of h_post y."""
+    """Describe the mistake of a module in the write h_post y."""
     assert m.h_post is not None
     expected = m.h_post.unsqueeze(-1) * y.unsqueeze(-2)
     if agree(written, expected, dtype=pair.dtype):
@@ -309,24 +309,24 @@ def _write(pair: Pair, m: Mixing, y: Tensor, written: Tensor) -> list[str]:
     return [f"the write differs from h_post y: {_gap(pair, written, expected)}"]
 
 
-def _read(pair: Pair, state: Any, found: tuple, expected: tuple) -> str:
-    """Say what a module reads in place of the right input of the sublayer."""
-    if len(found) != len(expected):
-        return f"the sublayer gets {len(found)} inputs, expected {len(expected)}"
-    known = _known_read(pair, pair.connection, state, found, expected)
-    if known is not None:
-        return known
-    part = next(i for i, (a, b) in enumerate(zip(found, expected)) if not agree(a, b, dtype=pair.dtype))
-    which = f"input {part} of the sublayer" if len(found) > 1 else "the read"
-    return f"{which} differs: {_gap(pair, found[part], expected[part])}"
+def _read(pair: Pair, state: Any, actual: tuple, expected: tuple) -> str:
+    """Describe the mistake of a module in the input of the sublayer."""
+    if len(actual) != len(expected):
+        return f"the sublayer gets {len(actual)} inputs, expected {len(expected)}"
+    mistake = _known_read(pair, pair.connection, state, actual, expected)
+    if mistake is not None:
+        return mistake
+    part = next(i for i, (a, b) in enumerate(zip(actual, expected)) if not agree(a, b, dtype=pair.dtype))
+    subject = f"input {part} of the sublayer" if len(actual) > 1 else "the read"
+    return f"{subject} differs: {_gap(pair, actual[part], expected[part])}"
 
 
-def _known_read(pair: Pair, connection: Connection, state: Any, found: tuple, expected: tuple) -> str | None:
+def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, expected: tuple) -> str | None:
     """Return the known mistake that explains the input of the sublayer; None if there is none."""
-    if len(found) != 1 or len(expected) != 1:
+    if len(actual) != 1 or len(expected) != 1:
         return None
-    seen, carry = connection.read(state)
-    (got,) = found
+    inputs, carry = connection.read(state)
+    (got,) = actual
     norm = getattr(connection, "norm", nn.Identity())
     mixtures: dict[str, Tensor] = {}
     if isinstance(state, tuple):
@@ -336,11 +336,11 @@ def _known_read(pair: Pair, connection: Connection, state: Any, found: tuple, ex
         mixtures["it reads the last source alone"] = rows[..., -1, :]
         weights = getattr(carry.coefficients, "weights", None)
         if isinstance(weights, Tensor) and weights.shape == rows.shape[:-1]:
-            for i, which in ((0, "first"), (-1, "last")):
-                kept = weights.clone()
-                kept[..., i] = 0
-                read = ((kept / kept.sum(-1, keepdim=True)).unsqueeze(-1) * rows).sum(-2)
-                mixtures[f"the {which} source is missing"] = read
+            for i, source in ((0, "first"), (-1, "last")):
+                masked = weights.clone()
+                masked[..., i] = 0
+                read = ((masked / masked.sum(-1, keepdim=True)).unsqueeze(-1) * rows).sum(-2)
+                mixtures[f"the {source} source is missing"] = read
             attend = getattr(connection, "attend", None)
             if attend is not None and getattr(attend, "heads", 0) == 1:
                 scores = (rows * attend.gain * attend.query).sum(-1)
@@ -350,7 +350,7 @@ def _known_read(pair: Pair, connection: Connection, state: Any, found: tuple, ex
             scaled = (weights.log() / rows.shape[-1] ** 0.5).softmax(-1)
             mixtures["the logits are divided by sqrt(d)"] = (scaled.unsqueeze(-1) * rows).sum(-2)
     else:
-        shortcut = connection.shortcut(state, carry, torch.zeros_like(as_inputs(seen)[0]))
+        shortcut = connection.shortcut(state, carry, torch.zeros_like(as_inputs(inputs)[0]))
         if _is_mixing(shortcut, state):
             assert isinstance(shortcut, Mixing)
             assert shortcut.h_post is not None
@@ -421,8 +421,8 @@ class Detached(nn.Module):
         if isinstance(self.part, Connection):
             return self.connect(self.part, state, sublayer)
         state = self.part.expand(state)  # type: ignore[operator]
-        for connection, one in zip(self.part.connections, sublayer):  # type: ignore[arg-type]
-            state = self.connect(connection, state, one)
+        for connection, function in zip(self.part.connections, sublayer):  # type: ignore[arg-type]
+            state = self.connect(connection, state, function)
         return self.part.collapse(state)  # type: ignore[operator]
 
 
@@ -430,8 +430,8 @@ def frozen(pair: Pair, agrees: Callable[[Callable], bool]) -> str | None:
     """Name the coefficient that passes no gradient on, if one explains all gradients; `agrees` compares them."""
     with torch.no_grad():
         state = pair.stream.expand(normal(1, 2, pair.adapter.dim).to(pair.dtype))
-        for one, sublayer in zip(pair.stream.connections, bare_sublayers(pair.adapter.dim, pair.adapter.index)):
-            state = one(state, sublayer)
+        for connection, sublayer in zip(pair.stream.connections, bare_sublayers(pair.adapter.dim, pair.adapter.index)):
+            state = connection(state, sublayer)
         coefficients = pair.connection.read(state)[1].coefficients
     for symbol, value in coefficients._asdict().items():
         if value is None:
@@ -446,8 +446,8 @@ def frozen(pair: Pair, agrees: Callable[[Callable], bool]) -> str | None:
     return None
 
 
-def _close(found: tuple, expected: tuple, dtype: torch.dtype) -> bool:
-    return len(found) == len(expected) and all(agree(a, b, dtype=dtype) for a, b in zip(found, expected))
+def _close(actual: tuple, expected: tuple, dtype: torch.dtype) -> bool:
+    return len(actual) == len(expected) and all(agree(a, b, dtype=dtype) for a, b in zip(actual, expected))
 
 
 def _gap(pair: Pair, got: Tensor, right: Tensor) -> str:

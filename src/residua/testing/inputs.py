@@ -1,4 +1,4 @@
-"""What checks feed to a connection: random numbers, perturbed parameters, plain sublayers."""
+"""Inputs of checks: random numbers, perturbed parameters, plain sublayers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return standard normal numbers that depend on the arguments alone."""
+    """Return standard normal numbers that depend only on the arguments."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
@@ -29,7 +29,7 @@ def perturbed(module: nn.Module, *, scale: float = 0.3, seed: int = 1) -> nn.Mod
 def bare_sublayers(dim: int, count: int) -> list[Callable[..., Tensor]]:
     """Return sublayers without parameters to train, pointwise in the tokens: x -> tanh(x W).
 
-    One that is given several inputs adds tanh(x_i W_i), with another W_i for each.
+    With several inputs it adds tanh(x_i W_i), with another W_i for each.
     """
     return [_Bare(normal(dim, dim, seed=5 + i) / dim**0.5) for i in range(count)]
 
@@ -47,13 +47,13 @@ class _Bare:
 
 def recorded(sublayer: Any) -> tuple[Any, list[tuple[Tensor, ...]]]:
     """Return the sublayer, or the list of sublayers, and a list that fills with the inputs of each call."""
-    seen: list[tuple[Tensor, ...]] = []
+    calls: list[tuple[Tensor, ...]] = []
 
-    def record(one: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def record(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*inputs: Tensor) -> Tensor:
-            seen.append(inputs)
-            return one(*inputs)
+            calls.append(inputs)
+            return function(*inputs)
 
         return call
 
-    return ([record(one) for one in sublayer] if isinstance(sublayer, list) else record(sublayer)), seen
+    return ([record(function) for function in sublayer] if isinstance(sublayer, list) else record(sublayer)), calls

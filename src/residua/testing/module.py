@@ -1,6 +1,6 @@
-"""Check a module of your own against a scheme of this library.
+"""Check your module against a scheme of this library.
 
-Write an adapter: how your module is built, which of its parameters are ours, and how it is called. `ConnectionAdapter`
+Write an adapter: how to build your module, how its parameters correspond to ours, how to call it. `ConnectionAdapter`
 is for one connection around one sublayer, `StreamAdapter` for a whole stack with its expansion and head.
 
     class Mine(ConnectionAdapter):
@@ -49,15 +49,15 @@ from residua.testing.inputs import normal, recorded
 
 
 def check_module(adapter: Adapter, *, compiled: bool = False) -> Report:
-    """Check that a module computes what a scheme of ours computes, and return the report.
+    """Check that a module computes the same as one of our schemes, and return the report.
 
     Compared with random parameters and with streams that differ: equal streams hide a transposed mixer. compiled: also
     check your module under torch.compile.
 
     Raises:
-        TypeError: `adapter` is no adapter.
+        TypeError: `adapter` is not an adapter.
         ValueError: its `index` is none of its sublayers.
-        AssertionError: one or more checks failed; the message has a line for each, which says what is wrong.
+        AssertionError: one or more checks failed; the message has a line for each, which names the mistake.
     """
     if not isinstance(adapter, (ConnectionAdapter, StreamAdapter)):
         raise TypeError(f"check_module: expected a ConnectionAdapter or a StreamAdapter, got {adapter!r}")
@@ -81,25 +81,25 @@ def parameters(adapter: Adapter) -> None:
     """The adapter gives every parameter a value of its shape, uses all of ours, and nothing is frozen."""
     pair = Pair(adapter)
     theirs = adapter.parameters(pair.ours)
-    own, buffers = dict(pair.module.named_parameters()), dict(pair.module.named_buffers())
+    params, buffers = dict(pair.module.named_parameters()), dict(pair.module.named_buffers())
     for name, value in theirs.items():
-        expect(name in own or name in buffers, f"parameters(): your module has no {name!r}; it has {sorted(own)}")
-        shape = tuple((own | buffers)[name].shape)
+        expect(name in params or name in buffers, f"parameters(): your module has no {name!r}; it has {sorted(params)}")
+        shape = tuple((params | buffers)[name].shape)
         expect(tuple(value.shape) == shape, f"parameters(): {name} is {tuple(value.shape)}, your module has {shape}")
         frozen = "a buffer" if name in buffers else "a parameter with requires_grad=False"
-        trained = name in own and own[name].requires_grad
+        trained = name in params and params[name].requires_grad
         expect(trained or not value.requires_grad, f"{name} is {frozen}: it stays frozen at its initial value")
-    missing = sorted(own.keys() - theirs.keys())
+    missing = sorted(params.keys() - theirs.keys())
     expect(not missing, f"parameters(): no value for {', '.join(missing)}, which would keep the initial values")
     total = sum((value.sum() for value in theirs.values() if value.requires_grad), torch.zeros(()))
-    found = torch.autograd.grad(total, list(pair.ours.values()), allow_unused=True)
-    unused = [name for name, grad in zip(pair.ours, found) if grad is None]
+    grads = torch.autograd.grad(total, list(pair.ours.values()), allow_unused=True)
+    unused = [name for name, grad in zip(pair.ours, grads) if grad is None]
     expect(not unused, f"parameters(): our {', '.join(unused)} is not used")
 
 
 @contextmanager
 def _uninitialised_memory_is_nan():
-    """Let torch.empty return NaN, so that a parameter that nobody draws is seen."""
+    """Let torch.empty return NaN, so that a check sees a parameter without initialisation."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -129,17 +129,17 @@ def initial_values(adapter: Adapter) -> None:
         if isinstance(adapter, ConnectionAdapter):
             part = part.connections[adapter.index]  # type: ignore[union-attr,index,assignment]
         drawn.append(adapter.parameters(dict(part.named_parameters())))
-    own = dict(fresh.named_parameters())
+    parameters = dict(fresh.named_parameters())
     with torch.no_grad():
         for name, expected in drawn[0].items():
-            if name not in own or not expected.requires_grad:
+            if name not in parameters or not expected.requires_grad:
                 continue  # a value of the adapter's choice, without influence
-            value, expected, other = (x.detach().double() for x in (own[name], expected, drawn[1][name]))
+            value, expected, other = (x.detach().double() for x in (parameters[name], expected, drawn[1][name]))
             fixed = expected == other
             if fixed.any() and not agree(value[fixed], expected[fixed], dtype=torch.float32):
                 count = (value[fixed] - expected[fixed]).abs().gt(1e-5).sum().item()
                 raise CheckFailed(
-                    f"{name} starts {told(value[fixed])}; the scheme starts it {told(expected[fixed])} "
+                    f"{name} starts {in_words(value[fixed])}; the scheme starts it {in_words(expected[fixed])} "
                     f"({count} of {fixed.sum().item()} entries differ)"
                 )
             if (~fixed).sum() >= 64:
@@ -148,8 +148,8 @@ def initial_values(adapter: Adapter) -> None:
                 expect(0.6 < ratio < 1.6, words)
 
 
-def told(values: Tensor) -> str:
-    """Return in words what a tensor holds."""
+def in_words(values: Tensor) -> str:
+    """Return the values of a tensor in words."""
     if values.numel() == 0 or (values == values[0]).all():
         return f"at {values[0].item():.4g}" if values.numel() else "nowhere"
     return f"with mean {values.mean().item():.3g} and standard deviation {values.std().item():.3g}"
@@ -157,26 +157,26 @@ def told(values: Tensor) -> str:
 
 @CHECKS.add
 def forward(adapter: Adapter) -> None:
-    """The same inputs of the sublayers and the same state, with random parameters and streams that differ."""
+    """The same inputs of the sublayers and the same state, with random parameters and distinct streams."""
     pair = Pair(adapter)
     state = pair.state()
-    (ours, expected), (theirs, found) = recorded(pair.sublayers()), recorded(pair.sublayers())
+    (ours, expected), (theirs, actual) = recorded(pair.sublayers()), recorded(pair.sublayers())
     with torch.no_grad():
         right = pair.reference(pair.ours, state, ours)
         got = pair.candidate(pair.ours, state, theirs)
-    if len(expected) != len(found):
-        raise CheckFailed(f"sublayers were called {len(found)} times, expected {len(expected)}")
+    if len(expected) != len(actual):
+        raise CheckFailed(f"sublayers were called {len(actual)} times, expected {len(expected)}")
     if not same_structure(got, right):
         shapes = [[tuple(leaf.shape) for leaf in tensors(tree)] for tree in (right, got)]
         raise CheckFailed(f"the result has other shapes: expected {shapes[0]}, got {shapes[1]}")
-    flat = [*zip(flatten(found), flatten(expected)), *zip(tensors(got), tensors(right))]
-    wrong = [disagreement(one, other, dtype=pair.dtype) for one, other in flat]
+    flat = [*zip(flatten(actual), flatten(expected)), *zip(tensors(got), tensors(right))]
+    wrong = [disagreement(result, reference, dtype=pair.dtype) for result, reference in flat]
     if any(wrong):
-        raise CheckFailed(diagnosis.of(pair, state, got, right, found, expected))
+        raise CheckFailed(diagnosis.of(pair, state, got, right, actual, expected))
 
 
 def flatten(calls: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    return [one for inputs in calls for one in inputs]
+    return [tensor for inputs in calls for tensor in inputs]
 
 
 def same_structure(a: Any, b: Any) -> bool:
@@ -252,10 +252,10 @@ def rms(x: Tensor) -> float:
 
 @CHECKS.add
 def float32_mappings(adapter: Adapter) -> None:
-    """Gates and mappings are computed in float32: under autocast, and with a bfloat16 state beside float32 parameters.
+    """Gates and mappings are computed in float32: under autocast, and with a bfloat16 state and float32 parameters.
 
-    Measured against the module's own result in the adapter's dtype, with the error of our own module for scale: what
-    else a module computes is for `forward` to say.
+    Measured against the module's own result in the adapter's dtype, with the error of our own module for scale: the
+    check `forward` reports any other difference.
     """
     agrees_forward(Pair(adapter), dtype=torch.bfloat16)
     exact = Pair(adapter, scale=0.5)
@@ -268,23 +268,22 @@ def float32_mappings(adapter: Adapter) -> None:
         state = tree_map(lambda x: x.to(dtype), pair.state())  # noqa: B023
         cast = nullcontext() if narrow else torch.autocast("cpu", torch.bfloat16)
         where = "beside a bfloat16 state" if narrow else "under autocast"
-        kept, sublayer = ([], pair.sublayers()) if pair.whole else quiet(dtype)
         results, inputs = {}, {}
         with torch.no_grad():
             for side in ("reference", "candidate"):
-                for precise, one, given in ((True, exact, wide), (False, pair, values)):
-                    kept, sublayer = ([], one.sublayers()) if pair.whole else quiet(one.dtype if precise else dtype)
+                for precise, case, weights in ((True, exact, wide), (False, pair, values)):
+                    calls, sublayer = ([], case.sublayers()) if pair.whole else quiet(case.dtype if precise else dtype)
                     start = tree_map(lambda x: x.to(exact.dtype) if precise else x.clone(), state)  # noqa: B023
                     try:
                         with nullcontext() if precise else cast:
-                            results[side, precise] = tensors(getattr(one, side)(given, start, sublayer))
+                            results[side, precise] = tensors(getattr(case, side)(weights, start, sublayer))
                     except RuntimeError as error:
                         if narrow and "dtype" in str(error):
                             raise NotChecked(
                                 f"a bfloat16 state with float32 parameters is an error: {error}"
                             ) from error
                         raise
-                    inputs[side, precise] = kept
+                    inputs[side, precise] = calls
         sides = [[*results[key], *inputs[key]] for key in results]
         for our_truth, ours, truth, got in zip(*sides):
             if narrow and got.dtype != ours.dtype:
@@ -302,30 +301,30 @@ def float32_mappings(adapter: Adapter) -> None:
 def _in_steps(pair: Pair) -> bool:
     """Return whether results go in steps, as rounding to bfloat16 makes them: twice as far in is not twice as far out.
 
-    Raises NotChecked for a module that says something else in a second call.
+    Raises NotChecked for a module that gives other numbers in a second call.
     """
 
     def moved(length: float) -> list[Tensor]:
         start = tree_map(lambda x: x + length * x.flip(-1), pair.state())
-        kept, sublayer = ([], pair.sublayers()) if pair.whole else quiet(pair.dtype)
-        return [*tensors(pair.candidate(pair.ours, start, sublayer)), *kept]
+        inputs, sublayer = ([], pair.sublayers()) if pair.whole else quiet(pair.dtype)
+        return [*tensors(pair.candidate(pair.ours, start, sublayer)), *inputs]
 
     with torch.no_grad():
-        here, again, near, far = (moved(length) for length in (0.0, 0.0, 1e-4, 2e-4))
-    if not equal(here, again):
+        base, again, near, far = (moved(length) for length in (0.0, 0.0, 1e-4, 2e-4))
+    if not equal(base, again):
         raise NotChecked("a second call gives other numbers")
-    return any(rms(c - 2 * b + a) > 0.1 * rms(b - a) for a, b, c in zip(here, near, far))
+    return any(rms(c - 2 * b + a) > 0.1 * rms(b - a) for a, b, c in zip(base, near, far))
 
 
 def quiet(dtype: torch.dtype) -> tuple[list[Tensor], Sublayer]:
-    """Return a sublayer that writes one fixed vector, whatever it reads, and the list of what it read."""
-    kept: list[Tensor] = []
+    """Return a sublayer that writes one fixed vector, whatever it reads, and the list of its inputs."""
+    inputs: list[Tensor] = []
 
     def call(x: Tensor, *others: Tensor) -> Tensor:
-        kept.extend([x, *others])
+        inputs.extend([x, *others])
         return torch.linspace(-1, 1, x.shape[-1], dtype=torch.float64).expand(x.shape).to(dtype)
 
-    return kept, call
+    return inputs, call
 
 
 @CHECKS.add
@@ -335,10 +334,10 @@ def causal(adapter: Adapter) -> None:
         raise NotChecked("the scheme is not causal")
     pair = Pair(adapter)
     state = pair.state()
-    other = tree_map(lambda x: torch.cat([x[:, :3], x[:, 3:] + 1], 1), state)
+    later = tree_map(lambda x: torch.cat([x[:, :3], x[:, 3:] + 1], 1), state)
     with torch.no_grad():
         before, again, after = (
-            pair.candidate(pair.ours, tree_map(torch.clone, one), pair.sublayers()) for one in (state, state, other)
+            pair.candidate(pair.ours, tree_map(torch.clone, start), pair.sublayers()) for start in (state, state, later)
         )
     if not equal(before, again):
         raise NotChecked("a second call gives other numbers")
@@ -358,8 +357,8 @@ def streaming(adapter: Adapter) -> None:
         for t in range(3):
             piece = tree_map(lambda x: x[:, t : t + 1], state)  # noqa: B023
             token = pair.candidate(pair.ours, piece, pair.sublayers())
-            for one, full in zip(tensors(token), tensors(whole)):
-                wrong = disagreement(one, full[:, t : t + 1], dtype=pair.dtype)
+            for part, expected in zip(tensors(token), tensors(whole)):
+                wrong = disagreement(part, expected[:, t : t + 1], dtype=pair.dtype)
                 expect(wrong is None, f"token {t} alone differs from token {t} of the sequence: {wrong}")
 
 
@@ -368,11 +367,11 @@ def second_call(adapter: Adapter) -> None:
     """A second call gives the same bits, and neither the state nor the module is changed in place."""
     pair = Pair(adapter)
     state = pair.state()
-    kept = tree_map(torch.clone, state)
+    copies = tree_map(torch.clone, state)
     module = {name: value.clone() for name, value in pair.module.state_dict().items()}
     with torch.no_grad():
         first, second = (pair.candidate(pair.ours, state, pair.sublayers()) for _ in range(2))
-    expect(equal(state, kept), "the state is changed in place")
+    expect(equal(state, copies), "the state is changed in place")
     expect(equal(first, second), "a second call gives other numbers")
     changed = [name for name, value in pair.module.state_dict().items() if not torch.equal(value, module[name])]
     expect(not changed, f"forward changes {', '.join(changed)}")
@@ -397,7 +396,7 @@ def gradient_checkpointing(adapter: Adapter) -> None:
 
 @CHECKS.add
 def large_logits(adapter: Adapter) -> None:
-    """Values and gradients stay finite in float32 where ours do: parameters ten times as large."""
+    """Values and gradients stay finite in float32 if ours do: parameters ten times as large."""
     pair = Pair(adapter, dtype=torch.float32)
     large = {name: (10 * value).detach().requires_grad_() for name, value in pair.ours.items()}
     finite = {}
@@ -424,6 +423,6 @@ def compiles(adapter: Adapter) -> None:
         out = function(pair.module, state, pair.sublayers())
         leaves = [*tensors(state), *(p for p in pair.module.parameters() if p.requires_grad)]
         results.append([*tensors(out), *torch.autograd.grad(1e3 * weighted(out), leaves, allow_unused=True)])
-    for one, other in zip(*results):
-        wrong = None if one is None or other is None else disagreement(other, one, factor=10)
+    for eager, compiled in zip(*results):
+        wrong = None if eager is None or compiled is None else disagreement(compiled, eager, factor=10)
         expect(wrong is None, f"torch.compile changes results or gradients: {wrong}")

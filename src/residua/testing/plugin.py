@@ -1,4 +1,4 @@
-"""The pytest plugin: every check of a scheme or of a module is a test of its own.
+"""The pytest plugin: every check of a scheme or of a module is a separate test.
 
     @pytest.mark.residua_scheme(Momentum(), Momentum(friction=0.1))
     def test_contract(residua_check):
@@ -48,7 +48,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def residua_check(request: pytest.FixtureRequest):
-    """Run one check of the scheme or module in the mark of this test; skip where it does not apply."""
+    """Run one check of the scheme or module in the mark of this test; skip if it does not apply."""
     from residua.testing.checks import NotChecked
 
     function, subject = request.param
