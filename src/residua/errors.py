@@ -11,15 +11,15 @@ _LAB = {
     *("scipy", "tensorboard", "tokenizers", "transformers", "yaml"),
 }
 PACKAGES = {"lab": _LAB, "eval": _LAB | {"lm_eval", "accelerate"}}
-"""What the extras bring, by the names that are imported."""
+"""The packages of each extra, by the names that are imported."""
 
 
 class InputError(ValueError):
-    """The user's input cannot be used. The message says what was expected, what came and what to do. Exit status 2."""
+    """The user's input cannot be used. The message says what must be, what it got and what to do. Exit status 2."""
 
 
 class RunError(RuntimeError):
-    """Something failed while running on good input. The message says what, and what was kept. Exit status 1."""
+    """Something failed while running on good input. The message says what failed and what was kept. Exit status 1."""
 
 
 class Diverged(RunError):
@@ -35,7 +35,7 @@ class ReportedElsewhere(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line with text of an error's message, or the name of its class where it has none."""
+    """Return the first line with text of an error's message, or the name of its class if it has none."""
     return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
 
 
@@ -67,19 +67,19 @@ def require(condition: bool, name: str, expected: str, got: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a value as an error shows it: cut where it is long."""
+    """Return the repr of a value as an error shows it, cut if it is long."""
     text = repr(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def did_you_mean(
-    name: object, known: Iterable[str], *, show: Mapping[str, str] | None = None, cutoff: float = 0.6
+    name: object, choices: Iterable[str], *, show: Mapping[str, str] | None = None, cutoff: float = 0.6
 ) -> str:
-    """Return "; did you mean X?" with the nearest of the `known` names, or "" where none is near.
+    """Return "; did you mean X?" with the nearest of the `choices`, or "" if none is near.
 
     `show` gives the text to show for each name in place of the name.
     """
-    close = get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    close = get_close_matches(str(name), list(choices), n=1, cutoff=cutoff)
     if not close:
         return ""
     return f"; did you mean {close[0] if show is None else show[close[0]]}?"
@@ -88,7 +88,7 @@ def did_you_mean(
 def fits(value: Any, declared: Any) -> bool:
     """Return whether `value` is of the declared type. An int is a float too; a bool is neither.
 
-    Of types with parameters only those of a tuple count; what is no class, such as a `TypeVar`, fits everything.
+    Of types with parameters only those of a tuple count. Any value fits a type that is not a class, as a `TypeVar`.
     """
     if get_origin(declared) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(declared))
