@@ -19,9 +19,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from residua.lab.study.engine import Verified, train_run
+from residua.lab.study.engine import train_run
 from residua.lab.study.folder import read_folder
 from residua.lab.study.plan import Plan, Run
+from residua.lab.study.verify import Verified
 from residua.records import jsonlines
 from residua.records.jobs import Job, Record, open_runs, run_jobs
 

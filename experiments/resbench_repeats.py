@@ -16,8 +16,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from residua.lab.experiment import evaluate, open_run
-from residua.lab.study.audit import train_again
 from residua.lab.study.engine import open_study
+from residua.lab.study.verify import repeat
 from residua.records import jsonlines
 from residua.records.figures import COLOURS, plain, save
 from residua.records.jobs import Record
@@ -73,8 +73,8 @@ def main() -> None:
             wanted = run.kind == "report" and (run.rung, run.config.train.seed) == (arguments.rung, arguments.seed)
             if wanted and run.scheme in arguments.schemes and run.key in finished and run.key not in there:
                 with Progress(run.key, run.config.train.steps) as bar:
-                    row = train_again(run, finished[run.key], measured, lambda step, bar=bar: bar.update(step, ""))
-                lines.write(row)
+                    one = repeat(run, finished[run.key], lambda step, bar=bar: bar.update(step, ""), measured)
+                lines.write(one.row)
                 lines.sync()
     if not (rows := jsonlines.read(arguments.record)):
         parser.error(f"{arguments.study} has no finished run of seed {arguments.seed} of these schemes at this size")

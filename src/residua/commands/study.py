@@ -14,7 +14,7 @@ residua study run resbench --out runs/resbench --data data/resbench --rungs 0.1M
 residua study run my-study.yaml --out runs/mine --processes 2
 residua study report runs/mine
 residua study verify runs/mine --share 0.1
-residua study audit runs/mine --schemes ddl
+residua study verify runs/mine --connections --schemes ddl
 {tune.EXAMPLES}
 {geometry.EXAMPLES}"""
 
@@ -57,15 +57,16 @@ def _report_arguments(parser: Parser) -> None:
 def _verify_arguments(parser: Parser) -> None:
     _add_folder(parser)
     _add_data(parser)
-    parser.add_argument("--share", type=number, default=0.1, help="of the runs to repeat (default: %(default)s)")
-    parser.add_argument("--seed", type=whole(0), help="of the choice of runs (default: another every time)")
-
-
-def _audit_arguments(parser: Parser) -> None:
-    _add_folder(parser)
-    _add_data(parser)
     _add_schemes(parser, "runs of these (default: all)")
-    parser.add_argument("--seeds", nargs="+", type=whole(0), metavar="SEED", help="runs of these (default: the first)")
+    parser.add_argument("--seeds", nargs="+", type=whole(0), metavar="SEED", help="runs of these (default: all)")
+    parser.add_argument("--share", type=number, help="of these runs (default: 0.1; 1 with --connections)")
+    parser.add_argument("--draw", type=whole(0), help="decides which runs (default: another every time)")
+    parser.add_argument(
+        "--connections",
+        action="store_true",
+        help="measure the connections at every evaluation of reported runs, of the first seed without --seeds, for the "
+        "report",
+    )
 
 
 def _add_folder(parser: Parser) -> None:
@@ -113,32 +114,24 @@ def _show(folder: Path, out: Path, as_json: bool) -> None:
 
 
 def _verify(arguments: Arguments) -> int:
-    from residua.lab.study.engine import verify
+    from residua.lab.study.verify import verify
 
     count = wrong = 0
-    seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
-    for one in verify(arguments.folder, data=arguments.data, share=arguments.share, seed=seed):
+    draw = secrets.randbelow(10**6) if arguments.draw is None else arguments.draw
+    share = arguments.share if arguments.share is not None else 1 if arguments.connections else 0.1
+    options = {name: getattr(arguments, name) for name in ("data", "schemes", "rungs", "seeds", "connections")}
+    for one in verify(arguments.folder, draw=draw, share=share, **options):
         count, wrong = count + 1, wrong + (not one.equal)
         said = "equal to the last bit"
         if not one.equal:
             where = f" (recorded with {one.elsewhere}; last bits differ there)" if one.elsewhere else ""
             said = f"recorded {one.recorded['val_loss']}, now {one.repeated['val_loss']}{where}"
-        print(f"{one.key}: {said}", flush=True)
-    print(f"{count - wrong} of {count} runs are equal to the last bit; --seed {seed} chooses them again")
-    return 1 if wrong else 0
-
-
-def _audit(arguments: Arguments) -> int:
-    from residua.lab.study.audit import audit
-
-    count = wrong = 0
-    chosen = {name: getattr(arguments, name) for name in ("data", "schemes", "rungs", "seeds")}
-    for row in audit(arguments.folder, **chosen):
-        count, wrong = count + 1, wrong + (not row["equal"])
-        said = "equal to the last bit" if row["equal"] else "other losses than its record"
-        print(f"{row['key']}: {said}, measured at {len(row['points'])} steps", flush=True)
-    if not count:
-        print(f"all of these runs are audited; residua study report {arguments.folder} shows them")
+        steps = f"; measured at {len(one.points)} steps" if arguments.connections else ""
+        print(f"{one.key}: {said}{steps}", flush=True)
+    if count:
+        print(f"{count - wrong} of {count} runs are equal to the last bit; --draw {draw} chooses them again")
+    else:
+        print(f"all of these runs are measured; residua study report {arguments.folder} shows them")
     return 1 if wrong else 0
 
 
@@ -158,15 +151,10 @@ SUBCOMMANDS: Mapping[str, SubCommand] = {
     ),
     "verify": SubCommand(
         "repeat runs of a study, to the last bit",
-        "Train some runs of a study again, drawn at random, and say whether their losses are equal to the last bit.",
+        "Train some runs of a study again, drawn at random, and say whether their losses are equal to the last bit. "
+        "With --connections also measure what the connections do along training.",
         _verify_arguments,
         _verify,
-    ),
-    "audit": SubCommand(
-        "measure the connections of a study's runs along training",
-        "Train runs of a study again, with the same bits, and measure their connections at every evaluation.",
-        _audit_arguments,
-        _audit,
     ),
     "tune": SubCommand(tune.HELP, tune.HELP, tune.add_arguments, tune.run),
     "geometry": SubCommand(geometry.HELP, geometry.HELP, geometry.add_arguments, geometry.run),

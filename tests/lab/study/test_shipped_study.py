@@ -11,7 +11,7 @@ import pytest
 from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab.data import PreparedData
-from residua.lab.study import engine
+from residua.lab.study import verify
 from residua.lab.study.folder import read_folder
 from residua.lab.study.plan import Plan
 from support.pages import records
@@ -74,12 +74,12 @@ def test_verify_repeats_every_record_of_the_shipped_folder(stub, finished, tmp_p
     """The runs are not trained here: tests/lab/study/test_study_command.py repeats real ones, of a small text."""
     repeated = []
 
-    def recorded(run, place, report):
+    def untrained(run, recorded, *_):
         repeated.append(run.key)
-        return finished[run.key]
+        return verify.Verified(run.key, recorded, finished[run.key])
 
-    monkeypatch.setattr(engine, "repeat", recorded)
+    monkeypatch.setattr(verify, "repeat", untrained)
     folder = shutil.copytree(SHIPPED, tmp_path / "resbench")
-    assert main(["study", "verify", str(folder), "--data", stub, "--share", "1", "--seed", "3"]) == 0
+    assert main(["study", "verify", str(folder), "--data", stub, "--share", "1", "--draw", "3"]) == 0
     assert sorted(repeated) == sorted(finished)
     assert "992 of 992 runs are equal to the last bit" in capsys.readouterr().out

@@ -170,6 +170,13 @@ def test_a_repeated_run_equals_its_record_to_the_last_bit_and_another_number_is_
     out = finished / "out"
     assert main(["study", "verify", str(out), "--data", str(data), "--share", "0.3"]) == 0
     assert "2 of 2 runs are equal to the last bit" in capsys.readouterr().out
+    only = ["--schemes", "ddl", "--seeds", "2", "--share", "1", "--draw", "5"]
+    assert main(["study", "verify", str(out), "--data", str(data), *only]) == 0
+    said = capsys.readouterr().out
+    assert "small ddl report seed=2" in said
+    assert said.endswith("1 of 1 runs are equal to the last bit; --draw 5 chooses them again\n")
+    assert main(["study", "verify", str(out), "--data", str(data), "--schemes", "hc"]) == 2
+    assert "--schemes: expected some of residual, ddl, got 'hc'" in capsys.readouterr().err
     text = (out / "records.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     argv = ["study", "verify", str(out), "--data", str(data), "--share", "0.1"]
@@ -201,12 +208,14 @@ def nudged(row):
 
 
 @pytest.mark.slow
-def test_an_audit_repeats_a_run_to_the_last_bit_and_measures_its_gates_along_training(finished, data, tmp_path, capsys):
+def test_a_repeated_run_is_measured_along_training(finished, data, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(finished / "out", out)
-    argv = ["study", "audit", str(out), "--data", str(data), "--schemes", "ddl"]
+    argv = ["study", "verify", str(out), "--data", str(data), "--schemes", "ddl", "--connections"]
     assert main(argv) == 0
-    assert "ddl report seed=1" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "ddl report seed=1" in said
+    assert "equal to the last bit; measured at 2 steps" in said
     (row,) = jsonlines.read(out / "audits.jsonl")
     (recorded,) = (
         r for r in jsonlines.read(out / "records.jsonl") if (r["scheme"], r["kind"], r["seed"]) == ("ddl", "report", 1)
@@ -223,18 +232,18 @@ def test_an_audit_repeats_a_run_to_the_last_bit_and_measures_its_gates_along_tra
     assert "## Gates along training" in said
     assert (out / "gates.png").read_bytes().startswith(b"\x89PNG")
     assert main(argv) == 0  # it is there, and not made twice
-    assert "all of these runs are audited" in capsys.readouterr().out
+    assert "all of these runs are measured" in capsys.readouterr().out
     assert main([*argv, "--seeds", "2"]) == 0
     assert [row["seed"] for row in jsonlines.read(out / "audits.jsonl")] == [1, 2]
     capsys.readouterr()
     assert main(["study", "report", str(out)]) == 0
     assert "| small | `ddl`, seed 2 |" in capsys.readouterr().out
     assert main([*argv, "--seeds", "9"]) == 2
-    assert "expected finished runs of seed 9 to audit, found none" in capsys.readouterr().err
+    assert "must have finished runs of these schemes, sizes and seeds, got none" in capsys.readouterr().err
     write(out, map(nudged, jsonlines.read(out / "records.jsonl")))
     (out / "audits.jsonl").unlink()
     assert main(argv) == 1
-    assert "other losses than its record" in capsys.readouterr().out
+    assert "0 of 1 runs are equal to the last bit" in capsys.readouterr().out
 
 
 def alone(finished, tmp_path):
@@ -286,12 +295,12 @@ def test_a_damaged_record_is_one_line(finished, tmp_path, capsys):
         (["report"], "the following arguments are required: DIR"),
         (["report", "nowhere"], "found no study.json"),
         (["verify", "nowhere"], "found no study.json"),
-        (["audit", "nowhere"], "found no study.json"),
+        (["verify", "nowhere", "--connections"], "found no study.json"),
         (["run", "resbench", "--out", "x", "--questions", "erase"], "--questions: expected some of"),
         (["run", "resbench", "extra", "--out", "x"], "unexpected argument"),
         (["run", "resbench", "--out", "x", "--seeds", "7"], "unknown option --seeds"),
         (["run", "resbench", "--out", "x", "--rounds", "3"], "--rounds: expected"),
-        (["verify", "x", "--schemes", "ddl"], "unknown option --schemes"),
+        (["report", "x", "--schemes", "ddl"], "unknown option --schemes"),
         (["report", "x", "--no-costs"], "unknown option --no-costs; residua study report --help"),
         (["run", "resbench", "--out", "x", "--rungs", "9M"], "--rungs: expected some of"),
     ],

@@ -1,4 +1,4 @@
-"""Run a study: what its folder does not hold yet, resumable at any kill, and verify what it holds.
+"""Run a study: what its folder does not hold yet, resumable at any kill.
 
 A folder of a study holds
 
@@ -6,17 +6,15 @@ A folder of a study holds
     settings.json    its title and the fingerprint of the data: others are refused
     records.jsonl    one line for every finished run
     costs.jsonl      one line for what a step of each scheme costs at each size
-    audits.jsonl     one line for every audited run, see `audit`
+    audits.jsonl     one line for every run whose connections were measured, see `verify`
     runs/            the state of runs that are under way
 """
 
 import json
-import random
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from residua.errors import InputError, require
 from residua.lab.study.cost import ROUNDS, WARMUP, measure
@@ -28,12 +26,9 @@ from residua.records import jsonlines
 from residua.records.durable import write_text
 from residua.records.folder import read_object, writable
 from residua.records.jobs import Job, Record, open_runs, run_jobs
-from residua.records.jsonlines import JsonLines, finite
+from residua.records.jsonlines import JsonLines
 from residua.records.progress import Progress, say
-from residua.records.threads import threads
 
-SAME = ("device", "torch")
-"""Facts of a run with which its last bits can change."""
 TUNED = ("over", "factors", "length", "seed")
 """What all tuning runs in a folder share."""
 GROWING = ("seeds", "baselines", "longer")
@@ -217,64 +212,6 @@ def measure_costs(
                 connection = plan.study.schemes[record["scheme"]].connection
                 lines.write({"rung": rung, "connection": connection, **record})
             lines.sync()
-
-
-class Verified(NamedTuple):
-    """A run that was repeated: what its record says, and what came now."""
-
-    key: str
-    recorded: Record
-    repeated: Record
-
-    @property
-    def equal(self) -> bool:
-        """Whether the losses, all of the curve, agree to the last bit, and the settings that the report shows."""
-        names = ("val_loss", "loss", "curve", "connection", "point", "tokens")
-        parameters = [(one.get("facts") or {}).get("parameters") for one in (self.recorded, self.repeated)]
-        same = all(self.recorded.get(name) == self.repeated.get(name) for name in names)
-        return same and parameters[0] == parameters[1]
-
-    @property
-    def elsewhere(self) -> str:
-        """Where the record was made, if that was another processor or PyTorch, which explains other bits; or ""."""
-        made, now = ((one.get("facts") or {}) for one in (self.recorded, self.repeated))
-        other = [f"{name} {made.get(name)}, here {now.get(name)}" for name in SAME if made.get(name) != now.get(name)]
-        return "; ".join(other) if now else ""
-
-
-def verify(
-    out: str | Path, *, seed: int, data: str | None = None, share: float = 0.1, progress: bool = True
-) -> Iterator[Verified]:
-    """Repeat a random share of a study's runs, one at least, and compare them with their records.
-
-    seed: of the choice. Whoever can guess it knows which runs are repeated.
-
-    Raises:
-        InputError: the folder holds no finished run of its study, or records that the study would not make, which
-            nobody can repeat; or the share is not between 0 and 1.
-        RunError: a run failed for another reason than its numbers.
-    """
-    require(0 < share <= 1, "--share", "a number above 0, 1 at most", share)
-    plan, rows, _ = open_study(out, data)
-    finished = {row.get("key"): row for row in rows}
-    found = [run for run in (*plan.runs(finished), *plan.other_points(finished)) if run.key in finished]
-    if not found:
-        raise InputError(f"{out}: expected finished runs of the study, found none")
-    if strange := finished.keys() - {run.key for run in found}:
-        first = min(map(str, strange))[:80]
-        raise InputError(f"{out}: expected records of the study's own runs, found {len(strange)} others: {first!r}")
-    chosen = random.Random(seed).sample(found, max(1, round(share * len(found))))
-    for number, run in enumerate(chosen, start=1):
-        with tempfile.TemporaryDirectory() as home, Progress("", run.config.train.steps, enabled=progress) as bar:
-            text = f"{number}/{len(chosen)} {run.key}"
-            repeated = repeat(run, Path(home) / "run", lambda step, bar=bar, text=text: bar.update(step, text))
-        yield Verified(run.key, finished[run.key], finite(repeated))
-
-
-def repeat(run: Run, place: Path, report: Any) -> Record:
-    """Train a run once more, with one thread as all runs."""
-    with threads(1):
-        return train_run(run, place=place, report=report)
 
 
 def _finish(job: Job, record: Record) -> Record:

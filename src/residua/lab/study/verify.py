@@ -1,0 +1,161 @@
+"""Repeat runs of a study, which gives the same bits, and measure their connections as they train."""
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from residua.errors import InputError, require
+from residua.lab.experiment import open_run
+from residua.lab.inspection import Trace, sublayer_statistics, trace
+from residua.lab.study.engine import open_study, train_run
+from residua.lab.study.folder import AUDITS
+from residua.lab.study.plan import Run
+from residua.lab.training.checkpoint import saved_steps
+from residua.records.folder import writable
+from residua.records.jobs import Record
+from residua.records.jsonlines import JsonLines, finite
+from residua.records.progress import Progress
+from residua.records.provenance import circumstances
+from residua.records.threads import threads
+
+SAME = ("device", "torch")
+"""Facts of a run with which its last bits can change."""
+WINDOWS = 8
+"""Sequences of held-out tokens that are measured at every evaluation."""
+_OF_ALL_TOKENS = ("alignment", "compress_share", "direction", "singular_values")
+
+
+class Verified(NamedTuple):
+    """A run that was repeated: what its record says, what came now, and what was measured at its evaluations."""
+
+    key: str
+    recorded: Record
+    repeated: Record
+    points: Sequence[Record] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether the losses, all of the curve, agree to the last bit, and the settings that the report shows."""
+        names = ("val_loss", "loss", "curve", "connection", "point", "tokens")
+        parameters = [(one.get("facts") or {}).get("parameters") for one in (self.recorded, self.repeated)]
+        same = all(self.recorded.get(name) == self.repeated.get(name) for name in names)
+        return same and parameters[0] == parameters[1]
+
+    @property
+    def elsewhere(self) -> str:
+        """Where the record was made, if that was another processor or PyTorch, which explains other bits; or ""."""
+        made, now = ((one.get("facts") or {}) for one in (self.recorded, self.repeated))
+        other = [f"{name} {made.get(name)}, here {now.get(name)}" for name in SAME if made.get(name) != now.get(name)]
+        return "; ".join(other) if now else ""
+
+    @property
+    def row(self) -> Record:
+        """The line of what was measured."""
+        names = ("key", "rung", "scheme", "connection", "seed", "steps")
+        own = {name: self.recorded[name] for name in names}
+        return {**own, "equal": self.equal, "points": self.points, "facts": circumstances(torch.device("cpu"))}
+
+
+def verify(
+    out: str | Path,
+    *,
+    draw: int,
+    data: str | None = None,
+    share: float = 0.1,
+    schemes: Sequence[str] | None = None,
+    rungs: Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
+    connections: bool = False,
+    progress: bool = True,
+) -> Iterator[Verified]:
+    """Repeat a random share of a study's runs, one at least, and compare them with their records.
+
+    Args:
+        draw: a number that decides which runs. Whoever can guess it knows them.
+        schemes, rungs, seeds: the runs to draw from. None for all of them.
+        connections: draw from the reported runs, of the study's first seed without `seeds`; measure their connections
+            at each evaluation, and append one row to audits.jsonl for each run that has none there: `equal`, whether
+            the bits are those of its record, and `points`, the `sublayer_statistics` at each evaluation.
+
+    Raises:
+        InputError: the folder holds no such run, or records that the study would not make, which nobody can repeat; or
+            an argument cannot be used.
+        RunError: a run failed for another reason than its numbers.
+    """
+    require(0 < share <= 1, "--share", "a number above 0, 1 at most", share)
+    out = Path(out)
+    plan, rows, _ = open_study(out, data)
+    for option, names, all_ in (("--schemes", schemes, plan.study.schemes), ("--rungs", rungs, plan.study.rungs)):
+        for name in names or ():
+            require(name in all_, option, f"some of {', '.join(all_)}", name)
+    finished = {row.get("key"): row for row in rows}
+    planned = [run for run in plan.runs(finished) if run.key in finished]
+    others = list(plan.other_points(finished))
+    if strange := finished.keys() - {run.key for run in (*planned, *others)}:
+        first = min(map(str, strange))[:80]
+        raise InputError(f"{out}: expected records of the study's own runs, found {len(strange)} others: {first!r}")
+    if connections:
+        planned = [r for r in planned if r.kind == "report" and finished[r.key]["val_loss"] is not None]
+        others, seeds = [], plan.study.seeds[:1] if seeds is None else seeds
+    runs = [
+        run
+        for run in (*planned, *others)
+        if (schemes is None or run.scheme in schemes)
+        and (rungs is None or run.rung in rungs)
+        and (seeds is None or run.config.train.seed in seeds)
+    ]
+    if not runs:
+        raise InputError(f"{out}: must have finished runs of these schemes, sizes and seeds, got none")
+    places = random.Random(draw).sample(range(len(runs)), max(1, round(share * len(runs))))
+    with writable(out), JsonLines(out / AUDITS) if connections else nullcontext() as lines:
+        measured = {row.get("key") for row in lines.rows} if lines else set()
+        chosen = [runs[place] for place in sorted(places) if runs[place].key not in measured]
+        for number, run in enumerate(chosen, start=1):
+            text = f"{number}/{len(chosen)} {run.key}"
+            with Progress("", run.config.train.steps, enabled=progress) as bar:
+                one = repeat(run, finished[run.key], partial(bar.update, text=text), _measure if lines else None)
+            if lines:
+                lines.write({**one.row, "tokens": WINDOWS * run.config.train.sequence_length})
+                lines.sync()
+            yield one
+
+
+def repeat(
+    run: Run, recorded: Record, report: Callable[[int], None], measure: Callable[[Path, int], Record] | None = None
+) -> Verified:
+    """Train a run once more, with one thread as all runs.
+
+    measure: what goes into the points, from the run's folder and the step of a checkpoint. There is one at every
+        evaluation, which changes no number of the run.
+    """
+    train = run.config.train
+    if measure is not None:
+        most = -(-train.steps // train.evaluate_every) + 1
+        train = replace(train, checkpoint_every=train.evaluate_every, keep_checkpoints=most)
+    with tempfile.TemporaryDirectory() as home:
+        place = Path(home) / "run"
+        with threads(1):
+            repeated = train_run(run._replace(config=replace(run.config, train=train)), place=place, report=report)
+        points = [{"step": step, **measure(place, step)} for step in saved_steps(place)] if measure else []
+    return Verified(run.key, recorded, finite(repeated), finite(points))
+
+
+def _measure(place: Path, step: int) -> Record:
+    """The statistics of a checkpoint on the first sequences of the validation data."""
+    opened = open_run(place, step, device="cpu")
+    length, held_out = opened.config.train.sequence_length, opened.data.validation
+    count = max(1, min(WINDOWS, len(held_out) // length))
+    with opened.precision():
+        traces = [
+            trace(opened.model, held_out.window(i * length, min(length, len(held_out))).tolist()) for i in range(count)
+        ]
+    names = [name for name, value in traces[0].values.items() if value.dim() > 1 and name not in _OF_ALL_TOKENS]
+    values = {name: torch.cat([one.values[name] for one in traces], dim=1) for name in names}
+    return {"sublayers": sublayer_statistics(Trace(traces[0].facts, [t for one in traces for t in one.tokens], values))}
