@@ -394,12 +394,13 @@ class Plan:
         stay, and say what the choice is worth.
         """
         study = self.study
+        ended = [(r["rung"], r["scheme"], r["point"]) for r in finished.values() if r["kind"] in ("report", "longer")]
         for rung, scheme in itertools.product(self.rungs, study.schemes):
             if scheme not in self.schemes_at(rung):
                 continue
             point = self.chosen(rung, scheme, finished)
             tried = [run.point for run in self.tuning(study.searches(rung)[-1], scheme, finished)]
-            others = {json.dumps(other): other for other in tried if other != point}.values()
+            others = {json.dumps(o): o for o in tried if o != point and (rung, scheme, o) in ended}.values()
             seeds = [*study.seeds_at(rung), *study.further_seeds(rung, scheme)]
             factors = (None, *(study.longer_at(rung) if scheme in study.baselines else ()))
             for other, factor in itertools.product(others, factors):
