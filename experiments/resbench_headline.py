@@ -77,7 +77,7 @@ def main() -> None:
     else:
         settings = {"title": "ResBench, what the lead at 0.3M is", "data": plan.facts["fingerprint"]}
         with open_runs(arguments.out, settings) as made:
-            run_jobs(jobs, made, finish=lambda job, record: {"key": job.key, **record})
+            run_jobs(jobs, made)
 
 
 if __name__ == "__main__":

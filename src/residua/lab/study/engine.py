@@ -74,7 +74,7 @@ def run_study(
             for (rung, scheme), error in plan.misfits.items():
                 say(f"study: {scheme} is left out at {rung}: {error}")
             say(f"study: {plan.most} runs at most, {len(made.finished)} finished in {out}")
-        run_jobs(lambda finished: jobs(plan, finished), made, processes=processes, finish=_finish, progress=progress)
+        run_jobs(lambda finished: jobs(plan, finished), made, processes=processes, progress=progress)
     return plan
 
 
@@ -171,8 +171,8 @@ def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
 def train_run(run: Run, *, place: Path, report: Any) -> Record:
     """One run, in the folder `place`; returns its record."""
     record = train_point(run.config, run.point, run.config.train.seed, place=place, report=report)
-    of = {"kind": run.kind, "rung": run.rung, "scheme": run.scheme, "connection": run.config.model.connection}
-    return {**of, **record}
+    of = {"key": run.key, "kind": run.kind, "rung": run.rung, "scheme": run.scheme}
+    return {**of, "connection": run.config.model.connection, **record}
 
 
 def measure_costs(
@@ -212,7 +212,3 @@ def measure_costs(
                 connection = plan.study.schemes[record["scheme"]].connection
                 lines.write({"rung": rung, "connection": connection, **record})
             lines.sync()
-
-
-def _finish(job: Job, record: Record) -> Record:
-    return {"key": job.key, **record}
