@@ -224,8 +224,16 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
                 {"rungs": {"a": {"seeds": seeds}}},
                 "rungs.a.seeds: expected at least 2 of the study's (1, 2, 3), each once",
             )
-            for seeds in ([1], [], [1, 1], [1, 9], 5, "12", [[1], 2], [True, 2])
+            for seeds in ([1], [], [1, 1], [1, 9])
         ),
+        *(
+            ({"rungs": {"a": {"seeds": seeds}}}, "rungs.a.seeds: expected a list, of a whole number each")
+            for seeds in (5, "12", [[1], 2], [True, 2])
+        ),
+        ({"longer": None}, "longer: expected a list of numbers above 1, got None"),
+        ({"tokens_per_parameter": None}, "tokens_per_parameter: expected a number above 0, got None"),
+        ({"seeds": None}, "seeds: expected a list, of a whole number each, got None"),
+        ({"rungs": {"a": {"longer": [0.5]}}}, "rungs.a.longer: expected a list of numbers above 1"),
         *(
             ({"rungs": {"a": {"tokens_per_parameter": tokens}}}, "rungs.a.tokens_per_parameter: expected a number")
             for tokens in (0, -1, math.inf, "many", True)

@@ -9,11 +9,11 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import resources
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from residua.conversion.base_model import base_sha256
 from residua.conversion.configuration import ConvertedConfig
@@ -190,58 +190,53 @@ class Study:
         require(fits(self.config, str | list | tuple), "config", "a recipe, a file or a list of them", self.config)
         require(bool(self.rungs), "rungs", "at least one", {})
         _check(self, "")
+        require(0 <= self.warmup < 1, "warmup", "a number from 0, below 1", self.warmup)
+        require(self.evaluations >= 1, "evaluations", "at least 1", self.evaluations)
+        self._check_schemes()
+        self._check_seeds()
+        for rung in self.rungs.values():
+            self._check_rung(rung)
+        parts = (*self.schemes.values(), *self.rungs.values())
+        for key in [*self.set, *(key for part in parts for key in part.keys), *self.tuning.over]:
+            require(key not in BY_THE_STUDY, key, "a key that a study does not set by itself", key)
+
+    def _check_schemes(self) -> None:
         for name in self.baselines:
             require(name in self.schemes, "baselines", f"some of the schemes ({', '.join(self.schemes)})", name)
         different = len(set(self.baselines)) == len(self.baselines) >= 1
         require(different, "baselines", "at least one, each once", list(self.baselines))
+        unmatched = [name for name, entry in self.schemes.items() if entry.parameters_of is None]
+        expected = f"a scheme that is matched to no other ({', '.join(unmatched) or 'none is there'})"
+        for entry in self.schemes.values():
+            good = entry.parameters_of in (None, *unmatched)
+            require(good, f"schemes.{entry.name}.parameters_of", expected, entry.parameters_of)
+
+    def _check_seeds(self) -> None:
         require(len(set(self.seeds)) == len(self.seeds) >= 2, "seeds", "at least 2 different ones", list(self.seeds))
         chose = {self.tuning.seed, *self.tuning.judges}
         tuners = f"those that tune ({', '.join(map(str, sorted(chose)))})"
         require(not chose & {*self.seeds}, "seeds", f"others than {tuners}", list(self.seeds))
-        for question in self.questions.values():
+        for name, question in self.questions.items():
             free = not {*self.seeds, *chose} & {*question.seeds}
-            place = f"questions.{question.name}.seeds"
-            require(free, place, f"others than seeds and {tuners}", list(question.seeds))
-        for place, rung in (("longer", None), *((f"rungs.{name}.longer", name) for name in self.rungs)):
-            listed = self.longer if rung is None else self.longer_at(rung)
-            require(_above(1, listed), place, "a list of numbers above 1", listed)
-        require(0 <= self.warmup < 1, "warmup", "a number from 0, below 1", self.warmup)
-        require(self.evaluations >= 1, "evaluations", "at least 1", self.evaluations)
-        for place, tokens in (
-            ("tokens_per_parameter", self.tokens_per_parameter),
-            *((f"rungs.{name}.tokens_per_parameter", self.tokens_at(name)) for name in self.rungs),
-        ):
-            require(fits(tokens, float) and 0 < tokens < math.inf, place, "a number above 0", tokens)
-        tuned = [name for name, rung in self.rungs.items() if rung.tuned is None]
-        again = [name for name, rung in self.rungs.items() if rung.over is not None]
-        for rung in self.rungs.values():
-            own = rung.seeds
-            good = own is None or (
-                isinstance(own, list | tuple)
-                and len(own) >= 2
-                and all(fits(seed, int) and seed in self.seeds and own.count(seed) == 1 for seed in own)
-            )
-            expected = f"at least 2 of the study's ({', '.join(map(str, self.seeds))}), each once"
-            require(good, f"rungs.{rung.name}.seeds", expected, own)
-            known = tuned if rung.over is not None else [*tuned, *again]
-            expected = f"a size that is tuned by itself ({', '.join(known) or 'none is there'})"
-            require(rung.tuned in (None, *known), f"rungs.{rung.name}.tuned", expected, rung.tuned)
-            if rung.over is not None:
-                place = f"rungs.{rung.name}.over"
-                require(rung.tuned is not None, place, f"rungs.{rung.name}.tuned beside it", None)
-                _check_over(rung.over, place)
-                for key in rung.over:
-                    expected = f"keys of tuning.over ({', '.join(self.tuning.over)})"
-                    require(key in self.tuning.over, place, expected, key)
-                self.tuning_at(rung.name)  # checks the budget
-        own = [name for name, entry in self.schemes.items() if entry.parameters_of is None]
-        for entry in self.schemes.values():
-            expected = f"a scheme that is matched to no other ({', '.join(own) or 'none is there'})"
-            known = entry.parameters_of in (None, *own)
-            require(known, f"schemes.{entry.name}.parameters_of", expected, entry.parameters_of)
-        parts = (*self.schemes.values(), *self.rungs.values())
-        for key in [*self.set, *(key for part in parts for key in part.keys), *self.tuning.over]:
-            require(key not in BY_THE_STUDY, key, "a key that a study does not set by itself", key)
+            require(free, f"questions.{name}.seeds", f"others than seeds and {tuners}", list(question.seeds))
+
+    def _check_rung(self, rung: Rung) -> None:
+        place, seeds = f"rungs.{rung.name}", rung.seeds
+        _check(rung, place)
+        good = seeds is None or (len(set(seeds)) == len(seeds) >= 2 and {*seeds} <= {*self.seeds})
+        expected = f"at least 2 of the study's ({', '.join(map(str, self.seeds))}), each once"
+        require(good, f"{place}.seeds", expected, seeds)
+        again = rung.over is not None
+        sizes = [name for name, r in self.rungs.items() if r.tuned is None or (r.over is not None and not again)]
+        expected = f"a size that is tuned by itself ({', '.join(sizes) or 'none is there'})"
+        require(rung.tuned in (None, *sizes), f"{place}.tuned", expected, rung.tuned)
+        if again:
+            require(rung.tuned is not None, f"{place}.over", f"{place}.tuned beside it", None)
+            _check_over(rung.over, f"{place}.over")
+            for key in rung.over:
+                expected = f"keys of tuning.over ({', '.join(self.tuning.over)})"
+                require(key in self.tuning.over, f"{place}.over", expected, key)
+            self.tuning_at(rung.name)  # checks the budget
 
     def longer_at(self, rung: str) -> Sequence[float]:
         """How many times as many tokens the further runs of the baselines have at a rung."""
@@ -521,13 +516,9 @@ class Plan:
 
     def _own(self, connection: str) -> bool:
         """Whether a scheme has parameters of its own, so that they can have a learning rate of their own."""
-        sizes = [parameters(self._small(name))["connections"] for name in (connection, "residual")]
+        small = partial(ResiduaConfig, vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=1)
+        sizes = [parameters(small(connection=name))["connections"] for name in (connection, "residual")]
         return sizes[0] != sizes[1]
-
-    def _small(self, connection: str) -> ResiduaConfig:
-        return ResiduaConfig(
-            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=1, connection=connection
-        )
 
     def _tuning_run(self, rung: str, scheme: str, point: Mapping[str, Any], judge: int | None = None) -> Run:
         """A run of the search, or the run of a finalist with the seed `judge`."""
@@ -732,7 +723,13 @@ def _check(settings: Any, where: str) -> None:
     """Check the numbers, texts and lists of a section."""
     for item in fields(settings):
         value, name = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
-        if item.type in (int, float, str):
+        if value is None and type(None) in get_args(item.type):
+            continue
+        if item.name == "longer":
+            require(_above(1, value), name, "a list of numbers above 1", value)
+        elif item.name == "tokens_per_parameter":
+            require(_above(0, [value]), name, "a number above 0", value)
+        elif item.type in (int, float, str):
             require(fits(value, item.type), name, words(item.type), value)
         elif item.name in ("seeds", "final_seeds", "baselines"):
             kind = str if item.name == "baselines" else int
