@@ -336,7 +336,7 @@ def train_sweep(
         keep: leave the run folders in `out`/runs, with their checkpoints.
 
     Raises:
-        InputError: the configuration or the folder cannot be used, see `runs.sweep.open_runs`.
+        InputError: the configuration or the folder cannot be used, see `records.jobs.open_runs`.
         RunError: a run failed for another reason than its numbers, or a result could not be written.
     """
     require(processes >= 1, "--processes", "at least 1", processes)
