@@ -53,15 +53,15 @@ Blocks = Mapping[str, Mapping[str, Block]]
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ranks: Ranks) -> Blocks:
     """Return the tensors that this rank saves, on the CPU; copies if several ranks train while they are written."""
-    own = own_tensors(model)
-    names = {id(tensor): name for name, tensor in own.items()}
+    model_tensors = checkpoint_tensors(model)
+    names = {id(tensor): name for name, tensor in model_tensors.items()}
     state = {
         f"optimizer.{names[id(parameter)]}.{key}": value
-        for parameter, kept in optimizer.state.items()
-        for key, value in kept.items()
+        for parameter, values_by_key in optimizer.state.items()
+        for key, value in values_by_key.items()
     }
     weights, state = (
-        blocks_of_rank(tensors, ranks.rank, ranks.world_size, copy=ranks.joined) for tensors in (own, state)
+        blocks_of_rank(tensors, ranks.rank, ranks.world_size, copy=ranks.joined) for tensors in (model_tensors, state)
     )
     for kind, values in _random_state(device).items():
         state[f"random.{kind}.{ranks.rank}"] = Block(values, tuple(values.shape), (0,))
@@ -119,20 +119,20 @@ def _publish(checkpoint: Checkpoint, temporary: Path, files: Mapping[str, Mappin
     for name in (*files, MANIFEST):
         sync(temporary / name)
     sync(temporary)
-    _remove(checkpoint.path)  # can only be a damaged one, as the run resumed before it
+    _remove(checkpoint.path)  # if it exists it is damaged, because the run resumed from an earlier step
     publish(temporary, checkpoint.path)
 
 
 def drop_old(folder: Path, step: int, *, keep: int, keep_best: bool, damaged: Collection[int] = ()) -> None:
     """Drop all checkpoints up to `step` except the newest `keep`, and the best if `keep_best`. Raises OSError.
 
-    damaged: the steps of damaged checkpoints, which are dropped too.
+    damaged: the steps of damaged checkpoints, which are also dropped.
     """
-    there = [path for path in _step_folders(folder) if int(_step(path)) <= step]
-    whole = [path for path in there if int(_step(path)) not in damaged]
-    kept = {*whole[:keep], _best(whole) if keep_best else None}
-    for path in there:
-        if path not in kept:
+    candidates = [path for path in _step_folders(folder) if int(_step(path)) <= step]
+    undamaged = [path for path in candidates if int(_step(path)) not in damaged]
+    survivors = {*undamaged[:keep], _best(undamaged) if keep_best else None}
+    for path in candidates:
+        if path not in survivors:
             _remove(path)
 
 
@@ -148,15 +148,15 @@ def _best(paths: Sequence[Path]) -> Path | None:
             losses[path] = _read_manifest(path)[0].val_loss
         except InputError:
             continue
-    known = {path: loss for path, loss in losses.items() if loss is not None and loss == loss}
-    return min(known, key=known.get, default=None)
+    comparable = {path: loss for path, loss in losses.items() if loss is not None and loss == loss}
+    return min(comparable, key=comparable.get, default=None)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Check every file of a checkpoint against its manifest.
 
     Raises:
-        InputError: a file is missing, cut short, changed or cannot be read; it names the file.
+        InputError: a file is missing, cut short, changed or cannot be read; the message names it.
     """
     path = Path(path)
     checkpoint, files = _read_manifest(path)
@@ -165,12 +165,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if not file.is_file():
             raise InputError(f"{path}: expected {name}, found no such file")
         try:
-            found = file.stat().st_size
-            changed = found == size and file_sha256(file) != sha256
+            file_size = file.stat().st_size
+            changed = file_size == size and file_sha256(file) != sha256
         except OSError as error:
             raise InputError(f"{path}: expected to read {name}, got: {error.strerror or error}") from error
-        if found != size:
-            raise InputError(f"{path}: expected {size} bytes in {name}, found {found}")
+        if file_size != size:
+            raise InputError(f"{path}: expected {size} bytes in {name}, found {file_size}")
         if changed:
             raise InputError(
                 f"{path}: expected the sha256 of {MANIFEST} for {name}, found another: the file was changed"
@@ -198,11 +198,11 @@ def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, str]]]:
 def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
     """Return the newest complete checkpoint of a run folder, or None. The run may still be training.
 
-    Says which damaged checkpoints it skips.
+    Prints one line for each damaged checkpoint that it skips.
     """
-    seen: set[Path] = set()
-    while path := next((path for path in _step_folders(Path(folder) / "checkpoints") if path not in seen), None):
-        seen.add(path)
+    attempts: set[Path] = set()
+    while path := next((path for path in _step_folders(Path(folder) / "checkpoints") if path not in attempts), None):
+        attempts.add(path)
         try:
             return open_checkpoint(path)
         except InputError as error:
@@ -232,15 +232,15 @@ def load_checkpoint(
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
-    own = own_tensors(model)
+    tensors = checkpoint_tensors(model)
     with ranks.raise_together():
         with _stored(checkpoint, WEIGHTS) as stored:
-            _refuse_other_weights(checkpoint.path, stored.shapes, own)
-            for name, tensor in own.items():
+            _refuse_other_weights(checkpoint.path, stored.shapes, tensors)
+            for name, tensor in tensors.items():
                 stored.read_into(name, tensor)
         if optimizer is not None:
             with _stored(checkpoint, OPTIMIZER) as stored:
-                _restore_optimizer(checkpoint.path, stored, own, optimizer)
+                _restore_optimizer(checkpoint.path, stored, tensors, optimizer)
                 _restore_random_state(checkpoint.path, stored, device, ranks.rank)
     return checkpoint
 
@@ -251,27 +251,27 @@ def _stored(checkpoint: Checkpoint, kind: str) -> StoredTensors:
 
 
 def _restore_optimizer(
-    source: Path, stored: StoredTensors, own: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    source: Path, stored: StoredTensors, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> None:
     """Read the optimizer's state: sharded as on this rank if it has the weight's shape, otherwise whole."""
     for full_name, shape in stored.shapes.items():
-        kind, _, rest = full_name.partition(".")
+        kind, _, name_and_key = full_name.partition(".")
         if kind != "optimizer":
             continue
-        name, _, key = rest.rpartition(".")
-        if name not in own:
+        name, _, key = name_and_key.rpartition(".")
+        if name not in weights:
             raise InputError(f"{source}: expected the optimizer of this model, got the state of a weight {name!r}")
-        parameter, dtype = own[name].detach(), stored.dtype(full_name)
+        parameter, dtype = weights[name].detach(), stored.dtype(full_name)
         if shape == parameter.shape:
             value = torch.empty_like(parameter, dtype=dtype)
         else:
             value = torch.empty(shape, dtype=dtype, device=parameter.device)
         stored.read_into(full_name, value)
-        optimizer.state[own[name]][key] = value
+        optimizer.state[weights[name]][key] = value
 
 
 def _restore_random_state(source: Path, stored: StoredTensors, device: torch.device | None, rank: int) -> None:
-    """Restore the random state of this rank. A rank without a saved state keeps its own."""
+    """Restore the random state of this rank. A rank without a saved state keeps its current one."""
     for kind in ("cpu", "cuda"):
         name = f"random.{kind}.{rank}"
         if name not in stored.shapes or (kind == "cuda" and (device is None or device.type != "cuda")):
@@ -284,34 +284,34 @@ def _restore_random_state(source: Path, stored: StoredTensors, device: torch.dev
             raise InputError(f"{source}: expected a random state of torch, got: {error}") from error
 
 
-def _refuse_other_weights(source: Path, stored: Mapping[str, Sequence[int]], own: Mapping[str, Tensor]) -> None:
+def _refuse_other_weights(source: Path, stored: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor]) -> None:
     """Check the shapes of stored weights against a model's.
 
     Raises:
-        InputError: they differ; it names the first differences.
+        InputError: they differ; the message names the first differences.
     """
-    there = {name: str(list(size)) for name, size in stored.items()}
-    here = {name: str(list(tensor.shape)) for name, tensor in own.items()}
+    stored_shapes = {name: str(list(size)) for name, size in stored.items()}
+    model_shapes = {name: str(list(tensor.shape)) for name, tensor in weights.items()}
     differences = [
-        f"{name} ({there.get(name, 'absent')} in the file, {here.get(name, 'absent')} in the model)"
-        for name in sorted(there.keys() | here.keys())
-        if there.get(name) != here.get(name)
+        f"{name} ({stored_shapes.get(name, 'absent')} in the file, {model_shapes.get(name, 'absent')} in the model)"
+        for name in sorted(stored_shapes.keys() | model_shapes.keys())
+        if stored_shapes.get(name) != model_shapes.get(name)
     ]
     if differences:
-        shown = ", ".join(differences[:SHOWN]) + (" and others" if len(differences) > SHOWN else "")
-        raise InputError(f"{source}: expected the weights of this model, which differ in {shown}")
+        examples = ", ".join(differences[:SHOWN]) + (" and others" if len(differences) > SHOWN else "")
+        raise InputError(f"{source}: expected the weights of this model, which differ in {examples}")
 
 
-def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; shared ones once, under their first name.
+def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, shared ones once under their first name.
 
-    What a model names in its attribute `kept_elsewhere` is left out: whoever builds the model loads it.
+    Names in the model's attribute `kept_elsewhere` are excluded: the code that builds the model loads those tensors.
     """
     first_name: dict[int, str] = {}
     tensors = model.state_dict(keep_vars=True)
-    elsewhere: Collection[str] = getattr(model, "kept_elsewhere", ())
+    excluded: Collection[str] = getattr(model, "kept_elsewhere", ())
     for name, tensor in tensors.items():
-        if name not in elsewhere:
+        if name not in excluded:
             first_name.setdefault(id(tensor), name)
     return {name: tensors[name] for name in first_name.values()}
 
@@ -341,6 +341,6 @@ def _step_folders(folder: Path) -> list[Path]:
 def _remove(path: Path) -> None:
     """Delete a checkpoint; a kill leaves a stale partial folder, never a checkpoint with files missing."""
     if path.exists() or path.is_symlink():
-        doomed = partial(path)
-        os.replace(path, doomed)
-        remove(doomed)
+        trash = partial(path)
+        os.replace(path, trash)
+        remove(trash)

@@ -83,7 +83,7 @@ class ModelConfig(_Section):
 class BaseModelConfig(_Section):
     """The section `model` of a run that trains a converted model of transformers: the one with the key `base`.
 
-    Sizes, vocabulary and attention are the base's own, so the keys of `ModelConfig` do not apply.
+    Sizes, vocabulary and attention come from the base, so the keys of `ModelConfig` do not apply.
     """
 
     base: str = field(
@@ -216,28 +216,28 @@ class RunConfig:
             self._check_model(self.model)
 
     def _check_base(self, model: BaseModelConfig) -> None:
-        from residua.connections import resolve  # here, for `--help` does not wait for torch
+        from residua.connections import resolve  # imported here so that `--help` does not load torch
 
         if model.connection is not None:
             try:
                 resolve(model.connection)
             except ValueError as error:
                 raise InputError(f"model.connection: {str(error).removeprefix('connection: ')}") from error
-        trained = self.data.path is None and self.data.tokenizer in ("bpe", "byte")
-        require(not trained, "data.tokenizer", "the folder of model.base, whose tokenizer it is", self.data.tokenizer)
+        is_new = self.data.path is None and self.data.tokenizer in ("bpe", "byte")
+        require(not is_new, "data.tokenizer", "the folder of model.base, whose tokenizer it is", self.data.tokenizer)
 
     def _check_model(self, model: ModelConfig) -> None:
-        from residua.models import ResiduaConfig  # here, for `--help` does not wait for transformers
+        from residua.models import ResiduaConfig  # imported here so that `--help` does not load transformers
 
         longest = model.max_position_embeddings
         muon = self.train.optimizer == "muon"
         require(not (model.mup and muon), "train.optimizer", "adamw with model.mup, whose rates are for Adam", "muon")
-        given = {name: value for name, value in asdict(model).items() if (name, value) != ("vocab_size", None)}
+        settings = {name: value for name, value in asdict(model).items() if (name, value) != ("vocab_size", None)}
         try:
-            ResiduaConfig(**given)
+            ResiduaConfig(**settings)
         except ValueError as error:
-            own = str(error).startswith(tuple(given))  # otherwise a scheme speaks of its options
-            raise InputError(f"model.{error}" if own else f"model.connection: {error}") from error
+            names_field = str(error).startswith(tuple(settings))  # otherwise the error is about an option of a scheme
+            raise InputError(f"model.{error}" if names_field else f"model.connection: {error}") from error
         require(
             self.train.sequence_length <= longest,
             "train.sequence_length",
@@ -254,7 +254,7 @@ class RunConfig:
 
     @property
     def from_scratch(self) -> ModelConfig:
-        """The section `model` of a model from scratch. Raises InputError for one with a base."""
+        """The section `model` of a model from scratch. Raises InputError for a model with a base."""
         if isinstance(self.model, BaseModelConfig):
             raise InputError(f"model.base: expected a model from scratch here, got the base {shown(self.model.base)}")
         return self.model
@@ -266,7 +266,7 @@ class RunConfig:
 
 SECTIONS: dict[str, type[_Section]] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
 BASE_SECTIONS = SECTIONS | {"model": BaseModelConfig}
-"""The sections where `model.base` is given."""
+"""The sections of a configuration with `model.base`."""
 
 
 def _keys(sections: Mapping[str, type[_Section]]) -> dict[str, Field]:
@@ -284,7 +284,7 @@ def recipe_names() -> list[str]:
 
 
 def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read recipes and YAML files, where later ones override earlier ones, then the overrides; keep other defaults.
+    """Read recipes and YAML files in order, then the overrides. Later values win; other keys keep their defaults.
 
     Args:
         sources: a name out of `recipe_names()`, the path of a YAML file, or several of these. A document with the key
@@ -292,7 +292,7 @@ def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[
         overrides: arguments as on a command line, `--train.lr=3e-4`, or `--train.lr` and `3e-4`; later ones win.
 
     Raises:
-        InputError: a source, a key or a value is wrong; one line with the key, what was expected, and what was given.
+        InputError: a source, a key or a value is wrong; one line names the key, the expected values and the given one.
     """
     values: dict[str, Any] = {}
     for source in [sources] if isinstance(sources, str) else sources or ():
@@ -300,25 +300,25 @@ def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[
     values.update(_pairs(overrides))
     if values.get("model.base", "") is None:
         del values["model.base"]
-    based = "model.base" in values
-    if based and values.get("data.path") is None:
+    has_base = "model.base" in values
+    if has_base and values.get("data.path") is None:
         values.setdefault("data.tokenizer", values["model.base"])
-    sections = BASE_SECTIONS if based else SECTIONS
+    sections = BASE_SECTIONS if has_base else SECTIONS
     keys = _keys(sections)
     nested: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for key, value in values.items():
         if key not in KEYS:
             raise InputError(f"unknown key {key}{_nearest(key)}")
         if key not in keys:
-            beside = "beside model.base, which decides it; leave it out (the recipe retrofit has none of these)"
-            raise InputError(f"{key}: expected no such key {beside if based else 'without model.base'}")
+            with_base = "beside model.base, which decides it; leave it out (the recipe retrofit has none of these)"
+            raise InputError(f"{key}: expected no such key {with_base if has_base else 'without model.base'}")
         section, _, name = key.partition(".")
         nested[section][name] = _typed(key, value, keys[key].type)
     return RunConfig(**{name: section(**nested[name]) for name, section in sections.items()})
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give a command `--config`, `--print_config` and one option per key, the keys with their help and default.
+    """Add `--config`, `--print_config` and one option per key, with its help and default, to a command.
 
     The parser must have `allow_abbrev=False`; then `load_config(arguments.config, arguments.overrides)` is the
     configuration.
@@ -333,7 +333,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print_config", action="store_true", help="print the resolved configuration and stop")
     group = parser.add_argument_group("configuration")
     for key, item in KEYS.items():
-        default = "" if item.default is MISSING else f" (default: {_written(item.default)})"
+        default = "" if item.default is MISSING else f" (default: {_yaml_text(item.default)})"
         group.add_argument(
             f"--{key}",
             dest="overrides",
@@ -351,38 +351,38 @@ def _choices(kind: Any) -> list[str]:
         return ["true", "false"]
     if get_origin(kind) is Literal:
         return list(get_args(kind))
-    listed = [choice for option in get_args(kind) for choice in _choices(option)]
-    return [*listed, "null"] if listed and NoneType in get_args(kind) else listed
+    choices = [choice for option in get_args(kind) for choice in _choices(option)]
+    return [*choices, "null"] if choices and NoneType in get_args(kind) else choices
 
 
-def _written(value: Any) -> str:
+def _yaml_text(value: Any) -> str:
     """Return a value as written in YAML and in an override."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _values(source: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+def _values(source: str, chain: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the values of a recipe or file by dotted key, including its base's."""
-    if source in above:
-        raise InputError(f"base: {' -> '.join([*above, source])} is a circle")
+    if source in chain:
+        raise InputError(f"base: {' -> '.join([*chain, source])} is a circle")
     document = parse_yaml(_text(source), source)
     base = document.pop("base", None) if isinstance(document, dict) else None
     require(base is None or isinstance(base, str), "base", "a recipe's name or a YAML file", base)
-    below = {} if base is None else _values(base, (*above, source))
-    return below | dict(_flat(document))
+    base_values = {} if base is None else _values(base, (*chain, source))
+    return base_values | dict(_flat(document))
 
 
 def _text(source: str) -> str:
-    known = recipe_names()
-    if source in known:
+    recipes = recipe_names()
+    if source in recipes:
         return (resources.files("residua.lab") / "recipes" / f"{source}.yaml").read_text(encoding="utf-8")
     if "\0" not in source and Path(source).exists():
         return read_text(source, "YAML")
-    expected = f"a recipe ({', '.join(known)}) or a YAML file"
-    raise InputError(f"--config: expected {expected}, got {shown(source)}{did_you_mean(source, known)}")
+    expected = f"a recipe ({', '.join(recipes)}) or a YAML file"
+    raise InputError(f"--config: expected {expected}, got {shown(source)}{did_you_mean(source, recipes)}")
 
 
 def _flat(document: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a document by dotted key: nothing for an empty section, an unknown one as it is."""
+    """Yield the values of a document by dotted key. Skip empty sections; pass unknown ones through."""
     require(isinstance(document, Mapping), "configuration", f"the sections {', '.join(SECTIONS)}", document)
     for name, section in document.items():
         if name not in SECTIONS:
@@ -406,19 +406,19 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _nearest(key: str) -> str:
-    """Return a phrase that suggests the likeliest key, by its full name or by the part behind the dot."""
+    """Suggest the likeliest key, by its full name or by the part after the dot."""
     if key in SECTIONS:
         return f": expected one with a dot, such as {key}.{fields(SECTIONS[key])[0].name}"
-    known = {name.rpartition(".")[2]: name for name in KEYS} | {name: name for name in (*SECTIONS, *KEYS)}
-    return did_you_mean(key, known, show=known) or "; --print_config shows every key"
+    names = {name.rpartition(".")[2]: name for name in KEYS} | {name: name for name in (*SECTIONS, *KEYS)}
+    return did_you_mean(key, names, show=names) or "; --print_config shows every key"
 
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
-    """Return a value of a key as one of its type: a text stands for what YAML reads in it, or for itself."""
+    """Convert the value of a key to its type. A text is read as YAML first, then taken as it is."""
     readings = [value]
-    if isinstance(value, str) and value.strip():  # YAML reads null in an empty text
+    if isinstance(value, str) and value.strip():  # YAML reads an empty text as null
         with suppress(InputError):
-            readings = [read for read in (parse_yaml(value, key),) if not isinstance(read, str)] + readings
+            readings = [plain for plain in (parse_yaml(value, key),) if not isinstance(plain, str)] + readings
     for reading in readings:
         if fits(reading, kind):
             return float(reading) if kind is float else reading

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 # Long enough for the first rank to prepare data while the others wait.
 TIMEOUT = timedelta(hours=2)
 # Environment variables that torchrun sets in every process it starts.
-STARTED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a job, as one of them holds it. `control` and `saving` are the Gloo groups of the main thread and of
+    """One rank's view of the ranks of a job. `control` and `saving` are the Gloo groups of the main thread and of
     the saving thread; None in a process that torchrun did not start.
     """
 
@@ -75,11 +75,11 @@ class Ranks:
         return gather(value, self.control)
 
     def raise_together(self) -> "RaiseTogether":
-        """Return a context that raises on all ranks if it raises on one. Only that one reports the error."""
+        """Return a context that raises on all ranks if it raises on one. Only that rank reports the error."""
         return RaiseTogether(self.control, lambda failure: ReportedElsewhere(failure.status))
 
     def raise_together_saving(self) -> "RaiseTogether":
-        """Return such a context for the saving threads; on the other ranks it raises OSError."""
+        """Return the same context for the saving threads; on the other ranks it raises OSError."""
         return RaiseTogether(self.saving, lambda failure: OSError(f"rank {failure.rank}: {failure.reason}"))
 
     @contextmanager
@@ -105,14 +105,14 @@ class Failure(NamedTuple):
 
 
 class RaiseTogether(AbstractContextManager[None]):
-    """A context that raises on every rank of a group if it raises on one: the others raise `elsewhere(failure)`.
+    """A context that raises on every rank of a group if it raises on one. Other ranks raise `remote_error(failure)`.
 
     If several raise, the first of them keeps its own exception. The body must not contain collective operations.
     Interrupts are not passed on, because each rank gets its own.
     """
 
-    def __init__(self, group: Any, elsewhere: Callable[[Failure], Exception]):
-        self._group, self._elsewhere = group, elsewhere
+    def __init__(self, group: Any, remote_error: Callable[[Failure], Exception]):
+        self._group, self._remote_error = group, remote_error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if self._group is None or (error is not None and not isinstance(error, Exception)):
@@ -121,26 +121,26 @@ class RaiseTogether(AbstractContextManager[None]):
         failure = None if error is None else Failure(rank, _status(error), str(error) or type(error).__name__)
         first = next(filter(None, gather(failure, self._group)), None)
         if first is not None and first.rank != rank:
-            raise self._elsewhere(first) from error
+            raise self._remote_error(first) from error
 
 
 def is_first() -> bool:
-    """Return whether this process is alone, or the first that torchrun started."""
-    return not os.environ.keys() >= STARTED or os.environ["RANK"] == "0"
+    """Return whether this process is the only one, or the first one of torchrun."""
+    return not os.environ.keys() >= TORCHRUN_VARIABLES or os.environ["RANK"] == "0"
 
 
 @contextmanager
 def join(device: str = "auto") -> Iterator[Ranks]:
-    """Join the other processes that torchrun started; yield `ALONE` if it started none.
+    """Join the other processes of torchrun; yield `ALONE` without torchrun.
 
     Args:
-        device: as `train.device`. With CUDA every process of a machine takes the GPU of its local rank.
+        device: as `train.device`. With CUDA, each process of a machine takes the GPU of its local rank.
 
     Raises:
         InputError: there are more processes than GPUs.
-        RunError: the ranks cannot reach each other, or another one ended while this one waited for it.
+        RunError: the ranks cannot reach each other, or another rank ended while this one waited for it.
     """
-    if not os.environ.keys() >= STARTED:
+    if not os.environ.keys() >= TORCHRUN_VARIABLES:
         yield ALONE
         return
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
@@ -170,7 +170,7 @@ def join(device: str = "auto") -> Iterator[Ranks]:
         yield ranks
         dist.barrier(group=control)
     except RuntimeError as error:
-        if isinstance(error, (RunError, torch.OutOfMemoryError)) or not lost(error):
+        if isinstance(error, (RunError, torch.OutOfMemoryError)) or not connection_lost(error):
             raise
         # The network's own message names addresses, but the cause is in another process.
         raise RunError(
@@ -182,7 +182,7 @@ def join(device: str = "auto") -> Iterator[Ranks]:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """The part of a step that one rank computes. All parts together are the step, for any number of ranks.
+    """The part of a step that one rank computes. For any number of ranks, all parts together are the step.
 
     A step is `accumulation` micro-batches of `rows` sequences. The ranks form the largest number of teams that divides
     the micro-batches evenly. A team takes every `teams`-th micro-batch, and its members split the rows.
@@ -267,8 +267,8 @@ def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: t
         from torch.nn.parallel import DistributedDataParallel
 
         devices = [torch.cuda.current_device()] if device.type == "cuda" else None
-        whole = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-        return ParallelModel(whole, lambda last: nullcontext() if last else whole.no_sync(), kind)
+        ddp_model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        return ParallelModel(ddp_model, lambda last: nullcontext() if last else ddp_model.no_sync(), kind)
     _shard(model, layers, config, device)
 
     def accumulating(last: bool) -> AbstractContextManager:
@@ -300,8 +300,8 @@ def _shard(model: nn.Module, layers: list[nn.Module], config: "TrainConfig", dev
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    low = torch.bfloat16 if config.precision == "bfloat16" else None
-    layer_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    layer_dtype = torch.bfloat16 if config.precision == "bfloat16" else None
+    layer_policy = MixedPrecisionPolicy(param_dtype=layer_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     root_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     # FSDP warns that a layer may return a view; no code changes it in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
@@ -314,7 +314,7 @@ def _shard(model: nn.Module, layers: list[nn.Module], config: "TrainConfig", dev
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Make the layers of a transformers model keep only their inputs and recompute the rest."""
+    """Make the layers of a Hugging Face model keep only their inputs and recompute the rest."""
     enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
         model, "gradient_checkpointing_enable", None
     )
@@ -336,8 +336,8 @@ def _status(error: Exception) -> int:
     return 2 if isinstance(error, InputError) else error.status if isinstance(error, ReportedElsewhere) else 1
 
 
-def lost(error: RuntimeError) -> bool:
-    """Return whether an error means that the connection to another rank is lost; Gloo has no exception for it."""
+def connection_lost(error: RuntimeError) -> bool:
+    """Return whether an error means a lost connection to another rank; Gloo has no exception for it."""
     if isinstance(error, dist.DistError):
         return True
     chain = "".join(traceback.format_exception(error))

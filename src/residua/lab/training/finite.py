@@ -57,7 +57,7 @@ class FiniteCheck:
         if not self._failed.item():
             return
         norms = self._norms.tolist()
-        # NaN first, then infinity, then by size: the first ones are where to look.
+        # NaN first, then infinity, then by size: the likeliest causes come first.
         order = sorted(range(len(norms)), key=lambda i: (norms[i] != norms[i], norms[i]), reverse=True)[:SHOWN]
         largest = ", ".join(f"{self._named[i][0]} {norms[i]:.3g}" for i in order)
         raise Diverged(

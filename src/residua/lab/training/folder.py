@@ -1,4 +1,4 @@
-"""Claim the folder of a training run for one process, with the settings it was started with."""
+"""Claim the folder of a training run for one process, with the settings of its first start."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,18 +11,17 @@ from residua.records.durable import is_new, remove, remove_partials, write_bytes
 from residua.records.folder import FREE_KEYS, LOCK, RunFolder, flatten, hold, read_settings, refuse_changes, writable
 from residua.records.reading import write_yaml
 
-PATIENCE_SECONDS = 3.0  # the workers of a killed sweep end within moments, and hold their runs until then
+PATIENCE_SECONDS = 3.0  # the workers of a killed sweep hold their runs for a moment, until they end
 
 
 @contextmanager
 def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = False) -> Iterator[RunFolder]:
-    """Hold a run folder for this process and write its config.yaml.
+    """Lock a run folder for this process and write its config.yaml.
 
     A folder without training results may be started again. A folder with a run needs `resume`, and then the settings
     it was started with, except `FREE_KEYS`.
 
-    Where the body refuses to train, the folder is as it was: an exception other than RunError, before anything was
-    logged or saved, takes back what was written.
+    If the body raises an exception other than RunError before anything is logged or saved, the folder is restored.
 
     Args:
         settings: the resolved configuration by section: `{"model": {...}, "data": {...}, "train": {...}}`.
@@ -34,22 +33,22 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
     run = RunFolder(Path(folder), settings, resume)
     if resume and not run.config.is_file():
         raise InputError(f"{run.path}: expected a run to resume, found no config.yaml; leave --resume out to start one")
-    begun = resume or (run.path / LOCK).exists()  # a configuration alone may be a person's own
-    own = [path.name for path in (run.metrics, run.checkpoints, *([run.config] if begun else []))]
+    has_run = resume or (run.path / LOCK).exists()  # without a lock, config.yaml may be the user's
+    markers = [path.name for path in (run.metrics, run.checkpoints, *([run.config] if has_run else []))]
     new, locked = not run.path.exists(), (run.path / LOCK).exists()
-    with hold(run.path, own=own, patience=PATIENCE_SECONDS):
-        before = {entry.name for entry in run.path.iterdir()}  # now that no other run can add to them
+    with hold(run.path, own=markers, patience=PATIENCE_SECONDS):
+        before = {entry.name for entry in run.path.iterdir()}  # read under the lock, so that no other run adds to them
         new = new and before <= {LOCK}
         if not locked and is_new(run.path):
             before.discard(LOCK)
         config = run.config.read_bytes() if run.config.is_file() else None
-        trained = _progress(run)
+        progress_before = _progress(run)
         try:
             if resume:
                 earlier, now = flatten(read_settings(run.config)), flatten(settings)
-                last = trained[1][-1] if trained[1] else 0
+                last = progress_before[1][-1] if progress_before[1] else 0
                 refuse_changes(earlier, now, run.config, free=FREE_KEYS | more_steps(last, earlier, now))
-            elif run.metrics.exists() or trained[1]:
+            elif run.metrics.exists() or progress_before[1]:
                 raise InputError(
                     f"{run.path}: this folder holds a run already; continue it with --resume or choose another folder"
                 )
@@ -60,25 +59,25 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
         except RunError:
             raise
         except Exception:
-            if _progress(run) == trained:
+            if _progress(run) == progress_before:
                 with suppress(OSError):
-                    _take_back(run, None if new else before, config)
+                    _roll_back(run, None if new else before, config)
             raise
 
 
 def more_steps(step: int, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Return the settings in which a run that is finished at `step` may go on: its steps, if there are more now."""
+    """Return the settings that may change when a run that ended at `step` continues: its steps, if they grow."""
     lengths = earlier.get("train.steps"), now.get("train.steps", 0)
     return {"train.steps"} if lengths[0] == step < lengths[1] else set()
 
 
 def _progress(run: RunFolder) -> tuple[int, list[int]]:
-    """Return what training leaves behind: the length of its log, and the steps of its checkpoints."""
+    """Return how far training got: the length of its log, and the steps of its checkpoints."""
     return run.metrics.stat().st_size if run.metrics.is_file() else 0, saved_steps(run.path)
 
 
-def _take_back(run: RunFolder, before: Collection[str] | None, config: bytes | None) -> None:
-    """Remove all but the names from `before`, the folder too where None, and restore config.yaml."""
+def _roll_back(run: RunFolder, before: Collection[str] | None, config: bytes | None) -> None:
+    """Remove all entries except `before`, or the whole folder if it is None, and restore config.yaml."""
     if before is None:
         remove(run.path)
         return

@@ -72,7 +72,7 @@ class MetricsLog:
 
 
 class Display(Progress):
-    """The progress of a run. `enabled` may be a function instead: it is called with each step that is logged."""
+    """The progress of a run. If `enabled` is a function, it is called with each logged step instead."""
 
     def __init__(self, name: str, *, done: int, steps: int, enabled: bool | Callable[[int], None]):
         self._call = enabled if callable(enabled) else None
@@ -91,17 +91,17 @@ class Display(Progress):
 
 
 def write_facts(run: RunFolder, facts: Mapping[str, Any], *, device: torch.device, step: int, **more: Any) -> None:
-    """Write facts.json: `facts`, the circumstances of this process, and `more`. A resumed run keeps the first ones and
-    adds to `resumed`.
+    """Write facts.json: `facts`, the circumstances of this process, and `more`. A resumed run keeps its first facts
+    and adds to `resumed`.
 
     Raises OSError.
     """
-    here = {**circumstances(device), **more}
-    whole = {**facts, **here}
+    process_facts = {**circumstances(device), **more}
+    content = {**facts, **process_facts}
     if step and run.facts.exists():
-        before = read_object(run.facts)
-        whole = {**before, "resumed": [*before.get("resumed", []), {"step": step, **here}]}
-    write_text(run.facts, json.dumps(whole, indent=1) + "\n")
+        first_facts = read_object(run.facts)
+        content = {**first_facts, "resumed": [*first_facts.get("resumed", []), {"step": step, **process_facts}]}
+    write_text(run.facts, json.dumps(content, indent=1) + "\n")
 
 
 def _event_writer(folder: Path, step: int) -> Any:
@@ -112,25 +112,25 @@ def _event_writer(folder: Path, step: int) -> Any:
         return None
     try:
         return SummaryWriter(str(folder), purge_step=step + 1)
-    except UnicodeEncodeError:  # it takes names of files in UTF-8 alone
+    except UnicodeEncodeError:  # it accepts only file names in UTF-8
         say(f"no TensorBoard events are written: {str(folder)!r} has a name that is not UTF-8 here; set LC_ALL=C.UTF-8")
         return None
 
 
 def _wandb_run(run: RunFolder, project: str) -> Any:
-    """Open this folder's run at Weights & Biases, again if it exists. Raises InputError if wandb refuses."""
+    """Open or reopen this folder's run at Weights & Biases. Raises InputError if wandb refuses."""
     try:
         import wandb
     except ImportError as error:
         raise InputError("train.wandb: wandb is not installed; pip install 'residua[wandb]'") from error
-    known = run.path / "wandb-id"
-    if not known.exists():
-        write_text(known, f"{uuid.uuid4().hex}\n")
+    id_file = run.path / "wandb-id"
+    if not id_file.exists():
+        write_text(id_file, f"{uuid.uuid4().hex}\n")
     try:
         return wandb.init(
             project=project,
             name=run.path.resolve().name,
-            id=known.read_text(encoding="utf-8").strip(),
+            id=id_file.read_text(encoding="utf-8").strip(),
             resume="allow",
             dir=str(unlinked(run.path / "wandb").parent),
             config=flatten(run.settings),

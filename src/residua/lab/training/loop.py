@@ -34,7 +34,7 @@ STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
 
 class IndexedBatches(Protocol):
-    """A data source in which batch `index` is always the same, so that the step is the whole state of the data."""
+    """A data source whose batch `index` is always the same, so that the step is its whole state."""
 
     def at(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels, two int64 tensors (rows, sequence_length); labels[t] follows inputs[t]."""
@@ -82,7 +82,7 @@ def train(
     Returns:
         The row of the last step (step, tokens, loss, lr, grad_norm, tokens_per_second, seconds, results of
         `evaluate`), `checkpoint` (its folder) and `interrupted`; if it is, also `signal`, the number of the signal.
-        `seconds` counts the training steps alone.
+        `seconds` counts only the training steps.
 
     Raises:
         InputError: the folder cannot be used (see `claim`), the checkpoint has other settings, data or weights, or
@@ -113,13 +113,13 @@ def train(
     with ExitStack() as stack:
         if ranks.first:
             size = sum(parameter.numel() for parameter in updates.parameters)
-            known = {"parameters": size, "data": dict(facts or {})}
-            here = {"device": device, "processes": ranks.world_size, "parallel": updates.model.kind}
+            run_facts = {"parameters": size, "data": dict(facts or {})}
+            process_facts = {"device": device, "processes": ranks.world_size, "parallel": updates.model.kind}
             if checkpoint and checkpoint.settings["train.steps"] != config.steps:
-                here["steps_before"] = checkpoint.settings["train.steps"]
+                process_facts["steps_before"] = checkpoint.settings["train.steps"]
             with saver.writing(start):
                 logs = stack.enter_context(_Logs(run, config, checkpoint, observing=bool(observe_every)))
-                write_facts(run, known, step=start, **here)
+                write_facts(run, run_facts, step=start, **process_facts)
             name = run.path.resolve().name
             display = stack.enter_context(Display(name, done=start, steps=config.steps, enabled=progress))
         stop = stack.enter_context(_stop_signals(twice=not ranks.joined))
@@ -128,10 +128,10 @@ def train(
             update = updates(step)
             if observe_every and step % observe_every == 0:
                 with updates.autocast, evaluating(model):
-                    seen = observe(model, update.first_sequence)
+                    gates = observe(model, update.first_sequence)
                 if ranks.first:
                     with saver.writing(step):
-                        logs.connections.write({"step": step, **seen})
+                        logs.connections.write({"step": step, **gates})
 
             last, stopping = step == config.steps, ranks.any(bool(stop) or saver.failed)
             validating = evaluate is not None and (last or step % config.evaluate_every == 0)
@@ -162,8 +162,8 @@ def train(
             if stopping:
                 break
         with ranks.report_once():
-            saved = saver.finish()
-    result = row | {"checkpoint": str(saved), "interrupted": step < config.steps}
+            newest = saver.finish()
+    result = row | {"checkpoint": str(newest), "interrupted": step < config.steps}
     if result["interrupted"]:
         if ranks.first:
             say(f"stopped after step {step}, which is saved; continue with: {run.resume_command}")
@@ -172,7 +172,7 @@ def train(
 
 
 class _Update(NamedTuple):
-    """What a step did: the mean loss over all ranks, (), the learning rate, and the norm of the gradient, ().
+    """The result of a step: the mean loss over all ranks, (), the learning rate, and the norm of the gradient, ().
 
     penalty: this rank's mean, (), None if the model has none; first_sequence: (1, sequence_length), of this rank.
     """
@@ -184,16 +184,16 @@ class _Update(NamedTuple):
     first_sequence: Tensor
 
     def numbers(self, ranks: Ranks) -> dict[str, float]:
-        """Return its share of the row of a step. Every rank calls this."""
-        loss, found = self.loss, {}
+        """Return the numbers of this update for the row of its step. Every rank calls this."""
+        loss, penalties = self.loss, {}
         if self.penalty is not None:  # schemes are compared by the language model's loss without the penalty
             penalty = ranks.mean(self.penalty)
-            loss, found = loss - penalty, {"penalty": penalty.item()}
-        return {"loss": loss.item(), "lr": self.lr, **found, "grad_norm": self.norm.item()}
+            loss, penalties = loss - penalty, {"penalty": penalty.item()}
+        return {"loss": loss.item(), "lr": self.lr, **penalties, "grad_norm": self.norm.item()}
 
 
 class _Updates:
-    """The updates of a run. A call does one step."""
+    """The updates of a run. A call runs one step."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class _Updates:
 class _Logs(AbstractContextManager["_Logs"]):
     """The rows that the first rank writes: `metrics`, and `connections` if they are observed. All may raise OSError.
 
-    Opening them says which rows of a run that resumes at `checkpoint` are gone; nothing writes them again.
+    Opening reports the rows before `checkpoint` that a resumed run lacks; nothing writes them again.
     """
 
     def __init__(self, run: RunFolder, config: "TrainConfig", checkpoint: Checkpoint | None, *, observing: bool):
@@ -273,7 +273,7 @@ class _Logs(AbstractContextManager["_Logs"]):
 
 
 def _say_missing_rows(path: Path, key: str, checkpoint: Checkpoint) -> None:
-    """Say which rows of a resumed run are gone from a log. `key` sets how many it has."""
+    """Report the rows of a resumed run that a log lacks. `key` is the setting with the steps between rows."""
     every = checkpoint.settings.get(key)
     if not isinstance(every, int) or not 1 <= every <= checkpoint.step:
         return
@@ -314,9 +314,9 @@ def _on(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _decisive_settings(run: RunFolder, facts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the flat settings with the fingerprints of the data, which the settings do not contain."""
-    known = ("fingerprint", "tokenizer_fingerprint")
-    return flatten(run.settings) | {f"data.{name}": facts[name] for name in known if facts and name in facts}
+    """Return the flat settings, plus the fingerprints of the data."""
+    fingerprints = ("fingerprint", "tokenizer_fingerprint")
+    return flatten(run.settings) | {f"data.{name}": facts[name] for name in fingerprints if facts and name in facts}
 
 
 def _restore(
@@ -328,37 +328,37 @@ def _restore(
     ranks: Ranks,
     config: "TrainConfig",
 ) -> Checkpoint | None:
-    """Load the newest complete checkpoint into the model, if there is one. Only the first rank looks for it."""
-    found = None
+    """Load the newest complete checkpoint, if any, into the model. Only the first rank looks for it."""
+    newest = None
     with ranks.raise_together():
         if run.resume and ranks.first:
-            found = latest_checkpoint(run.path)
-            if found is None and (steps := saved_steps(run.path)):
+            newest = latest_checkpoint(run.path)
+            if newest is None and (steps := saved_steps(run.path)):
                 # Starting from the first step would overwrite the log and these checkpoints.
                 raise InputError(
                     f"{run.checkpoints}: expected a complete checkpoint to resume from, got {len(steps)} of which none "
                     "can be read; repair one, or remove them to start again from the first step"
                 )
-            if found is None:
-                if run.checkpoints.is_symlink():  # whoever made this folder may have meant another's
+            if newest is None:
+                if run.checkpoints.is_symlink():  # the link may point to another run by mistake
                     raise InputError(
                         f"{run.checkpoints}: must hold a checkpoint of this run, as it is a link to "
                         f"{run.checkpoints.resolve()}, got none; remove the link to start again from the first step"
                     )
                 say(f"{run.path}: no complete checkpoint, starting again from the first step")
             else:
-                more = more_steps(found.step, found.settings, settings)
-                refuse_changes(found.settings, settings, found.path, free=FREE_KEYS | more)
+                more = more_steps(newest.step, newest.settings, settings)
+                refuse_changes(newest.settings, settings, newest.path, free=FREE_KEYS | more)
                 if more:
-                    say(_changed_schedule(found.step, config))
-    checkpoint = ranks.gather(found)[0]
+                    say(_changed_schedule(newest.step, config))
+    checkpoint = ranks.gather(newest)[0]
     if checkpoint is None:
         return None
     return load_checkpoint(checkpoint, model, optimizer, device=device, ranks=ranks)
 
 
 def _changed_schedule(step: int, config: "TrainConfig") -> str:
-    """Say in which way a run that goes on after its last step differs from one of that length."""
+    """Return a message: how a run that goes on after its last step differs from one of that length."""
     return (
         f"after its last step, {step}, this run goes on to {config.steps}: its learning rate rises again, to "
         f"{learning_rate_factor(step + 1, config):.0%} of the peak, so it is no run of {config.steps} steps"
@@ -370,7 +370,7 @@ def _stop_signals(*, twice: bool) -> Iterator[list[int]]:
     """Yield a list that receives the number of each signal in `STOPPING`. With `twice`, a second Ctrl-C or SIGTERM ends
     the process at once; torchrun repeats signals that the terminal has already sent, and has its own timeout.
 
-    Signals that are ignored, as SIGHUP is under nohup, stay ignored.
+    Ignored signals, such as SIGHUP under nohup, stay ignored.
     """
     stop: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -383,20 +383,20 @@ def _stop_signals(*, twice: bool) -> Iterator[list[int]]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    known = (getattr(signal, name) for name in STOPPING if hasattr(signal, name))
-    before = {number: signal.getsignal(number) for number in known}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in before:
+    numbers = (getattr(signal, name) for name in STOPPING if hasattr(signal, name))
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    for number in handlers:
         signal.signal(number, request)
     try:
         yield stop
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
 
 class _Clock(AbstractContextManager["_Clock"]):
-    """Count the seconds of training over all processes of a run; evaluating and saving do not count. A context."""
+    """Count the seconds of training over all processes of a run, without evaluation and saving. A context."""
 
     def __init__(self, seconds: float, tokens: int):
         self._seconds, self._since = seconds, None
@@ -408,8 +408,8 @@ class _Clock(AbstractContextManager["_Clock"]):
 
     def lap(self, tokens: int) -> tuple[float, float]:
         """Return the seconds so far, and the tokens per second since the last call."""
-        (before, then), self._lap = self._lap, (tokens, self.seconds)
-        return self._lap[1], (tokens - before) / (self._lap[1] - then)
+        (tokens_before, seconds_before), self._lap = self._lap, (tokens, self.seconds)
+        return self._lap[1], (tokens - tokens_before) / (self._lap[1] - seconds_before)
 
     def __enter__(self) -> "_Clock":
         self._since = time.perf_counter()

@@ -1,4 +1,4 @@
-"""AdamW, with Muon for hidden matrices if asked; decay on matrices only, muP's rates, a cosine schedule with warmup."""
+"""AdamW or Muon with AdamW; decay on matrices only, muP's rates, a cosine schedule with warmup."""
 
 import math
 from collections.abc import Sequence
@@ -49,20 +49,20 @@ def parameter_groups(model: nn.Module, weight_decay: float, connection_lr_factor
 
 
 def connection_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return what a scheme adds to the plain residual, in our models and in converted ones: no gain of a norm."""
+    """Return the parameters that a scheme adds to the plain residual, without the gains of norms."""
     streams = [module for module in model.modules() if isinstance(module, (Stream, LayerStream))]
-    own = {
+    parameters = {
         id(parameter): parameter
         for stream in streams
         for module in stream.modules()
         if not isinstance(module, (nn.RMSNorm, nn.LayerNorm))
         for parameter in module.parameters(recurse=False)
     }
-    return list(own.values())
+    return list(parameters.values())
 
 
 def _matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of a module that are matrices; GPT-2 has its own class of them, and experts are stacks."""
+    """Return the weights of a module that are matrices: of linear maps, embeddings, GPT-2's Conv1D, stacked experts."""
     if isinstance(module, (nn.Linear, nn.Embedding, Conv1D)):
         return [module.weight]
     experts = type(module).__name__.endswith("Experts")
@@ -74,14 +74,14 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
     Not embeddings, the head, the connections' own parameters, or stacks of experts.
     """
-    others = {id(parameter) for parameter in connection_parameters(model)}
+    excluded = {id(parameter) for parameter in connection_parameters(model)}
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            others.add(id(module.weight))
+            excluded.add(id(module.weight))
         elif isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()) is not None:
-            others |= {id(parameter) for parameter in head.parameters()}
+            excluded |= {id(parameter) for parameter in head.parameters()}
     matrices = {id(x): x for module in model.modules() for x in _matrices(module) if x.dim() == 2 and x.requires_grad}
-    return [parameter for key, parameter in matrices.items() if key not in others]
+    return [parameter for key, parameter in matrices.items() if key not in excluded]
 
 
 def make_optimizer(model: nn.Module, config: "TrainConfig") -> torch.optim.Optimizer:
@@ -118,8 +118,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], matrices: Sequence[nn.Parameter], config: "TrainConfig"):
         require(hasattr(torch.optim, "Muon"), "train.optimizer", "adamw, or torch 2.9 or newer, which has Muon", "muon")
-        chosen = {id(parameter) for parameter in matrices}
-        first, second = _part(groups, chosen, inside=True), _part(groups, chosen, inside=False)
+        matrix_ids = {id(parameter) for parameter in matrices}
+        first, second = _part(groups, matrix_ids, inside=True), _part(groups, matrix_ids, inside=False)
         self._parts: list[torch.optim.Optimizer] = []
         if first:
             self._parts.append(torch.optim.Muon(first, lr=config.lr, adjust_lr_fn="match_rms_adamw"))
@@ -131,8 +131,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:
         """Update every parameter that has a gradient."""
-        found = getattr(self, "found_inf", None)
-        if found is None or not found.item():
+        overflow = getattr(self, "found_inf", None)
+        if overflow is None or not overflow.item():
             for part in self._parts:
                 part.step()
 
@@ -141,10 +141,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
         raise NotImplementedError("expected load_checkpoint, which restores this optimizer, got load_state_dict")
 
 
-def _part(groups: list[dict[str, Any]], chosen: set[int], *, inside: bool) -> list[dict[str, Any]]:
-    """Return the groups with only the parameters inside, or outside, of `chosen`; no empty ones."""
+def _part(groups: list[dict[str, Any]], ids: set[int], *, inside: bool) -> list[dict[str, Any]]:
+    """Return the groups with only the parameters inside, or outside, of `ids`; drop empty groups."""
     parts = [
-        {**group, "params": [parameter for parameter in group["params"] if (id(parameter) in chosen) == inside]}
+        {**group, "params": [parameter for parameter in group["params"] if (id(parameter) in ids) == inside]}
         for group in groups
     ]
     return [part for part in parts if part["params"]]
@@ -162,6 +162,6 @@ def learning_rate_factor(step: int, config: "TrainConfig") -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set every group to this fraction of its own peak."""
+    """Set every group to this fraction of its peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor

@@ -38,10 +38,10 @@ class Saver:
         newest: Checkpoint | None,
     ):
         self._run, self._settings, self._ranks, self._device = run, settings, ranks, device
-        self._place = run.checkpoints.resolve()  # the owner of a run may link it to another disk before it begins
+        self._place = run.checkpoints.resolve()  # the user may link it to another disk before the run begins
         self._model, self._optimizer = model, optimizer
-        self._kept = {"keep": config.keep_checkpoints, "keep_best": config.keep_best}
-        # The run resumes from the newest complete one, so later ones are damaged.
+        self._retention = {"keep": config.keep_checkpoints, "keep_best": config.keep_best}
+        # The run resumes from the newest complete checkpoint, so later ones are damaged.
         self._damaged = {step for step in saved_steps(run.path) if newest is None or step > newest.step}
         self._pending: Future[None] | None = None
         self.newest = newest
@@ -58,9 +58,9 @@ class Saver:
             yield
         except OSError as error:
             reason = " ".join(str(error).split())
-            kept = self.newest.path if self.newest else "none"
+            newest_path = self.newest.path if self.newest else "none"
             raise RunError(
-                f"step {step}: cannot write into {self._run.path}: {reason}; last good checkpoint: {kept}; "
+                f"step {step}: cannot write into {self._run.path}: {reason}; last good checkpoint: {newest_path}; "
                 f"free disk space or repair the folder, then: {self._run.resume_command}"
             ) from error
 
@@ -77,7 +77,7 @@ class Saver:
     def finish(self) -> Path | None:
         """Wait until the last checkpoint is on the disk; return the newest.
 
-        Raises RunError if the folder cannot be written, and whatever else ended a save.
+        Raises RunError if the folder cannot be written, and any other exception that ended a save.
         """
         if self._pending is not None:
             self._pending.result()
@@ -85,7 +85,7 @@ class Saver:
         return self.newest.path if self.newest else None
 
     def _write(self, blocks: Blocks, checkpoint: Checkpoint) -> None:
-        """Write the checkpoint and drop the old ones; in a thread where there are several ranks.
+        """Write the checkpoint and drop the old ones; in a thread if there are several ranks.
 
         Raises RunError on all ranks if one of them cannot write. Other exceptions are raised on this rank only, among
         them RuntimeError if another rank has died.
@@ -98,7 +98,7 @@ class Saver:
         with self.writing(step), ranks.raise_together_saving():
             if ranks.first:
                 self._damaged.discard(step)
-                drop_old(self._run.checkpoints, step, damaged=self._damaged, **self._kept)
+                drop_old(self._run.checkpoints, step, damaged=self._damaged, **self._retention)
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:

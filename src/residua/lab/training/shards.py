@@ -61,7 +61,7 @@ def blocks_of_rank(tensors: Mapping[str, Tensor], rank: int, world_size: int, *,
 
     copy: copy the values, so that training can continue while they are written.
     """
-    chosen: dict[str, Block] = {}
+    blocks: dict[str, Block] = {}
     assigned = [0] * world_size  # bytes of whole tensors per rank; the same result on all ranks
     for name, tensor in tensors.items():
         block = local_block(tensor)
@@ -72,8 +72,8 @@ def blocks_of_rank(tensors: Mapping[str, Tensor], rank: int, world_size: int, *,
                 continue
         if block.values.numel() or block.whole:  # the last ranks may have no rows of a small tensor
             values = block.values.to("cpu", copy=copy or block.values.device.type != "cpu").contiguous()
-            chosen[name] = block._replace(values=values)
-    return chosen
+            blocks[name] = block._replace(values=values)
+    return blocks
 
 
 def write_blocks(path: Path, blocks: Mapping[str, Block]) -> None:
@@ -117,17 +117,17 @@ class StoredTensors:
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill a tensor of the stored shape in place; for a DTensor, fill the shard of this rank."""
-        here = local_block(tensor)
+        local = local_block(tensor)
         with torch.no_grad(), undamaged(self._source, "a checkpoint"):
             for part in self._parts[name]:
-                begin = [max(a, b) for a, b in zip(here.offset, part.offset)]
+                begin = [max(a, b) for a, b in zip(local.offset, part.offset)]
                 end = [
-                    min(a + size, b + other)
-                    for a, size, b, other in zip(here.offset, here.values.shape, part.offset, part.size)
+                    min(a + size, b + part_size)
+                    for a, size, b, part_size in zip(local.offset, local.values.shape, part.offset, part.size)
                 ]
                 if all(a < b for a, b in zip(begin, end)):
-                    box = _slices(begin, end, here.offset)
-                    here.values[box].copy_(part.values()[_slices(begin, end, part.offset)])
+                    box = _slices(begin, end, local.offset)
+                    local.values[box].copy_(part.values()[_slices(begin, end, part.offset)])
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which a tensor is stored."""
@@ -168,11 +168,11 @@ def _check_whole(name: str, parts: list[_Part]) -> None:
     """Raise ValueError unless the blocks form a tensor cut along one axis, without gaps and overlaps."""
     parts.sort(key=lambda part: part.offset)
     shape, end = list(parts[0].shape), 0
-    cut = [axis for axis, size in enumerate(parts[0].size) if size != shape[axis]]
-    axis = cut[0] if cut else None
+    cut_axes = [axis for axis, size in enumerate(parts[0].size) if size != shape[axis]]
+    axis = cut_axes[0] if cut_axes else None
     for part in parts:
-        begin = [end if here == axis else 0 for here in range(len(shape))]
-        size = [part.size[here] if here == axis else whole for here, whole in enumerate(shape)]
+        begin = [end if dimension == axis else 0 for dimension in range(len(shape))]
+        size = [part.size[dimension] if dimension == axis else length for dimension, length in enumerate(shape)]
         if (list(part.shape), list(part.offset), list(part.size)) != (shape, begin, size):
             raise ValueError(f"the blocks of {name} do not make up a tensor of {shape}")
         end += 0 if axis is None else part.size[axis]
