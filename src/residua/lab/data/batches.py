@@ -1,4 +1,4 @@
-"""Batches of a given index, computed from (seed, index) alone: no state to save, no list of windows in memory."""
+"""Compute each batch from only (seed, index): there is no state to save and no list of windows in memory."""
 
 import hashlib
 import math
@@ -17,7 +17,7 @@ ROUNDS = 6
 
 
 class TokenSource(Protocol):
-    """Tokens as batches need them: their number, and int64 arrays of consecutive ones."""
+    """The interface of tokens for batches: their number, and int64 windows of consecutive tokens."""
 
     def __len__(self) -> int: ...
 
@@ -25,7 +25,7 @@ class TokenSource(Protocol):
 
 
 class Batches:
-    """Random batches for training: every window of an epoch once, in an order that depends on (seed, epoch) alone.
+    """Random batches for training: every window of an epoch once, in an order that depends only on (seed, epoch).
 
     An epoch divides the tokens into `windows_per_epoch` windows of `sequence_length` that touch but do not overlap. The
     start of the first window differs from epoch to epoch, so the windows do too; fewer than 2 * sequence_length tokens
@@ -72,8 +72,8 @@ class Batches:
         epochs, positions = np.divmod(np.arange(first, first + self.batch_size), self.windows_per_epoch)
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            starts[chosen] = self._starts(int(epoch), positions[chosen])
+            in_epoch = epochs == epoch
+            starts[in_epoch] = self._starts(int(epoch), positions[in_epoch])
         return _aligned(np.stack([self.tokens.window(int(start), self.sequence_length + 1) for start in starts]))
 
     def _starts(self, epoch: int, positions: np.ndarray) -> np.ndarray:

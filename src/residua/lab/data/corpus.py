@@ -1,4 +1,4 @@
-"""What a corpus is: a stream of documents in a fixed order, which can be read again.
+"""A corpus: documents in a fixed order that can be read repeatedly.
 
 Memory does not grow with the text. `stdlib`, `files` and `hub` make corpora; `sources.open_corpus` picks one by name.
 """

@@ -1,4 +1,4 @@
-"""Turn documents into token ids, in this process or in several.
+"""Turn documents into token ids, in this process or in several worker processes.
 
 Every tokenizing process imports this module, so it loads neither torch nor transformers.
 """
@@ -26,7 +26,7 @@ class Group(NamedTuple):
     texts: list[bytes]
     """UTF-8."""
     size: int
-    """The share of `Corpus.size` that they complete."""
+    """The part of `Corpus.size` that these texts complete."""
 
 
 class Encoded(NamedTuple):
@@ -48,7 +48,7 @@ def text_key(text: bytes) -> int:
 class Encoder:
     """Encode UTF-8 texts with a tokenizer (the JSON of a `tokenizers.Tokenizer`) to arrays of `dtype` ("<u2", "<u4").
 
-    Whole texts: no special token comes out, nothing is cut or padded.
+    It encodes whole texts: no special tokens, truncation or padding.
     """
 
     def __init__(self, tokenizer: str, end_of_text: int, dtype: str):
@@ -97,7 +97,7 @@ class Encoders:
             self._pool.shutdown(cancel_futures=True)
 
     def map(self, groups: Iterable[Group]) -> Iterator[tuple[Encoded, Group]]:
-        """Encode the groups in order, holding few of them at a time. Raises WorkerLost."""
+        """Encode the groups in order, with few of them in memory at a time. Raises WorkerLost."""
         if self._pool is None:
             encoder = Encoder(*self._settings)
             for group in groups:
@@ -109,11 +109,11 @@ class Encoders:
                 with _spawning():
                     waiting.append((self._pool.submit(_encode, group.texts), group))
                 if len(waiting) > self._ahead:
-                    future, first = waiting.popleft()
-                    yield future.result(), first
+                    future, first_group = waiting.popleft()
+                    yield future.result(), first_group
             while waiting:
-                future, first = waiting.popleft()
-                yield future.result(), first
+                future, first_group = waiting.popleft()
+                yield future.result(), first_group
         except BrokenProcessPool as error:
             raise WorkerLost(
                 "a tokenizing process ended unexpectedly (out of memory? give fewer workers; a script must call this "
@@ -123,13 +123,13 @@ class Encoders:
 
 @contextmanager
 def _spawning() -> Iterator[None]:
-    """Let a process that starts inside leave Ctrl-C to this process."""
-    masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
+    """Block Ctrl-C in processes that start inside, so that only this process receives it."""
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
     try:
         yield
     finally:
-        if masked is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        if old_mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 _encoder: Encoder

@@ -1,4 +1,4 @@
-"""Read the user's own text: .txt, .md, .jsonl and .parquet files."""
+"""Read the user's text: .txt, .md, .jsonl and .parquet files."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from residua.lab.data.corpus import Corpus, Document
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 PIECE = 8192
-"""Characters after which a text file is cut into another document, at the last blank line (or line) before."""
+"""Characters of a document: a longer text file is cut at the last blank line, or line, before this length."""
 
 
 def open_files(path: Path, text_column: str) -> Corpus:
@@ -26,13 +26,13 @@ def open_files(path: Path, text_column: str) -> Corpus:
     `text_column`; parquet files have a string column of that name.
     """
     if path.is_dir():
-        found = sorted(_walk(path), key=lambda file: file.relative_to(path).parts)
-        files = [file for file in found if file.suffix.lower() in SUFFIXES]
+        paths = sorted(_walk(path), key=lambda file: file.relative_to(path).parts)
+        files = [file for file in paths if file.suffix.lower() in SUFFIXES]
         if not files:
-            others = ", ".join(sorted({file.suffix or file.name for file in found})) or "no files"
-            raise InputError(f"{path}: expected files ending in {' '.join(SUFFIXES)}, found {others}")
+            suffixes = ", ".join(sorted({file.suffix or file.name for file in paths})) or "no files"
+            raise InputError(f"{path}: expected files ending in {' '.join(SUFFIXES)}, found {suffixes}")
     elif path.is_file():
-        found = files = [path]
+        paths = files = [path]
         if path.suffix.lower() not in SUFFIXES:
             raise InputError(f"{path}: expected a file ending in one of {' '.join(SUFFIXES)}; rename or convert it")
     else:
@@ -46,12 +46,12 @@ def open_files(path: Path, text_column: str) -> Corpus:
         size=sum(sizes),
         read=lambda: chain.from_iterable(_documents(file, text_column) for file in files),
         identity={"files": _listing_hash(path, files), "text_column": text_column},
-        facts={"files": len(files), "skipped_files": len(found) - len(files)},
+        facts={"files": len(files), "skipped_files": len(paths) - len(files)},
     )
 
 
 def _listing_hash(path: Path, files: list[Path]) -> str:
-    """Hash names, sizes and modification times: the result changes with the files, and reads none of them."""
+    """Hash names, sizes and modification times: the hash changes with the files, and no file is read."""
     digest = hashlib.sha256()
     for file in files:
         status = file.stat()
@@ -119,9 +119,9 @@ def _text_documents(file: Path, stream: TextIO) -> Iterator[Document]:
 
 def _cut(text: str) -> tuple[str, str]:
     for end in ("\n\n", "\n"):
-        head, found, tail = text.rpartition(end)
-        if found:
-            return head + found, tail
+        head, separator, tail = text.rpartition(end)
+        if separator:
+            return head + separator, tail
     return text, ""
 
 

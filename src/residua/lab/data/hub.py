@@ -1,4 +1,4 @@
-"""Data sets and tokenizers of the Hugging Face hub. Data sets are streamed: nothing of them stays on the disk."""
+"""Data sets and tokenizers of the Hugging Face hub. Data sets are streamed, not stored on the disk."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class Named(NamedTuple):
 
 
 _BYTES_PER_TOKEN = 4.7
-"""Of FineWeb-Edu's text in GPT-2 tokens, about."""
+"""Roughly, for FineWeb-Edu's text and GPT-2's tokens."""
 
 NAMED = {
     "fineweb-edu": Named(
@@ -33,7 +33,7 @@ NAMED = {
         validation_tokens=100_000_000,  # the 0.1B of arXiv:2601.00417
     ),
 }
-"""Another data set is one more entry here."""
+"""Data sets with short names; to support another one, add an entry."""
 
 
 def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
@@ -44,17 +44,17 @@ def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
     """
     size = 0
     if source in NAMED:
-        named = NAMED[source]
-        sample = sample or next(iter(named.samples))
-        if sample not in named.samples:
-            raise InputError(f"sample: expected one of {', '.join(named.samples)}, got {sample}")
-        repository, revision, split = named.repository, None, "train"
-        config, size = named.samples[sample]
+        entry = NAMED[source]
+        sample = sample or next(iter(entry.samples))
+        if sample not in entry.samples:
+            raise InputError(f"sample: expected one of {', '.join(entry.samples)}, got {sample}")
+        repository, revision, split = entry.repository, None, "train"
+        config, size = entry.samples[sample]
     else:
-        found = re.fullmatch(r"hf:([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?", source)
-        if not found:
+        match = re.fullmatch(r"hf:([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?", source)
+        if not match:
             raise InputError(f"source: expected hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT], got {source}")
-        repository, revision, config, split = found.groups()
+        repository, revision, config, split = match.groups()
         split = split or "train"
     commit = _commit(repository, revision)
     identity = {"dataset": repository, "config": config, "split": split, "revision": commit, "column": text_column}

@@ -1,6 +1,6 @@
 """Turn text into tokens on disk: `prepare` writes the folder that `PreparedData` opens.
 
-A large text is written shard by shard. At the border of a shard progress.json says what is safely on the disk, and the
+A large text is written shard by shard. At the end of a shard, progress.json notes what is safely on the disk, and the
 next call with the same arguments continues there.
 """
 
@@ -43,7 +43,7 @@ with extra("lab"):
     from transformers import PreTrainedTokenizerFast
 
 BPE_TEXT = 100_000_000
-"""Bytes of text, about, to train a BPE on: every n-th document of a larger local corpus, the first ones of the hub."""
+"""Approximate bytes of text to train a BPE on: every n-th document of a larger local corpus, the first of the hub's."""
 MOST_WORKERS = 1024
 """Each worker has two or three megabytes of text waiting for it in memory."""
 
@@ -101,7 +101,7 @@ def prepare(
         else:
             validation_fraction = 0.05
     _check(out, validation_fraction, validation_tokens, shard_tokens, workers, tokenizer, vocab_size)
-    made = None if tokenizer == "bpe" else byte_tokenizer() if tokenizer == "byte" else load_tokenizer(tokenizer)
+    codec = None if tokenizer == "bpe" else byte_tokenizer() if tokenizer == "byte" else load_tokenizer(tokenizer)
     corpus = open_corpus(source, text_column=text_column, sample=sample)
     if next(iter(corpus), None) is None:
         raise InputError(f"{source}: no text: expected documents, found nothing or white space")
@@ -112,30 +112,28 @@ def prepare(
         "version": VERSION,
         "source": corpus.name,
         **corpus.identity,
-        "tokenizer": f"bpe {vocab_size}" if made is None else _content_hash(made),
+        "tokenizer": f"bpe {vocab_size}" if codec is None else _content_hash(codec),
         "validation_fraction": validation_fraction,
         "validation_tokens": validation_tokens,
         "shard_tokens": shard_tokens,
         "save_text": writer.SAVE_TEXT,  # the sha256 of the text depends on it
     }
-    with staging(out, plan) as staged:
-        folder = staged.folder
-        if staged.saved is None:
-            made = made or _train(corpus, vocab_size, validation_fraction, progress)
-            save_tokenizer(made, folder / "tokenizer")
+    with staging(out, plan) as stage:
+        folder = stage.folder
+        if stage.saved is None:
+            codec = codec or _train(corpus, vocab_size, validation_fraction, progress)
+            save_tokenizer(codec, folder / "tokenizer")
         else:
-            made = load_tokenizer(folder / "tokenizer")
+            codec = load_tokenizer(folder / "tokenizer")
         if _is_large(corpus):
-            _announce(corpus, made, staged, progress)
+            _announce(corpus, codec, stage, progress)
         hold_out = (
             partial(HashSplit, validation_fraction)
             if validation_tokens is None
             else partial(LeadingSplit, validation_tokens)
         )
-        written = writer.write_shards(
-            corpus, _encoder_settings(made), staged, hold_out, shard_tokens, workers, progress
-        )
-        index = _index(corpus, made, written)
+        result = writer.write_shards(corpus, _encoder_settings(codec), stage, hold_out, shard_tokens, workers, progress)
+        index = _index(corpus, codec, result)
         index["tokenizer_sha256"] = tokenizer_hash(folder / "tokenizer")
         index["facts"]["tokenizer"] = _tokenizer_name(tokenizer)
         write_text(folder / "index.json", json.dumps(index, indent=2) + "\n")
@@ -193,31 +191,31 @@ def _train(corpus: Corpus, vocab_size: int, validation_fraction: float, progress
         documents = split_documents(_watched(corpus, advance), validation_fraction)
         training = (document.text for split, document in documents if split == "train")
         if corpus.local:
-            chosen = islice(training, 0, None, -(-corpus.size // BPE_TEXT))
+            sample = islice(training, 0, None, -(-corpus.size // BPE_TEXT))
         else:
-            chosen = _leading(training, BPE_TEXT)
-        return train_bpe(chosen, vocab_size)
+            sample = _leading(training, BPE_TEXT)
+        return train_bpe(sample, vocab_size)
 
 
-def _announce(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, staged: Staging, progress: bool) -> None:
-    """Say how much disk the tokens need, estimated from the beginning of the text; refuse if there is less."""
+def _announce(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, stage: Staging, progress: bool) -> None:
+    """Print how much disk the tokens need, estimated from the start of the text; raise InputError if less is free."""
     texts = [text.encode() for text in _leading((document.text for document in corpus), writer.ENCODE_TEXT)]
     lengths = Encoder(*_encoder_settings(tokenizer))(texts).lengths
     width = DTYPES[_dtype(tokenizer)].itemsize
-    free = shutil.disk_usage(staged.folder).free
-    written = staged.tokens * width
-    need = max(corpus.size * int(lengths.sum()) / sum(map(len, texts)) * width, written)
+    bytes_free = shutil.disk_usage(stage.folder).free
+    bytes_written = stage.tokens * width
+    bytes_needed = max(corpus.size * int(lengths.sum()) / sum(map(len, texts)) * width, bytes_written)
     if not corpus.size:
         size = f"its size is not known; each billion tokens takes {size_text(width * 10**9)}"
     else:
-        start = f", {size_text(written)} of it written" if written else ""
-        size = f"about {need / width:,.0f} tokens, {size_text(need)} on the disk{start}"
+        start = f", {size_text(bytes_written)} of it written" if bytes_written else ""
+        size = f"about {bytes_needed / width:,.0f} tokens, {size_text(bytes_needed)} on the disk{start}"
     if progress:
-        say(f"prepare: {corpus.name}: {size}, {size_text(free)} are free")
-    if corpus.size and need - written > free:
+        say(f"prepare: {corpus.name}: {size}, {size_text(bytes_free)} are free")
+    if corpus.size and bytes_needed - bytes_written > bytes_free:
         raise InputError(
-            f"{staged.out}: needs about {size_text(need - written)} of disk, {size_text(free)} are free; "
-            "give another disk or less text"
+            f"{stage.out}: needs about {size_text(bytes_needed - bytes_written)} of disk, "
+            f"{size_text(bytes_free)} are free; give another disk or less text"
         )
 
 
@@ -229,10 +227,10 @@ def _encoder_settings(tokenizer: PreTrainedTokenizerFast) -> tuple[str, int, str
     return tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, DTYPES[_dtype(tokenizer)].str
 
 
-def _index(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, written: writer.Written) -> dict[str, Any]:
-    parts = written.splits.values()
+def _index(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, result: writer.WriteResult) -> dict[str, Any]:
+    parts = result.splits.values()
     documents = sum(part.documents for part in parts)
-    for name, part in written.splits.items():
+    for name, part in result.splits.items():
         if part.tokens < 2:
             raise InputError(
                 f"{corpus.name}: too small: of {documents} document(s) nothing is left for {name}; give more text"
@@ -244,7 +242,7 @@ def _index(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, written: writer.W
             "tokens": part.tokens,
             "shards": [shard._asdict() for shard in part.shards],
         }
-        for name, part in written.splits.items()
+        for name, part in result.splits.items()
     }
     return {
         "format": FORMAT,
@@ -256,13 +254,13 @@ def _index(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, written: writer.W
         "facts": {
             "source": corpus.name,
             **corpus.facts,
-            "sha256": written.sha256,
+            "sha256": result.sha256,
             "documents": documents,
             "bytes": sum(part.bytes for part in parts),
             "tokens": sum(part.tokens for part in parts),
-            "train_tokens": written.splits["train"].tokens,
-            "validation_tokens": written.splits["validation"].tokens,
-            **written.held_out,
+            "train_tokens": result.splits["train"].tokens,
+            "validation_tokens": result.splits["validation"].tokens,
+            **result.held_out,
             "vocab_size": vocabulary(tokenizer),
         },
     }

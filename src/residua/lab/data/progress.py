@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from residua.records.progress import Progress
 
 UPDATE_SECONDS = 1.0
-"""Time between two updates: a preparation that takes less shows nothing."""
+"""Time between two updates; a shorter preparation shows nothing."""
 
 
 def size_text(count: float) -> str:
@@ -21,22 +21,22 @@ def size_text(count: float) -> str:
 
 @contextmanager
 def text_progress(title: str, total: int, done: int, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """Show the progress of reading `total` bytes of text (0 if unknown), of which `done` were read before.
+    """Show the progress of reading `total` bytes of text (0 if unknown), after `done` bytes of an earlier call.
 
     Yields the function that advances it.
     """
-    begun = updated = time.monotonic()
-    before = done
+    start = last_update = time.monotonic()
+    earlier_bytes = done
 
     def advance(size: int) -> None:
-        nonlocal done, updated
+        nonlocal done, last_update
         done += size
         now = time.monotonic()
-        if now - updated >= UPDATE_SECONDS:
-            updated = now
-            of_all = f" of {size_text(total)} ({done / total:.1%})" if total else ""
-            speed = size_text((done - before) / (now - begun))
-            bar.update(done, f"prepare: {title}: {size_text(done)} of text{of_all}, {speed}/s")
+        if now - last_update >= UPDATE_SECONDS:
+            last_update = now
+            share = f" of {size_text(total)} ({done / total:.1%})" if total else ""
+            speed = size_text((done - earlier_bytes) / (now - start))
+            bar.update(done, f"prepare: {title}: {size_text(done)} of text{share}, {speed}/s")
 
     with Progress("", total, done=done, enabled=enabled) as bar:
         yield advance

@@ -33,7 +33,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 VERIFY_ON_OPEN = 64_000_000
 """Bytes of shards up to which `PreparedData.open` also verifies their content."""
 OPEN_SHARDS = 256
-"""Shards that are open at a time; each holds a file descriptor."""
+"""The most shards that are open at a time; each has a file descriptor."""
 
 
 class Shard(NamedTuple):
@@ -47,9 +47,9 @@ class Shard(NamedTuple):
 class Tokens:
     """The token ids of one split, read from its shards as they are needed.
 
-    `len(tokens)` is their number, `tokens.window(start, length)` an int64 array of consecutive ones. Reads are plain
-    ones, not memory maps: a shard that is cut or unreadable while training raises RunError instead of killing the
-    process.
+    `len(tokens)` is their number, `tokens.window(start, length)` an int64 array of consecutive ones. It reads
+    files instead of mapping them, so that a shard that is cut or unreadable while training raises RunError and does not
+    kill the process.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: np.dtype, vocab_size: int):
@@ -77,12 +77,12 @@ class Tokens:
             raise IndexError(f"tokens {start} to {start + length} of {len(self)}")
         window = np.empty(length, dtype=np.int64)
         number = bisect.bisect_right(self._starts, start) - 1
-        done = 0
-        while done < length:
-            offset = start + done - self._starts[number]
-            part = self._read(number, offset, min(length - done, self.shards[number].tokens - offset))
-            window[done : done + len(part)] = part
-            done += len(part)
+        position = 0
+        while position < length:
+            offset = start + position - self._starts[number]
+            part = self._read(number, offset, min(length - position, self.shards[number].tokens - offset))
+            window[position : position + len(part)] = part
+            position += len(part)
             number += 1
         if window.max(initial=0) >= self.vocab_size:
             raise InputError(
@@ -95,7 +95,7 @@ class Tokens:
         path = self.folder / self.shards[number].file
         width = self.dtype.itemsize
         try:
-            if hasattr(os, "pread"):  # takes the offset with it, so that threads and forks can share the file
+            if hasattr(os, "pread"):  # needs no seek, so that threads and forks can share the file
                 content = os.pread(self._file(number).fileno(), length * width, start * width)
                 part = np.frombuffer(content, self.dtype, len(content) // width)
             else:
@@ -145,7 +145,7 @@ class PreparedData:
             dtype = DTYPES[index["dtype"]]
             vocab_size, eos_token_id = _count(index["vocab_size"]), _count(index["eos_token_id"])
             shards = {
-                split: [_shard(folder, **described) for described in index["splits"][split]["shards"]]
+                split: [_shard(folder, **entry) for entry in index["splits"][split]["shards"]]
                 for split in get_args(Split)
             }
             validation_bytes = _count(index["splits"]["validation"]["bytes"])
@@ -162,17 +162,17 @@ class PreparedData:
             raise InputError(f"{folder}: its tokenizer cannot be read: {error}; prepare the data again") from None
         if tokenizer != expected_tokenizer:
             raise InputError(f"{folder}: tokenizer/ is not the one that made the tokens; prepare the data again")
-        if (found := saved_vocabulary(folder / "tokenizer")) != (vocab_size, eos_token_id):
+        if (vocabulary := saved_vocabulary(folder / "tokenizer")) != (vocab_size, eos_token_id):
             raise InputError(
                 f"{folder}: index.json says vocabulary {vocab_size} and end of text {eos_token_id}, tokenizer/ has "
-                f"{found[0]} and {found[1]}; prepare the data again"
+                f"{vocabulary[0]} and {vocabulary[1]}; prepare the data again"
             )
 
         content = [VERSION, index["dtype"], vocab_size, eos_token_id, tokenizer]
         content += [[split, [shard[1:] for shard in shards[split]]] for split in shards]
         fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        own = tokenizer_fingerprint(vocab_size, eos_token_id, tokenizer)
-        fingerprints = {"fingerprint": fingerprint, "tokenizer_fingerprint": own}
+        tokenizer_id = tokenizer_fingerprint(vocab_size, eos_token_id, tokenizer)
+        fingerprints = {"fingerprint": fingerprint, "tokenizer_fingerprint": tokenizer_id}
         data = cls(
             folder=folder,
             vocab_size=vocab_size,

@@ -23,28 +23,28 @@ class HashSplit(Generic[Item]):
     def __init__(self, fraction: float, state: Mapping[str, Any] = NOTHING):
         self._fraction = fraction
         self.settled = state.get("settled", False)
-        """Whether validation has a document: then nothing waits, and no choice depends on earlier documents."""
+        """Whether validation has a document; then no item waits, and no choice depends on earlier documents."""
         self._smallest = 2**64
-        self._waiting: list[Item] = []  # goes to validation if that stays empty, otherwise to train
+        self._waiting: list[Item] = []  # for validation if it stays empty, otherwise for train
 
     def add(self, key: int, item: Item, tokens: int = 0) -> list[tuple[Split, Item]]:
-        """Return the items whose place is known once this one is added; `tokens` is ignored here."""
-        released: list[Item] = []
-        found: list[tuple[Split, Item]] = []
+        """Add an item; return all items whose split this decides. `tokens` is ignored here."""
+        training: list[Item] = []
+        validation: list[tuple[Split, Item]] = []
         if key < self._fraction * 2**64:
-            found = [("validation", item)]
+            validation = [("validation", item)]
             self.settled = True
-            released, self._waiting = self._waiting, []
+            training, self._waiting = self._waiting, []
         elif self.settled or key > self._smallest:
-            released = [item]
+            training = [item]
         elif key == self._smallest:
             self._waiting.append(item)
         else:
-            released, self._smallest, self._waiting = self._waiting, key, [item]
-        return found + [("train", other) for other in released]
+            training, self._smallest, self._waiting = self._waiting, key, [item]
+        return validation + [("train", earlier) for earlier in training]
 
     def end(self) -> list[tuple[Split, Item]]:
-        """Return the items that still wait, after the last document."""
+        """Return the items that still wait after the last document."""
         waiting, self._waiting = self._waiting, []
         return [("validation", item) for item in waiting]
 
@@ -64,13 +64,13 @@ class LeadingSplit(Generic[Item]):
     settled = True
 
     def __init__(self, tokens: int, state: Mapping[str, Any] = NOTHING):
-        self._left, self._full = state.get("left", tokens), state.get("full", False)
+        self._budget, self._full = state.get("left", tokens), state.get("full", False)
         self._copies, self._keys = state.get("copies", 0), set(state.get("keys", []))
 
     def add(self, key: int, item: Item, tokens: int) -> list[tuple[Split, Item]]:
         """Return the item with its split, or nothing for a copy of a held-out text."""
-        if not self._full and tokens <= self._left:
-            self._left -= tokens
+        if not self._full and tokens <= self._budget:
+            self._budget -= tokens
             self._keys.add(key)
             return [("validation", item)]
         self._full = True
@@ -84,7 +84,7 @@ class LeadingSplit(Generic[Item]):
         return []
 
     def state(self) -> dict[str, Any]:
-        return {"left": self._left, "full": self._full, "copies": self._copies, "keys": sorted(self._keys)}
+        return {"left": self._budget, "full": self._full, "copies": self._copies, "keys": sorted(self._keys)}
 
     def facts(self) -> dict[str, Any]:
         return {"copies_left_out": self._copies}

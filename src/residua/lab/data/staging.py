@@ -1,6 +1,6 @@
-"""The folder in which a preparation is written, beside its place, until it is whole.
+"""The hidden folder next to `out` in which a preparation is written until it is complete.
 
-While a large text is prepared, progress.json in it says what is safely on the disk.
+For a large text, its progress.json notes what is safely on the disk.
 """
 
 import json
@@ -33,10 +33,10 @@ class SplitState:
 
 @dataclass(frozen=True)
 class State:
-    """The part of a text that is on the disk.
+    """The part of a text whose tokens are on the disk.
 
-    documents: their number, with the ones left out.
-    size: the share of `Corpus.size` that they complete.
+    documents: their number, with those left out of both splits.
+    size: the part of `Corpus.size` that they complete.
     text_sha256: hashes of the text between two saved states.
     choice: the state of the `HashSplit` or `LeadingSplit`.
     """
@@ -48,7 +48,7 @@ class State:
     splits: dict[str, SplitState]
 
 
-def damaged(path: Path) -> InputError:
+def damage_error(path: Path) -> InputError:
     return InputError(f"{path}: part of an unfinished preparation is damaged or gone; remove {path.parent}")
 
 
@@ -67,7 +67,7 @@ class Staging:
         write_text(self.folder / PROGRESS, json.dumps({"plan": self.plan, **asdict(state)}))
         self.saved = state
 
-    def kept(self) -> str:
+    def progress_message(self) -> str:
         if self.saved is None:
             return "nothing was kept, prepare the data again"
         return f"{self.tokens:,} tokens are kept in {self.folder}: the same command continues from there"
@@ -77,60 +77,60 @@ class Staging:
 def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
     """Yield a folder to write into, which becomes `out` if all goes well; otherwise it stays if it holds progress.
 
-    What an earlier preparation with the same `plan` left is taken up again. Raises InputError if it has another plan,
+    The progress of an earlier preparation with the same `plan` is kept. Raises InputError if it has another plan,
     another process is preparing `out`, or `out` cannot be made; RunError if writing fails.
     """
     folder = out.with_name(f".{out.name}.preparing")
     if folder.is_symlink():
         raise InputError(f"{folder}: must be a folder, got a link; remove it")
     with hold(folder, own=None):
-        staged = Staging(out, folder, plan, _read_state(folder, plan))
+        stage = Staging(out, folder, plan, _read_state(folder, plan))
         try:
-            if staged.saved is None:
+            if stage.saved is None:
                 for path in folder.iterdir():
                     if path.name != LOCK:
                         remove(path)
-            yield staged
+            yield stage
             for path in folder.rglob("*"):
                 if path.is_file():
                     sync(path)
             os.replace(folder, out)
             for name in (PROGRESS, LOCK):
                 (out / name).unlink(missing_ok=True)
-            staged.saved = None
+            stage.saved = None
             sync(out.parent)
         except OSError as error:
-            raise RunError(f"{out}: writing failed: {error.strerror}; {staged.kept()}") from error
+            raise RunError(f"{out}: writing failed: {error.strerror}; {stage.progress_message()}") from error
         except (InputError, RunError) as error:
-            if staged.saved is None:
+            if stage.saved is None:
                 raise
-            raise type(error)(f"{error}; {staged.kept()}") from error
+            raise type(error)(f"{error}; {stage.progress_message()}") from error
         except KeyboardInterrupt:
-            if staged.saved is not None:
-                say(f"prepare: {staged.kept()}")
+            if stage.saved is not None:
+                say(f"prepare: {stage.progress_message()}")
             raise
         finally:
-            if staged.saved is None:
+            if stage.saved is None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read_state(folder: Path, plan: dict[str, Any]) -> State | None:
-    """Return the state that an earlier preparation left, if there is one. Raises InputError if its plan is another."""
+    """Return the state of an earlier preparation, if any. Raises InputError if it has another plan."""
     path = folder / PROGRESS
     if not path.exists():
         return None
     try:
         saved = read_json(path)
-        before = saved.pop("plan")
+        old_plan = saved.pop("plan")
         splits = {name: SplitState(**split) for name, split in saved.pop("splits").items()}
         state = State(**saved, splits=splits)
-        differing = [key for key in before | plan if before.get(key) != plan.get(key)]
+        different_keys = [key for key in old_plan | plan if old_plan.get(key) != plan.get(key)]
     except (InputError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(path) from error
-    if differing:
-        what = ", ".join(f"{key} {before.get(key)} there, {plan.get(key)} here" for key in differing)
+        raise damage_error(path) from error
+    if different_keys:
+        changes = ", ".join(f"{key} {old_plan.get(key)} there, {plan.get(key)} here" for key in different_keys)
         raise InputError(
-            f"{folder}: an unfinished preparation with other settings or another text ({what}); give the same to "
+            f"{folder}: an unfinished preparation with other settings or another text ({changes}); give the same to "
             "continue it, or remove that folder"
         )
     return state

@@ -15,7 +15,7 @@ from pathlib import Path
 from residua.errors import InputError
 from residua.lab.data.corpus import Corpus, Document
 
-_LEFT_OUT = {"idlelib", "lib2to3", "turtledemo", "test"}
+_EXCLUDED = {"idlelib", "lib2to3", "turtledemo", "test"}
 _TESTS = {"test", "tests"}
 # Every build of CPython has these modules, and their docs do not depend on the platform.
 _C_MODULES = (
@@ -78,7 +78,7 @@ def _sections(topics: dict[str, str]) -> Iterable[str]:
 
 
 def _source_docs(folder: Path) -> Iterator[str]:
-    for name in sorted(sys.stdlib_module_names - _LEFT_OUT):
+    for name in sorted(sys.stdlib_module_names - _EXCLUDED):
         for source in [folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))]:
             if source.is_file() and _TESTS.isdisjoint(source.relative_to(folder).parts):
                 with warnings.catch_warnings():
@@ -110,5 +110,5 @@ def _c_docs() -> Iterator[str]:
                     yield from (_doc(part) for _, part in sorted(vars(member).items()) if isinstance(part, _C_MEMBERS))
 
 
-def _doc(thing: object) -> str:
-    return inspect.cleandoc(thing.__doc__) if isinstance(thing.__doc__, str) else ""
+def _doc(member: object) -> str:
+    return inspect.cleandoc(member.__doc__) if isinstance(member.__doc__, str) else ""

@@ -1,4 +1,4 @@
-"""Tokenizers: a byte-level BPE trained on the corpus, plain bytes, or the user's own.
+"""Tokenizers: a byte-level BPE trained on the corpus, plain bytes, or a tokenizer of the user.
 
 Each is a `PreTrainedTokenizerFast` with one special token, the end of a text, which also pads (on the left). The
 trained and the byte tokenizer reproduce every Unicode text exactly.
@@ -26,7 +26,7 @@ SMALLEST_BPE = 257
 LARGEST_BPE = 1_000_000
 """Beyond every tokenizer in use. The trainer reserves memory for the whole vocabulary, and aborts if there is none."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-"""What `save_tokenizer` writes."""
+"""The files that `save_tokenizer` writes."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -59,8 +59,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Make a tokenizer of UTF-8 bytes: the id of a token is the byte itself, 256 is the end of text."""
     # ByteLevel writes a printable byte as the character of that code and the n-th other byte as character 256 + n.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    vocab = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
     tokenizer = _byte_level(models.BPE(vocab=vocab | {END_OF_TEXT: 256}, merges=[]))
     tokenizer.add_special_tokens([END_OF_TEXT])
     return _with_end_of_text(tokenizer, END_OF_TEXT)
@@ -78,17 +78,17 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     try:
         if "tokenizer.json" not in read_json_files(folder):
             raise InputError(f"found no {folder / 'tokenizer.json'}")
-        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ModuleNotFoundError:
         raise
-    except Exception as error:  # transformers and tokenizers raise many kinds
+    except Exception as error:  # transformers and tokenizers raise many types
         raise InputError(
             f"tokenizer: expected bpe, byte or a folder with tokenizer.json, got {folder}: {first_line(error)} "
             "(from the hub: gpt2 or hf:OWNER/NAME)"
         ) from error
-    if loaded.eos_token is None:
+    if tokenizer.eos_token is None:
         raise InputError(f"tokenizer {folder}: no eos_token to separate documents; set one and save it again")
-    return _with_end_of_text(loaded.backend_tokenizer, loaded.eos_token)
+    return _with_end_of_text(tokenizer.backend_tokenizer, tokenizer.eos_token)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -144,14 +144,14 @@ class SavedTokenizer:
 
     @classmethod
     def open(cls, folder: Path) -> "SavedTokenizer":
-        """Raises InputError if it is damaged or has no end of text."""
+        """Check a saved tokenizer. Raises InputError if it is damaged or has no end of text."""
         size, end_of_text = saved_vocabulary(folder)
         if end_of_text is None:
             raise InputError(f"{folder}: expected a tokenizer with its end of text, found another one")
         return cls(folder, size, end_of_text, tokenizer_fingerprint(size, end_of_text, tokenizer_hash(folder)))
 
     def load(self) -> PreTrainedTokenizerFast:
-        """Load it from its own files: no class that they name changes what it does."""
+        """Load it from tokenizer.json and its end of text only; a class that the files name is ignored."""
         backend = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         return _with_end_of_text(backend, backend.id_to_token(self.eos_token_id))
 
@@ -162,7 +162,7 @@ def tokenizer_fingerprint(vocab_size: int, eos_token_id: int, sha256: str) -> st
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy a saved tokenizer to `folder` in one step; what was there is replaced. Raises OSError."""
+    """Copy a saved tokenizer to `folder` in one step, replacing an older one. Raises OSError."""
     remove(folder)
     with unfinished(folder) as temporary:
         for name in TOKENIZER_FILES:

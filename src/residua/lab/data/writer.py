@@ -1,4 +1,4 @@
-"""Write a corpus into shards, document by document, and continue where a state was saved."""
+"""Write a corpus into shards, document by document, continuing from a saved state."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ from residua.lab.data.encode import Encoders, Group, WorkerLost
 from residua.lab.data.progress import text_progress
 from residua.lab.data.shards import Shard
 from residua.lab.data.split import HashSplit, LeadingSplit, Split
-from residua.lab.data.staging import SplitState, Staging, State, damaged
+from residua.lab.data.staging import SplitState, Staging, State, damage_error
 from residua.records.durable import file_sha256, sync
 
 with extra("lab"):
@@ -32,8 +32,8 @@ class Piece(NamedTuple):
     bytes: int
 
 
-class Written(NamedTuple):
-    """What `write_shards` wrote: the splits, the sha256 of the text, and what is to say of the held-out part."""
+class WriteResult(NamedTuple):
+    """The result of `write_shards`: the splits, the sha256 of the text, and facts about the validation split."""
 
     splits: dict[Split, "ShardWriter"]
     sha256: str
@@ -43,17 +43,17 @@ class Written(NamedTuple):
 def write_shards(
     corpus: Corpus,
     tokenizer: tuple[str, int, str],
-    staged: Staging,
+    stage: Staging,
     hold_out: Callable[[dict[str, Any]], HashSplit[Piece] | LeadingSplit[Piece]],
     shard_tokens: int,
     workers: int,
     progress: bool,
-) -> Written:
-    """Write the shards of both splits into `staged`, from its saved state on if it has one.
+) -> WriteResult:
+    """Write the shards of both splits into `stage`, continuing from its saved state if it has one.
 
-    A state is saved after each shard, but at least SAVE_TEXT bytes of text apart: at places that depend on the text
-    alone, so that an interrupted preparation ends with the same bytes as any other. It goes on by reading the text from
-    the start and passing over the documents that are on the disk.
+    A state is saved after each shard, but at least SAVE_TEXT bytes of text apart. The places depend only on the text,
+    so an interrupted preparation ends with the same bytes as any other. It continues by reading the text from the
+    start and skipping the documents that are on the disk.
 
     Args:
         tokenizer: the settings of `Encoder`: the tokenizer's JSON, the id of the end of text, the dtype.
@@ -64,16 +64,16 @@ def write_shards(
         RunError: a worker was lost.
         OSError: writing failed.
     """
-    saved = staged.saved or State(documents=0, size=0, text_sha256=[], choice={}, splits={})
-    split = hold_out(saved.choice)
+    start_state = stage.saved or State(documents=0, size=0, text_sha256=[], choice={}, splits={})
+    split = hold_out(start_state.choice)
     writers = {
-        name: ShardWriter(staged.folder, name, np.dtype(tokenizer[-1]), shard_tokens, saved.splits.get(name))
+        name: ShardWriter(stage.folder, name, np.dtype(tokenizer[-1]), shard_tokens, start_state.splits.get(name))
         for name in get_args(Split)
     }
     shards = sum(len(writer.shards) for writer in writers.values())
-    documents, size = saved.documents, saved.size
-    # A sha256 cannot be saved half-way: the text between two saved states has a hash of its own.
-    hashes, text, text_bytes = list(saved.text_sha256), hashlib.sha256(), 0
+    documents, size = start_state.documents, start_state.size
+    # A sha256 cannot be saved half-way, so the text between two saved states has its own hash.
+    hashes, text, text_bytes = list(start_state.text_sha256), hashlib.sha256(), 0
     groups = _groups(islice(corpus, documents, None))
     with text_progress("tokens", corpus.size, size, progress) as advance, Encoders(*tokenizer, workers) as encoders:
         try:
@@ -84,22 +84,22 @@ def write_shards(
                     text_bytes += len(document)
                     piece = Piece(encoded.ids[start : start + length], len(document))
                     start += length
-                    for name, placed in split.add(key, piece, length):
-                        writers[name].add(placed)
+                    for name, item in split.add(key, piece, length):
+                        writers[name].add(item)
                 for writer in writers.values():
                     writer.write()
                 advance(group.size)
                 documents += len(group.texts)
                 size += group.size
-                whole = sum(len(writer.shards) for writer in writers.values())
-                if whole > shards and text_bytes >= SAVE_TEXT and split.settled:
-                    shards = whole
+                whole_shards = sum(len(writer.shards) for writer in writers.values())
+                if whole_shards > shards and text_bytes >= SAVE_TEXT and split.settled:
+                    shards = whole_shards
                     hashes.append(text.hexdigest())
                     text, text_bytes = hashlib.sha256(), 0
                     splits = {name: writer.state() for name, writer in writers.items()}
-                    staged.save(State(documents, size, hashes, split.state(), splits))
+                    stage.save(State(documents, size, hashes, split.state(), splits))
         except WorkerLost as error:
-            raise RunError(f"{staged.out}: {error}") from error
+            raise RunError(f"{stage.out}: {error}") from error
     for name, piece in split.end():
         writers[name].add(piece)
     for writer in writers.values():
@@ -107,7 +107,7 @@ def write_shards(
     if text_bytes or not hashes:
         hashes.append(text.hexdigest())
     sha256 = hashes[0] if len(hashes) == 1 else hashlib.sha256(bytes.fromhex("".join(hashes))).hexdigest()
-    return Written(writers, sha256, split.facts())
+    return WriteResult(writers, sha256, split.facts())
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[Group]:
@@ -127,42 +127,42 @@ def _groups(documents: Iterable[Document]) -> Iterator[Group]:
 class ShardWriter:
     """Write the shards of `split` into `folder`, each of `shard_tokens` tokens except the last.
 
-    saved: the result of `state()`, to continue there. Raises InputError if a shard of that state is gone or cut.
+    state: the result of `state()`, to continue there. Raises InputError if a shard of that state is gone or cut.
     """
 
-    def __init__(self, folder: Path, split: Split, dtype: np.dtype, shard_tokens: int, saved: SplitState | None = None):
-        saved = saved or SplitState(documents=0, bytes=0, tokens=0, sha256=[])
+    def __init__(self, folder: Path, split: Split, dtype: np.dtype, shard_tokens: int, state: SplitState | None = None):
+        state = state or SplitState(documents=0, bytes=0, tokens=0, sha256=[])
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
-        self.documents, self.bytes, self.tokens = saved.documents, saved.bytes, saved.tokens
-        self.shards = [Shard(self._path(n).name, shard_tokens, sha256) for n, sha256 in enumerate(saved.sha256)]
+        self.documents, self.bytes, self.tokens = state.documents, state.bytes, state.tokens
+        self.shards = [Shard(self._path(n).name, shard_tokens, sha256) for n, sha256 in enumerate(state.sha256)]
         self._pieces: list[np.ndarray] = []
         for number, start in enumerate(range(0, self.tokens, shard_tokens)):
             path, size = self._path(number), min(shard_tokens, self.tokens - start) * dtype.itemsize
             if not path.is_file() or path.stat().st_size < size:
-                raise damaged(path)
-            os.truncate(path, size)  # cuts off what was written after the state was saved
+                raise damage_error(path)
+            os.truncate(path, size)  # cuts off tokens written after the state was saved
 
     def add(self, piece: Piece) -> None:
-        """Take a document. It reaches the disk with the next `write`."""
+        """Add a document. The next `write` brings it to the disk."""
         self._pieces.append(piece.ids)
         self.documents += 1
         self.bytes += piece.bytes
         self.tokens += len(piece.ids)
 
     def write(self) -> None:
-        """Append what was added to the shards. Raises OSError."""
+        """Append the added documents to the shards. Raises OSError."""
         if not self._pieces:
             return
         tokens = np.concatenate(self._pieces)
         self._pieces = []
-        written = self.tokens - len(tokens)
+        position = self.tokens - len(tokens)
         while len(tokens):
-            in_shard = written % self.shard_tokens
+            in_shard = position % self.shard_tokens
             part, tokens = np.split(tokens, [self.shard_tokens - in_shard])
             with self._path(len(self.shards)).open("ab" if in_shard else "wb") as file:
                 file.write(part)
-            written += len(part)
-            if written % self.shard_tokens == 0:
+            position += len(part)
+            if position % self.shard_tokens == 0:
                 self._end_shard(self.shard_tokens)
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class ShardWriter:
             self._end_shard(rest)
 
     def state(self) -> SplitState:
-        """Bring what was added to the disk, and return what is there."""
+        """Bring the added documents to the disk, and return the state there."""
         self.write()
         if self.tokens % self.shard_tokens:
             sync(self._path(len(self.shards)))
