@@ -15,13 +15,13 @@ with extra("lab"):
 
 
 def on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Build the model with shapes and no numbers. options: of `from_config`."""
+    """Build the model with shapes and no numbers. options: passed to `from_config`."""
     with torch.device("meta"):
         return new_model(config, **options)
 
 
 def step_on_meta(config: PreTrainedConfig, length: int, counting: AbstractContextManager[Any]) -> None:
-    """Go forward and backward over one sequence, with eager attention, in a mode that counts what is computed."""
+    """Run forward and backward over one sequence with eager attention, inside a mode that counts operations."""
     model = on_meta(config, attn_implementation="eager").train()
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     with counting:
@@ -29,11 +29,11 @@ def step_on_meta(config: PreTrainedConfig, length: int, counting: AbstractContex
 
 
 def parameters(config: PreTrainedConfig) -> dict[str, int]:
-    """Count the parameters of the embedding, of the sublayers, and of the scheme with its norms; and their total."""
+    """Count the parameters of the embedding, the sublayers, and the scheme with its norms, and their total."""
     parts = {"embedding": 0, "sublayers": 0, "connections": 0}
     for name, parameter in on_meta(config).named_parameters():
-        inside = "connections" if ".stream." in name or name == "model.norm.weight" else "sublayers"
-        parts["embedding" if "embed_tokens" in name or "lm_head" in name else inside] += parameter.numel()
+        other_part = "connections" if ".stream." in name or name == "model.norm.weight" else "sublayers"
+        parts["embedding" if "embed_tokens" in name or "lm_head" in name else other_part] += parameter.numel()
     return {**parts, "total": sum(parts.values())}
 
 
@@ -47,18 +47,18 @@ def flops_per_token(config: ResiduaConfig, *, sequence_length: int) -> dict[str,
     PyTorch's counter runs over one sequence on the meta device. Elementwise arithmetic is left out.
     """
     plain = _products(ResiduaConfig(**{**config.to_dict(), "connection": "residual"}), sequence_length)
-    attention = SEEN * _attention(config, sequence_length)
+    attention = CAUSAL * _attention(config, sequence_length)
     total = products_per_token(config, sequence_length=sequence_length)
     return {"matrices": plain, "attention": attention, "connections": total - attention - plain}
 
 
 def products_per_token(config: PreTrainedConfig, *, sequence_length: int) -> float:
-    """Count the matrix products of `flops_per_token` for any language model of ours, converted ones too."""
-    return _products(config, sequence_length) + SEEN * _attention(config, sequence_length)
+    """Count the matrix products of one token as `flops_per_token` does, also for converted models."""
+    return _products(config, sequence_length) + CAUSAL * _attention(config, sequence_length)
 
 
-# Products of attention, forward and backward: 2 + 5 without what the causal mask hides, 4 + 8 in eager attention.
-SEEN, EAGER = 7.0, 12.0
+# Products of attention, forward + backward: 2 + 5 if the causal mask skips what it hides, 4 + 8 if eager.
+CAUSAL, EAGER = 7.0, 12.0
 
 
 def _attention(config: PreTrainedConfig, length: int) -> float:
@@ -69,7 +69,7 @@ def _attention(config: PreTrainedConfig, length: int) -> float:
 
 
 def _products(config: PreTrainedConfig, length: int) -> float:
-    """FLOPs per token of all matrix products but the two of attention."""
+    """Count the FLOPs per token of all matrix products except the two of attention."""
     counter = FlopCounterMode(display=False)
     step_on_meta(config, length, counter)
     return counter.get_total_flops() / length - EAGER * _attention(config, length)

@@ -1,6 +1,6 @@
-"""What a run costs before anyone pays for it: parameters, FLOPs per token, memory per GPU, and the tokens of the run.
+"""Estimate what a run will cost: its parameters, FLOPs per token, memory per GPU and number of tokens.
 
-All of it is counted. Time is not: run a few steps on your device and multiply.
+Everything is counted, except time: run a few steps on your device and multiply.
 """
 
 import math
@@ -23,7 +23,7 @@ GPU_MEMORY: Mapping[str, float] = {"h200": 139, "h100": 79, "b200": 179, "a100":
 
 @dataclass(frozen=True)
 class Estimate:
-    """The result of `estimate`. Memory in bytes per GPU, under each way to keep the states of a scheme."""
+    """The result of `estimate`. Memory is in bytes per GPU, for each way to keep the states of a scheme."""
 
     parameters: Mapping[str, int]
     flops_per_token: Mapping[str, float]
@@ -35,35 +35,35 @@ class Estimate:
 
 
 def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int = 1) -> Estimate:
-    """Estimate a run; `vocab_size` counts where the configuration leaves it to the tokenizer.
+    """Estimate a run; `vocab_size` applies if the configuration leaves it to the tokenizer.
 
     Raises:
-        InputError: the GPU is not known, or this number of them cannot share a step.
+        InputError: the GPU is unknown, or a step cannot be divided among this number of GPUs.
     """
     require(gpu in GPU_MEMORY, "--gpu", f"one of {', '.join(GPU_MEMORY)}", gpu)
     require(gpus >= 1, "--gpus", "at least 1", gpus)
     capacity, train = GPU_MEMORY[gpu] * GIB, config.train
     try:
         share = BatchShard.of(train, Ranks(world_size=gpus))
-    except InputError as error:  # it speaks of processes, which torchrun starts, one for each GPU
+    except InputError as error:  # its message is about the processes of torchrun, one for each GPU
         raise InputError(f"--gpus: {str(error).removeprefix('torchrun: ')}") from error
     sharded = gpus > 1 and train.parallel == "fsdp"
-    given = asdict(config.from_scratch)
-    given["vocab_size"] = given["vocab_size"] or vocab_size
-    model = ResiduaConfig(**given)
+    settings = asdict(config.from_scratch)
+    settings["vocab_size"] = settings["vocab_size"] or vocab_size
+    model = ResiduaConfig(**settings)
 
-    counted = parameters(model)
+    parameter_counts = parameters(model)
     memory, largest = {}, {}
     for name, scheme in model.scheme.ways_to_keep().items():
-        parts = step_memory(ResiduaConfig(**{**given, "connection": scheme}), train, share, gpus if sharded else 1)
+        parts = step_memory(ResiduaConfig(**{**settings, "connection": scheme}), train, share, gpus if sharded else 1)
         memory[name] = parts
-        moving = parts["activations"] + parts["logits"] + parts["temporary"]
-        room = capacity - parts["total"] + moving
-        largest[name] = max(0, math.floor(room / moving * share.rows_here))
+        per_batch = parts["activations"] + parts["logits"] + parts["temporary"]
+        bytes_free = capacity - parts["total"] + per_batch
+        largest[name] = max(0, math.floor(bytes_free / per_batch * share.rows_here))
 
     tokens_per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
     return Estimate(
-        parameters=counted,
+        parameters=parameter_counts,
         flops_per_token=flops_per_token(model, sequence_length=train.sequence_length),
         memory=memory,
         largest_batch_size=largest,

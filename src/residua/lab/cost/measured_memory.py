@@ -23,7 +23,7 @@ STATUS = Path("/proc/self/status")
 
 
 def with_and_without_recompute() -> tuple[str, ...]:
-    """Return all presets, and the ones that recompute states a second time with every state kept."""
+    """Return all presets, and a variant with every state kept of those that recompute states."""
     names = []
     for preset, scheme in PRESETS.items():
         names.append(preset)
@@ -36,7 +36,7 @@ def with_and_without_recompute() -> tuple[str, ...]:
 class MemorySettings(ModelSettings):
     """The models to measure (`ModelSettings`; one step is enough, so there are no rounds).
 
-    presets   all of them; the ones that recompute states also with every state kept
+    presets   by default all; those that recompute states also with every state kept
     peak      whether to measure the peak of a training step too; on the CPU this needs Linux
     """
 
@@ -58,7 +58,7 @@ class MemoryResult:
     """kept: bytes kept for the backward pass by preset, with logits and loss, without parameters.
 
     peak: most bytes in use during a training step by preset, with weights, gradients and the state of AdamW, or None if
-    not measured. On the CPU: how much a process of its own grew.
+    not measured. On the CPU: the growth of a separate process.
     """
 
     settings: MemorySettings
@@ -68,7 +68,7 @@ class MemoryResult:
     circumstances: Mapping[str, Any]
 
     def vectors(self, preset: str) -> float:
-        """Return what each token keeps in each layer, in vectors of width dim in the dtype of the precision."""
+        """Return the memory kept per token and layer, in vectors of width dim in the dtype of the precision."""
         settings = self.settings
         size = settings.batch_size * settings.sequence_length * settings.layers * settings.dim
         return self.kept[preset] / (size * getattr(torch, settings.precision).itemsize)
@@ -149,19 +149,19 @@ def benchmark(
 
 
 def kept_bytes(step: TrainingStep) -> int:
-    """Count the bytes that autograd keeps of the forward pass: every storage once, without parameters."""
+    """Count the bytes that autograd keeps for the backward pass: every storage once, without parameters."""
     return storages_kept(step.loss, step.model.parameters())
 
 
-def storages_kept(forward: Callable[[], Any], known: Iterable[Tensor]) -> int:
-    """Count the bytes of every storage that autograd keeps of `forward`, once each, without the ones of `known`."""
-    own = {x.untyped_storage().data_ptr() for x in known}
+def storages_kept(forward: Callable[[], Any], parameters: Iterable[Tensor]) -> int:
+    """Count the bytes of the storages that autograd keeps for `forward`, each once, without those of `parameters`."""
+    excluded = {x.untyped_storage().data_ptr() for x in parameters}
     storages = {}
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = storage  # held, so that no other tensor gets the same address
+        if storage.data_ptr() not in excluded:
+            storages[storage.data_ptr()] = storage  # kept alive, so that no other tensor gets the same address
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
@@ -184,15 +184,15 @@ def peak_of(
 ) -> int:
     """Measure the most bytes that `make(*arguments)` and two calls of its result take.
 
-    On a CUDA device of PyTorch's allocations in the second call, on the CPU of what a new process grows by.
+    On a CUDA device, the peak of PyTorch's allocations in the second call; on the CPU, the growth of a new process.
 
     Raises:
         RunError: the process of `name` ran out of memory.
     """
     if device == "cuda":
         return _cuda_peak(make, arguments)
-    # Every measurement starts from a copy of one process that has imported this module and nothing else, because
-    # importing takes longer than the step.
+    # Every measurement starts from a copy of one process that has only imported this module, because importing takes
+    # longer than the step.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     try:
@@ -215,7 +215,7 @@ def _cuda_peak(make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...
 
 
 def _process_peak(make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...], threads: int) -> int:
-    """Measure how much this process grows at most, from before the model to the end of its second step."""
+    """Measure the largest growth of this process, from before the model to the end of its second step."""
     torch.set_num_threads(threads)
     before = _status("VmRSS")
     step = make(*arguments)

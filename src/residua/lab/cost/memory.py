@@ -44,14 +44,14 @@ def activation_memory(
 ) -> Activations:
     """Count the storages alive during a forward and a backward pass, by running it on tensors without data.
 
-    `recompute` keeps the inputs of layers alone. `fake=False` runs on real tensors of the CPU and returns the same.
+    `recompute` keeps only the inputs of layers. `fake=False` runs on real tensors of the CPU and returns the same.
     """
     with FakeTensorMode() if fake else nullcontext():
         model = ResiduaForCausalLM(config).train()
         if recompute:
             recompute_layers(model)
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # as in every micro-batch but the first
+            parameter.grad = torch.zeros_like(parameter)  # as in every micro-batch except the first
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long)
         live = _Live([ids, *model.parameters(), *(parameter.grad for parameter in model.parameters())])
         after_trunk: list[int] = []
@@ -69,11 +69,11 @@ def activation_memory(
 
 
 class _Live(TorchDispatchMode):
-    """Follow the storages that operations allocate: their sizes while they are alive, the sum, and its peak."""
+    """Track the storages that operations allocate: the sizes of live ones, their sum, and its peak."""
 
-    def __init__(self, known: list[Tensor]):
+    def __init__(self, excluded: list[Tensor]):
         super().__init__()
-        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+        self.excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
         self.sizes: dict[int, int] = {}
         self.total = self.peak = 0
 
@@ -86,7 +86,7 @@ class _Live(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self.known or key in self.sizes:
+        if key in self.excluded or key in self.sizes:
             return
         self.sizes[key] = storage.nbytes()
         self.total += storage.nbytes()
@@ -100,24 +100,24 @@ class _Live(TorchDispatchMode):
 def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard, shards: int) -> dict[str, float]:
     """Count the bytes of each part of a training step on one GPU, and their total; `shards` is 1 for whole models."""
     autocast = train.precision == "bfloat16"
-    found = activation_memory(
+    activations = activation_memory(
         model,
         batch_size=share.rows_here,
         sequence_length=train.sequence_length,
         autocast=autocast,
         recompute=train.activation_checkpointing,
     )
-    whole = on_meta(model)
-    count = whole.num_parameters()
-    muon = sum(x.numel() for x in hidden_matrices(whole)) if train.optimizer == "muon" else 0  # it keeps one moment
-    gradients, copies = 4.0 * count / shards, float(found.casts)
+    meta = on_meta(model)
+    count = meta.num_parameters()
+    muon = sum(x.numel() for x in hidden_matrices(meta)) if train.optimizer == "muon" else 0  # it keeps one moment
+    gradients, copies = 4.0 * count / shards, float(activations.casts)
     if shards > 1:
         # The root is whole in float32; of the layers, one in use and one on its way. Until the last micro-batch of a
         # step the gradients are whole too.
-        inside = sum(parameter.numel() for layer in layers_of(whole) for parameter in layer.parameters())
-        copies = 4 * (count - inside) + 2 * (2 if autocast else 4) * inside / model.num_hidden_layers
+        in_layers = sum(parameter.numel() for layer in layers_of(meta) for parameter in layer.parameters())
+        copies = 4 * (count - in_layers) + 2 * (2 if autocast else 4) * in_layers / model.num_hidden_layers
         if autocast:
-            copies += 2 * whole.lm_head.weight.numel()
+            copies += 2 * meta.lm_head.weight.numel()
         if train.gradient_accumulation > share.teams:
             gradients += 4 * count
     parts = {
@@ -125,8 +125,8 @@ def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard, sha
         "gradients": gradients,
         "optimizer": (8 * count - 4 * muon) / shards,
         "copies": copies,
-        "activations": found.kept,
-        "logits": found.logits,
-        "temporary": found.temporary,
+        "activations": activations.kept,
+        "logits": activations.logits,
+        "temporary": activations.temporary,
     }
     return parts | {"total": sum(parts.values())}

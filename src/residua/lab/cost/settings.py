@@ -50,7 +50,7 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Settings(Measuring):
-    """The models to measure and where to run them; the plain residual always takes part.
+    """The models to measure and where to run them; the plain residual is always included.
 
     presets      names of presets, with options if wanted: "ddl-cc:recompute=none"
     layers, dim, heads, head_dim, vocab_size   the model
@@ -115,18 +115,18 @@ class Settings(Measuring):
 
     @property
     def steps(self) -> int:
-        """How often a benchmark of these settings reports that it advanced."""
+        """The number of times that a benchmark with these settings calls `advance`."""
         return len(self.presets) * (self.warmup + self.rounds)
 
 
 def llama(config: ResiduaConfig) -> LlamaForCausalLM:
-    """Return a Llama of transformers with random weights and the sizes of `config`, which keeps no cache."""
+    """Return a Llama with random weights and the sizes of `config`, without a cache."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     return LlamaForCausalLM(LlamaConfig(**{name: getattr(config, name) for name in sizes}, use_cache=False))
 
 
 def expect_at_least(least: int, settings: object, *names: str) -> None:
-    """Raise InputError for a number in one of these settings, or in a tuple there, that is below `least`."""
+    """Raise InputError if one of these settings, or a number in its tuple, is below `least`."""
     for name in names:
         values = getattr(settings, name)
         for value in values if isinstance(values, tuple) else (values,):
@@ -142,7 +142,7 @@ def perturb(model: Any) -> None:
 
 def in_float64(model: Any) -> Any:
     """Return a copy of a model that computes with the plain definitions, in float64 end to end."""
-    if not isinstance(model, ResiduaForCausalLM):  # of transformers, perhaps converted
+    if not isinstance(model, ResiduaForCausalLM):  # a Hugging Face model, perhaps converted
         return copy.deepcopy(model).double()
     config = copy.deepcopy(model.config)
     config.state_dtype = None

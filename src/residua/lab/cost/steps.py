@@ -27,13 +27,13 @@ Base = Literal["residua", "llama"]
 
 
 class Errors(NamedTuple):
-    """Relative errors of a step against its float64 copy: of the loss, and of the worst parameter's gradient."""
+    """Relative errors of a step against its float64 copy: of the loss, and of the worst gradient."""
 
     loss: float
     gradient: float
 
 
-# Several times the effect of rounding on models of the default size; a wrong term does far more.
+# Several times the effect of rounding on models of the default size, far below that of a wrong term.
 TOLERANCES: Mapping[Precision, Errors] = {"float32": Errors(1e-5, 1e-4), "bfloat16": Errors(1e-3, 0.2)}
 CHECKED_TOKENS = 4096  # at once
 
@@ -106,7 +106,7 @@ class TrainingStep:
         """
         reference = in_float64(self.model)
         expected = torch.zeros((), dtype=torch.float64, device=self.device)
-        # Some sequences at a time: float64 takes two or four times the memory. Gradients add up.
+        # A few sequences at a time, as float64 takes two or four times the memory. Gradients add up.
         part = max(1, CHECKED_TOKENS // self.inputs.shape[1])
         for inputs, labels in zip(self.inputs.split(part), self.labels.split(part)):
             share = self._loss(reference, inputs, labels) * (len(inputs) / len(self.inputs))
@@ -116,7 +116,7 @@ class TrainingStep:
         errors = _errors(loss, expected, self.model, reference)
         self.optimizer.zero_grad()
         for name, error, allowed in zip(Errors._fields, errors, self.tolerances):
-            if not error <= allowed:  # also where it is not a number
+            if not error <= allowed:  # also if the error is NaN
                 raise RunError(
                     f"{self.preset}: expected the {name} within {allowed:g} of a float64 copy's, relatively, got "
                     f"{error:.2g} (loss {loss.item():.6f} and {expected.item():.6f}); a wrong model has no speed"
@@ -211,12 +211,12 @@ def benchmark(
             compare(steps, BASELINE, **rounds, clock=settings.clock, advance=advance, seconds=seconds)
         finally:
             complete = min(map(len, seconds.values()), default=0)
-            timing = Timing(BASELINE, {preset: tuple(taken[:complete]) for preset, taken in seconds.items()})
+            timing = Timing(BASELINE, {preset: tuple(times[:complete]) for preset, times in seconds.items()})
             result = ModelResult(settings, timing, parameters, errors, conditions)
-            lost = [preset for preset, step in steps.items() if not math.isfinite(step.last_loss.item())]
-            for record in result.records() if complete and not lost else ():
+            failures = [preset for preset, step in steps.items() if not math.isfinite(step.last_loss.item())]
+            for record in result.records() if complete and not failures else ():
                 keep(record)
-        for preset in lost:
+        for preset in failures:
             raise RunError(
                 f"{preset}: expected a finite loss after the last step, got {steps[preset].last_loss.item()}"
             )
@@ -226,12 +226,12 @@ def benchmark(
 def _errors(loss: Tensor, expected: Tensor, model: torch.nn.Module, reference: torch.nn.Module) -> Errors:
     """|loss - loss'| / |loss'|, and the largest |g - g'| / max(|g'|, |all gradients'| / 1000) of a parameter.
 
-    The floor is for gradients that are nothing but rounding.
+    The floor is for gradients that consist only of rounding.
     """
     pairs = [
-        (ours.grad.double(), theirs.grad)
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True)
+        (weight.grad.double(), exact.grad)
+        for weight, exact in zip(model.parameters(), reference.parameters(), strict=True)
     ]
-    total = math.sqrt(sum(theirs.square().sum().item() for _, theirs in pairs))
-    worst = torch.stack([(ours - theirs).norm() / theirs.norm().clamp_min(total / 1000) for ours, theirs in pairs])
+    total = math.sqrt(sum(exact.square().sum().item() for _, exact in pairs))
+    worst = torch.stack([(gradient - exact).norm() / exact.norm().clamp_min(total / 1000) for gradient, exact in pairs])
     return Errors(((loss.double() - expected).abs() / expected.abs()).item(), worst.max().item())

@@ -1,4 +1,4 @@
-"""Time several candidates against one of them, in turns, so that a slow machine slows all of them alike."""
+"""Time several candidates against a baseline, in turns, so that a slow machine slows all of them alike."""
 
 import statistics
 import time
@@ -22,7 +22,7 @@ class Quartiles(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Quartiles":
-        """Interpolate linearly between the sorted values; there must be at least one."""
+        """Interpolate linearly between the sorted values, at least one."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
@@ -40,8 +40,8 @@ class Timing:
     seconds: Mapping[str, tuple[float, ...]]
 
     def ratios(self, name: str) -> tuple[float, ...]:
-        """Seconds of `name` over seconds of the baseline, round by round."""
-        return tuple(own / base for own, base in zip(self.seconds[name], self.seconds[self.baseline], strict=True))
+        """Return the seconds of `name` over those of the baseline, round by round."""
+        return tuple(cost / base for cost, base in zip(self.seconds[name], self.seconds[self.baseline], strict=True))
 
     def record(self, name: str) -> dict[str, Any]:
         """Return every round of `name` and of the baseline, and the quartiles of their ratio, as plain values."""
@@ -81,8 +81,8 @@ def compare(
         warmup: rounds before these that do not count.
         clock: times one call.
         advance: called after every call, warm-up included, outside the measured time.
-        seconds: an empty dictionary, filled as the result's `seconds` while they are measured: what is in it when a
-            candidate fails, or the user interrupts, was measured.
+        seconds: an empty dictionary, filled with the result's `seconds` while measuring, so that they survive
+            a candidate that fails or an interrupt.
 
     Raises:
         ValueError: the baseline is not a candidate, `rounds` is below 1 or `warmup` below 0.
@@ -95,9 +95,9 @@ def compare(
     seconds |= {name: [] for name in candidates}
     for index in range(warmup + rounds):
         for name in reversed(candidates) if index % 2 else candidates:
-            taken = clock(candidates[name])
+            elapsed = clock(candidates[name])
             if index >= warmup:
-                seconds[name].append(taken)
+                seconds[name].append(elapsed)
             advance()
     return Timing(baseline, {name: tuple(values) for name, values in seconds.items()})
 
@@ -117,8 +117,8 @@ def wall_clock(call: Callable[[], None]) -> float:
 
 
 def cuda_clock(call: Callable[[], None], before: Callable[[], Any] = lambda: None) -> float:
-    """Measure time on the current CUDA device until everything that `call` launched is done: from idle, or from the end
-    of what `before` launches.
+    """Measure time on the current CUDA device, from idle or the end of the work of `before`, until all work that `call`
+    launched is done.
     """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
