@@ -1,4 +1,4 @@
-"""The demonstration of what ResBench found: three schemes on the same tokens, each with its tuned settings."""
+"""A demonstration of ResBench's main result: three schemes on the same tokens, each with its tuned settings."""
 
 import importlib
 import signal
@@ -20,7 +20,7 @@ from residua.records.jobs import Job, Records, run_jobs
 from residua.records.progress import say
 
 RECIPES = {"residual": "nano", "ddl-tc": "nano-ddl-tc", "residual-tc": "nano-residual-tc"}
-"""The recipe of each run. They differ only in the connection and in what was tuned for it."""
+"""The recipe of each run. They differ only in the connection and the settings tuned for it."""
 PROMPT = "The function returns"
 SAMPLE_TOKENS = 80
 PAGE = "explorer.html"
@@ -39,7 +39,7 @@ class Demonstration:
 
 
 def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
-    """Train whatever is not trained yet into `out`, and compare.
+    """Train the runs that `out` lacks, and compare all of them.
 
     Args:
         out: a folder. Runs that were begun resume; finished ones stay as they are.
@@ -51,7 +51,7 @@ def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
         KeyboardInterrupt: the runs were interrupted; their work is saved.
     """
     out = Path(out)
-    with extra("lab"):  # before minutes are spent on what it will show
+    with extra("lab"):  # raises before minutes of training, not after
         importlib.import_module("plotly")
     runs = train_side_by_side(out, steps)
     comparison = compare(runs)
@@ -68,25 +68,25 @@ def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
         config = replace(config, data=replace(config.data, path=str(data.folder)))
         jobs.append(Job(name, _train, (config, out / name), config.train.steps))
     say(f"training {len(jobs)} models side by side: {', '.join(configs)}")
-    with tempfile.TemporaryDirectory() as folder, Records(Path(folder) / "runs.jsonl", lambda row: row["run"]) as done:
-        run_jobs(jobs, done, processes=len(jobs))
+    with tempfile.TemporaryDirectory() as folder, Records(Path(folder) / "runs.jsonl", lambda row: row["run"]) as runs:
+        run_jobs(jobs, runs, processes=len(jobs))
     return [out / name for name in configs]
 
 
 def _train(config: RunConfig, folder: Path, *, place: Any, report: Callable[[int], None]) -> dict[str, Any]:
     """Train one run to its end, or until the demonstration is interrupted, which closes the pipe of `report`."""
-    listening = True
+    connected = True
 
-    def tell(step: int) -> None:
-        nonlocal listening
+    def report_step(step: int) -> None:
+        nonlocal connected
         try:
-            if listening:
+            if connected:
                 report(step)
         except OSError:
-            listening = False
+            connected = False
             signal.raise_signal(signal.SIGTERM)  # training saves its state and ends
 
-    if run(config, folder, resume=(folder / "config.yaml").is_file(), progress=tell)["interrupted"]:
+    if run(config, folder, resume=(folder / "config.yaml").is_file(), progress=report_step)["interrupted"]:
         raise KeyboardInterrupt
     return {"run": folder.name}
 
@@ -106,7 +106,7 @@ def shortened(config: RunConfig, steps: int | None) -> RunConfig:
 def _texts(out: Path) -> Iterator[tuple[str, str]]:
     for name in RECIPES:
         opened = open_run(out / name)
-        written = complete(
+        continuation = complete(
             opened.model, opened.tokenizer, PROMPT, max_new_tokens=SAMPLE_TOKENS, min_new_tokens=SAMPLE_TOKENS
         )
-        yield name, PROMPT + written
+        yield name, PROMPT + continuation

@@ -70,11 +70,11 @@ class OpenRun:
     folder: Path
     checkpoint: Checkpoint
     place: Path
-    """The folder of the data, or where it was."""
+    """The folder of the data; it may have moved since."""
 
     @cached_property
     def data(self) -> PreparedData:
-        """The data that the model was trained on. Raises InputError if they are missing, damaged or others."""
+        """The data that the model was trained on. Raises InputError if they are missing, damaged or different."""
         return _data_of(self.folder, self.place, self.checkpoint)
 
     def precision(self) -> torch.autocast:
@@ -109,32 +109,32 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(threads(config.train.threads))
         ranks = stack.enter_context(join(config.train.device))
-        given = getattr(config.model, "base_sha256", None)
+        base_digest = getattr(config.model, "base_sha256", None)
         with ranks.raise_together():
             if ranks.first:
                 config = resolved(config)
         config = ranks.gather(config)[0]
-        held = stack.enter_context(_held(config, folder, resume, ranks))
+        run_folder = stack.enter_context(_claimed_folder(config, folder, resume, ranks))
         with ranks.raise_together():
             shard = BatchShard.of(config.train, ranks)
             if ranks.first:
-                data = _data(config.data, held.path, restart=not held.resume, progress=progress is True)
-                if not saved_steps(held.path):  # it starts at the first step
-                    with writable(held.tokenizer, "a place for the tokenizer of the run"):
-                        copy_tokenizer(data.folder / "tokenizer", held.tokenizer)
+                data = _data(config.data, run_folder.path, restart=not run_folder.resume, progress=progress is True)
+                if not saved_steps(run_folder.path):  # the run starts at the first step
+                    with writable(run_folder.tokenizer, "a place for the tokenizer of the run"):
+                        copy_tokenizer(data.folder / "tokenizer", run_folder.tokenizer)
         with ranks.raise_together():
             if not ranks.first:
-                data = _data(config.data, held.path, restart=False, progress=False)
-            begun = bool(saved_steps(held.path))
-            verify = ranks.first and given is not None  # else its digest was taken just now
-            model = build_model(config, data, held.model if begun else None, verify_base=verify)
+                data = _data(config.data, run_folder.path, restart=False, progress=False)
+            has_checkpoint = bool(saved_steps(run_folder.path))
+            verify = ranks.first and base_digest is not None  # otherwise the digest was computed just now
+            model = build_model(config, data, run_folder.model if has_checkpoint else None, verify_base=verify)
             if isinstance(config.model, BaseModelConfig):
-                if ranks.first and not begun:
-                    with writable(held.model, "a place for the model's configuration"):
-                        remove(held.model)
-                        with unfinished(held.model) as folder_of_model:
-                            model.config.save_pretrained(folder_of_model)
-                model.config.get_text_config().use_cache = False  # it would be filled in every step
+                if ranks.first and not has_checkpoint:
+                    with writable(run_folder.model, "a place for the model's configuration"):
+                        remove(run_folder.model)
+                        with unfinished(run_folder.model) as model_folder:
+                            model.config.save_pretrained(model_folder)
+                model.config.get_text_config().use_cache = False  # a cache would be filled in every step
             _require_memory(config, model, shard.rows_here)
             if ranks.first:
                 for remark in _remarks(config, data, ranks):
@@ -157,17 +157,17 @@ def run(
             model,
             batches,
             config.train,
-            held,
+            run_folder,
             evaluate=evaluator,
             observe=gate_quantiles if has_gates(subject.stream, subject.dim) else None,
-            facts={**facts, "place": _from(held.path, data.folder)},
+            facts={**facts, "place": _relative_place(run_folder.path, data.folder)},
             progress=progress,
             ranks=ranks,
         )
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """Return a configuration with absolute paths, and with all that a base decides. Raises InputError."""
+    """Return the configuration with absolute paths and the values that a base determines. Raises InputError."""
     model, data = config.model, config.data
     if data.path is not None:  # so that the run can be opened from any working directory
         data = replace(data, path=str(Path(data.path).resolve()))
@@ -175,31 +175,31 @@ def resolved(config: RunConfig) -> RunConfig:
         data = replace(data, further_validation=str(Path(data.further_validation).resolve()))
     if isinstance(model, BaseModelConfig):
         base = Path(model.base).resolve()
-        own = data.tokenizer == model.base
-        data = replace(data, tokenizer=str(base)) if own else data
+        from_base = data.tokenizer == model.base
+        data = replace(data, tokenizer=str(base)) if from_base else data
         sha256 = base_sha256(base) if model.base_sha256 is None else model.base_sha256
         connection = base_connection(base) if model.connection is None else model.connection
         model = replace(model, base=str(base), base_sha256=sha256, connection=connection)
-    described = describe(resolve(model.connection))
-    if "package" in described:  # its name tells what to install before the run is opened elsewhere
-        model = replace(model, connection=described)
+    description = describe(resolve(model.connection))
+    if "package" in description:  # names what to install before the run is opened elsewhere
+        model = replace(model, connection=description)
     return replace(config, model=model, data=data)
 
 
 @contextmanager
-def _held(config: RunConfig, folder: str | Path, resume: bool, ranks: Ranks) -> Iterator[RunFolder]:
+def _claimed_folder(config: RunConfig, folder: str | Path, resume: bool, ranks: Ranks) -> Iterator[RunFolder]:
     """Claim the run folder in the first rank, for all ranks. A restart by torchrun resumes the first attempt."""
     resume = resume or (ranks.restarts > 0 and (Path(folder) / "config.yaml").is_file())
-    held = RunFolder(Path(folder), asdict(config), resume)
+    run_folder = RunFolder(Path(folder), asdict(config), resume)
     with ExitStack() as stack:
         with ranks.raise_together():
             if ranks.first:
-                held = stack.enter_context(claim(folder, asdict(config), resume=resume))
-        yield held
+                run_folder = stack.enter_context(claim(folder, asdict(config), resume=resume))
+        yield run_folder
 
 
 def _remarks(config: RunConfig, data: PreparedData, ranks: Ranks) -> Iterator[str]:
-    """Yield what is unusual in a configuration and changes nothing, or more than one may think."""
+    """Yield warnings about settings that have no effect or a surprising one."""
     if config.train.parallel == "fsdp" and not ranks.joined:
         yield "train.parallel: fsdp shards nothing in one process; torchrun starts several"
     if isinstance(config.model, BaseModelConfig):
@@ -223,8 +223,8 @@ def _require_memory(config: RunConfig, model: PreTrainedModel, rows: int) -> Non
     device = pick_device(config.train.device)
     memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else physical_memory()
     vocabulary, dim = model.get_input_embeddings().weight.shape
-    number = 2 if config.train.precision == "bfloat16" else 4
-    needed = rows * config.train.sequence_length * (2 * 8 + number * (dim + vocabulary))
+    number_size = 2 if config.train.precision == "bfloat16" else 4
+    needed = rows * config.train.sequence_length * (2 * 8 + number_size * (dim + vocabulary))
     if needed > memory:
         raise InputError(
             f"train.batch_size must leave a micro-batch that fits into memory, got {config.train.batch_size}: the "
@@ -242,7 +242,7 @@ def build_model(
     the tokenizer, rounded up to a multiple of 64. With a base, its weights are the base's.
 
     kept: where the run keeps the configuration of its model, if a checkpoint will be loaded. A base is then not needed,
-        unless it is frozen and no part of the checkpoint.
+        unless it is frozen and thus not in the checkpoint.
     verify_base: read the weights of the base once more to compare their digest.
 
     Raises:
@@ -290,15 +290,15 @@ def _built_on_base(
     return model
 
 
-def _expect_tokenizer_of_base(base: str, data: PreparedData) -> None:
-    """Raise InputError unless the data are tokens of the base's own tokenizer."""
-    own = load_tokenizer(base)
-    there = SavedTokenizer.open(data.folder / "tokenizer").load()
-    same = own.backend_tokenizer.to_str() == there.backend_tokenizer.to_str() and own.eos_token == there.eos_token
+def _expect_tokenizer_of_base(folder: str, data: PreparedData) -> None:
+    """Raise InputError unless the data are tokens of the base's tokenizer."""
+    base = load_tokenizer(folder)
+    actual = SavedTokenizer.open(data.folder / "tokenizer").load()
+    same = base.backend_tokenizer.to_str() == actual.backend_tokenizer.to_str() and base.eos_token == actual.eos_token
     if not same:
         raise InputError(
             f"{data.folder}: expected tokens of the tokenizer in model.base, found those of another; prepare the text "
-            f"with: residua prepare --tokenizer {base}"
+            f"with: residua prepare --tokenizer {folder}"
         )
 
 
@@ -312,9 +312,9 @@ def expected_vocabulary(config: RunConfig) -> int:
         return model.vocab_size
     if config.data.path is not None:
         return _rounded_up(PreparedData.open(config.data.path).vocab_size)
-    known = {"bpe": config.data.vocab_size, "byte": 257}
-    trained = config.data.source is not None and config.data.tokenizer in known
-    return _rounded_up(known[config.data.tokenizer] if trained else GPT2_VOCABULARY)
+    sizes = {"bpe": config.data.vocab_size, "byte": 257}
+    new_tokenizer = config.data.source is not None and config.data.tokenizer in sizes
+    return _rounded_up(sizes[config.data.tokenizer] if new_tokenizer else GPT2_VOCABULARY)
 
 
 def open_run(
@@ -326,8 +326,8 @@ def open_run(
 ) -> OpenRun:
     """Open the model of a run, at the checkpoint of step `checkpoint`, or else at its newest complete one.
 
-    "best" means the saved checkpoint with the lowest validation loss. The data of the run are opened when they are
-    asked for: those in the folder `data`, or else where they were, from the run or from the root of the disk.
+    "best" means the saved checkpoint with the lowest validation loss. The data of the run are opened on
+    first use: those in the folder `data`, or else at their old place, absolute or relative to the run.
 
     Raises:
         InputError: the folder is not a run, it has no such checkpoint, or its tokenizer is not the one that made its
@@ -337,38 +337,38 @@ def open_run(
     if not (folder / "config.yaml").is_file():
         raise InputError(f"{folder}: expected a run folder, found no config.yaml; residua train --run makes one")
     config = load_config(str(folder / "config.yaml"))
-    found = _checkpoint(folder, checkpoint)
+    state = _checkpoint(folder, checkpoint)
     place = _place_of_data(config.data, folder) if data is None else Path(data)
-    tokenizer = _tokenizer_of(folder, place, found)
+    tokenizer = _tokenizer_of(folder, place, state)
     model = build_model(config, tokenizer, RunFolder(folder).model)
-    load_checkpoint(found, model)
-    return OpenRun(model.to(pick_device(device)).eval(), tokenizer.load(), config, found.step, folder, found, place)
+    load_checkpoint(state, model)
+    return OpenRun(model.to(pick_device(device)).eval(), tokenizer.load(), config, state.step, folder, state, place)
 
 
 def _tokenizer_of(folder: Path, place: Path, checkpoint: Checkpoint) -> SavedTokenizer:
-    """Return the tokenizer that the run keeps. A run without one has the tokenizer of its data."""
-    own = RunFolder(folder).tokenizer
+    """Return the run's copy of its tokenizer, or the tokenizer of its data if there is no copy."""
+    copy = RunFolder(folder).tokenizer
     expected = checkpoint.settings.get("data.tokenizer_fingerprint")
-    if expected is None or not own.exists():
+    if expected is None or not copy.exists():
         return SavedTokenizer.open(_data_of(folder, place, checkpoint).folder / "tokenizer")
-    kept = SavedTokenizer.open(own)
-    if kept.fingerprint != expected:
+    tokenizer = SavedTokenizer.open(copy)
+    if tokenizer.fingerprint != expected:
         raise InputError(
-            f"{own}: expected the tokenizer that this run was trained with, found another; remove this folder to use "
+            f"{copy}: expected the tokenizer that this run was trained with, found another; remove this folder to use "
             "the tokenizer of its data"
         )
-    return kept
+    return tokenizer
 
 
-def _from(folder: Path, data: Path) -> str | None:
-    """Return the way from a run's folder to its data, so that both can be moved; None on another drive of Windows."""
+def _relative_place(folder: Path, data: Path) -> str | None:
+    """Return the relative path from a run's folder to its data, so that both can move; None across Windows drives."""
     with suppress(ValueError):
         return Path(os.path.relpath(data.resolve(), folder.resolve())).as_posix()
     return None
 
 
 def _place_of_data(config: DataConfig, folder: Path) -> Path:
-    """Return the folder of a run's data: by its configuration, or where they are gone from there, from the run."""
+    """Return the folder of a run's data: the configured one, or if it is gone, its place relative to the run."""
     configured = folder / "data" if config.path is None else Path(config.path)
     facts = RunFolder(folder).facts
     if configured.exists() or not facts.is_file():
@@ -395,12 +395,12 @@ def _data_of(folder: Path, place: Path, checkpoint: Checkpoint) -> PreparedData:
 
 
 def is_model_folder(folder: str | Path) -> bool:
-    """Return whether a folder holds a model of transformers, and no run."""
+    """Return whether a folder holds a Hugging Face model and not a run."""
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / "config.yaml").is_file()
 
 
 def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Open a folder as `models.opening.read_model` does, on a device and in evaluation mode."""
+    """Open a folder as `conversion.opening.read_model` does, on a device and in evaluation mode."""
     model, tokenizer = read_model(folder)
     return model.to(pick_device(device)).eval(), tokenizer  # type: ignore[arg-type]
 
@@ -425,12 +425,12 @@ def trace_run(opened: OpenRun, prompt: str | None = None, *, tokens: int | None 
     if prompt is not None:
         with opened.precision():
             return trace_prompt(opened.model, opened.tokenizer, prompt, tokens=tokens, facts=facts)
-    _expect_some(tokens)
+    _check_tokens(tokens)
     length = opened.config.train.sequence_length if tokens is None else tokens
     ids = opened.data.validation.window(0, min(length, len(opened.data.validation))).tolist()
-    read = f"the first {len(ids)} tokens of the validation data"
+    excerpt = f"the first {len(ids)} tokens of the validation data"
     with opened.precision():
-        return trace(opened.model, ids, text=pieces(opened.tokenizer, ids), facts={**facts, "read": read})
+        return trace(opened.model, ids, text=pieces(opened.tokenizer, ids), facts={**facts, "read": excerpt})
 
 
 def trace_prompt(
@@ -446,13 +446,13 @@ def trace_prompt(
     tokens: the largest number of tokens. Raises InputError if it is below 1, or if they do not fit into the model's
     context.
     """
-    _expect_some(tokens)
+    _check_tokens(tokens)
     ids = (tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id])[:tokens]
-    read = f"{len(ids)} tokens of a prompt"
-    return trace(model, ids, text=pieces(tokenizer, ids), facts={**(facts or {}), "read": read})
+    excerpt = f"{len(ids)} tokens of a prompt"
+    return trace(model, ids, text=pieces(tokenizer, ids), facts={**(facts or {}), "read": excerpt})
 
 
-def _expect_some(tokens: int | None) -> None:
+def _check_tokens(tokens: int | None) -> None:
     if tokens is not None and tokens < 1:
         raise InputError(f"expected at least 1 token, got {tokens}")
 
@@ -480,21 +480,21 @@ def _further_validation(path: str, data: PreparedData) -> PreparedData:
 def _with_further(
     evaluator: Callable[[torch.nn.Module], dict[str, float]], further: Callable[[torch.nn.Module], dict[str, float]]
 ) -> Callable[[torch.nn.Module], dict[str, float]]:
-    """Evaluate on a second text too, whose numbers are named further_val_loss and so on."""
+    """Evaluate on a second text too; prefix the names of its results with further_."""
     return lambda model: {**evaluator(model), **{f"further_{name}": value for name, value in further(model).items()}}
 
 
 def _data(config: DataConfig, folder: Path, *, restart: bool, progress: bool) -> PreparedData:
     if config.path is not None:
         return PreparedData.open(_place_of_data(config, folder))
-    own = folder / "data"
-    if own.exists() and restart:
-        remove(own)  # left by a run that ended before its first step, perhaps with other settings
-    return open_or_prepare(config, own, progress=progress)
+    data_folder = folder / "data"
+    if data_folder.exists() and restart:
+        remove(data_folder)  # left by a run that ended before its first step, perhaps with other settings
+    return open_or_prepare(config, data_folder, progress=progress)
 
 
 def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> PreparedData:
-    """Open `folder`, or prepare the source of a configuration there first. Raises InputError where there is none."""
+    """Open `folder`, or prepare the source of a configuration there first. Raises InputError if there is no source."""
     if folder.exists():
         return PreparedData.open(folder)
     if config.source is None:
@@ -511,23 +511,23 @@ def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> Prep
 
 def _checkpoint(folder: Path, step: int | Literal["best"] | None) -> Checkpoint:
     if step is None:
-        found = latest_checkpoint(folder)
-        if found is None:
+        checkpoint = latest_checkpoint(folder)
+        if checkpoint is None:
             raise InputError(f"{folder}: expected a checkpoint in this run, found none; train it first")
-        return found
+        return checkpoint
     if step == "best":
-        found = best_checkpoint(folder / "checkpoints")
-        if found is None:
+        checkpoint = best_checkpoint(folder / "checkpoints")
+        if checkpoint is None:
             raise InputError(
                 f"{folder}: expected a checkpoint with a validation loss, found none; a checkpoint has one "
                 "if the model was evaluated at its step (train.evaluate_every)"
             )
-        return open_checkpoint(found)
+        return open_checkpoint(checkpoint)
     path = folder / "checkpoints" / f"step-{step}"
     if not path.is_dir():
-        there = saved_steps(folder)
-        have = f"there are {', '.join(map(str, there))}" if there else "there is none"
-        raise InputError(f"{folder}: expected a checkpoint of step {step}; {have}")
+        steps = saved_steps(folder)
+        choices = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
+        raise InputError(f"{folder}: expected a checkpoint of step {step}; {choices}")
     return open_checkpoint(path)
 
 

@@ -44,8 +44,8 @@ from residua.conversion.saving import {", ".join(CONVERTED_CLASSES.values())}
 
 __all__ = {list(CONVERTED_CLASSES.values())!r}
 """
-"""The remote code of a converted model. It runs its family's code in transformers, which no copy could carry, so it
-asks for residua; transformers names a package that is missing, and stops."""
+"""The remote code of a converted model. It runs its family's code in transformers, which cannot be copied, so it needs
+residua; transformers stops and names a package that is missing."""
 
 
 def export(
@@ -108,7 +108,7 @@ def add_code(folder: Path) -> None:
     """
     config = folder / "config.json"
     settings = read_json(config)
-    if package := settings.get("connection", {}).get("package"):  # its class is no Scheme of the copied code
+    if package := settings.get("connection", {}).get("package"):  # its class is not a Scheme of the copied code
         raise InputError(
             f"remote code: expected a scheme of residua, got {settings['connection']['scheme']!r} of the package "
             f"{package!r}, which is not copied; export without it, and load the model where residua and {package} are "
@@ -120,7 +120,7 @@ def add_code(folder: Path) -> None:
         entry, classes, code = FILES[ENTRY], CLASSES, model_code()
     for name, text in code.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
-    # All classes are in one file: for a second one transformers would load another copy of everything.
+    # All classes are in one file: for a second file transformers would load another copy of everything.
     settings["auto_map"] = {auto: f"{entry}.{name}" for auto, name in classes.items()}
     config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -128,21 +128,21 @@ def add_code(folder: Path) -> None:
 def model_code() -> dict[str, str]:
     """Return the modules that the model needs as texts by file name: flat, with relative imports, for transformers.
 
-    They are found by following the imports of `ENTRY`. Only their import lines change.
+    They follow from the imports of `ENTRY`. Only their import lines change.
     """
     files: dict[str, str] = {}
-    waiting = [ENTRY]
-    while waiting:
-        module = waiting.pop()
+    queue = [ENTRY]
+    while queue:
+        module = queue.pop()
         if _file(module) in files:
             continue
         text = _source(module).read_text(encoding="utf-8")
         lines = text.splitlines()
         for node in sorted(_imports(text), key=lambda node: node.lineno, reverse=True):
-            statements, needed = _relative(node)
+            statements, modules = _relative(node)
             indent = " " * node.col_offset
             lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in statements]
-            waiting += needed
+            queue += modules
         files[_file(module)] = "\n".join(lines) + "\n"
     return files
 
@@ -156,7 +156,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     if not isinstance(data, dict):
         raise InputError(f"{run / 'facts.json'}: expected a JSON object with an object data, got something else")
     settings = asdict(opened.config)
-    settings["data"].pop("path")  # a path on the machine that trained it, as those of a base are
+    settings["data"].pop("path")  # a path on the machine that trained it, as the path of a base is
     if "base" in settings["model"]:
         settings["model"]["base"] = settings["data"]["tokenizer"] = Path(settings["model"]["base"]).name
     parameters = opened.model.num_parameters()
@@ -174,14 +174,14 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))
     if remote_code:
         converted = isinstance(opened.model.config, SavedAsConverted)
-        needed = "# residua must be installed: pip install residua\n" if converted else ""
+        requirement = "# residua must be installed: pip install residua\n" if converted else ""
         # On both lines, because the tokenizer also reads config.json.
-        opening = f"""from transformers import AutoModelForCausalLM, AutoTokenizer
-{needed}
+        loading_code = f"""from transformers import AutoModelForCausalLM, AutoTokenizer
+{requirement}
 model = AutoModelForCausalLM.from_pretrained({code}, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained({code}, trust_remote_code=True)"""
     else:
-        opening = f"""import residua
+        loading_code = f"""import residua
 from transformers import AutoTokenizer
 
 model = residua.load({code})
@@ -200,12 +200,12 @@ A language model trained with residua: residual connections for PyTorch,
 [Deep Delta Learning](https://arxiv.org/abs/2601.00417) and the schemes it is compared with.
 
 ```python
-{opening}
+{loading_code}
 ```
 
 | what | value |
 | --- | --- |
-{chr(10).join(f"| {_markdown(what)} | {_markdown(value)} |" for what, value in rows)}
+{chr(10).join(f"| {_markdown(label)} | {_markdown(value)} |" for label, value in rows)}
 
 The settings of the run:
 
@@ -222,14 +222,14 @@ def _markdown(text: str) -> str:
 
 
 def _connection(opened: OpenRun) -> str:
-    given = opened.config.model.connection
-    return given if isinstance(given, str) else json.dumps(given)
+    connection = opened.config.model.connection
+    return connection if isinstance(connection, str) else json.dumps(connection)
 
 
 def _measured(run: Path, step: int) -> Iterator[tuple[str, str]]:
     """Yield tokens, seconds and the last validation up to `step`, from metrics.jsonl."""
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] <= step]
-    known = {key: value for row in rows for key, value in row.items()}
+    latest = {key: value for row in rows for key, value in row.items()}
     names = {
         "tokens": ("tokens seen", "{:,}"),
         "val_loss": ("validation loss", "{:.4f} nats per token"),
@@ -237,9 +237,9 @@ def _measured(run: Path, step: int) -> Iterator[tuple[str, str]]:
         "bits_per_byte": ("bits per byte", "{:.4f}"),
         "seconds": ("seconds of training", "{:,.0f}"),
     }
-    for key, (what, form) in names.items():
-        if known.get(key) is not None:
-            yield what, form.format(known[key])
+    for key, (label, template) in names.items():
+        if latest.get(key) is not None:
+            yield label, template.format(latest[key])
 
 
 def _file(module: str) -> str:
@@ -272,17 +272,17 @@ def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
         return ["try:", textwrap.indent(ast.unparse(node), "    "), "except ImportError:", "    raise"], []
     names: list[str] = []
     lines: list[str] = []
-    needed: list[str] = []
+    modules: list[str] = []
     for alias in node.names:
         inner = f"{node.module}.{alias.name}"
         if _source(inner) is not None:
             # `from . import name` would be shorter, but transformers copies only files that are named after a dot.
-            own = alias.asname or alias.name
-            lines += [f"from .{_file(inner)} import __name__ as {own}", f"{own} = __import__('sys').modules[{own}]"]
-            needed.append(inner)
+            name = alias.asname or alias.name
+            lines += [f"from .{_file(inner)} import __name__ as {name}", f"{name} = __import__('sys').modules[{name}]"]
+            modules.append(inner)
         else:
             names.append(ast.unparse(alias))
     if names:
         lines.append(f"from .{_file(node.module)} import {', '.join(names)}")
-        needed.append(node.module)
-    return lines, needed
+        modules.append(node.module)
+    return lines, modules
