@@ -102,7 +102,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_holder_of_the_folder(t
     assert process.returncode == -signal.SIGKILL
     (stale,) = tmp_path.glob(".*.partial")
     assert (stale.read_text(), path.read_text()) == ("half", "old")
-    with hold(tmp_path, own=["file"]):
+    with hold(tmp_path, markers=["file"]):
         assert names(tmp_path) == [".lock", "file"]
 
 

@@ -52,7 +52,7 @@ def test_a_holder_removes_what_killed_writers_left(tmp_path):
     (tmp_path / ".facts.json.0123abcd.partial").write_text("half")
     (tmp_path / ".step-1.0123abcd.partial").mkdir()
     (tmp_path / "mine").write_text("mine")
-    with hold(tmp_path, own=["mine"]):
+    with hold(tmp_path, markers=["mine"]):
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "mine"]
 
 
@@ -63,7 +63,7 @@ def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
     with pytest.raises(InputError, match=refused), hold(tmp_path, hint="go away"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.partial", "mine"]
-    with hold(tmp_path, own=["mine"]):
+    with hold(tmp_path, markers=["mine"]):
         pass
 
 

@@ -1,4 +1,4 @@
-"""Run folders: the paths of their files, the lock of their one writer, and the settings they were begun with."""
+"""Run folders: the paths of their files, the lock of their single writer, and their first settings."""
 
 import json
 import shlex
@@ -72,7 +72,7 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """The run's own copy of the tokenizer that made its tokens."""
+        """The run's copy of the tokenizer that made its tokens."""
         return self.path / "tokenizer"
 
     @property
@@ -82,14 +82,14 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """What a person types to resume."""
+        """The command line that resumes the run."""
         return f"residua train --run {shlex.quote(str(self.path))} --resume"
 
 
 def new_folder(path: str | Path, name: str = "") -> Path:
     """Return the absolute path of a folder to make, which takes its name when it is finished.
 
-    name: of the option that it was given with, for the error.
+    name: the option that gave `path`, for the error message.
 
     Raises:
         InputError: something has this name, and is not an empty folder, hidden files aside.
@@ -101,13 +101,12 @@ def new_folder(path: str | Path, name: str = "") -> Path:
 
 @contextmanager
 def hold(
-    path: Path, *, own: Collection[str] | None = (), hint: str = "choose another folder", patience: float = 0.0
+    path: Path, *, markers: Collection[str] | None = (), hint: str = "choose another folder", patience: float = 0.0
 ) -> Iterator[None]:
-    """Hold `path` as the one process that writes in it, and remove what killed writers left there. The folder is made
-    where there is none; the system gives it back when this process ends, however it ends.
+    """Lock `path` for this process, making the folder if needed, and remove the partial files of killed writers. The
+    system releases the lock when this process ends, however it ends.
 
-    own: a folder that is not empty, hidden files aside, must contain one of these names to be recognised as ours; None
-        for one that was recognised already.
+    markers: a folder that is not empty, hidden files aside, must contain one of these names; None accepts any folder.
     patience: seconds to wait for a process that is ending, such as a worker whose parent was killed.
 
     Raises:
@@ -118,7 +117,7 @@ def hold(
 
     with writable(path):
         path.mkdir(parents=True, exist_ok=True)
-        if own is not None and not is_new(path) and not any((path / name).exists() for name in own):
+        if markers is not None and not is_new(path) and not any((path / name).exists() for name in markers):
             raise InputError(f"{path}: must be a new or empty folder, got one with other files in it; {hint}")
         lock = filelock.FileLock(unlinked(path / LOCK))
         try:
@@ -143,33 +142,33 @@ def writable(path: str | Path, what: str = "a folder to write in") -> Iterator[N
 
 
 def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by section as one mapping with dotted keys: `{"train": {"lr": 1}}` gives `{"train.lr": 1}`."""
+    """Flatten settings by section into dotted keys: `{"train": {"lr": 1}}` gives `{"train.lr": 1}`."""
     return {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
 
 
 def refuse_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], source: Path, *, free: Collection[str] = FREE_KEYS
 ) -> None:
-    """Compare the flat settings that `source` was written with and the current ones.
+    """Compare the current flat settings with those in `source`.
 
     Raises:
         InputError: keys outside `free` differ; it names them.
     """
-    # As JSON holds them: there a tuple is a list.
+    # Compare as JSON, in which a tuple is a list.
     before, now = (json.loads(json.dumps(dict(settings))) for settings in (before, now))
-    changed = [
+    changes = [
         f"{key} was {before.get(key, 'absent')}, is {now.get(key, 'absent')}"
         for key in sorted((before.keys() | now.keys()) - set(free))
         if key not in before or key not in now or before[key] != now[key]
     ]
-    if not changed:
+    if not changes:
         return
-    shown = "; ".join(changed[:5]) + (f"; and {len(changed) - 5} more" if len(changed) > 5 else "")
-    raise InputError(f"{source}: a run resumes with the settings it was begun with, but {shown}; use another folder")
+    summary = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
+    raise InputError(f"{source}: a run resumes with the settings it was begun with, but {summary}; use another folder")
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the settings of a config.yaml by section. Raises InputError where the file holds something else."""
+    """Read the settings of a config.yaml by section. Raises InputError if the file holds something else."""
     settings = read_yaml(path)
     if not isinstance(settings, dict) or not all(isinstance(keys, dict) for keys in settings.values()):
         raise InputError(f"{path}: expected the settings of a run by section, got something else")
@@ -177,7 +176,7 @@ def read_settings(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file. Raises InputError where it holds something else or cannot be read."""
+    """Read the JSON object in a file. Raises InputError if it holds something else or cannot be read."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")

@@ -1,11 +1,11 @@
-"""Many runs, several at a time, of which a kill at any moment loses no finished one.
+"""Run many jobs, several at a time; a kill at any moment loses no finished run.
 
 A finished run is one line in a file of records. A run is a pure function of its arguments, so its numbers depend
 neither on the process that computes it nor on how often it was stopped.
 
 A folder of runs holds
 
-    settings.json     what all its runs have in common; other settings are refused
+    settings.json     the settings of all its runs; other settings are refused
     records.jsonl     one line for every finished run
     runs/             the state of runs that are under way
 """
@@ -42,12 +42,12 @@ class Job:
     """One run: `function(*arguments, place=path, report=callable)` returns its record, which JSON must hold.
 
     `place` is where the run may keep its state while it is under way, a file or a folder, or None. `report` takes the
-    number of steps that are done; its first call says where the run begins or resumes. Several processes need a
-    `function` that a module defines at its top.
+    number of finished steps; its first call gives the step at which the run begins or resumes. Several processes need
+    a `function` at the top level of a module.
 
     key       identifies the run among the records
     steps     the length of the run
-    cost      of one step, relative to the other jobs: decides the order of the runs and the time that is left
+    cost      of one step, relative to the other jobs: determines the order of the runs and the remaining time
     order     jobs with a smaller one begin first; among equals, those that take longest
     """
 
@@ -66,9 +66,9 @@ class Job:
 class Records:
     """The finished runs of a file of JSON lines. A context manager.
 
-    key     the key of a record's run; None for a record of something else. Of equal keys the last record counts.
+    key     returns the key of a record's run, None for other records. Of equal keys the last record counts.
     places  the folder for the state of runs that are under way, None for none
-    keep    leave a run's state where it is when the run is finished
+    keep    keep a run's state when the run is finished
     """
 
     def __init__(self, path: str | Path, key: Key, *, places: Path | None = None, keep: bool = False):
@@ -89,7 +89,7 @@ class Records:
         self._lines.__exit__(*error)
 
     def place(self, key: Hashable) -> Path | None:
-        """Where the run `key` keeps its state while it is under way."""
+        """Return where the run `key` keeps its state while it is under way."""
         if self._places is None:
             return None
         name = str(key)
@@ -99,8 +99,8 @@ class Records:
         )
 
     def add(self, record: Record) -> None:
-        """Add a finished run, wait until it is on the disk, and drop its state. Raises RunError."""
-        record = finite(record)  # as the file holds it
+        """Add the record of a finished run, wait until it is on the disk, and drop the run's state. Raises RunError."""
+        record = finite(record)  # as in the file
         try:
             self._lines.write(record)
             self._lines.sync()
@@ -110,7 +110,7 @@ class Records:
         self.drop_state([self._key(record)])
 
     def drop_state(self, keys: Iterable[Hashable]) -> None:
-        """Remove the state of finished runs, unless it is to be kept."""
+        """Remove the state of finished runs, unless `keep` is set."""
         for place in map(self.place, () if self._keep else keys):
             with suppress(OSError):
                 if place is not None:
@@ -121,30 +121,30 @@ class Records:
 def open_runs(
     folder: str | Path, settings: Mapping[str, Any], *, free: Collection[str] = (), keep: bool = False
 ) -> Iterator[Records]:
-    """Hold `folder` for this process, with all runs in it made with `settings`; a record has its key under "key".
+    """Lock a folder of runs that all have these `settings`; each record has its key under "key".
 
     free: the settings that may change from one call to the next.
 
     Raises:
         InputError: another process holds the folder, its runs were made with other settings, it holds something else,
             or it cannot be written.
-        KeyboardInterrupt: as in the body, with a message that says where the finished runs are.
+        KeyboardInterrupt: raised in the body; the message names the folder of the finished runs.
     """
     path = Path(folder)
-    records, known = path / "records.jsonl", path / "settings.json"
-    with hold(path, own=[records.name], hint="choose another folder with --out"):
-        if known.exists():
-            refuse_changes(read_object(known), settings, known, free=free)
+    records, settings_file = path / "records.jsonl", path / "settings.json"
+    with hold(path, markers=[records.name], hint="choose another folder with --out"):
+        if settings_file.exists():
+            refuse_changes(read_object(settings_file), settings, settings_file, free=free)
         elif records.exists() and records.stat().st_size:
             raise InputError(f"{path}: its records have no settings.json beside them; choose another with --out")
-        with Records(records, lambda record: record.get("key"), places=path / "runs", keep=keep) as found:
+        with Records(records, lambda record: record.get("key"), places=path / "runs", keep=keep) as open_records:
             with writable(path):
-                write_text(known, json.dumps(settings, indent=1) + "\n")
+                write_text(settings_file, json.dumps(settings, indent=1) + "\n")
                 unlinked(path / "runs").mkdir(exist_ok=True)
                 remove_partials(path / "runs")
-            found.drop_state(found.finished)
+            open_records.drop_state(open_records.finished)
             try:
-                yield found
+                yield open_records
             except KeyboardInterrupt:
                 message = f"interrupted; what is done is in {folder}, the same command resumes there"
                 raise KeyboardInterrupt(message) from None
@@ -163,13 +163,13 @@ def run_jobs(
     Every process computes with one thread, so that a number depends neither on `processes` nor on the machine's cores.
 
     Args:
-        jobs: the runs, or a function that returns them from the finished ones by key: it is asked again after every
-            run, and its answer may grow.
-        finish: makes what is written of what a job returned.
+        jobs: the runs, or a function that returns them, given the finished records by key. It is called again after
+            every run, and its result may grow.
+        finish: turns the result of a job into the record to write.
 
     Raises:
-        InputError, RunError: a run raised it, its process died, or a result could not be written. What is finished
-            stays.
+        InputError, RunError: a run raised it, its process died, or a result could not be written. Finished
+            runs stay.
     """
     plan = jobs if callable(jobs) else lambda finished: jobs
     with Progress("", 0, enabled=progress) as bar:
@@ -182,18 +182,18 @@ def run_jobs(
 
 
 class _Work:
-    """What is to do, under way and done, and the display of it."""
+    """The waiting, running and finished jobs, and their progress display."""
 
     def __init__(self, plan: Callable[..., Iterable[Job]], records: Records, finish: Callable[..., Record], bar: Any):
         self._plan, self.records, self._finish, self._bar = plan, records, finish, bar
         self._started: dict[Hashable, Job] = {}
         self._steps: dict[Hashable, float] = {}
         self._done = 0
-        self._ask()
+        self._plan_jobs()
 
-    def _ask(self) -> None:
-        known = self.records.finished.keys() | self._started.keys()
-        todo = {job.key: job for job in self._plan(self.records.finished) if job.key not in known}
+    def _plan_jobs(self) -> None:
+        keys = self.records.finished.keys() | self._started.keys()
+        todo = {job.key: job for job in self._plan(self.records.finished) if job.key not in keys}
         self.waiting = sorted(todo.values(), key=lambda job: (job.order, -job.cost * job.steps))
 
     def next(self) -> Job | None:
@@ -204,18 +204,18 @@ class _Work:
         return job
 
     def update(self, job: Job, step: int) -> None:
-        """`step` steps of `job` are done."""
+        """Show that `step` steps of `job` are done."""
         if job.key not in self._steps:
             self._bar.skip(step * job.cost)
         self._steps[job.key] = step * job.cost
         self._show(job, f" step {step}/{job.steps}")
 
     def finished(self, job: Job, record: Record) -> None:
-        """`job` has its record; one that diverged may have had steps left."""
+        """Store the record of `job`, which may have steps left if it diverged."""
         self.records.add(self._finish(job, record))
         self._done += 1
         self._steps[job.key] = job.steps * job.cost
-        self._ask()
+        self._plan_jobs()
         self._show(job, " finished", line=True)
 
     def _show(self, job: Job, what: str, *, line: bool = False) -> None:
@@ -239,14 +239,14 @@ def _run_in_processes(work: _Work, count: int) -> None:
     current: dict[Connection, Job] = {}
 
     def begin() -> None:
-        """Give the processes that have nothing to do a run each, and start those that are missing."""
+        """Give a job to each idle process, and start missing processes."""
         while len(current) < count and (job := work.next()):
             connection = next((idle for idle in processes if idle not in current), None)
             if connection is None:
-                connection, theirs = context.Pipe()
-                processes[connection] = context.Process(target=_work, args=(theirs,), daemon=True)
+                connection, child_end = context.Pipe()
+                processes[connection] = context.Process(target=_work, args=(child_end,), daemon=True)
                 processes[connection].start()
-                theirs.close()
+                child_end.close()
             current[connection] = job
             connection.send((job.function, job.arguments, work.records.place(job.key)))
 
@@ -275,24 +275,24 @@ def _run_in_processes(work: _Work, count: int) -> None:
                     work.finished(job, message)
                     begin()
     finally:
-        # Without its pipe a process ends at its next report. Ctrl-C has reached it too: it may save its state first.
+        # Without its pipe a process ends at its next report. Ctrl-C reached it too, so it may save its state first.
         for connection in processes:
             connection.close()
-        last = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + GRACE_SECONDS
         for process in processes.values():
-            process.join(max(0.0, last - time.monotonic()))
+            process.join(max(0.0, deadline - time.monotonic()))
             process.terminate()
             process.join()
 
 
 def _work(connection: Connection) -> None:
-    """Do what comes through the pipe until its other end is gone."""
+    """Run the jobs that arrive through the pipe until its other end closes."""
     import torch
 
     parent: Any = multiprocessing.parent_process()
     # A run that outlived its parent would still hold its state when the same command continues.
     Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     torch.set_num_threads(1)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         while True:

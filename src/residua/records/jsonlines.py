@@ -13,9 +13,9 @@ from residua.records.reading import parse_json
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """Read the objects of a file in their order; a file that is not there has none.
+    """Read the objects of a file in order; a missing file has none.
 
-    A last line without its newline was torn by a kill, or is being written: if it is not whole, it is left out.
+    A last line without its newline was torn by a kill, or is being written; it is skipped unless complete.
 
     Raises:
         InputError: another line is not a JSON object, or the file cannot be read.
@@ -44,7 +44,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read rows that each have a whole number `step`, as metrics.jsonl has; otherwise as `read`."""
+    """Read rows that each have an integer `step`, such as those of metrics.jsonl. Raises as `read` does."""
     rows = read(path)
     for number, row in enumerate(rows, start=1):
         if type(row.get("step")) is not int:
@@ -55,7 +55,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def finite(value: Any) -> Any:
-    """Return the value with None for every number that is not finite, which JSON does not know."""
+    """Replace numbers that are not finite, which JSON lacks, by None."""
     if isinstance(value, Mapping):
         return {name: finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -64,7 +64,7 @@ def finite(value: Any) -> Any:
 
 
 class JsonLines:
-    """A file of JSON lines that is appended to. A context manager; `rows` holds what it had when it was opened.
+    """A file of JSON lines to append to. A context manager; `rows` are those that it had when it was opened.
 
     Opening drops a torn last line, and every row that `keep` refuses.
 
@@ -77,12 +77,12 @@ class JsonLines:
         self._path = unlinked(Path(path))
         self.rows: list[dict[str, Any]] = []
         if self._path.is_file():  # a pipe or a terminal cannot be read first
-            kept = [(line, row) for line, row in _lines(self._path) if keep(row)]
-            self.rows = [row for _, row in kept]
-            content = b"".join(line + b"\n" for line, _ in kept)
+            lines = [(line, row) for line, row in _lines(self._path) if keep(row)]
+            self.rows = [row for _, row in lines]
+            content = b"".join(line + b"\n" for line, _ in lines)
             if content != self._path.read_bytes():
                 write_bytes(self._path, content)
-        # Unbuffered: after a failed write nothing is left over that closing would try to write once more.
+        # Unbuffered, so that closing does not repeat a failed write.
         self._file = self._path.open("ab", buffering=0)
 
     def __enter__(self) -> "JsonLines":

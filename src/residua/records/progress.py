@@ -1,4 +1,4 @@
-"""How far something is: one bar on a terminal, a plain line now and then elsewhere; on standard error."""
+"""Show progress on standard error: a bar on a terminal, otherwise a plain line now and then."""
 
 import sys
 import time
@@ -11,24 +11,24 @@ LINE_SECONDS = 10.0
 
 
 def say(message: str) -> None:
-    """Print one line for the person at the screen, on standard error; a progress bar makes room for it."""
+    """Print one line for the user on standard error; a progress bar makes room for it."""
     print(printable(message), file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds: 3725 is "1:02:05"."""
+    """Format hours, minutes and seconds: 3725 is "1:02:05"."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
 class Progress:
-    """The share that is done, a text, and the time left. A context manager.
+    """A display of the finished share, a text, and the remaining time. A context manager.
 
     title       stands before the bar
     total       the work, in any unit; it may grow; 0 if unknown
-    done        of it, before this process began, which says nothing about its speed
+    done        the work finished before this process began, which its speed leaves out
     enabled     False shows nothing
-    lines       False shows nothing where there is no terminal
+    lines       False shows nothing without a terminal
     threaded    False draws the bar only in `update`, so that drawing takes no time from what is measured in between
     """
 
@@ -45,9 +45,9 @@ class Progress:
         self.total, self._done, self._before = total, done, done
         self._started, self._last_line = time.monotonic(), -float("inf")
         self._threaded, self._bar = threaded, None
-        drawn = enabled and sys.stderr.isatty()
-        self._lines = enabled and lines and not drawn
-        if drawn:
+        use_bar = enabled and sys.stderr.isatty()
+        self._lines = enabled and lines and not use_bar
+        if use_bar:
             with extra("lab"):
                 from rich.console import Console
                 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -77,14 +77,14 @@ class Progress:
             self._bar.stop()
 
     def skip(self, work: float) -> None:
-        """Count work that was done before this process began."""
+        """Add work that was finished before this process began."""
         self._before += work
 
     def update(self, done: float, text: str, *, total: float | None = None, line: bool = False) -> None:
         """Show that `done` is done.
 
-        text: what stands beside the bar, or in the plain line.
-        line: print a plain line now, even if the last one is not `LINE_SECONDS` ago.
+        text: shown beside the bar, or in the plain line.
+        line: print a plain line now, even within `LINE_SECONDS` of the last one.
         """
         self._done, self.total = done, self.total if total is None else total
         if self._bar:
@@ -96,5 +96,5 @@ class Progress:
             if line or now - self._last_line >= LINE_SECONDS:
                 self._last_line = now
                 speed = (done - self._before) / max(now - self._started, 1e-9)
-                left = f"  {duration((self.total - done) / speed)} left" if speed > 0 and self.total else ""
-                say(text + left)
+                time_left = f"  {duration((self.total - done) / speed)} left" if speed > 0 and self.total else ""
+                say(text + time_left)

@@ -1,4 +1,4 @@
-"""Record which code ran, on what machine, and when: what makes a number believable."""
+"""Record which code produced a number, on which machine, and when."""
 
 import math
 import os
@@ -13,12 +13,12 @@ import torch
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def physical_memory() -> float:
-    """Return the bytes of memory of this machine; infinity where it does not tell."""
+    """Return the bytes of memory of this machine; infinity if unknown."""
     if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= getattr(os, "sysconf_names", {}).keys():
         return math.inf
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -27,7 +27,7 @@ def physical_memory() -> float:
 def circumstances(device: torch.device) -> dict[str, Any]:
     """Return commit, versions, hardware, threads, load and date of this process, as plain values.
 
-    `load` is the average number of busy processes in the last minute, this one included, or None where it is unknown.
+    `load` is the average number of busy processes in the last minute, this one included, or None if unknown.
     """
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -44,7 +44,7 @@ def circumstances(device: torch.device) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """Return the version of an installed distribution, None where there is none."""
+    """Return the version of a distribution, None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -53,10 +53,10 @@ def version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """Return the commit of the checkout that holds this file, with "-dirty" if files differ; None outside of one."""
-    here = Path(__file__)
-    if not _git(here.parent, "ls-files", "--error-unmatch", here.name):
+    source = Path(__file__)
+    if not _git(source.parent, "ls-files", "--error-unmatch", source.name):
         return None
-    return _git(here.parent, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+    return _git(source.parent, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

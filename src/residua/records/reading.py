@@ -1,4 +1,4 @@
-"""JSON and YAML files that somebody else may have written: plain data comes out, or one InputError names the file.
+"""Read JSON and YAML files of any origin: return plain data, or raise an InputError that names the file.
 
 Nothing in a file is executed: YAML is read as by `yaml.safe_load`.
 """
@@ -40,7 +40,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 
 
 def read_json_files(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the value of every JSON file of a folder by name, before a library reads them that checks less.
+    """Return the value of every JSON file of a folder by name, before a library with fewer checks reads them.
 
     Raises InputError as `read_json` does.
     """
@@ -73,7 +73,7 @@ def parse_yaml(text: str, source: object) -> Any:
 
 
 def write_yaml(value: Any) -> str:
-    """Return plain values as a YAML document, mappings in their own order."""
+    """Return plain values as a YAML document that keeps the order of mappings."""
     with extra("lab"):
         import yaml
 
@@ -81,7 +81,7 @@ def write_yaml(value: Any) -> str:
 
 
 def file_inside(folder: str | os.PathLike[str], name: object) -> Path:
-    """Return the path of the file `name` of a folder, as an index or a manifest in it gives it.
+    """Return the path of the file `name`, taken from an index or a manifest in the folder.
 
     Raises:
         InputError: `name` is not the name of a file directly in the folder, or is a link to a file outside it.
@@ -114,9 +114,9 @@ def _loader() -> Any:
         def compose_mapping_node(self, anchor: Any) -> Any:
             node = super().compose_mapping_node(anchor)
             names = [key.value for key, _ in node.value]
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is not None:
-                raise ValueError(f"the key {twice} twice in a mapping")
+            duplicate = next((name for name in names if names.count(name) > 1), None)
+            if duplicate is not None:
+                raise ValueError(f"the key {duplicate} twice in a mapping")
             return node
 
     numbers = {

@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, whose opening executes nothing. Errors of a forged or damaged file are one line."""
+"""Read and write tensors as safetensors, which executes nothing. A forged or damaged file raises a one-line error."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -17,8 +17,8 @@ with extra("lab"):
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Replace the content of a file in one step, see `durable.replacing`. Raises OSError."""
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_bytes(path, save(whole, dict(metadata)))
+    cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_bytes(path, save(cpu_tensors, dict(metadata)))
 
 
 def read_tensors(path: str | os.PathLike[str], what: str, advice: str) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -29,12 +29,12 @@ def read_tensors(path: str | os.PathLike[str], what: str, advice: str) -> tuple[
 
 @contextmanager
 def undamaged(source: object, what: str, advice: str = "") -> Iterator[None]:
-    """Read and check tensors in this context.
+    """Turn every error of reading and checking tensors in this context into an InputError.
 
-    source, what: the file or folder, and what it was expected to be; advice: what to do, for the end of the message.
+    source, what: the file or folder, and its expected kind; advice: the end of the message, what to do.
 
     Raises:
-        InputError: whatever reading and checking forged content raises.
+        InputError: reading or checking the content failed.
     """
     try:
         yield

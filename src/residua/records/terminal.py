@@ -1,17 +1,17 @@
-"""Foreign text on its way to a terminal, which control characters could steer."""
+"""Make foreign text safe to print: control characters could steer a terminal."""
 
 import re
 import sys
 from contextlib import AbstractContextManager, redirect_stdout
 from typing import Any
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but newlines and tabs
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except newlines and tabs
 
 
 def printable(text: object) -> str:
-    """Return a text that is safe to print: control characters but newlines and tabs appear as \\u001b and the like.
+    """Return a text that is safe to print: control characters except newlines and tabs appear as \\u001b and the like.
 
-    What was JSON is JSON of the same value.
+    JSON text stays JSON of the same value.
     """
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", str(text))
 
@@ -22,12 +22,12 @@ def one_line(text: object) -> str:
 
 
 def printable_output() -> AbstractContextManager:
-    """Let standard output show only what is `printable`, in the context that this returns."""
+    """Return a context in which standard output shows only `printable` text."""
     return redirect_stdout(_Printable(sys.stdout))
 
 
 class Wrapped:
-    """A stream that is another one but for the methods of a subclass."""
+    """A stream that forwards to another, except for the methods of a subclass."""
 
     def __init__(self, stream: Any):
         self._stream = stream

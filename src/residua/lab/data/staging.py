@@ -83,7 +83,7 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
     folder = out.with_name(f".{out.name}.preparing")
     if folder.is_symlink():
         raise InputError(f"{folder}: must be a folder, got a link; remove it")
-    with hold(folder, own=None):
+    with hold(folder, markers=None):
         stage = Staging(out, folder, plan, _read_state(folder, plan))
         try:
             if stage.saved is None:

@@ -36,7 +36,7 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
     has_run = resume or (run.path / LOCK).exists()  # without a lock, config.yaml may be the user's
     markers = [path.name for path in (run.metrics, run.checkpoints, *([run.config] if has_run else []))]
     new, locked = not run.path.exists(), (run.path / LOCK).exists()
-    with hold(run.path, own=markers, patience=PATIENCE_SECONDS):
+    with hold(run.path, markers=markers, patience=PATIENCE_SECONDS):
         before = {entry.name for entry in run.path.iterdir()}  # read under the lock, so that no other run adds to them
         new = new and before <= {LOCK}
         if not locked and is_new(run.path):
