@@ -1,4 +1,4 @@
-"""What the commands share: their shape, exit statuses, their parser, and options that several of them have."""
+"""The interface of the commands, their exit statuses and parser, and the options of several commands."""
 
 import argparse
 import json
@@ -18,22 +18,22 @@ Arguments = argparse.Namespace
 
 
 class Command(Protocol):
-    """What a module in this package has."""
+    """The interface of a command's module."""
 
     HELP: str
     """One line for the overview and for `--help`."""
     EXAMPLES: str
-    """Command lines, one a line."""
+    """Command lines, one per line."""
 
     def add_arguments(self, parser: "Parser") -> None:
         """Add the options to the command's parser."""
 
     def run(self, arguments: Arguments) -> int | None:
-        """Do it; return an exit status, None for 0. InputError and RunError become one line."""
+        """Run the command; return an exit status, None for 0. InputError and RunError become one line."""
 
 
 class SubCommand(NamedTuple):
-    """One of several things that a command does. Its arguments are added when it is chosen."""
+    """A subcommand. Its arguments are added when its name is parsed."""
 
     help: str
     description: str
@@ -42,11 +42,11 @@ class SubCommand(NamedTuple):
 
 
 class HelpShown(Exception):
-    """argparse has printed what `--help` asked for."""
+    """Raised after argparse has printed the help."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises instead of ending the process, and that says what a misspelt option was meant to be."""
+    """An argparse parser that raises instead of ending the process, and suggests a name for a misspelt option."""
 
     def __init__(self, *args: Any, fill: Callable[["Parser"], None] | None = None, **options: Any):
         super().__init__(*args, allow_abbrev=False, **options)
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
             fill, self._fill = self._fill, None
             fill(self)
         for argument in sys.argv[1:] if args is None else args:
-            if argument.startswith("--") and argument.endswith("=--"):  # argparse gives a list where this is a value
+            if argument.startswith("--") and argument.endswith("=--"):  # argparse would return a list as this value
                 self.error(f"argument {argument[:-3]}: expected a value, got --")
         arguments, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         raise HelpShown
 
     def add_subcommands(self, table: Mapping[str, SubCommand]) -> None:
-        """Expect the name of one of these; `arguments.chosen` is then its `run`."""
+        """Require the name of a subcommand; set `arguments.chosen` to its `run`."""
         parsers = self.add_subparsers(required=True, dest="subcommand", metavar="|".join(table))
         for name, (help, description, add_arguments, run) in table.items():
             child = parsers.add_parser(name, help=help, description=description, fill=add_arguments)
@@ -82,10 +82,10 @@ class Parser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             self.error(f"unexpected argument {shown(argument)}")
         option = argument.partition("=")[0]
-        known = {name: name for name in self._option_string_actions}
+        names = {name: name for name in self._option_string_actions}
         # `--lr` for `--train.lr`
-        known = {f"--{name.rpartition('.')[2]}": name for name in known if "." in name} | known
-        self.error(f"unknown option {option}{did_you_mean(option, known, show=known)}")
+        names = {f"--{name.rpartition('.')[2]}": name for name in names if "." in name} | names
+        self.error(f"unknown option {option}{did_you_mean(option, names, show=names)}")
 
 
 def whole(low: int = -(2**63), high: int = 2**63 - 1) -> Callable[[str], int]:
@@ -95,7 +95,7 @@ def whole(low: int = -(2**63), high: int = 2**63 - 1) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
             value = int(text)
-        except ValueError:  # also for more digits than Python reads
+        except ValueError:  # also for more digits than Python converts
             raise argparse.ArgumentTypeError(f"expected a whole number, got {shown(text)}") from None
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"expected a whole number{limits}, got {shown(value)}")
@@ -139,7 +139,7 @@ def add_data(parser: Parser) -> None:
 
 
 def opens_model(folder: str | Path, checkpoint: object) -> bool:
-    """Return whether `folder` holds a model of transformers, and no run. Refuse a checkpoint of one: it has none."""
+    """Return whether `folder` holds a Hugging Face model and not a run. A model has no checkpoint to choose."""
     from residua.lab.experiment import is_model_folder
 
     if not is_model_folder(folder):
@@ -165,7 +165,7 @@ def stopped_by(number: int) -> int:
 
 
 def fail(error: object, status: int) -> int:
-    """Print one line on stderr, where there is one; return `status`."""
-    with suppress(OSError):  # nobody reads it
+    """Print one line on stderr, if it is open; return `status`."""
+    with suppress(OSError):  # stderr may be closed
         print(f"residua: {one_line(error)}", file=sys.stderr, flush=True)
     return status

@@ -1,4 +1,4 @@
-"""The command `residua`: the table of commands, and one line for whatever goes wrong in one."""
+"""The command `residua`: run a command by its name, and report any error in one line."""
 
 import importlib
 import sys
@@ -26,7 +26,7 @@ COMMANDS = (
     "cost",
     "demo",
 )
-"""The names, in the order of the overview; the module of each is in `residua.commands`."""
+"""The names in the order of the overview; each has a module in `residua.commands`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def _guarded(argv: list[str], signals: list[int]) -> int:
     except ReportedElsewhere as error:
         return error.status
     except BrokenPipeError:
-        discard_output()  # the reader, such as `head`, has had enough
+        discard_output()  # the reader, such as `head`, closed the pipe
         return FAILED
     except KeyboardInterrupt as stop:
         return fail(str(stop) or "interrupted", stopped_by(signals[0]) if signals else INTERRUPTED)

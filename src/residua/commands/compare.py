@@ -28,25 +28,25 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: Arguments) -> None:
     if arguments.out is not None:
-        with extra("lab"):  # before anything is read
+        with extra("lab"):  # raises before any run is read
             import_module("matplotlib")
     from residua.lab.evaluation.compare import compare
 
     comparison = compare(arguments.runs, baseline=arguments.baseline)
-    written = []
+    files = []
     if arguments.out is not None:
         from residua.lab.evaluation.plots import draw
         from residua.records.durable import write_text
 
         out = Path(arguments.out)
-        written = [*draw(comparison, out), out / "comparison.md", out / "comparison.json"]
+        files = [*draw(comparison, out), out / "comparison.md", out / "comparison.json"]
         write_text(out / "comparison.md", comparison.to_markdown())
         write_text(out / "comparison.json", json.dumps(comparison.to_json(), indent=2) + "\n")
     if arguments.json:
         print_json(comparison.to_json())
         return
     print_comparison(comparison)
-    for path in written:
+    for path in files:
         print(f"written: {path}")
 
 

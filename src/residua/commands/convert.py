@@ -34,13 +34,13 @@ def run(arguments: Arguments) -> None:
 
     out = new_folder(arguments.out, "--out")
     model, tokenizer = open_model(arguments.model, device="cpu")
-    before = model.num_parameters()
+    size = model.num_parameters()
     convert(model, arguments.connection, start=arguments.start)
-    added = model.num_parameters() - before
+    growth = model.num_parameters() - size
     with model_folder(out) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         if arguments.remote_code:
             add_code(temporary)
-    print(f"{out}: {type(model).__name__} with {arguments.connection}, {added:,} parameters more than {before:,}")
+    print(f"{out}: {type(model).__name__} with {arguments.connection}, {growth:,} parameters more than {size:,}")
     print(f"load it with: {loading(out, remote_code=arguments.remote_code)}")

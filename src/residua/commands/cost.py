@@ -41,7 +41,7 @@ NUMBERS: Mapping[str, str] = {
     "threads": "of the CPU; with more than one, wall-clock time is measured in place of CPU time",
     "seed": "of weights and inputs",
 }
-"""What the help says of settings that are whole numbers. A sub-command has the ones that its settings have."""
+"""The help of integer settings. A subcommand has options for those of its settings."""
 LISTS: Mapping[str, str] = {
     "tokens": "tokens of all sequences together",
     "dims": "widths",
@@ -112,7 +112,7 @@ def _print_estimate(costs: "Estimate") -> None:
 
 
 def add_shared(parser: Parser, settings: type) -> None:
-    """Add the device, everything of `settings` that `NUMBERS` and `LISTS` explain, and where results go."""
+    """Add the options of the device, of the settings in `NUMBERS` and `LISTS`, and of the output."""
     from residua.lab.cost.settings import Device
 
     parser.add_argument("--device", default=settings.device, choices=get_args(Device), help="(default: %(default)s)")
@@ -150,8 +150,8 @@ def add_models(parser: Parser, settings: type, precision: str, compiled: str = "
     parser.add_argument(
         "--state-dtype", choices=get_args(Precision), help="of the residual state (default: as the embeddings)"
     )
-    what = f"compile every model, the plain residual included{compiled}"
-    parser.add_argument("--compile", action="store_true", help=what)
+    text = f"compile every model, the plain residual included{compiled}"
+    parser.add_argument("--compile", action="store_true", help=text)
 
 
 def _step_arguments(parser: Parser) -> None:
@@ -164,8 +164,8 @@ def _step_arguments(parser: Parser) -> None:
 def _base(parser: Parser) -> None:
     from residua.lab.cost.steps import Base, ModelSettings
 
-    what = "residua's model, or a Llama of transformers that residua.convert gives each scheme (default: %(default)s)"
-    parser.add_argument("--base", default=ModelSettings.base, choices=get_args(Base), help=what)
+    text = "residua's model, or a Llama of transformers that residua.convert gives each scheme (default: %(default)s)"
+    parser.add_argument("--base", default=ModelSettings.base, choices=get_args(Base), help=text)
 
 
 def _memory_arguments(parser: Parser) -> None:
@@ -186,25 +186,25 @@ def chosen(arguments: Arguments, settings: type) -> Any:
 
 
 def measure(module: str, kind: str, arguments: Arguments) -> int:
-    """Run the benchmark of a module, with its settings of this kind, behind a bar; append its records to --out as they
-    come, print its results, and its notes on stderr.
+    """Run the benchmark of a module with its settings class `kind` and a progress bar. Append each record to --out at
+    once, then print the results, and the notes on stderr.
     """
     from residua.records.folder import writable
     from residua.records.jsonlines import JsonLines
     from residua.records.progress import Progress
 
-    found = import_module(module)
-    settings = chosen(arguments, getattr(found, kind))
+    benchmarks = import_module(module)
+    settings = chosen(arguments, getattr(benchmarks, kind))
     with ExitStack() as stack:
         lines = None
         if arguments.out is not None:
-            with writable(arguments.out, "a file to append to"):  # before hours are spent on the records
+            with writable(arguments.out, "a file to append to"):  # raises before hours of measuring
                 lines = stack.enter_context(JsonLines(Path(arguments.out).resolve()))
         bar = stack.enter_context(Progress("checking, then measuring", settings.steps, lines=False, threaded=False))
-        done = count()
+        steps_done = count()
 
         def advance() -> None:
-            bar.update(number := next(done), f"{number}/{settings.steps}")
+            bar.update(number := next(steps_done), f"{number}/{settings.steps}")
 
         def keep(record: Mapping[str, Any]) -> None:
             if lines is not None:
@@ -212,7 +212,7 @@ def measure(module: str, kind: str, arguments: Arguments) -> int:
                 lines.sync()
 
         advance()
-        result = found.benchmark(settings, advance=advance, keep=keep)
+        result = benchmarks.benchmark(settings, advance=advance, keep=keep)
     if arguments.json:
         print_json(result.records())
     else:

@@ -73,7 +73,7 @@ def _score(arguments: Arguments) -> None:
         opened = open_run(arguments.run, arguments.checkpoint, data=arguments.data)
         model, tokenizer, bfloat16 = opened.model, opened.tokenizer, opened.config.train.precision == "bfloat16"
     num_fewshot = arguments.num_fewshot or 0
-    found = score(
+    report = score(
         model,
         tokenizer,
         name=Path(arguments.run).name,
@@ -84,15 +84,15 @@ def _score(arguments: Arguments) -> None:
         limit=arguments.limit,
         bfloat16=bfloat16,
     )
-    tasks = [result.task for result in found.scores]
+    tasks = [result.task for result in report.scores]
     published = comparable(model.config, tasks, num_fewshot, size=arguments.published)
     if arguments.json:
-        print_json(found.to_json(published))
+        print_json(report.to_json(published))
         return
-    print_table(*found.table(published))
-    versions = ", ".join(f"{result.task} {result.version}" for result in found.scores)
-    metrics = ", ".join(f"{result.task} {result.metric}" for result in found.scores)
+    print_table(*report.table(published))
+    versions = ", ".join(f"{result.task} {result.version}" for result in report.scores)
+    metrics = ", ".join(f"{result.task} {result.metric}" for result in report.scores)
     print(f"\n{num_fewshot}-shot, percent; ours: {metrics}; the paper does not name its metrics")
-    print(f"lm_eval {found.harness}; task versions: {versions}")
+    print(f"lm_eval {report.harness}; task versions: {versions}")
     if arguments.limit is not None:
         print(f"note: only the first {arguments.limit} documents of each task: do not compare this with anything")

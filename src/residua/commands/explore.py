@@ -75,9 +75,9 @@ def run(arguments: Arguments) -> None:
             print("\n" * (number > 0), end="")
             _print(source)
     if out is not None and page is not None:
-        written = write_page(out, *page)
+        page_file = write_page(out, *page)
         if not arguments.json:
-            print(f"open in a browser: {written}")
+            print(f"open in a browser: {page_file}")
 
 
 def _record(source: "Source") -> dict[str, Any]:
@@ -94,10 +94,10 @@ def _record(source: "Source") -> dict[str, Any]:
 def _print(source: "Source") -> None:
     from residua.lab.inspection import overview, summary, warnings
 
-    first, *others = overview(source.trace)
+    first, *lines = overview(source.trace)
     print(one_line(first))
     print_table(*summary(source.trace))
-    for line in others:
+    for line in lines:
         print(one_line(line))
     for warning in warnings(source.trace):
         print(f"warning: {one_line(warning)}")

@@ -8,7 +8,7 @@ EXAMPLES = """\
 residua generate runs/ddl --prompt 'The function returns'
 residua generate models/smollm2-ihc --prompt '' --temperature 0.6 --seed 3"""
 COLDEST, HOTTEST = 1e-6, 1e6
-"""Outside of these logits overflow, or all tokens are equally probable."""
+"""Outside this range logits overflow, or all tokens are equally probable."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -44,14 +44,14 @@ def run(arguments: Arguments) -> None:
     else:
         opened = open_run(arguments.run, arguments.checkpoint)
         model, tokenizer = opened.model, opened.tokenizer
-    shown = False
+    prompt_shown = False
 
     def show(piece: str) -> None:
-        nonlocal shown
-        # The prompt waits for the first piece, so that an input that cannot be used prints nothing but its error.
-        text = piece if shown else arguments.prompt + piece
+        nonlocal prompt_shown
+        # The prompt waits for the first piece, so that bad input prints only its error.
+        text = piece if prompt_shown else arguments.prompt + piece
         print(text, end="", flush=True)
-        shown = True
+        prompt_shown = True
 
     complete(
         model,
@@ -65,4 +65,4 @@ def run(arguments: Arguments) -> None:
         seed=arguments.seed,
         on_text=show,
     )
-    print("" if shown else arguments.prompt)
+    print("" if prompt_shown else arguments.prompt)

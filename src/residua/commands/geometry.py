@@ -1,4 +1,4 @@
-"""The command `residua study geometry`: the benchmarks of arXiv 2605.06729 with what their comparison lacks."""
+"""The command `residua study geometry`: the benchmarks of arXiv 2605.06729, with controls and references."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -129,14 +129,14 @@ def _quick(arguments: Arguments) -> int:
     device = pick_device(arguments.device, "--device")
     tasks = [settings.task(name) for name in _distinct(arguments.tasks)]
     jobs = [
-        job(model, one.name, seed, settings, device)
-        for one in tasks
+        job(model, task.name, seed, settings, device)
+        for task in tasks
         for model in _distinct(arguments.models)
         for seed in _distinct(arguments.seeds)
     ]
     out = Path(arguments.out or f"runs/geometry/{'full' if arguments.full else 'quick'}")
-    known = [settings.task(name) for name in TASKS]
-    return _study(arguments, out, {"experiment": "sequences", **asdict(settings)}, jobs, known, device)
+    all_tasks = [settings.task(name) for name in TASKS]
+    return _study(arguments, out, {"experiment": "sequences", **asdict(settings)}, jobs, all_tasks, device)
 
 
 def _study(
@@ -156,28 +156,28 @@ def _study(
     workers = arguments.workers
     if workers is None:
         workers = min(4, available_cores()) if device.type == "cuda" else available_cores()
-    with extra("lab"):  # before hours are spent on what it will draw
+    with extra("lab"):  # raises before hours of training
         from residua.lab.geometry.pictures import draw
-    here = {"circumstances": circumstances(device) | {"threads": 1}}
-    with open_runs(out, settings) as made:
-        asked = run_jobs(jobs, made, processes=workers, finish=lambda job, record: {"key": job.key, **record, **here})
-        keys = {record["key"] for record in asked}
-        records = [*asked, *(record for key, record in made.finished.items() if key not in keys)]
-        trained = {record["task"] for record in records}
-        for one in tasks:
-            if one.name in trained:
-                records += references(one)
+    facts = {"circumstances": circumstances(device) | {"threads": 1}}
+    with open_runs(out, settings) as runs:
+        rows = run_jobs(jobs, runs, processes=workers, finish=lambda job, record: {"key": job.key, **record, **facts})
+        keys = {record["key"] for record in rows}
+        records = [*rows, *(record for key, record in runs.finished.items() if key not in keys)]
+        task_names = {record["task"] for record in records}
+        for task in tasks:
+            if task.name in task_names:
+                records += references(task)
         markdown, numbers = write_tables(records, out)
         pictures = draw(records, out)
     if arguments.json:
         print(numbers.read_text(encoding="utf-8"), end="")
         return 0
-    for one in tasks:
-        if one.name in trained:
-            print(f"{one.name}:")
-            print_table(*table(records, one.name))
+    for task in tasks:
+        if task.name in task_names:
+            print(f"{task.name}:")
+            print_table(*table(records, task.name))
             print()
-    for path in (made.path, markdown, numbers, *pictures):
+    for path in (runs.path, markdown, numbers, *pictures):
         print(f"written: {path}")
     return 0
 
@@ -188,34 +188,34 @@ def _sizes(arguments: Arguments) -> None:
     from residua.lab.geometry.tasks import task
 
     settings = _settings(arguments)
-    chosen = task(arguments.task) if arguments.task == "reflection" else settings.task(arguments.task)
-    found = [
-        match(name, features=chosen.dim, length=chosen.length, sizes=settings.sizes)
+    target = task(arguments.task) if arguments.task == "reflection" else settings.task(arguments.task)
+    models = [
+        match(name, features=target.dim, length=target.length, sizes=settings.sizes)
         for name in _distinct(arguments.models)
     ]
-    # What was published says nothing about smaller models.
+    # The published counts do not apply to smaller models.
     counts = {name: model.parameters for name, model in published.MODELS.items()} if arguments.full else {}
     if arguments.json:
-        records = [one.describe() | {"published_without_wrapper": counts.get(one.name)} for one in found]
+        records = [model.describe() | {"published_without_wrapper": counts.get(model.name)} for model in models]
         print_json(records)
         return
     rows = [
         [
-            one.name,
-            str(one.layers),
-            str(one.width),
-            str(one.hidden),
-            f"{one.parameters:,}",
-            f"{one.ratio:.3f}",
-            *([f"{counts[one.name]:,}" if one.name in counts else ""] if counts else []),
+            model.name,
+            str(model.layers),
+            str(model.width),
+            str(model.hidden),
+            f"{model.parameters:,}",
+            f"{model.ratio:.3f}",
+            *([f"{counts[model.name]:,}" if model.name in counts else ""] if counts else []),
         ]
-        for one in found
+        for model in models
     ]
     header = ["model", "layers", "width", "MLP", "parameters", "ratio"]
     header += ["published, without wrapper"] if counts else []
     print_table(header, rows)
     print(
-        f"\n{chosen.name}: {chosen.length} inputs of {chosen.dim} features. parameters: ours, all of the model; "
+        f"\n{target.name}: {target.length} inputs of {target.dim} features. parameters: ours, all of the model; "
         "ratio: to the plain residual."
     )
 

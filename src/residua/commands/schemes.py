@@ -1,4 +1,4 @@
-"""The command `residua schemes`, and what it and the pages of the schemes say of each."""
+"""The command `residua schemes`, and the facts of a scheme that it and the scheme's page show."""
 
 import re
 from collections.abc import Collection
@@ -65,7 +65,7 @@ def _record(name: str, scheme: "Scheme") -> dict[str, Any]:
     counts: dict[str, int | None] = dict.fromkeys(PAPER_SIZES)
     try:
         size, counts = state(scheme), {**added(scheme)}
-    except Exception as error:  # of somebody's scheme, such as one for some widths alone
+    except Exception as error:  # of a custom scheme, such as one for some widths only
         size, reason = None, f"{type(error).__name__}: {first_line(error)}"
     values = {field.name: (getattr(scheme, field.name), field.default) for field in fields(scheme)}
     return {
@@ -87,7 +87,7 @@ def _explain(name: str, as_json: bool) -> None:
     except (TypeError, ValueError) as error:
         raise InputError(first_line(error)) from error
     kind = type(scheme)
-    header, published = averages({name})
+    header, rows = averages({name})
     record = _record(name, scheme) | {
         "title": kind.title,
         "users": kind.users,
@@ -101,7 +101,7 @@ def _explain(name: str, as_json: bool) -> None:
             }
             for field in fields(scheme)
         ],
-        "published": [dict(zip(header, row)) for row in published],
+        "published": [dict(zip(header, row)) for row in rows],
     }
     if as_json:
         print_json(record)
@@ -122,9 +122,9 @@ def _explain(name: str, as_json: bool) -> None:
         choices = ", ".join(option["values"])
         print(f"\n{option['name']} = {option['value']}  (default: {option['default']}; {choices})")
         print(indent(WRAP.fill(option["meaning"]), "    "))
-    if published:
+    if rows:
         print("\npublished, mean accuracy of eight tasks in percent, one seed each (arXiv 2601.00417):\n")
-        print_table(header, published)
+        print_table(header, rows)
     print("\nour own results: docs/results.md and docs/resbench.md")
 
 
@@ -154,30 +154,30 @@ def _parameters(scheme: "Scheme", size: str) -> int:
 
 def about(kind: "type[Scheme]") -> list[str]:
     """Return the paragraphs of the docstring of `kind` that explain it, without the list of its options."""
-    listed = meanings(kind)
+    options = meanings(kind)
     paragraphs = cleandoc(kind.__doc__ or "").split("\n\n")
-    return [text for text in paragraphs if text.split(maxsplit=1)[0].strip(",") not in listed]
+    return [text for text in paragraphs if text.split(maxsplit=1)[0].strip(",") not in options]
 
 
 def meaning(kind: "type[Scheme]", option: str) -> str:
-    """Return what the docstrings say of an option: of `kind`, of a scheme that it names, or of any scheme."""
+    """Return the text on an option in the docstring of `kind`, of a scheme that it names, or of any scheme."""
     from residua.connections import SCHEMES, Scheme
 
     text = cleandoc(kind.__doc__ or "")
-    named = [scheme for scheme in SCHEMES.values() if f"`{scheme.__name__}`" in text]
-    for scheme in (*kind.__mro__, *named, *SCHEMES.values()):
-        if issubclass(scheme, Scheme) and option in (listed := meanings(scheme)):
-            return listed[option]
-    for other, words in meanings(kind).items():
-        if re.search(rf"\b{option}\b", words):
+    mentions = [scheme for scheme in SCHEMES.values() if f"`{scheme.__name__}`" in text]
+    for scheme in (*kind.__mro__, *mentions, *SCHEMES.values()):
+        if issubclass(scheme, Scheme) and option in (texts := meanings(scheme)):
+            return texts[option]
+    for other, explanation in meanings(kind).items():
+        if re.search(rf"\b{option}\b", explanation):
             return f"see `{other}`"
     return "see the text above" if re.search(rf"\b{option}\b", text) else ""
 
 
 def meanings(kind: "type[Scheme]") -> dict[str, str]:
-    """Return what the docstring of `kind` says of each option that has a line of its own."""
-    listed = "|".join(field.name for field in fields(kind)) or "(?!)"
-    pattern = rf"(?m)^((?:{listed})(?:, (?:{listed}))*) +(\S.*(?:\n +\S.*)*)"
+    """Return the text on each option that has its own line in the docstring of `kind`."""
+    options = "|".join(field.name for field in fields(kind)) or "(?!)"
+    pattern = rf"(?m)^((?:{options})(?:, (?:{options}))*) +(\S.*(?:\n +\S.*)*)"
     lines = re.findall(pattern, cleandoc(kind.__doc__ or ""))
     return {name: " ".join(text.split()) for names, text in lines for name in names.split(", ")}
 
@@ -187,17 +187,17 @@ def values(kind: "type[Scheme]", option: str) -> list[str]:
     return _values(get_type_hints(kind)[option])
 
 
-def _values(declared: Any) -> list[str]:
-    if get_origin(declared) is Literal:
-        return [repr(choice) for choice in get_args(declared)]
-    if get_origin(declared) in (Union, UnionType):
-        return [value for part in get_args(declared) for value in _values(part)]
-    return ["None" if declared is type(None) else getattr(declared, "__name__", str(declared))]
+def _values(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [repr(choice) for choice in get_args(annotation)]
+    if get_origin(annotation) in (Union, UnionType):
+        return [value for part in get_args(annotation) for value in _values(part)]
+    return ["None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))]
 
 
 def averages(names: Collection[str]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and rows of the published averages of these presets and the plain residual; no rows if there
-    are none of these."""
+    """Return the header and rows of the published averages of these presets and the plain residual; no rows if
+    none of these presets was published."""
     from residua.lab.evaluation.published import ROWS
 
     columns = list(dict.fromkeys(f"{row.size}, {row.num_fewshot}-shot" for row in ROWS))

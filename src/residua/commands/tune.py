@@ -57,7 +57,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> None:
-    """Train what is missing and show the results. Raises InputError and RunError."""
+    """Train the missing runs and show the results. Raises InputError and RunError."""
     from residua.lab.training import load_config
 
     if arguments.print_config:
@@ -65,7 +65,7 @@ def run(arguments: Arguments) -> None:
         return
     if arguments.out is None:
         raise InputError("expected --out DIR, the folder of the sweep")
-    with extra("lab"):  # known to be there before hours are spent on the picture's numbers
+    with extra("lab"):  # raises before hours of training
         importlib.import_module("matplotlib")
     from residua.lab.study.sweep import Sweep, parse_over, train_sweep
 
