@@ -101,7 +101,7 @@ def fail_in_save(name, number, error):
 
 
 def fail_to_build(error):
-    def build(*arguments):
+    def build(*arguments, **options):
         raise error
 
     experiment.build_model = build
@@ -220,8 +220,8 @@ def break_loss(step):
     """The loss of this rank is NaN in the first micro-batch of a step that it computes."""
     plain = experiment.build_model
 
-    def build(*arguments):
-        model = plain(*arguments)
+    def build(*arguments, **options):
+        model = plain(*arguments, **options)
         forwards = iter(range(1, 10_000))
 
         def poison(module, inputs, output):
