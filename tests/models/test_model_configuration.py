@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from residua import DeepDelta
+from residua.commands.schemes import PAPER_SIZES
 from residua.connections import describe
 from residua.models import MODEL_FIELDS, SIZES, ResiduaConfig, ResiduaForCausalLM
 from support.tiny_models import prompt, tiny_config
@@ -28,6 +29,8 @@ def test_the_sizes_of_the_papers_models():
         "max_position_embeddings": 1024,
     }
     assert (SIZES["medium"]["num_hidden_layers"], SIZES["medium"]["num_attention_heads"]) == (24, 8)
+    for name, shape in PAPER_SIZES.items():
+        assert shape == (SIZES[name]["hidden_size"], 2 * SIZES[name]["num_hidden_layers"])
     for size in SIZES.values():
         ResiduaConfig(**size)
 

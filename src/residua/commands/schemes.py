@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 HELP = "list the residual schemes, or explain one: equation, options, cost, who runs it, results"
 EXAMPLES = "residua schemes\nresidua schemes ddl-cc\nresidua schemes --json"
 WRAP = TextWrapper(100, break_on_hyphens=False)
-PAPER_SIZES = ("small", "medium")
+PAPER_SIZES = {"small": (768, 24), "medium": (1024, 48)}
+"""Width and sublayers of the models of arXiv 2601.00417. `residua.models.SIZES` has more, and needs transformers."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -145,10 +146,8 @@ def added(scheme: "Scheme") -> dict[str, int]:
 def _parameters(scheme: "Scheme", size: str) -> int:
     import torch
 
-    from residua.models.sizes import SIZES
-
     with torch.device("meta"):
-        stream = scheme.build(SIZES[size]["hidden_size"], 2 * SIZES[size]["num_hidden_layers"])
+        stream = scheme.build(*PAPER_SIZES[size])
     return sum(parameter.numel() for parameter in stream.parameters())
 
 
