@@ -99,3 +99,23 @@ def test_the_help_of_a_command_loads_neither_torch_nor_transformers():
         "    assert [main([name, '--help']) for name in COMMANDS] == [0] * len(COMMANDS)"
     )
     assert loaded_by(code) & {"torch", "transformers", "numpy", "rich"} == set()
+
+
+@pytest.mark.processes
+def test_residua_imports_beside_a_transformers_that_the_lab_does_not_take():
+    code = (
+        "import sys, types\n"
+        "sys.modules['transformers'] = types.ModuleType('transformers')\n"
+        "import residua\n"
+        "assert residua.Residual().build(4, 1).connections\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.processes
+def test_auto_classes_know_our_models_where_transformers_was_imported_first():
+    code = (
+        "import transformers, residua\n"
+        "assert {'residua', 'residua-converted'} <= set(transformers.CONFIG_MAPPING.keys())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,6 +5,7 @@ imported before, its Auto classes open our models and converted ones from then o
 """
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from residua import lazy
@@ -93,5 +94,5 @@ __all__ = [
 __getattr__, __dir__ = lazy.attributes(__name__, __all__, ["connections", "ops", "conversion"])
 
 if "transformers" in sys.modules:
-    import residua.conversion.saving
-    import residua.models  # noqa: F401
+    with suppress(ImportError):  # the connections need neither the lab nor a transformers that it takes
+        import residua.conversion.saving  # noqa: F401
