@@ -49,7 +49,7 @@ def together(start, path, size, function, *arguments):
         port = free.getsockname()[1]
     members = [start(_member, rank, size, port, path, function, arguments) for rank in range(size)]
     for member in members:
-        member.join(120)
+        member.join(240)
         member.kill()
     found = [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(size)]
     for rank, result in enumerate(found):

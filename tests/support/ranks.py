@@ -166,7 +166,7 @@ def run_ranks(start, size, folder, arguments, fates=None, *, resume=False) -> Jo
         port = free.getsockname()[1]
     processes = [start(rank_main, rank, size, port, folder, arguments, fates or {}) for rank in range(size)]
     for process in processes:
-        process.join(120)
+        process.join(240)
     statuses = [process.exitcode for process in processes]
     for process in processes:
         process.kill()

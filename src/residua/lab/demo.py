@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from residua.errors import extra
+from residua.errors import extra, require
 from residua.lab.evaluation.compare import Comparison, compare
 from residua.lab.evaluation.generate import complete
 from residua.lab.evaluation.plots import draw
@@ -66,6 +66,9 @@ def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
     jobs = []
     for name, config in configs.items():
         config = replace(config, data=replace(config.data, path=str(data.folder)))
+        if (begun := out / name / "config.yaml").is_file():  # more steps would continue a schedule that has ended
+            begun_steps = load_config(str(begun)).train.steps
+            require(config.train.steps == begun_steps, f"{begun}: train.steps", str(begun_steps), config.train.steps)
         jobs.append(Job(name, _train, (config, out / name), config.train.steps))
     say(f"training {len(jobs)} models side by side: {', '.join(configs)}")
     with tempfile.TemporaryDirectory() as folder, Records(Path(folder) / "runs.jsonl", lambda row: row["run"]) as runs:

@@ -101,7 +101,7 @@ def test_two_processes_have_the_gradients_of_one(kind, connection, start, tmp_pa
     file = tmp_path / "gradients.pt"
     processes = [start(rank_main, rank, port, kind, connection, file) for rank in range(2)]
     for process in processes:
-        process.join(120)
+        process.join(240)
     assert [process.exitcode for process in processes] == [0, 0]
     found, want = torch.load(file, weights_only=True), gradients(converted(connection).train())
     assert found.keys() == want.keys()
