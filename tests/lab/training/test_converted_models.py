@@ -1,14 +1,12 @@
 """A converted model trains as the model that it was: Trainer, LoRA, DDP, FSDP2, a compiler."""
 
-import os
-import socket
-
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 import residua
 from support.converted_models import IDS, PLAIN, WINDOWED, converted, llama
+from support.processes import together
 from support.tolerances import assert_close
 
 
@@ -70,10 +68,7 @@ def gradients(model):
     return whole
 
 
-def rank_main(rank, port, kind, connection, file):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+def gradients_of_a_rank(rank, kind, connection):
     model = converted(connection).train()
     if kind == "fsdp2":
         from torch.distributed.fsdp import fully_shard
@@ -85,25 +80,16 @@ def rank_main(rank, port, kind, connection, file):
         fully_shard(model, mesh=mesh)
     else:
         model = torch.nn.parallel.DistributedDataParallel(model)
-    found = gradients(model)
-    if rank == 0:
-        torch.save(found, file)
+    result = gradients(model)
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "connection"), [("ddp", PLAIN), ("fsdp2", PLAIN), ("fsdp2", WINDOWED)])
 def test_two_processes_have_the_gradients_of_one(kind, connection, start, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    file = tmp_path / "gradients.pt"
-    processes = [start(rank_main, rank, port, kind, connection, file) for rank in range(2)]
-    for process in processes:
-        process.join(240)
-    assert [process.exitcode for process in processes] == [0, 0]
-    found, want = torch.load(file, weights_only=True), gradients(converted(connection).train())
+    found, _ = together(start, tmp_path, 2, gradients_of_a_rank, kind, connection)
+    want = gradients(converted(connection).train())
     assert found.keys() == want.keys()
     for name, grad in want.items():
         assert_close(found[name], grad)
