@@ -7,10 +7,10 @@ from functools import cache
 from inspect import cleandoc
 from textwrap import TextWrapper, indent
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from residua.commands.base import Arguments, Parser, add_json, print_json
-from residua.errors import InputError, first_line
+from residua.errors import InputError, first_line, types_of
 from residua.records.table import print_table
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def meanings(kind: "type[Scheme]") -> dict[str, str]:
 
 def values(kind: "type[Scheme]", option: str) -> list[str]:
     """Return the choices of an option, or the types of its values."""
-    return _values(get_type_hints(kind)[option])
+    return _values(types_of(kind)[option])
 
 
 def _values(annotation: Any) -> list[str]:

@@ -4,9 +4,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any
 
-from residua.errors import did_you_mean, fits, words
+from residua.errors import did_you_mean, fits, types_of, words
 
 
 def named(text: str) -> tuple[str, dict[str, Any]]:
@@ -50,7 +50,7 @@ def check_types(scheme: Any) -> None:
 
 def check_options(kind: type, options: Mapping[str, Any]) -> None:
     """Raise ValueError for the first of the `options` whose value is not of the type that the class `kind` declares."""
-    hints = get_type_hints(kind)
+    hints = types_of(kind)
     for name, value in options.items():
         if not fits(value, hints[name]):
             raise ValueError(f"{kind.__name__}: {name}: expected {words(hints[name])}, got {value!r}")

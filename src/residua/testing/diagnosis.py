@@ -6,7 +6,7 @@ A mistake is named only if the module agrees with it, to rounding. Otherwise the
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from itertools import combinations
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from residua.connections import Carry, Connection, Mixing, RankOne
 from residua.connections.base import as_inputs
+from residua.errors import types_of
 from residua.ops import rms_norm
 from residua.testing.adapter import Pair
 from residua.testing.agreement import agree, disagreement
@@ -63,7 +64,7 @@ def _variant(pair: Pair, state: Any, got: Any, actual: Calls) -> str | None:
 
 def _other_values(scheme: Any) -> Iterator[tuple[str, Any]]:
     """Yield other values of each option: all choices, and for a number those of a forgotten factor."""
-    hints = get_type_hints(type(scheme))
+    hints = types_of(type(scheme))
     for option in (field.name for field in fields(scheme)):
         value, hint = getattr(scheme, option), hints[option]
         choices: tuple[Any, ...] = ()

@@ -9,9 +9,9 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from residua.errors import InputError, did_you_mean, fits, require, shown, words
+from residua.errors import InputError, did_you_mean, fits, require, shown, types_of, words
 from residua.records.reading import parse_yaml, read_text, write_yaml
 
 LARGEST_VOCABULARY = 2**24
@@ -31,7 +31,7 @@ class _Section:
         require(condition, f"{_NAMES[type(self)]}.{name}", expected, getattr(self, name))
 
     def _check_types(self) -> None:
-        for name, kind in get_type_hints(type(self)).items():
+        for name, kind in types_of(type(self)).items():
             value = getattr(self, name)
             self._check(name, fits(value, kind), words(kind))
             if isinstance(value, int):
