@@ -103,7 +103,7 @@ class Decoding:
         allowed = TOLERANCES["bfloat16" if low else "float32"]
         if not error <= allowed:  # also where it is not a number
             raise RunError(
-                f"{self.preset}: expected logits within {allowed:g} of a float64 copy's, relatively, got {error:.2g}; "
+                f"{self.preset} must be logits within {allowed:g} of a float64 copy's, relatively, got {error:.2g}; "
                 "a wrong model has no speed"
             )
         return error

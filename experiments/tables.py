@@ -644,7 +644,7 @@ def filled(page: str, text: str) -> str:
         pattern = rf"(<!-- {name}: experiments/tables.py -->\n).*?(<!-- /{name} -->)"
         text, count = re.subn(pattern, lambda match: f"{match[1]}{table()}\n{match[2]}", text, flags=re.DOTALL)  # noqa: B023
         if count != 1:
-            raise SystemExit(f"{page}: expected the markers of {name} once, found them {count} times")
+            raise SystemExit(f"{page} must be the markers of {name} once, found them {count} times")
     return text
 
 

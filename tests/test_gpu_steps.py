@@ -149,5 +149,5 @@ def test_a_dry_run_measures_and_goes_on_where_it_ended(gpu, tmp_path, capsys):
 def test_without_a_gpu_it_says_so(gpu, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpu.main([]) == 2
-    assert "expected a machine with a CUDA device, found none; --dry-run" in capsys.readouterr().err
+    assert "needs a machine with a CUDA device, found none; --dry-run" in capsys.readouterr().err
     assert os.environ.get("TRITON_INTERPRET") in (None, "1")

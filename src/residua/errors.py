@@ -64,7 +64,7 @@ LONGEST = 300
 def require(condition: bool, name: str, expected: str, got: Any) -> None:
     """Raise InputError for the value `got` of `name` unless `condition` holds."""
     if not condition:
-        raise InputError(f"{name}: expected {expected}, got {shown(got)}")
+        raise InputError(f"{name} must be {expected}, got {shown(got)}")
 
 
 def shown(value: Any) -> str:

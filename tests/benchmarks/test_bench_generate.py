@@ -58,7 +58,7 @@ def test_a_memory_that_is_lost_gets_no_speed(monkeypatch, capsys):
         return step(decoding, ids)
 
     monkeypatch.setattr(Decoding, "_step", forgetful)
-    with pytest.raises(RunError, match=r"^residual: expected logits within .* a wrong model has no speed$"):
+    with pytest.raises(RunError, match=r"^residual must be logits within .* a wrong model has no speed$"):
         command("--presets", "ddl")
     assert capsys.readouterr().out == ""
 
@@ -103,10 +103,10 @@ def test_the_table_of_writing_has_a_line_for_each_preset_and_batch(capsys):
     [
         (["--presets", "dll"], "did you mean 'ddl'"),
         (["--presets", "ddl:recompte=none"], "did you mean 'recompute'"),
-        (["--presets", "ddl:recompute"], "expected NAME:OPTION=VALUE"),
-        (["--batch-sizes", "1", "0"], "batch_sizes: expected at least 1, got 0"),
-        (["--new-tokens", "0"], "new_tokens: expected at least 1, got 0"),
-        (["--warmup", "-1"], "warmup: expected at least 0, got -1"),
+        (["--presets", "ddl:recompute"], "must be NAME:OPTION=VALUE"),
+        (["--batch-sizes", "1", "0"], "batch_sizes must be at least 1, got 0"),
+        (["--new-tokens", "0"], "new_tokens must be at least 1, got 0"),
+        (["--warmup", "-1"], "warmup must be at least 0, got -1"),
     ],
 )
 def test_settings_of_writing_that_cannot_be_used_are_refused(arguments, message):

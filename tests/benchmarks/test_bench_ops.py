@@ -91,7 +91,7 @@ def wrong(fault):
 @pytest.mark.parametrize("fault", ["result", "gradient", "infinite"])
 def test_a_wrong_operation_gets_no_speed(monkeypatch, capsys, tmp_path, fault):
     monkeypatch.setitem(CASES, "delta_write", wrong(fault))
-    with pytest.raises(RunError, match=r"^delta_write, reference, float32: expected .* what is wrong has no speed$"):
+    with pytest.raises(RunError, match=r"^delta_write, reference, float32 must be .* what is wrong has no speed$"):
         command("--operations", "delta_write", "--implementation", "reference", "--out", str(tmp_path / "out.jsonl"))
     assert capsys.readouterr().out == ""
     assert (tmp_path / "out.jsonl").read_text() == ""
@@ -146,10 +146,10 @@ def test_the_share_is_that_of_the_copy_in_the_same_round(monkeypatch):
     [
         (["--operations", "delta_right"], "no operation is called 'delta_right'"),
         (["--operations", "connection:dll"], "did you mean 'ddl'"),
-        (["--tokens", "0"], "tokens: expected at least 1, got 0"),
-        (["--tokens", "13"], "tokens: expected a multiple of the sequence length 6: 13"),
-        (["--rounds", "0"], "rounds: expected at least 1, got 0"),
-        (["--warmup", "-1"], "warmup: expected at least 0, got -1"),
+        (["--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["--tokens", "13"], "tokens must be a multiple of the sequence length 6: 13"),
+        (["--rounds", "0"], "rounds must be at least 1, got 0"),
+        (["--warmup", "-1"], "warmup must be at least 0, got -1"),
     ],
 )
 def test_settings_of_operations_that_cannot_be_used_are_refused(arguments, message):

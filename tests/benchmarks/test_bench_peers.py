@@ -107,7 +107,7 @@ def test_what_cannot_take_part_is_one_line_each(monkeypatch, capsys):
 
 
 def test_an_unknown_package_is_refused():
-    with pytest.raises(InputError, match=r"packages: expected hyper-connections, .*, got 'numpy'"):
+    with pytest.raises(InputError, match=r"packages must be hyper-connections, .*, got 'numpy'"):
         PeerSettings(packages=("numpy",))
 
 

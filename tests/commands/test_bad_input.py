@@ -123,7 +123,7 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
 @pytest.mark.parametrize("value", ["inf", "nan", "1e-40", "1e40", "-1"])
 def test_temperatures_that_overflow_are_refused(value, capsys):
     assert main(["generate", NOWHERE, "--prompt", "a", f"--temperature={value}"]) == 2
-    assert "--temperature: expected a number" in capsys.readouterr().err
+    assert "--temperature must be a number" in capsys.readouterr().err
 
 
 def test_numbers_of_options():
@@ -132,17 +132,17 @@ def test_numbers_of_options():
     parser.add_argument("--n", type=whole(1, 5))
     parser.add_argument("--x", type=number)
     for text in ("0", "6", "x"):
-        with pytest.raises(ValueError, match=r"argument --n: expected a whole number.*, got"):
+        with pytest.raises(ValueError, match=r"argument --n: must be a whole number.*, got"):
             parser.parse_args(["--n", text])
     for text in ("nan", "inf", "x", "1e400"):
-        with pytest.raises(ValueError, match=r"argument --x: expected a (finite )?number, got"):
+        with pytest.raises(ValueError, match=r"argument --x: must be a (finite )?number, got"):
             parser.parse_args(["--x", text])
 
 
 @pytest.mark.parametrize("argv", [["explore", "--out=--"], ["cost", "count", "--config", "tiny", "--train.device=--"]])
 def test_two_dashes_are_no_value(argv, capsys):
     assert main(argv) == 2
-    assert re.search(r"^residua: argument --\S+: expected a value, got --; ", capsys.readouterr().err)
+    assert re.search(r"^residua: argument --\S+ must have a value, got --; ", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -88,19 +88,22 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         (["generate", "x", "--prompt", "a", "--temprature", "1"], "did you mean --temperature?"),
         (["generate", "x", "--prompt", "a", "--seed", "one"], "--seed"),
         (["evaluate", "x", "y"], "unexpected argument 'y'"),
-        (["evaluate", "no-such-folder"], "no-such-folder: expected a run folder"),
-        (["evaluate", "x", "--limit", "3"], "--limit: expected --tasks beside it"),
-        (["evaluate", "x", "--num-fewshot", "0"], "--num-fewshot: expected --tasks beside it"),
-        (["evaluate", "x", "--batch-size", "1"], "--batch-size: expected --tasks beside it"),
-        (["evaluate", "x", "--published", "small"], "--published: expected --tasks beside it"),
-        (["evaluate", "x", "--include-path", "x"], "--include-path: expected --tasks beside it"),
-        (["compare", "no-such-folder"], "expected a run folder"),
+        (["evaluate", "no-such-folder"], "no-such-folder must be a run folder"),
+        (["evaluate", "x", "--limit", "3"], "--limit needs --tasks beside it"),
+        (["evaluate", "x", "--num-fewshot", "0"], "--num-fewshot needs --tasks beside it"),
+        (["evaluate", "x", "--batch-size", "1"], "--batch-size needs --tasks beside it"),
+        (["evaluate", "x", "--published", "small"], "--published needs --tasks beside it"),
+        (["evaluate", "x", "--include-path", "x"], "--include-path needs --tasks beside it"),
+        (["compare", "no-such-folder"], "give a run folder"),
         (["train", "--run", "x"], "--config"),
         (["cost", "count"], "--config NAME|FILE.yaml must say which run"),
-        (["cost", "count", "--config", "tiny", "--gpus", "7"], "residua: --gpus: expected a number of processes"),
+        (
+            ["cost", "count", "--config", "tiny", "--gpus", "7"],
+            "residua: --gpus: torchrun must start a number of processes",
+        ),
         (["generate", "x", "--prompt", "a", "--temperature", "0"], "got 0; for the most probable text use --greedy"),
         (["train", "--config", "tiny"], "--run DIR"),
-        (["train", "--run", "no-such-folder", "--resume"], "expected a run to resume"),
+        (["train", "--run", "no-such-folder", "--resume"], "must be a run to resume"),
         (["train", "--run", "x", "--config", "tyny"], "did you mean tiny?"),
         (["train", "--run", "x", "--config", "tiny", "--resme"], "did you mean --resume?"),
         (["train", "--run", "x", "--config", "tiny", "--lr", "1"], "did you mean --train.lr?"),
@@ -158,18 +161,16 @@ def test_schemes_lists_every_preset_with_the_parameters_of_the_paper(capsys):
 def test_a_scheme_that_cannot_be_built_ends_no_listing(capsys, monkeypatch):
     class Narrow(Residual):
         def build(self, dim, num_sublayers, **options):
-            raise ValueError(f"expected a width of at most 64, got {dim}")
+            raise ValueError(f"must be a width of at most 64, got {dim}")
 
     monkeypatch.setattr(registry, "PRESETS", {"narrow": Narrow(), "residual": Residual()})
     narrow, plain = json.loads(output(capsys, ["schemes", "--json"]))
     assert narrow["parameters_added"] == {"small": None, "medium": None}
-    assert narrow["not_built"] == "ValueError: expected a width of at most 64, got 768"
+    assert narrow["not_built"] == "ValueError: must be a width of at most 64, got 768"
     assert (plain["parameters_added"], plain["not_built"]) == ({"small": 0, "medium": 0}, None)
     table = output(capsys, ["schemes"]).splitlines()
     assert [line.split()[0] for line in table[2:4]] == ["narrow", "residual"]
-    assert (
-        table[-1] == "narrow: -, because it cannot be built here: ValueError: expected a width of at most 64, got 768"
-    )
+    assert table[-1] == "narrow: -, because it cannot be built here: ValueError: must be a width of at most 64, got 768"
 
 
 def test_print_config_shows_the_resolved_configuration_and_trains_nothing(capsys, tmp_path):
@@ -208,10 +209,10 @@ def test_evaluate_the_best_checkpoint(capsys, prepared, tmp_path):
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"val_loss": loss}))
     argv = ["evaluate", tmp_path / "run", "--json", "--checkpoint"]
     assert json.loads(output(capsys, [*argv, "best"]))["step"] == 2
-    assert "expected the number of a step or best, got 'worst'" in error(capsys, [*argv, "worst"])
+    assert "must be the number of a step or best, got 'worst'" in error(capsys, [*argv, "worst"])
     for manifest in (tmp_path / "run").glob("checkpoints/*/manifest.json"):
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"val_loss": None}))
-    assert "expected a checkpoint with a validation loss" in error(capsys, [*argv, "best"])
+    assert "must hold a checkpoint with a validation loss" in error(capsys, [*argv, "best"])
 
 
 def test_generate_prints_the_prompt_and_the_same_text_for_the_same_seed(capsys, runs):

@@ -143,4 +143,4 @@ def test_streams_part_in_training_from_the_preserving_start():
 def test_a_wrong_option_is_one_clear_line(options, words):
     with pytest.raises(ValueError) as raised:
         AlternatingUpdates(**options)
-    assert all(word in str(raised.value) for word in ["AlternatingUpdates", "expected", "got", *words])
+    assert all(word in str(raised.value) for word in ["AlternatingUpdates", "must", "got", *words])

@@ -216,4 +216,4 @@ def test_second_derivatives_of_a_stack():
 def test_a_wrong_option_is_one_clear_line(options, words):
     with pytest.raises(ValueError) as raised:
         AttentionResiduals(**options)
-    assert all(word in str(raised.value) for word in ["AttentionResiduals", "expected", "got", *words])
+    assert all(word in str(raised.value) for word in ["AttentionResiduals", "must", "got", *words])

@@ -106,4 +106,4 @@ def test_reads_are_float32_up_to_the_norm_in_a_bfloat16_model():
 def test_a_wrong_option_is_one_clear_line(options, words):
     with pytest.raises(ValueError) as raised:
         InklingAttentionResiduals(**options)
-    assert all(word in str(raised.value) for word in ["InklingAttentionResiduals", "expected", "got", *words])
+    assert all(word in str(raised.value) for word in ["InklingAttentionResiduals", "must", "got", *words])

@@ -156,15 +156,15 @@ def test_residual_is_exactly_the_sum():
 
 
 def test_a_stream_wants_as_many_sublayers_as_connections():
-    with pytest.raises(ValueError, match="sublayers: expected 2, one per connection, got 3"):
+    with pytest.raises(ValueError, match="sublayers must be 2, one per connection, got 3"):
         resolve("ddl").build(DIM, 2)(normal(1, 2, DIM, dtype=torch.float32), bare_sublayers(DIM, 3))
 
 
 def test_what_a_sublayer_must_return():
     connection, state = build("residual").connections[0], normal(2, 5, DIM)
-    with pytest.raises(TypeError, match="sublayer: expected it to return a tensor, got tuple"):
+    with pytest.raises(TypeError, match="sublayer must return a tensor, got tuple"):
         connection(state, lambda x: (x, None))
-    with pytest.raises(ValueError, match=r"output: expected the shape of its input = .*, got \(2, 5, 1\)"):
+    with pytest.raises(ValueError, match=r"output must be the shape of its input = .*, got \(2, 5, 1\)"):
         connection(state, lambda x: x[..., :1])
 
 
@@ -185,5 +185,5 @@ def test_a_sublayer_that_takes_too_few_inputs_is_named(name, sublayers):
     "name", [name for name, scheme in ALL.items() if getattr(scheme, "context", "token") != "token"]
 )
 def test_a_mean_over_tokens_does_not_take_a_batch_for_a_sequence(name):
-    with pytest.raises(ValueError, match=r"expected \(batch, seq, (3, 8|dim)\)"):
+    with pytest.raises(ValueError, match=r"must (be|get) \(batch, seq, (3, 8|dim)\)"):
         build(name).connections[0].read(normal(4, DIM))

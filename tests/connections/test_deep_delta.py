@@ -230,10 +230,10 @@ def test_states_without_a_sequence(name):
 def test_a_convolution_over_tokens_wants_tokens(name):
     """(batch, dim) has none: taking the batch for a sequence would mix its entries without a word."""
     stream = ALL[name].build(DIM, 2)
-    with pytest.raises(ValueError, match=r"reads earlier tokens: expected \(batch, seq"):
+    with pytest.raises(ValueError, match=r"reads earlier tokens must get \(batch, seq"):
         stream(normal(6, DIM, dtype=torch.float32), bare_sublayers(DIM, 2))
     block = DeltaResidual(DIM, 2, Phi(DIM, DIM, lambda X: X[..., 0, :]), pool="conv")
-    with pytest.raises(ValueError, match=r"reads earlier tokens: expected \(batch, seq"):
+    with pytest.raises(ValueError, match=r"reads earlier tokens must get \(batch, seq"):
         block(normal(6, 2, DIM, dtype=torch.float32))
 
 
@@ -360,9 +360,9 @@ def test_a_compressor_that_takes_the_place_of_another_is_used_by_both_sublayers(
 
 def test_the_general_block_checks_its_options():
     for options, words in [
-        ({"beta_init": 3.0}, r"beta_init: expected a number in \[0, 2\], got 3.0"),
-        ({"beta_init": float("nan")}, r"beta_init: expected a number in \[0, 2\], got nan"),
-        ({"k_norm": "l2"}, "k_norm: expected one of rms, add, clamp, rms_d, got 'l2'"),
+        ({"beta_init": 3.0}, r"beta_init must be a number in \[0, 2\], got 3.0"),
+        ({"beta_init": float("nan")}, r"beta_init must be a number in \[0, 2\], got nan"),
+        ({"k_norm": "l2"}, "k_norm must be one of rms, add, clamp, rms_d, got 'l2'"),
     ]:
         with pytest.raises(ValueError, match=words):
             DeltaResidual(4, 1, nn.Flatten(-2), **options)

@@ -109,9 +109,9 @@ def test_the_backward_pass_keeps_each_source_once_and_never_a_stack(dtype):
 def test_a_wrong_option_is_one_clear_line(options, words):
     with pytest.raises(ValueError) as raised:
         DeltaAttentionResiduals(**options)
-    assert all(word in str(raised.value) for word in ["DeltaAttentionResiduals", "expected", "got", *words])
+    assert all(word in str(raised.value) for word in ["DeltaAttentionResiduals", "must", "got", *words])
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():
-    with pytest.raises(ValueError, match="heads: expected a divisor of dim = 8, got 3"):
+    with pytest.raises(ValueError, match="heads must be a divisor of dim = 8, got 3"):
         DeltaAttentionResiduals(heads=3).build(DIM, 4)

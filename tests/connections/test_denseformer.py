@@ -91,4 +91,4 @@ def test_the_backward_pass_keeps_each_output_once_and_never_a_stack(dtype):
 def test_a_wrong_option_is_one_clear_line(option, value):
     with pytest.raises(ValueError) as raised:
         DenseFormer(**{option: value})
-    assert all(word in str(raised.value) for word in ["DenseFormer", option, "expected", "got", str(value)])
+    assert all(word in str(raised.value) for word in ["DenseFormer", option, "must", "got", str(value)])

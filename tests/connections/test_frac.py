@@ -86,7 +86,7 @@ def test_the_published_numbers_of_parameters(dynamic, count):
 
 def test_a_width_that_the_fractions_do_not_divide():
     with pytest.raises(
-        ValueError, match="FracConnections: num_fractions: expected a divisor of the width dim = 6, got 4"
+        ValueError, match="FracConnections: num_fractions must be a divisor of the width dim = 6, got 4"
     ):
         FracConnections().build(6, 2)
 
@@ -94,9 +94,9 @@ def test_a_width_that_the_fractions_do_not_divide():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_fractions": 0}, "num_fractions: expected at least 1, got 0"),
-        ({"num_fractions": 0.5}, "num_fractions: expected a whole number, got 0.5"),
-        ({"scale_init": 0.0}, "scale_init: expected a finite number other than 0"),
+        ({"num_fractions": 0}, "num_fractions must be at least 1, got 0"),
+        ({"num_fractions": 0.5}, "num_fractions must be a whole number, got 0.5"),
+        ({"scale_init": 0.0}, "scale_init must be a finite number other than 0"),
     ],
 )
 def test_bad_options(options, words):

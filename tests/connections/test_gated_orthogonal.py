@@ -146,11 +146,11 @@ def test_the_shortcut_is_the_residual_scale_of_each_head():
 def test_a_wrong_option_is_one_clear_line(options, words):
     with pytest.raises(ValueError) as raised:
         GatedOrthogonal(**options)
-    assert all(word in str(raised.value) for word in ["GatedOrthogonal", "expected", "got", *words])
+    assert all(word in str(raised.value) for word in ["GatedOrthogonal", "must", "got", *words])
 
 
 def test_heads_must_divide_the_width():
-    with pytest.raises(ValueError, match="heads: expected a divisor of the width dim = 8, got 3"):
+    with pytest.raises(ValueError, match="heads must be a divisor of the width dim = 8, got 3"):
         GatedOrthogonal(heads=3).build(DIM, 2)
 
 

@@ -119,4 +119,4 @@ def test_streams_part_in_training_from_the_preserving_start():
 def test_a_wrong_option_is_one_clear_line(options, words):
     with pytest.raises(ValueError) as raised:
         IndependentHyperConnections(**options)
-    assert all(word in str(raised.value) for word in ["IndependentHyperConnections", "expected", "got", *words])
+    assert all(word in str(raised.value) for word in ["IndependentHyperConnections", "must", "got", *words])

@@ -323,13 +323,13 @@ def test_shapes_of_the_two_layouts():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_streams": 0}, "num_streams: expected at least 2.*got 0"),
-        ({"num_streams": 1}, "num_streams: expected at least 2.*got 1"),
-        ({"num_streams": 6, "mixing": "permutations"}, "num_streams: expected at most 5 with mixing='permutations'"),
-        ({"layout": "tiles"}, "layout: expected one of copies, split, got 'tiles'"),
-        ({"mixing": "softmax"}, "mixing: expected one of sinkhorn, permutations"),
-        ({"iterations": 0}, "iterations: expected at least 1, got 0"),
-        ({"alpha_init": 0.0}, "alpha_init: expected a finite number other than 0"),
+        ({"num_streams": 0}, "num_streams must be at least 2.*got 0"),
+        ({"num_streams": 1}, "num_streams must be at least 2.*got 1"),
+        ({"num_streams": 6, "mixing": "permutations"}, "num_streams must be at most 5 with mixing='permutations'"),
+        ({"layout": "tiles"}, "layout must be one of copies, split, got 'tiles'"),
+        ({"mixing": "softmax"}, "mixing must be one of sinkhorn, permutations"),
+        ({"iterations": 0}, "iterations must be at least 1, got 0"),
+        ({"alpha_init": 0.0}, "alpha_init must be a finite number other than 0"),
     ],
 )
 def test_bad_options(options, words):

@@ -154,4 +154,4 @@ def test_the_presets_differ_in_their_head():
 def test_a_wrong_option_is_one_clear_line(options, words):
     with pytest.raises(ValueError) as raised:
         DeepSeekHyperConnections(**options)
-    assert all(word in str(raised.value) for word in ["DeepSeekHyperConnections", "expected", "got", *words])
+    assert all(word in str(raised.value) for word in ["DeepSeekHyperConnections", "must", "got", *words])

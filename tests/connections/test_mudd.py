@@ -173,4 +173,4 @@ def test_the_backward_pass_keeps_outputs_and_never_a_stack(dtype):
 def test_a_wrong_option_is_one_clear_line(options, words):
     with pytest.raises(ValueError) as raised:
         MultiwayDynamicDense(**options)
-    assert all(word in str(raised.value) for word in ["MultiwayDynamicDense", "expected", "got", *words])
+    assert all(word in str(raised.value) for word in ["MultiwayDynamicDense", "must", "got", *words])

@@ -174,7 +174,7 @@ def resolve_after_another(name: str) -> int:
     ("entry", "reason"),
     [
         ("broken = scaled_residuals:Missing", "AttributeError: module 'scaled_residuals' has no attribute 'Missing'"),
-        ("broken = scaled_residuals:torch", "TypeError: register 'broken': expected a Scheme"),
+        ("broken = scaled_residuals:torch", "TypeError: register 'broken' must be a Scheme"),
         ("broken = not_there:Scaled", "ModuleNotFoundError: No module named 'not_there'"),
     ],
 )
@@ -214,12 +214,12 @@ def test_register_a_class_and_an_instance():
 @pytest.mark.parametrize(
     ("name", "scheme", "error", "words"),
     [
-        ("mine", 3, TypeError, "expected a Scheme"),
-        ("mine", dict, TypeError, "expected a Scheme"),
+        ("mine", 3, TypeError, "needs a Scheme"),
+        ("mine", dict, TypeError, "needs a Scheme"),
         ("ddl", Mine, ValueError, "'ddl' is the name of another scheme"),
-        ("a:b", Mine, ValueError, "expected a name without"),
-        ("", Mine, ValueError, "expected a name without"),
-        (7, Mine, ValueError, "expected a name without"),
+        ("a:b", Mine, ValueError, "needs a name without"),
+        ("", Mine, ValueError, "needs a name without"),
+        (7, Mine, ValueError, "needs a name without"),
     ],
 )
 def test_what_cannot_be_registered(name, scheme, error, words):
@@ -293,11 +293,11 @@ def test_a_record_opens_with_the_scheme_of_its_own_package_alone(declare):
     for package in ("half_ours", "__main__"):  # of the module, of a script
         assert resolve({"scheme": "half", "package": package}) == ours.Half()
     for key in ("scheme", "preset"):
-        with pytest.raises(ValueError, match="expected the scheme 'half' of the package 'theirs', got that of 'half_o"):
+        with pytest.raises(ValueError, match="must be the scheme 'half' of the package 'theirs', got that of 'half_o"):
             resolve({key: "half", "package": "theirs"})
         with pytest.raises(ValueError, match="the package 'theirs', got that of 'residua'"):
             resolve({key: "residual", "package": "theirs"})
-    with pytest.raises(ValueError, match="'half': package: expected the name of a package, got 3"):
+    with pytest.raises(ValueError, match="'half': package must be the name of a package, got 3"):
         resolve({"scheme": "half", "package": 3})
 
 
@@ -305,7 +305,7 @@ def test_a_name_that_two_packages_declare_is_refused_unless_the_package_is_named
     """The one that is loaded already, by another name of its package, does not win either."""
     first, second = (declare(name, f"half = half_{name}:Half", f"small-{name} = half_{name}:SMALL") for name in "ab")
     for _ in range(2):
-        with pytest.raises(ValueError, match="expected one package with a scheme 'half', got 'half_a', 'half_b'; ch"):
+        with pytest.raises(ValueError, match="must name one package with a scheme 'half', got 'half_a', 'half_b'; ch"):
             resolve("half")
         assert type(resolve("small-b")) is second.Half
     record = describe(resolve("small-b"))
@@ -314,7 +314,7 @@ def test_a_name_that_two_packages_declare_is_refused_unless_the_package_is_named
     with pytest.raises(ValueError, match="of the package 'half_a', got that of 'half_b'"):
         resolve({"scheme": "half", "package": "half_a"})
     assert type(resolve({"preset": "small-a"})) is first.Half
-    with pytest.warns(UserWarning, match="expected one package with a scheme 'half'"):
+    with pytest.warns(UserWarning, match="must name one package with a scheme 'half'"):
         residua.connections.presets()
 
 
@@ -373,12 +373,12 @@ def test_tuples_come_back_from_a_file():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"n": "abc"}, "n: expected .*, got 'abc'"),
-        ({"n": 2.5}, r"n: expected .*, got 2\.5"),
-        ({"w": 1.0}, "w: expected tuple"),
-        ({"w": ["a"]}, r"w: expected tuple.*, got \('a',\)"),
-        ({"pairs": [[1, "a", 2]]}, "pairs: expected tuple"),
-        ({"way": "left"}, "way: expected one of .*up.*, .*down.*, got 'left'"),
+        ({"n": "abc"}, "n must be .*, got 'abc'"),
+        ({"n": 2.5}, r"n must be .*, got 2\.5"),
+        ({"w": 1.0}, "w must be tuple"),
+        ({"w": ["a"]}, r"w must be tuple.*, got \('a',\)"),
+        ({"pairs": [[1, "a", 2]]}, "pairs must be tuple"),
+        ({"way": "left"}, "way must be one of .*up.*, .*down.*, got 'left'"),
     ],
 )
 def test_options_of_any_scheme_have_their_declared_types(options, words):
@@ -408,17 +408,17 @@ def scheme_with(declared: Any, default: Any, init: bool = True, **methods: Any) 
 @pytest.mark.parametrize(
     ("scheme", "words"),
     [
-        (scheme_with(Mode, Mode.A), "Odd: option: expected None, a bool, int, .* a tuple of these.* got <Mode.A: 1>"),
-        (scheme_with(Letter, Letter.A), "Odd: option: expected None, a bool, int, .* got <Letter.A: 'a'>"),
-        (scheme_with(torch.dtype, torch.float32), "Odd: option: expected None, a bool, .* got torch.float32"),
-        (scheme_with(Callable[[int], int], abs), "Odd: option: expected None, a bool, .* got <built-in function abs>"),
-        (scheme_with(Residual, Residual()), "Odd: option: expected None, a bool, .* got Residual"),
-        (scheme_with(tuple[Mode], (Mode.A,)), "Odd: option: expected None, a bool, "),
-        (scheme_with(int, None), "Odd cannot be built again from its own options: ValueError: Odd: option: "),
+        (scheme_with(Mode, Mode.A), "Odd: option must be None, a bool, int, .* a tuple of these.* got <Mode.A: 1>"),
+        (scheme_with(Letter, Letter.A), "Odd: option must be None, a bool, int, .* got <Letter.A: 'a'>"),
+        (scheme_with(torch.dtype, torch.float32), "Odd: option must be None, a bool, .* got torch.float32"),
+        (scheme_with(Callable[[int], int], abs), "Odd: option must be None, a bool, .* got <built-in function abs>"),
+        (scheme_with(Residual, Residual()), "Odd: option must be None, a bool, .* got Residual"),
+        (scheme_with(tuple[Mode], (Mode.A,)), "Odd: option must be None, a bool, "),
+        (scheme_with(int, None), "Odd cannot be built again from its own options: ValueError: Odd: option"),
         (scheme_with(int, 1, init=False), "Odd cannot be built again from its own options: TypeError"),
         (
             scheme_with(int, 1, __post_init__=lambda self: vars(self).update(option=2 * self.option)),
-            r"Odd: expected the same scheme from its own options, Odd\(.*, got Odd\(",
+            r"Odd must give the same scheme from its own options, Odd\(.*, got Odd\(",
         ),
     ],
 )

@@ -133,12 +133,12 @@ def test_generation_with_a_cache_and_left_padding_equals_the_full_pass(scheme):
 def test_a_wrong_option_is_one_clear_line(options, words):
     with pytest.raises(ValueError) as raised:
         Residual(**options)
-    assert all(word in str(raised.value) for word in ["Residual", "expected", "got", *words])
+    assert all(word in str(raised.value) for word in ["Residual", "must", "got", *words])
 
 
 def test_a_convolution_wants_a_sequence():
     """A batch (batch, dim) would be taken for a text."""
     stream = Residual(compress="token", expand="conv").build(DIM, 2).double()
     for part in (stream.expand, stream.connections[0].read, stream.connections[1].read, stream.collapse):
-        with pytest.raises(ValueError, match=r"expected \(batch, seq, dim\).*got \(3, 8\)"):
+        with pytest.raises(ValueError, match=r"must get \(batch, seq, dim\).*got \(3, 8\)"):
             part(normal(3, DIM))

@@ -130,9 +130,9 @@ def test_what_is_no_state_is_refused(name):
     connection(state, torch.nn.Identity())
     wrong = [torch.randn(2, 5, 6)] if name == "residual" else [torch.randn(2, 5, 8), torch.randn(2, 5, 4, 6)]
     for bare in wrong:
-        with pytest.raises(ValueError, match=r"state: expected .* from stream.expand or the connection before, got"):
+        with pytest.raises(ValueError, match=r"state must be .* from stream.expand or the connection before, got"):
             connection(bare, torch.nn.Identity())
-        with pytest.raises(ValueError, match="state: expected"):
+        with pytest.raises(ValueError, match="state must"):
             connection.read(bare)
 
 
@@ -142,5 +142,5 @@ def test_a_mean_over_the_whole_sequence_counts_no_padding_and_no_piece(scheme):
     assert_close(stream(x, SUB, attention_mask=torch.ones(2, 5)), stream(x, SUB))
     with pytest.raises(ValueError, match="attention_mask: this scheme reads the whole sequence"):
         stream(x, SUB, attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]))
-    with pytest.raises(ValueError, match="memory: expected None for a scheme that reads the whole sequence"):
+    with pytest.raises(ValueError, match="memory must be None for a scheme that reads the whole sequence"):
         stream(x[:, :2], SUB, memory=StreamMemory())

@@ -299,7 +299,7 @@ def test_a_mask_as_long_as_a_static_cache(build, name, given):
     ]
     assert_close(torch.cat(pieces, 1)[:, 2:], model(IDS).logits)
     kept = model(IDS[:, :4], use_cache=True)[CACHE]
-    with pytest.raises(ValueError, match=r"attention_mask: expected \(batch, 9\), 4 tokens in the cache and 5"):
+    with pytest.raises(ValueError, match=r"attention_mask must be \(batch, 9\), 4 tokens in the cache and 5"):
         model(IDS[:, 4:], attention_mask=torch.ones(2, 5).long(), **{CACHE: kept})
 
 
@@ -545,7 +545,7 @@ def test_a_model_that_does_not_fit_is_refused_and_left_alone(kind, says):
     ("connection", "options", "says"),
     [
         ("nothing", {}, "no preset is called 'nothing'"),
-        ("residual", {"start": "warm"}, "start: expected 'preserve' or 'fresh'"),
+        ("residual", {"start": "warm"}, "start must be 'preserve' or 'fresh'"),
         ("ddl", {}, "start='fresh'"),
         ("edelta:context=sequence", {"start": "fresh"}, "causal"),
     ],
@@ -568,7 +568,7 @@ def test_models_that_are_no_single_plain_decoder_are_refused():
         (model, "converted already"),
         (T5ForConditionalGeneration(T5Config(**sizes)), "an encoder and a decoder"),
         (ResiduaForCausalLM(ResiduaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)), "ResiduaConfig"),
-        (torch.nn.Linear(2, 2), "expected a model of transformers"),
+        (torch.nn.Linear(2, 2), "must be a model of transformers"),
     ):
         with pytest.raises(InputError, match=says):
             residua.convert(wrong, "residual")

@@ -205,7 +205,7 @@ LLAMA = {"model_type": "llama"}
         ({"base": {"model_type": ["llama"]}}, "model type of transformers"),
         ({"base": {**LLAMA, "auto_map": {"AutoConfig": "evil.Config"}}}, "auto_map"),
         ({"base": {**LLAMA, "attn_implementation": "somebody/kernel"}}, "attn_implementation"),
-        ({"base": {**LLAMA, "num_hidden_layers": 10**30}}, "num_hidden_layers: expected at most 16384"),
+        ({"base": {**LLAMA, "num_hidden_layers": 10**30}}, "num_hidden_layers must be at most 16384"),
         ({"connection": "nothing", "layers": []}, "no preset"),
         ({"layers": 3}, "configuration of a converted model"),
         ({"stack": ["layers"]}, "configuration of a converted model"),
@@ -254,7 +254,7 @@ def test_a_failed_save_leaves_the_old_connections(tmp_path, monkeypatch):
 def test_connections_of_another_model_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"connection\.json"):
         residua.load_connection(llama(), tmp_path)
-    with pytest.raises(InputError, match="expected a converted model"):
+    with pytest.raises(InputError, match="must be a converted one"):
         residua.save_connection(llama(), tmp_path)
     residua.save_connection(converted("hc"), tmp_path)
     with pytest.raises(InputError, match="its connection differ"):
@@ -326,7 +326,7 @@ def test_a_description_whose_flag_is_no_bool_is_refused(forged, tmp_path):
     description = json.loads(file.read_text())
     description["layers"][0][0]["normed"] = forged
     file.write_text(json.dumps(description))
-    with pytest.raises(InputError, match="expected the configuration of a converted model"):
+    with pytest.raises(InputError, match="must hold the configuration of a converted model"):
         residua.load_connection(llama(), tmp_path)
 
 
@@ -336,7 +336,7 @@ def test_connections_are_not_saved_beside_adapters(tmp_path):
     model = converted("ihc")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", r=2))
     for other in (wrapped, wrapped.base_model.model):
-        with pytest.raises(InputError, match="expected a model of transformers without adapters, got"):
+        with pytest.raises(InputError, match="the model must be of transformers without adapters, got"):
             residua.save_connection(other, tmp_path / "connections")
     assert not (tmp_path / "connections").exists()
     residua.save_connection(wrapped.merge_and_unload(), tmp_path / "connections")

@@ -30,5 +30,5 @@ def test_the_context_of_a_llama_and_of_a_decoder_half():
 @pytest.mark.parametrize("name", ["num_hidden_layers", "decoder_layers"])
 def test_a_forged_number_of_layers_is_refused_before_anything_is_built(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "text_config": {name: 10**30}}))
-    with pytest.raises(InputError, match=f"{name}: expected at most 16384, got 1000000"):
+    with pytest.raises(InputError, match=f"{name} must be at most 16384, got 1000000"):
         read_model(tmp_path)

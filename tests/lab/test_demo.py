@@ -126,7 +126,7 @@ def test_other_settings_in_the_same_folder_are_refused(small, tmp_path, capsys):
     assert main(["demo", "--out", str(out), "--steps", "2"]) == 0
     for steps in ("3", "1"):
         assert main(["demo", "--out", str(out), "--steps", steps]) == 2
-        assert f"train.steps: expected 2, got {steps}" in capsys.readouterr().err
+        assert f"train.steps must be 2, got {steps}" in capsys.readouterr().err
 
 
 def test_shortened_keeps_proportions_and_refuses_zero_steps():

@@ -261,7 +261,7 @@ def test_what_is_no_run_or_has_no_checkpoint_is_said(config, tmp_path):
     with pytest.raises(InputError, match=r"no config\.yaml"):
         open_run(tmp_path, device="cpu")
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    with pytest.raises(InputError, match="expected a checkpoint"):
+    with pytest.raises(InputError, match="must hold a checkpoint"):
         open_run(tmp_path, device="cpu")
     with pytest.raises(InputError, match="step 3; there is none"):
         open_run(tmp_path, checkpoint=3, device="cpu")
@@ -287,7 +287,7 @@ def replaced(config, text, tmp_path):
 
 def test_what_reads_the_data_of_a_run_refuses_other_data(replaced, config, tmp_path):
     for read in (evaluate, trace_run, lambda opened: opened.data):
-        with pytest.raises(InputError, match=r"expected the data that .*run was trained on.*; prepare the same text"):
+        with pytest.raises(InputError, match=r"must be the data that .*run was trained on.*; prepare the same text"):
             read(open_run(replaced, device="cpu"))
     again = replace(config, data=DataConfig(path=str(tmp_path / "data")))
     with pytest.raises(InputError, match=r"data\.fingerprint was"):
@@ -348,7 +348,7 @@ def test_another_tokenizer_in_a_run_is_refused(damage, replaced, tmp_path):
         text = (own / "tokenizer_config.json").read_text()
         token = "A" if damage == "another end of text" else "nowhere"
         (own / "tokenizer_config.json").write_text(text.replace("<|endoftext|>", token))
-    with pytest.raises(InputError, match=r"expected (the|a) (data|tokenizer)"):
+    with pytest.raises(InputError, match=r"must (be|hold) (the|a) (data|tokenizer)"):
         open_run(replaced, device="cpu")
 
 

@@ -271,7 +271,7 @@ def test_weights_of_an_exported_model_that_lie_elsewhere(place, capsys):
     for target in ("../outside.safetensors", str(place.with_name("outside.safetensors")), 3):
         index = {"metadata": {}, "weight_map": dict.fromkeys(names, target)}
         (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert "expected the name of a file" in assert_refused(capsys, arguments(MODEL, place), place)
+        assert "must be the name of a file" in assert_refused(capsys, arguments(MODEL, place), place)
 
 
 def test_an_exported_model_with_pickled_weights(place, capsys):

@@ -160,7 +160,7 @@ def test_the_head_may_be_listed_if_it_is_tied():
     tied = state | {"lm_head.weight": state["transformer.wte.weight"]}
     model = load_authors_checkpoint(config, tied)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    with pytest.raises(ValueError, match=r"lm_head\.weight: expected it tied"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight must be tied"):
         load_authors_checkpoint(config, state | {"lm_head.weight": state["transformer.wte.weight"] + 1})
 
 

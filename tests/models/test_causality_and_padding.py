@@ -122,7 +122,7 @@ def test_padding_between_tokens_equals_no_padding_or_is_refused(name):
     mask = torch.tensor([[1, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]])
     if name in LOOKING_BACK:
         for form in (mask, mask.bool()):
-            with pytest.raises(ValueError, match="attention_mask: expected padding only before or after"):
+            with pytest.raises(ValueError, match="attention_mask must have padding only before or after"):
                 model(ids, attention_mask=form)
     else:
         alone = model(ids[:1, [0, 1, 4, 5]]).logits
@@ -280,21 +280,19 @@ def test_packed_documents_equal_documents_alone(name):
 def test_documents_that_attention_would_mix_are_refused():
     model, ids = tiny_model("ddl-tc"), prompt(1, 9)
     block = (SEQ_IDX[:, :, None] == SEQ_IDX[:, None]).tril()[:, None]
-    with pytest.raises(
-        ValueError, match=r"use_cache: expected False with packed documents \(position_ids\), got a cach"
-    ):
+    with pytest.raises(ValueError, match=r"use_cache must be False with packed documents \(position_ids\), got a cach"):
         model(ids, position_ids=POSITIONS, use_cache=True)
-    with pytest.raises(ValueError, match=r"use_cache: expected False with packed documents \(seq_idx\), got a cache"):
+    with pytest.raises(ValueError, match=r"use_cache must be False with packed documents \(seq_idx\), got a cache"):
         model(ids, seq_idx=SEQ_IDX, cache=DynamicCache(config=model.config))
-    with pytest.raises(ValueError, match=r"attention_mask: expected None with packed documents \(cu_seq_lens_q\)"):
+    with pytest.raises(ValueError, match=r"attention_mask must be None with packed documents \(cu_seq_lens_q\)"):
         model(ids, cu_seq_lens_q=CU_SEQ_LENS, attention_mask=torch.ones(1, 9))
-    with pytest.raises(ValueError, match="position_ids: expected the borders of documents that seq_idx has"):
+    with pytest.raises(ValueError, match="position_ids must have the borders of documents that seq_idx has"):
         model(ids, position_ids=torch.arange(9)[None], seq_idx=SEQ_IDX)
-    with pytest.raises(ValueError, match=r"seq_idx: expected \(1 or 1, 9\), got \(9,\)"):
+    with pytest.raises(ValueError, match=r"seq_idx must be \(1 or 1, 9\), got \(9,\)"):
         model(ids, seq_idx=SEQ_IDX[0])
-    with pytest.raises(ValueError, match=r"position_ids: expected \(1 or batch, seq\), got \(9,\)"):
+    with pytest.raises(ValueError, match=r"position_ids must be \(1 or batch, seq\), got \(9,\)"):
         model(ids, position_ids=torch.arange(9))
-    with pytest.raises(ValueError, match=r"attention_mask: expected \(batch, seq\), got \(1, 1, 9, 9\).* with seq_idx"):
+    with pytest.raises(ValueError, match=r"attention_mask must be \(batch, seq\), got \(1, 1, 9, 9\).* with seq_idx"):
         model(ids, attention_mask=block)
     named = model(ids, attention_mask=block, seq_idx=SEQ_IDX).logits
     assert_close(named, model(ids, position_ids=POSITIONS).logits)

@@ -369,18 +369,18 @@ def test_what_does_not_fit_is_one_clear_line():
     class Config:
         model_type = "llama"
 
-    with pytest.raises(ValueError, match=r"model_type: expected one of deepseek_v4, .*, got 'llama'"):
+    with pytest.raises(ValueError, match=r"model_type must be one of deepseek_v4, .*, got 'llama'"):
         dialects.scheme(Config())
     model = tiny(CASES["hy_v4"])
     state = model.state_dict()
     scheme = dialects.scheme(model.config)
     with pytest.raises(ValueError, match=r"hy_v4: .* does not fit .* missing: layers\.3\.attn_hc\.fn"):
         dialects.load(scheme.build(16, 2 * LAYERS + 2), state, "hy_v4")
-    with pytest.raises(ValueError, match=r"layers\.0\.attn_hc\.fn: expected 512 numbers, got 288"):
+    with pytest.raises(ValueError, match=r"layers\.0\.attn_hc\.fn must have 512 numbers, got 288"):
         dialects.load(dialects.IndependentHyperConnections().build(16, 2 * LAYERS), state, "hy_v4")
     with pytest.raises(
-        ValueError, match=r"expected one parameter 'layers\.0\.attn_hc\.scale' in the state_dict, got 0"
+        ValueError, match=r"must have one parameter 'layers\.0\.attn_hc\.scale' in the state_dict, got 0"
     ):
         dialects.load(scheme.build(16, 2 * LAYERS), {}, "hy_v4")
-    with pytest.raises(ValueError, match=r"qwen4_exp: expected a stream of this model's scheme"):
+    with pytest.raises(ValueError, match=r"qwen4_exp needs a stream of this model's scheme"):
         dialects.names(scheme.build(16, 2 * LAYERS), "qwen4_exp")

@@ -182,7 +182,7 @@ def test_early_exit(name):
 
 @pytest.mark.parametrize("layers", [0, 3, 1.5])
 def test_an_early_exit_that_does_not_exist_is_refused(layers):
-    with pytest.raises(ValueError, match=f"num_hidden_layers: expected .*got {layers}"):
+    with pytest.raises(ValueError, match=f"num_hidden_layers must be .*got {layers}"):
         generate(tiny_model("ddl-tc"), prompt(1, 4), assistant_early_exit=layers)
 
 
@@ -229,7 +229,7 @@ def test_scores_and_states_can_be_asked_for(name):
 
 @torch.no_grad()
 def test_a_cache_without_room_for_convolutions_is_refused():
-    with pytest.raises(ValueError, match=r"expected a cache .* DynamicCache\(config=model.config\)"):
+    with pytest.raises(ValueError, match=r"must be a cache .* DynamicCache\(config=model.config\)"):
         tiny_model("ddl-tc")(prompt(1, 3), cache=DynamicCache(), use_cache=True)
     tiny_model("ddl-cc")(prompt(1, 3), cache=DynamicCache(), use_cache=True)
 

@@ -131,7 +131,7 @@ def test_evaluation_of_a_padded_batch_compiles(name):
     out = compiled(ids, attention_mask=mask, use_cache=False).logits
     assert_close(out[real], model(ids, attention_mask=mask).logits[real])
     gap = torch.tensor([[1, 1, 0, 0, 1, 1], [1] * 6])
-    with pytest.raises(RuntimeError, match="expected padding only before or after the tokens of a row"):
+    with pytest.raises(RuntimeError, match="must have padding only before or after the tokens of a row"):
         compiled(ids, attention_mask=gap, use_cache=False)
 
 

@@ -133,12 +133,12 @@ def test_stages_one_after_the_other_are_the_model(name):
 
 
 def test_what_cannot_be_cut_is_refused():
-    with pytest.raises(ValueError, match="tie_word_embeddings: expected false for a model that is cut into stages"):
+    with pytest.raises(ValueError, match="tie_word_embeddings must be false for a model that is cut into stages"):
         Stage(tiny_model(), 0, 2)
     model = tiny_model("edelta", tie_word_embeddings=False)
-    with pytest.raises(ValueError, match="count: expected 1 to 2 stages, as there are layers, got 3"):
+    with pytest.raises(ValueError, match="count must be 1 to 2 stages, as there are layers, got 3"):
         Stage(model, 0, 3)
-    with pytest.raises(ValueError, match="index: expected 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="index must be 0 to 1, got 2"):
         Stage(model, 2, 2)
-    with pytest.raises(ValueError, match="expected a scheme without a penalty in a pipeline; set penalty to 0"):
+    with pytest.raises(ValueError, match="must be a scheme without a penalty in a pipeline; set penalty to 0"):
         Stage(model, 0, 2).train()(prompt(1, 4))

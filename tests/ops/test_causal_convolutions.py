@@ -154,9 +154,9 @@ def test_empty_batch_and_no_tokens(leading):
 
 def test_taps_of_another_shape_are_named():
     for taps in [(4, 1, 5), (4, 2, 5), (4, 3, 1)]:
-        with pytest.raises(ValueError, match=r"^taps: expected \(kernel, streams, dim\) = \(4, 3, 5\), got \(4,"):
+        with pytest.raises(ValueError, match=r"^taps must be \(kernel, streams, dim\) = \(4, 3, 5\), got \(4,"):
             causal_read(torch.ones(2, 6, 3, 5), torch.ones(taps))
-    with pytest.raises(ValueError, match=r"^taps: expected \(kernel, streams, dim\) = \(4, 3, 5\), got \(4, 3, 1\)"):
+    with pytest.raises(ValueError, match=r"^taps must be \(kernel, streams, dim\) = \(4, 3, 5\), got \(4, 3, 1\)"):
         causal_expand(torch.ones(2, 6, 5), torch.ones(4, 3, 1))
 
 
@@ -193,12 +193,12 @@ def test_masked_tokens_are_not_read_and_get_no_gradient():
     assert torch.autograd.gradcheck(
         lambda *x: causal_read(*x, mask), (streams.requires_grad_(), taps.requires_grad_()), fast_mode=True
     )
-    with pytest.raises(ValueError, match=r"^mask: expected \(..., seq\) = \(2, 6\), got \(6,\)"):
+    with pytest.raises(ValueError, match=r"^mask must be \(..., seq\) = \(2, 6\), got \(6,\)"):
         causal_read(streams, taps, mask[0])
 
 
 def test_reading_on_wants_taps_of_every_stream():
-    with pytest.raises(ValueError, match=r"^taps: expected \(kernel, streams, dim\) = \(4, 3, 5\), got \(4, 1, 5\)"):
+    with pytest.raises(ValueError, match=r"^taps must be \(kernel, streams, dim\) = \(4, 3, 5\), got \(4, 1, 5\)"):
         causal_read_on(torch.ones(2, 6, 3, 5), torch.ones(4, 1, 5))
 
 
@@ -227,5 +227,5 @@ def test_packed_documents_are_convolved_one_by_one(kernel):
             assert_close(ours, theirs)
         transformed = torch.func.vmap(lambda row, numbers, op=op: op(row, taps, numbers))(source, documents)
         assert_close(transformed, expected)
-    with pytest.raises(ValueError, match=r"^documents: expected \(..., seq\) = \(2, 7\), got \(7,\)"):
+    with pytest.raises(ValueError, match=r"^documents must be \(..., seq\) = \(2, 7\), got \(7,\)"):
         causal_expand(x, taps, documents[0])

@@ -393,14 +393,14 @@ def test_writes_over_depth_are_deltanet_over_time(sequence):
 )
 def test_a_write_names_the_argument_of_another_shape(write, name, shape):
     arguments = {"state": (2, 5, 4, 8), "k": (2, 5, 8), "v": (2, 5, 4), "beta": (2, 5), name: shape}
-    with pytest.raises(ValueError, match=rf"^{name}: expected \(\.\.\.,.*got \("):
+    with pytest.raises(ValueError, match=rf"^{name} must be \(\.\.\.,.*got \("):
         write(**{key: torch.full(size, 0.5) for key, size in arguments.items()})
 
 
 def test_operators_name_the_argument_of_another_shape():
-    with pytest.raises(ValueError, match=r"^beta: expected \(\.\.\.,\) = \(3,\), got \(1,\)"):
+    with pytest.raises(ValueError, match=r"^beta must be \(\.\.\.,\) = \(3,\), got \(1,\)"):
         delta_operator(torch.ones(3, 4), torch.ones(1))
-    with pytest.raises(ValueError, match=r"^beta: expected \(\.\.\., n\) = \(3,\), got \(\)"):
+    with pytest.raises(ValueError, match=r"^beta must be \(\.\.\., n\) = \(3,\), got \(\)"):
         compose(torch.ones(3, 4), torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"^v: expected \(\.\.\., n, value_channels\) = \(3, 2\), got \(3, 1\)"):
+    with pytest.raises(ValueError, match=r"^v must be \(\.\.\., n, value_channels\) = \(3, 2\), got \(3, 1\)"):
         compose(torch.ones(3, 4), torch.ones(3)).write(torch.ones(2, 4), torch.ones(3, 1))

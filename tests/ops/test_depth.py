@@ -184,9 +184,9 @@ def test_norms_and_reads_agree_on_what_eps_is():
 def test_wrong_shapes_are_refused():
     x = torch.zeros(2, 3, 4)
     for sources, query, message in (
-        ([], x[0, 0], "expected at least one tensor, got none"),
-        ([x, x[:, :2]], x[0, 0], r"sources: expected .*\(2, 3, 4\), got \(2, 2, 4\)"),
-        ([x], x[0, 0, :3], r"query: expected .*\(4,\), got \(3,\)"),
+        ([], x[0, 0], "must be at least one tensor, got none"),
+        ([x, x[:, :2]], x[0, 0], r"sources must be .*\(2, 3, 4\), got \(2, 2, 4\)"),
+        ([x], x[0, 0, :3], r"query must be .*\(4,\), got \(3,\)"),
     ):
         with pytest.raises(ValueError, match=message):
             depth_read(sources, query)
@@ -251,11 +251,11 @@ def test_the_weighted_sum_has_second_derivatives():
 
 def test_the_weighted_sum_refuses_other_shapes():
     sources = [torch.zeros(2, 3), torch.zeros(2, 4)]
-    with pytest.raises(ValueError, match="expected at least one tensor"):
+    with pytest.raises(ValueError, match="must be at least one tensor"):
         depth_mix([], torch.zeros(0))
-    with pytest.raises(ValueError, match="sources: expected the shape of the first"):
+    with pytest.raises(ValueError, match="sources must be the shape of the first"):
         depth_mix(sources, torch.zeros(2))
-    with pytest.raises(ValueError, match="weights: expected"):
+    with pytest.raises(ValueError, match="weights must"):
         depth_mix(sources[:1], torch.zeros(2))
 
 

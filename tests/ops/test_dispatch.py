@@ -48,7 +48,7 @@ def test_the_public_op_runs_the_kernel_of_its_name_where_it_is_asked_to(name, mo
 @pytest.mark.parametrize("name", OPS)
 def test_an_unknown_implementation_is_an_error(name):
     op, arguments, _ = OPS[name]
-    with pytest.raises(ValueError, match="expected one of auto, reference, triton, got 'cuda'"):
+    with pytest.raises(ValueError, match="must be one of auto, reference, triton, got 'cuda'"):
         op(*arguments, implementation="cuda")
 
 

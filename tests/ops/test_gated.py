@@ -173,14 +173,14 @@ def test_of_four_states_one_is_kept(erased, states):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: gated_delta(X, H[:1], GATE), ["y: expected", "the shape of the state"]),
-        (lambda: gated_delta(X, H, normal(2, 3, 3)), ["erase: expected", "divides 8"]),
-        (lambda: gated_delta(X, H, normal(3, 2, 1)), ["erase: expected", "(..., groups)"]),
-        (lambda: gated_delta(X, H, GATE, normal(2, 3, 2)), ["write: expected", "(..., groups)"]),
-        (lambda: gated_delta(X, H, torch.ones(())), ["erase: expected (..., groups)", "got ()"]),
-        (lambda: gated_delta(CHANNELS, H[..., :4], GATE), ["y: expected (..., dim) = (2, 3, 8)"]),
-        (lambda: gated_delta(CHANNELS, H, normal(2, 3, 4, 1)), ["erase: expected (..., 5 or 1, groups)"]),
-        (lambda: gated_delta(CHANNELS, H, None, torch.ones(1)), ["write: expected (..., 5 or 1, groups)", "(1,)"]),
+        (lambda: gated_delta(X, H[:1], GATE), ["y must", "the shape of the state"]),
+        (lambda: gated_delta(X, H, normal(2, 3, 3)), ["erase must", "divides 8"]),
+        (lambda: gated_delta(X, H, normal(3, 2, 1)), ["erase must", "(..., groups)"]),
+        (lambda: gated_delta(X, H, GATE, normal(2, 3, 2)), ["write must", "(..., groups)"]),
+        (lambda: gated_delta(X, H, torch.ones(())), ["erase must be (..., groups)", "got ()"]),
+        (lambda: gated_delta(CHANNELS, H[..., :4], GATE), ["y must be (..., dim) = (2, 3, 8)"]),
+        (lambda: gated_delta(CHANNELS, H, normal(2, 3, 4, 1)), ["erase must be (..., 5 or 1, groups)"]),
+        (lambda: gated_delta(CHANNELS, H, None, torch.ones(1)), ["write must be (..., 5 or 1, groups)", "(1,)"]),
     ],
 )
 def test_wrong_shapes_are_one_clear_line(call, words):

@@ -153,17 +153,17 @@ def test_a_float64_coefficient_does_not_change_the_dtype_of_the_streams():
 def test_shapes_that_do_not_fit_are_named():
     x, y = torch.ones(2, 3, 4, 5), torch.ones(2, 3, 5)
     for shape in [(3,), (1,), (5, 3, 4), (2, 2, 4), (1, 2, 3, 4), (2, 3, 4, 1), ()]:
-        with pytest.raises(ValueError, match=r"^h_pre: expected \(\.\.\., n\) = \(2, 3, 4\), .* got \("):
+        with pytest.raises(ValueError, match=r"^h_pre must be \(\.\.\., n\) = \(2, 3, 4\), .* got \("):
             hyper_read(x, torch.ones(shape))
-        with pytest.raises(ValueError, match=r"^h_post: expected \(\.\.\., n\) = \(2, 3, 4\), .* got \("):
+        with pytest.raises(ValueError, match=r"^h_post must be \(\.\.\., n\) = \(2, 3, 4\), .* got \("):
             hyper_write(x, y, None, torch.ones(shape))
     for shape in [(4,), (4, 1), (1, 4), (3, 3), (5, 1, 4, 4), (1, 2, 3, 4, 4)]:
-        with pytest.raises(ValueError, match=r"^h_res: expected \(\.\.\., n, n\) = \(2, 3, 4, 4\), .* got \("):
+        with pytest.raises(ValueError, match=r"^h_res must be \(\.\.\., n, n\) = \(2, 3, 4, 4\), .* got \("):
             hyper_mix(x, torch.ones(shape))
-        with pytest.raises(ValueError, match=r"^h_res: expected"):
+        with pytest.raises(ValueError, match=r"^h_res must"):
             hyper_write(x, y, torch.ones(shape), torch.ones(4))
     for shape in [(5,), (2, 1, 5), (2, 3, 4)]:
-        with pytest.raises(ValueError, match=r"^y: expected \(\.\.\., d\) = \(2, 3, 5\), got \("):
+        with pytest.raises(ValueError, match=r"^y must be \(\.\.\., d\) = \(2, 3, 5\), got \("):
             hyper_write(x, torch.ones(shape), None, torch.ones(4))
-    with pytest.raises(ValueError, match=r"^y: expected \(\.\.\., n, d\) = \(2, 3, 4, 5\), got \(2, 3, 1, 5\)"):
+    with pytest.raises(ValueError, match=r"^y must be \(\.\.\., n, d\) = \(2, 3, 4, 5\), got \(2, 3, 1, 5\)"):
         hyper_write(x, torch.ones(2, 3, 1, 5), None, torch.ones(4))

@@ -647,30 +647,30 @@ def test_float32_coefficients_keep_their_digits_beside_a_bfloat16_state():
 def test_shapes_that_do_not_fit_are_named(n):
     x, u, beta = torch.ones(2, 3, n, 5), torch.ones(2, 3, n), torch.ones(2, 3)
     for bad in (torch.ones(2, 3, n + 1), torch.ones(2, 3, 1)):
-        expected = rf"expected \(\.\.\., n\) = \(2, 3, {n}\), got \(2, 3, {bad.shape[-1]}\)"
-        with pytest.raises(ValueError, match="^v: " + expected):
+        expected = rf"must be \(\.\.\., n\) = \(2, 3, {n}\), got \(2, 3, {bad.shape[-1]}\)"
+        with pytest.raises(ValueError, match="^v " + expected):
             cayley(u, bad, beta)
-        with pytest.raises(ValueError, match="^v: " + expected):
+        with pytest.raises(ValueError, match="^v " + expected):
             cayley_angle(u, bad, beta)
-        with pytest.raises(ValueError, match="^u: " + expected):
+        with pytest.raises(ValueError, match="^u " + expected):
             cayley_apply(x, bad, u, beta)
-        with pytest.raises(ValueError, match="^k: " + expected):
+        with pytest.raises(ValueError, match="^k " + expected):
             householder(x, bad)
-        with pytest.raises(ValueError, match="^k: " + expected):
+        with pytest.raises(ValueError, match="^k " + expected):
             hybrid(x, u, u, beta, bad, beta)
     for leading in [(3, 3), (2, 2), (1, 2, 3)]:
-        with pytest.raises(ValueError, match="expected"):
+        with pytest.raises(ValueError, match="must"):
             cayley_apply(x, torch.ones(*leading, n), torch.ones(*leading, n), torch.ones(leading))
-        with pytest.raises(ValueError, match="expected"):
+        with pytest.raises(ValueError, match="must"):
             householder(x, torch.ones(*leading, n))
 
 
 def test_bad_options_are_named():
-    with pytest.raises(ValueError, match=r"^w: expected \(\.\.\., n, n\) = \(3, 3\), got \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"^w must be \(\.\.\., n, n\) = \(3, 3\), got \(3, 4\)"):
         iterative_cayley(torch.ones(3, 4))
-    with pytest.raises(ValueError, match=r"^w: expected \(\.\.\., n, n\) = \(3, 3\), got \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"^w must be \(\.\.\., n, n\) = \(3, 3\), got \(3, 4\)"):
         cayley_transform(torch.ones(3, 4))
-    with pytest.raises(ValueError, match=r"^start: expected one of linear, identity, got 'zero'"):
+    with pytest.raises(ValueError, match=r"^start must be one of linear, identity, got 'zero'"):
         iterative_cayley(torch.ones(3, 3), start="zero")
-    with pytest.raises(ValueError, match=r"^steps: expected 0 or more, got -1"):
+    with pytest.raises(ValueError, match=r"^steps must be 0 or more, got -1"):
         iterative_cayley(torch.ones(3, 3), steps=-1)

@@ -196,16 +196,16 @@ def test_permutation_mixture_gradcheck(n):
 
 
 def test_bad_sizes_are_named():
-    with pytest.raises(ValueError, match=r"^logits: expected \(\.\.\., n, n\) = \(2, 3, 3\), got \(2, 3, 4\)"):
+    with pytest.raises(ValueError, match=r"^logits must be \(\.\.\., n, n\) = \(2, 3, 3\), got \(2, 3, 4\)"):
         sinkhorn(torch.ones(2, 3, 4))
     for iterations in (0, -1):
-        with pytest.raises(ValueError, match=f"^iterations: expected 1 or more, got {iterations}"):
+        with pytest.raises(ValueError, match=f"^iterations must be 1 or more, got {iterations}"):
             sinkhorn(torch.ones(3, 3), iterations)
     for n in (0, 9):
-        with pytest.raises(ValueError, match=f"^n: expected 1 to 8 streams .*, got {n}"):
+        with pytest.raises(ValueError, match=f"^n must be 1 to 8 streams .*, got {n}"):
             permutations(n)
     for count in (0, 3, 23, 25):
-        with pytest.raises(ValueError, match=rf"^weights: expected \(\.\.\., n!\), .* got {count}"):
+        with pytest.raises(ValueError, match=rf"^weights must be \(\.\.\., n!\), .* got {count}"):
             permutation_mixture(torch.ones(2, count))
 
 
@@ -257,5 +257,5 @@ def test_a_kronecker_mixture_is_the_product_of_its_factors(seed, factors):
 
 def test_a_kronecker_mixture_of_ones_is_the_identity():
     assert torch.equal(kronecker_mixture(torch.ones(3, 2)), torch.eye(4).expand(3, 4, 4))
-    with pytest.raises(ValueError, match=r"weights: expected \(\.\.\., K\) with K of at least 1"):
+    with pytest.raises(ValueError, match=r"weights must be \(\.\.\., K\) with K of at least 1"):
         kronecker_mixture(torch.ones(3, 0))

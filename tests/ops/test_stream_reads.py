@@ -76,7 +76,7 @@ def test_stream_read_gradcheck():
 
 def test_weights_of_another_shape_are_named():
     for shape in [(1, 5), (2, 5), (3, 1), (3,)]:
-        with pytest.raises(ValueError, match=r"^weights: expected \(streams, dim\) = \(3, 5\), got \("):
+        with pytest.raises(ValueError, match=r"^weights must be \(streams, dim\) = \(3, 5\), got \("):
             stream_read(torch.ones(2, 3, 5), torch.ones(shape))
 
 
@@ -92,11 +92,11 @@ def test_one_token_without_other_axes(dtype):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"value_input": "contxt"}, r"^value_input: expected 'x_in' or 'context', got 'contxt'"),
-        ({"value_weight": torch.ones(1, 4)}, r"^value_weight: expected \(value_channels, dim\) = \(3, 4\)"),
-        ({"gate_weight": torch.ones(1)}, r"^gate_weight: expected \(dim,\) = \(4,\)"),
-        ({"gain": torch.ones(1)}, r"^gain: expected \(dim,\) = \(4,\)"),
-        ({"k_norm": "l2"}, r"^k_norm: expected None or one of rms, add, clamp, rms_d, got 'l2'"),
+        ({"value_input": "contxt"}, r"^value_input must be 'x_in' or 'context', got 'contxt'"),
+        ({"value_weight": torch.ones(1, 4)}, r"^value_weight must be \(value_channels, dim\) = \(3, 4\)"),
+        ({"gate_weight": torch.ones(1)}, r"^gate_weight must be \(dim,\) = \(4,\)"),
+        ({"gain": torch.ones(1)}, r"^gain must be \(dim,\) = \(4,\)"),
+        ({"k_norm": "l2"}, r"^k_norm must be None or one of rms, add, clamp, rms_d, got 'l2'"),
     ],
 )
 def test_a_boundary_takes_nothing_that_would_be_broadcast(changed, words):

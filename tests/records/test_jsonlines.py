@@ -44,7 +44,7 @@ def test_damage_is_one_line_and_changes_nothing(content, number, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     for use in (jsonlines.read, JsonLines):
-        with pytest.raises(InputError, match=rf"expected a JSON object in line {number}, got") as error:
+        with pytest.raises(InputError, match=rf"must have a JSON object in line {number}, got") as error:
             use(path)
         assert "\n" not in str(error.value)
     assert path.read_bytes() == content

@@ -25,7 +25,7 @@ def refused(read, *arguments):
 
 @pytest.mark.parametrize("text", ["", "{", "nan", "{'a': 1}"])
 def test_refused_json(text):
-    assert refused(parse_json, text, "some/file").startswith("some/file: expected JSON, got: ")
+    assert refused(parse_json, text, "some/file").startswith("some/file must be JSON, got: ")
 
 
 def test_plain_json():
@@ -51,7 +51,7 @@ def test_plain_json():
     ],
 )
 def test_refused_yaml(text):
-    assert refused(parse_yaml, text, "some/file").startswith("some/file: expected YAML, got: ")
+    assert refused(parse_yaml, text, "some/file").startswith("some/file must be YAML, got: ")
 
 
 def test_plain_yaml():
@@ -90,12 +90,12 @@ def test_files_that_are_not_there_or_no_text(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe{}")
     for name in ("bytes", "none", "."):
         for read in (read_text, read_json, read_yaml):
-            assert refused(read, tmp_path / name).startswith(f"{tmp_path / name}: expected ")
+            assert refused(read, tmp_path / name).startswith(f"{tmp_path / name} must be ")
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ".", "", None, 3, ["x"], "a\0b", "a\\b", "c:x"])
 def test_only_names_of_files_in_the_folder_are_followed(name, tmp_path):
-    assert "expected the name of a file" in refused(file_inside, tmp_path, name)
+    assert "must be the name of a file" in refused(file_inside, tmp_path, name)
 
 
 def test_links_are_followed_inside_the_folder(tmp_path):
@@ -117,7 +117,7 @@ def test_a_folder_of_json_files(tmp_path):
     (tmp_path / "notes.txt").write_text("[")
     assert read_json_files(tmp_path) == {"a.json": [10**30]}
     (tmp_path / "b.json").write_text("[")
-    assert refused(read_json_files, tmp_path).startswith(f"{tmp_path / 'b.json'}: ")
+    assert refused(read_json_files, tmp_path).startswith(f"{tmp_path / 'b.json'} must be JSON, got: ")
 
 
 @pytest.mark.parametrize("text", ["a: 1\na: 2", "a: {b: 1, c: 2, b: 3}", "- {x: 1, x: 1}"])

@@ -43,7 +43,7 @@ def test_a_damaged_or_forged_file_is_one_line(content, tmp_path):
     with pytest.raises(InputError) as error:
         read_tensors(path, "a thing", "make it again")
     line = str(error.value)
-    assert line.startswith(f"{path}: expected a thing, got a damaged file (")
+    assert line.startswith(f"{path} must be a thing, got a damaged file (")
     assert line.endswith("); make it again")
     assert "\n" not in line
 

@@ -160,7 +160,7 @@ def tiny(name: str) -> PreTrainedModel:
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
     if size > LARGEST:
-        raise ValueError(f"{family}: expected a tiny model, got one with {size:,} parameters")
+        raise ValueError(f"{family} must be a tiny model, got one with {size:,} parameters")
     model = randomised(lambda: auto.from_config(config), scale=0.05)
     return getattr(model, f"get_{half}")() if half else model
 

@@ -30,7 +30,7 @@ def row(family: str) -> str:
     try:
         anatomy = find_anatomy(model, residua.Residual(), inputs_of(model)).anatomy
     except InputError as error:
-        return _line(family, "refused", "-", _short(str(error).partition(": ")[2]))
+        return _line(family, "refused", "-", _short(str(error).partition(" ")[2]))
     kinds = [
         "; ".join(" + ".join(f"`{name}`" for name in sub.readers) for sub in layer) for layer in dict.fromkeys(anatomy)
     ]

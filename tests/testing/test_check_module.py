@@ -525,11 +525,11 @@ def test_a_wrong_adapter_is_told_from_a_wrong_module(parameters, words):
 
 
 def test_what_is_no_adapter_is_one_clear_line():
-    with pytest.raises(TypeError, match=r"expected a ConnectionAdapter or a StreamAdapter, got HyperBlock"):
+    with pytest.raises(TypeError, match=r"needs a ConnectionAdapter or a StreamAdapter, got HyperBlock"):
         check_module(HyperBlock(4))
     block = Block()
     block.index = 4
-    with pytest.raises(ValueError, match="index: expected 0 to 3, a sublayer, got 4"):
+    with pytest.raises(ValueError, match="index must be 0 to 3, a sublayer, got 4"):
         check_module(block)
 
 

@@ -317,7 +317,7 @@ WRONG = {
     "the_norm_is_the_one_given": (scheme_of(OwnNorm), "was given for sublayer 0 is not used"),
     "shapes_without_numbers": (scheme_of(LooksAtNumbers), "meta"),
     "padding_changes_no_token": (scheme_of(CountsPadding), "padding on the left changes the outputs"),
-    "declares_itself": (scheme_of(Scaled, equation=""), "equation: expected a text"),
+    "declares_itself": (scheme_of(Scaled, equation=""), "equation must be a text"),
     "preserving_is_the_plain_residual": (scheme_of(LooksAhead, preserving=lambda self: self), "as the plain residual"),
 }
 
@@ -350,7 +350,7 @@ def test_options_must_come_back_from_a_file():
         dtype: torch.dtype | None = torch.float32
         share: tuple[float, ...] = (0.5,)
 
-    with pytest.raises(CheckFailed, match=r"dtype: expected None, a bool, int, .*, got torch\.float32"):
+    with pytest.raises(CheckFailed, match=r"dtype must be None, a bool, int, .*, got torch\.float32"):
         CONTRACT["declares_itself"](Narrow())
     CONTRACT["declares_itself"](Narrow(dtype=None))
 
@@ -424,9 +424,9 @@ class NestedScheme(Scheme):
 def test_a_state_may_be_any_tree_of_tensors():
     assert check_scheme(NestedScheme()).failed == {}
     stream = NestedScheme().build(8, 2)
-    with pytest.raises(ValueError, match=r"state: expected a dict of x, before, .* got tuple"):
+    with pytest.raises(ValueError, match=r"state must be a dict of x, before, .* got tuple"):
         stream.connections[0].read((torch.ones(1, 2, 8),))
-    with pytest.raises(ValueError, match=r"state: expected a list of 2 tensors, .* got tuple"):
+    with pytest.raises(ValueError, match=r"state must be a list of 2 tensors, .* got tuple"):
         stream.connections[0].read({"x": torch.ones(1, 2, 8), "before": (torch.ones(1, 2, 8),)})
 
 
@@ -467,14 +467,14 @@ def test_a_penalty_is_of_tokens_and_has_a_gradient():
         def penalty(self, coefficients):
             return coefficients.gain
 
-    with pytest.raises(CheckFailed, match=r"expected \(batch, seq\), .* got \(8,\)"):
+    with pytest.raises(CheckFailed, match=r"must be \(batch, seq\), .* got \(8,\)"):
         CONTRACT["penalty_is_of_each_token_or_none"](scheme_of(Wide))
     with pytest.raises(CheckFailed, match="no gradient reaches the parameters"):
         CONTRACT["penalty_is_of_each_token_or_none"](scheme_of(Penal))
 
 
 def test_only_a_scheme_can_be_checked():
-    with pytest.raises(TypeError, match=r"expected an instance of a residua.Scheme, got <class"):
+    with pytest.raises(TypeError, match=r"needs an instance of a residua.Scheme, got <class"):
         check_scheme(Residual)
 
 

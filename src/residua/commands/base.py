@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
             fill(self)
         for argument in sys.argv[1:] if args is None else args:
             if argument.startswith("--") and argument.endswith("=--"):  # argparse would return a list as this value
-                self.error(f"argument {argument[:-3]}: expected a value, got --")
+                self.error(f"argument {argument[:-3]} must have a value, got --")
         arguments, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown[0])
@@ -96,9 +96,9 @@ def whole(low: int = -(2**63), high: int = 2**63 - 1) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:  # also for more digits than Python converts
-            raise argparse.ArgumentTypeError(f"expected a whole number, got {shown(text)}") from None
+            raise argparse.ArgumentTypeError(f"must be a whole number, got {shown(text)}") from None
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"expected a whole number{limits}, got {shown(value)}")
+            raise argparse.ArgumentTypeError(f"must be a whole number{limits}, got {shown(value)}")
         return value
 
     return read
@@ -109,9 +109,9 @@ def number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number, got {shown(text)}") from None
+        raise argparse.ArgumentTypeError(f"must be a number, got {shown(text)}") from None
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"expected a finite number, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
     return value
 
 
@@ -145,14 +145,14 @@ def opens_model(folder: str | Path, checkpoint: object) -> bool:
     if not is_model_folder(folder):
         return False
     if checkpoint is not None:
-        raise InputError(f"--checkpoint: expected a run folder, got {folder}")
+        raise InputError(f"--checkpoint must be a run folder, got {folder}")
     return True
 
 
 def _step(text: str) -> int | str:
     if text == "best" or (text.isascii() and text.isdecimal() and len(text) < 20):
         return text if text == "best" else int(text)
-    raise argparse.ArgumentTypeError(f"expected the number of a step or best, got {shown(text)}")
+    raise argparse.ArgumentTypeError(f"must be the number of a step or best, got {shown(text)}")
 
 
 def print_json(value: Any) -> None:

@@ -47,7 +47,7 @@ def run(arguments: Arguments) -> None:
         return
     for option in ("num_fewshot", "batch_size", "include_path", "limit", "published"):
         if getattr(arguments, option) is not None:
-            raise InputError(f"--{option.replace('_', '-')}: expected --tasks beside it, got none; give --tasks paper")
+            raise InputError(f"--{option.replace('_', '-')} needs --tasks beside it, got none; give --tasks paper")
     from residua.lab.experiment import evaluate, is_model_folder, open_run
     from residua.records.jsonlines import finite
 

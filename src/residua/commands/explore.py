@@ -57,9 +57,9 @@ def run(arguments: Arguments) -> None:
     if out is None and not arguments.paths:
         raise InputError("RUN must be given, unless a page is written")
     if out is not None and out.is_dir():
-        raise InputError(f"--out: expected a file, got the folder {out}; write {out / PAGE}")
+        raise InputError(f"--out must be a file, got the folder {out}; write {out / PAGE}")
     if out is not None and not out.parent.is_dir():
-        raise InputError(f"--out: expected a file in a folder that is there, got {out}; make {out.parent} first")
+        raise InputError(f"--out must be a file in a folder that is there, got {out}; make {out.parent} first")
     reading = Reading(
         arguments.prompt, arguments.tokens, arguments.checkpoint, arguments.all_checkpoints, arguments.data
     )

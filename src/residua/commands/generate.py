@@ -31,7 +31,7 @@ def run(arguments: Arguments) -> None:
     if not arguments.greedy:
         if not arguments.temperature > 0:
             raise InputError(
-                f"--temperature: expected a number above 0, got {arguments.temperature:g}; for the most probable text "
+                f"--temperature must be a number above 0, got {arguments.temperature:g}; for the most probable text "
                 "use --greedy"
             )
         warm = COLDEST <= arguments.temperature <= HOTTEST

@@ -39,18 +39,16 @@ def run(arguments: Arguments) -> int:
     if sources is None and arguments.resume and arguments.run is not None:
         settings = Path(arguments.run) / "config.yaml"
         if not settings.is_file():
-            raise InputError(
-                f"{arguments.run}: expected a run to resume, found no config.yaml; start one with --config"
-            )
+            raise InputError(f"{arguments.run} must be a run to resume, found no config.yaml; start one with --config")
         sources = [str(settings)]
     if sources is None and not arguments.print_config:
-        raise InputError("expected --config NAME|FILE.yaml for a new run, or --resume; residua train --help explains")
+        raise InputError("give --config NAME|FILE.yaml for a new run, or --resume; residua train --help explains")
     config = load_config(sources, arguments.overrides)
     if arguments.print_config:
         print(config.to_yaml(), end="")
         return 0
     if arguments.run is None:
-        raise InputError("expected --run DIR, the folder for the run")
+        raise InputError("give --run DIR, the folder for the run")
 
     from residua.lab import experiment
     from residua.lab.training.distributed import is_first

@@ -64,7 +64,7 @@ def run(arguments: Arguments) -> None:
         print(load_config(arguments.config, arguments.overrides).to_yaml(), end="")
         return
     if arguments.out is None:
-        raise InputError("expected --out DIR, the folder of the sweep")
+        raise InputError("give --out DIR, the folder of the sweep")
     with extra("lab"):  # raises before hours of training
         importlib.import_module("matplotlib")
     from residua.lab.study.sweep import Sweep, parse_over, train_sweep

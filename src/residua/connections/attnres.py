@@ -98,7 +98,7 @@ class DepthRead(nn.Module):
     def __init__(self, dim: int, *, eps: float, scale: Literal["mean", "sum"] = "mean", heads: int = 1):
         super().__init__()
         if dim % heads:
-            raise ValueError(f"heads: expected a divisor of dim = {dim}, got {heads}")
+            raise ValueError(f"heads must be a divisor of dim = {dim}, got {heads}")
         self.eps, self.heads = eps, heads
         self.scale = scale
         self.query = nn.Parameter(torch.empty(dim))

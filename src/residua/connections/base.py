@@ -137,7 +137,7 @@ class Connection(nn.Module, ABC):
             expect_memory(self, memory, inputs[0])
         y = sublayer(*inputs)
         if not isinstance(y, Tensor):
-            raise TypeError(f"sublayer: expected it to return a tensor, got {type(y).__name__}; wrap it in a function")
+            raise TypeError(f"sublayer must return a tensor, got {type(y).__name__}; wrap it in a function")
         expect_shape("the sublayer's output", y, inputs[0].shape, "the shape of its input")
         return self.write(y, carry)
 
@@ -233,7 +233,7 @@ class Stream(nn.Module):
         sublayer per connection.
         """
         if len(sublayers) != len(self.connections):
-            raise ValueError(f"sublayers: expected {len(self.connections)}, one per connection, got {len(sublayers)}")
+            raise ValueError(f"sublayers must be {len(self.connections)}, one per connection, got {len(sublayers)}")
         if documents is None:
             expect_memory(self.expand, memory, x)
         state = self.expand(x, memory_of(self.expand, memory, attention_mask, documents))

@@ -142,13 +142,13 @@ def memory_of(
         expect_separable(part)
     if not getattr(part, "causal", True):
         if memory is not None:
-            raise ValueError("memory: expected None for a scheme that reads the whole sequence, got one")
+            raise ValueError("memory must be None for a scheme that reads the whole sequence, got one")
         if padding is not None:
-            expect_none(padding == 0, "attention_mask: this scheme reads the whole sequence; expected no padding")
+            expect_none(padding == 0, "attention_mask: this scheme reads the whole sequence; there must be no padding")
     if not window_of(part) or (memory is None and padding is None and documents is None):
         return None
     if documents is not None and memory is not None:
-        raise ValueError("documents: packed documents come whole, in one call; expected memory None, got one")
+        raise ValueError("documents: packed documents come whole, in one call; memory must be None, got one")
     if memory is not None:
         memory._expect_no_gap(part, padding)
     elif padding is not None:
@@ -179,7 +179,7 @@ def expect_no_gap(mask: Tensor) -> None:
     tokens = mask != 0
     expect_none(
         tokens[:, 1:] & ~tokens[:, :-1] & (tokens.cumsum(1) > 1)[:, 1:],
-        "attention_mask: expected padding only before or after the tokens of a row, got padding between them: this "
+        "attention_mask must have padding only before or after the tokens of a row, got padding between them: this "
         "scheme reads earlier tokens; move the padding to the left, and begin with an empty cache or memory",
     )
 
@@ -239,4 +239,4 @@ def expect_tokens(x: Tensor, window: int, *, axes: str) -> None:
     Without the check, the entries of a batch (batch, dim) would be mixed as if they were a sequence.
     """
     if window and x.dim() < axes.count(",") + 1:
-        raise ValueError(f"a module that reads earlier tokens: expected {axes}, got {tuple(x.shape)}")
+        raise ValueError(f"a module that reads earlier tokens must get {axes}, got {tuple(x.shape)}")

@@ -20,9 +20,9 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
     for part in listed.split(",") if colon else []:
         option, equals, value = part.partition("=")
         if not equals or not option:
-            raise ValueError(f"{text}: expected NAME:OPTION=VALUE,OPTION=VALUE, got {part!r}")
+            raise ValueError(f"{text} must be NAME:OPTION=VALUE,OPTION=VALUE, got {part!r}")
         if option in options:
-            raise ValueError(f"{text}: expected every option once, got {option} twice")
+            raise ValueError(f"{text} must have every option once, got {option} twice")
         try:
             options[option] = json.loads(value)
         except ValueError:
@@ -53,13 +53,13 @@ def check_options(kind: type, options: Mapping[str, Any]) -> None:
     hints = types_of(kind)
     for name, value in options.items():
         if not fits(value, hints[name]):
-            raise ValueError(f"{kind.__name__}: {name}: expected {words(hints[name])}, got {value!r}")
+            raise ValueError(f"{kind.__name__}: {name} must be {words(hints[name])}, got {value!r}")
 
 
 def require_option(scheme: Any, name: str, condition: bool, expected: str) -> None:
     """Raise ValueError unless `condition` holds: the field `name` of `scheme`, the text `expected`, and its value."""
     if not condition:
-        raise ValueError(f"{type(scheme).__name__}: {name}: expected {expected}, got {getattr(scheme, name)!r}")
+        raise ValueError(f"{type(scheme).__name__}: {name} must be {expected}, got {getattr(scheme, name)!r}")
 
 
 def require_factor(scheme: Any, name: str) -> None:

@@ -119,9 +119,9 @@ def register(name: str, scheme: type[Scheme] | Scheme) -> None:
     """
     kind = _kind(scheme)
     if not issubclass(kind, Scheme):
-        raise TypeError(f"register {name!r}: expected a Scheme, its class or an instance, got {scheme!r}")
+        raise TypeError(f"register {name!r} needs a Scheme, its class or an instance, got {scheme!r}")
     if not isinstance(name, str) or not name or any(mark in name for mark in ":,= "):
-        raise ValueError(f"register: expected a name without spaces and without : , =, got {name!r}")
+        raise ValueError(f"register needs a name without spaces and without : , =, got {name!r}")
     if reserved := [field.name for field in fields(kind) if field.name in RESERVED]:
         raise ValueError(f"register {name!r}: {kind.__name__} has an option {reserved[0]!r}; this name is reserved")
     instance = kind() if isinstance(scheme, type) else scheme
@@ -165,7 +165,7 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
         connection = {"preset": name, **overrides}
     if not isinstance(connection, Mapping) or len(keys := {"preset", "scheme"} & connection.keys()) != 1:
         raise ValueError(
-            f"connection: expected a preset's name or a mapping with the key 'preset' or 'scheme', got {connection!r}"
+            f"connection must be a preset's name or a mapping with the key 'preset' or 'scheme', got {connection!r}"
         )
     (key,) = keys
     options = {name: _tuples(value) for name, value in connection.items() if name not in RESERVED}
@@ -212,7 +212,7 @@ def written(scheme: Scheme) -> dict[str, Any]:
     for field in fields(kind):
         if not _fits_json(value := getattr(scheme, field.name)):
             raise ValueError(
-                f"{kind.__name__}: {field.name}: expected None, a bool, int, float, str or a tuple of these, which "
+                f"{kind.__name__}: {field.name} must be None, a bool, int, float, str or a tuple of these, which "
                 f"files keep, got {value!r}; take the name of a choice as the option, and look it up in build()"
             )
     options = json.loads(json.dumps(asdict(scheme)))
@@ -223,7 +223,7 @@ def written(scheme: Scheme) -> dict[str, Any]:
             f"{kind.__name__} cannot be built again from its own options: {type(error).__name__}: {error}"
         ) from error
     if again != scheme:
-        raise ValueError(f"{kind.__name__}: expected the same scheme from its own options, {scheme}, got {again}")
+        raise ValueError(f"{kind.__name__} must give the same scheme from its own options, {scheme}, got {again}")
     return options
 
 
@@ -249,7 +249,7 @@ def _find(key: str, name: Any, package: Any) -> Any:
     if not isinstance(name, str):
         raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, [*schemes])}")
     if package is not None and not isinstance(package, str):
-        raise ValueError(f"connection {name!r}: package: expected the name of a package, got {package!r}")
+        raise ValueError(f"connection {name!r}: package must be the name of a package, got {package!r}")
     if name not in schemes:
         _entry_points_on.cache_clear()  # perhaps it was installed meanwhile
     packages = sorted({_module(point) for point in _entry_points() if point.name == name})
@@ -262,7 +262,7 @@ def _find(key: str, name: Any, package: Any) -> Any:
             )
     elif package is None and len(packages) > 1:
         raise ValueError(
-            f"connection: expected one package with a scheme {name!r}, got {', '.join(map(repr, packages))}; choose "
+            f"connection must name one package with a scheme {name!r}, got {', '.join(map(repr, packages))}; choose "
             f"one with the key 'package': {{{key!r}: {name!r}, 'package': {packages[0]!r}}}"
         )
     elif name not in schemes and packages and package in (None, *packages):
@@ -279,7 +279,7 @@ def _find(key: str, name: Any, package: Any) -> Any:
     of_a_script = package == "__main__" and owner != "residua"  # its module cannot be imported under that name
     if package not in (None, owner) and not of_a_script:
         raise ValueError(
-            f"connection: expected the scheme {name!r} of the package {package!r}, got that of {owner!r}, which has "
+            f"connection must be the scheme {name!r} of the package {package!r}, got that of {owner!r}, which has "
             f"the same name here; open it in a process that uses {package!r} alone"
         )
     return schemes[name]

@@ -35,4 +35,4 @@ def expect_state(state: Any, spec: Any) -> None:
             return
         expected = f"a {type(spec).__name__} of {len(spec)} tensors"
     got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
-    raise ValueError(f"state: expected {expected}, from stream.expand or the connection before, got {got}")
+    raise ValueError(f"state must be {expected}, from stream.expand or the connection before, got {got}")

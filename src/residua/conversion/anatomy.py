@@ -108,12 +108,12 @@ def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         kept = {id(module) for module in decoder.modules()}
         found = [(name, stack) for name, stack in found if id(stack) in kept] or found
     if not found:
-        raise InputError(f"{type(model).__name__}: expected a list of layers called {', '.join(STACKS)}, found none")
+        raise InputError(f"{type(model).__name__} must have a list of layers called {', '.join(STACKS)}, found none")
     order = {name: (name.count("."), -len(stack)) for name, stack in found}
     found.sort(key=lambda item: order[item[0]])
     if len(found) > 1 and order[found[0][0]] == order[found[1][0]]:
         names = " and ".join(name for name, _ in found[:2])
-        raise InputError(f"{type(model).__name__}: expected one stack of layers, found {names}; convert one of them")
+        raise InputError(f"{type(model).__name__} must have one stack of layers, found {names}; convert one of them")
     return found[0]
 
 
@@ -128,7 +128,7 @@ def observe(model: PreTrainedModel, stack: nn.ModuleList, run: Situation) -> tup
     """
     if len({id(layer) for layer in stack}) < len(stack):
         raise InputError(
-            f"{type(model).__name__}: expected layers of their own, found one that stands in several places"
+            f"{type(model).__name__} must have layers of their own, found one that stands in several places"
         )
     opened: set[tuple[int, str]] = set()
     while True:

@@ -41,9 +41,7 @@ def base_sha256(folder: Path) -> str:
         found = [(file.name, file_sha256(file)) for file in files]
     except OSError as error:
         reason = error.strerror or error
-        raise InputError(
-            f"model.base: expected a folder with a model of transformers, got {folder}: {reason}"
-        ) from error
+        raise InputError(f"model.base must be a folder with a model of transformers, got {folder}: {reason}") from error
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
@@ -81,7 +79,7 @@ def open_base(folder: Path, connection: str | dict[str, Any], start: Literal["pr
     scheme = conversion_of(model).scheme
     if scheme not in _starts(connection):
         raise InputError(
-            f"model.connection: expected none, since the base is converted already, to {json.dumps(describe(scheme))}, "
+            f"model.connection must be null, since the base is converted already, to {json.dumps(describe(scheme))}, "
             f"got {connection!r}; leave it out, or give the plain model as model.base"
         )
     _expect_mean_loss(model, folder)
@@ -89,7 +87,7 @@ def open_base(folder: Path, connection: str | dict[str, Any], start: Literal["pr
     if _has_penalty(scheme, config.get_text_config()):
         option = "; set its option penalty to 0" if hasattr(scheme, "penalty") else ""
         raise InputError(
-            "model.connection: expected a scheme without a penalty, which the loss of a converted model leaves out"
+            "model.connection must be a scheme without a penalty, which the loss of a converted model leaves out"
             + option
         )
     return model
@@ -104,11 +102,11 @@ def rebuild_base(folder: Path) -> PreTrainedModel:
     file = folder / "config.json"
     settings = read_json(file)
     if not isinstance(settings, dict) or settings.get("model_type") != MODEL_TYPE:
-        raise InputError(f"{file}: expected the configuration of a converted model, got {shown(settings)}")
+        raise InputError(f"{file} must hold the configuration of a converted model, got {shown(settings)}")
     try:
         return new_model(ConvertedConfig.from_dict(settings))
     except Exception as error:  # transformers raises many kinds
-        raise InputError(f"{file}: expected the configuration of a model, got: {first_line(error)}") from error
+        raise InputError(f"{file} must hold the configuration of a model, got: {first_line(error)}") from error
 
 
 def freeze_base(model: PreTrainedModel) -> None:
@@ -162,6 +160,6 @@ def _expect_mean_loss(model: Any, folder: Path) -> None:
     wanted = cross_entropy(output.logits[:, 0].float(), labels[:, 0])
     if not torch.isclose(output.loss.float(), wanted, rtol=1e-4):
         raise InputError(
-            f"model.base: {folder}: expected the mean cross-entropy of aligned labels as its loss, {wanted:.4f} on a "
+            f"model.base: {folder} must have the mean cross-entropy of aligned labels as its loss, {wanted:.4f} on a "
             f"small input, got {output.loss:.4f}"
         )

@@ -58,7 +58,7 @@ class Conversion:
             return cls(resolve(found["connection"]), _text(found["stack"]), anatomy)
         except (KeyError, TypeError, AttributeError) as error:
             raise InputError(
-                f"{source}: expected the configuration of a converted model, got {shown(found)}"
+                f"{source} must hold the configuration of a converted model, got {shown(found)}"
             ) from error
         except ValueError as error:
             raise InputError(f"{source}: {first_line(error)}") from error
@@ -142,10 +142,10 @@ class ConvertedConfig(PreTrainedConfig):
         base = base_in(vars(self).get(KEY))
         kind = base.get("model_type")
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING or kind == MODEL_TYPE:
-            raise InputError(f"config.json: expected a model type of transformers in base, got {shown(kind)}")
+            raise InputError(f"config.json must have a model type of transformers in base, got {shown(kind)}")
         for refused in ("auto_map", "quantization_config"):
             if base.get(refused):
-                raise InputError(f"config.json: expected no {refused} in base, which only plain models have")
+                raise InputError(f"config.json must have no {refused} in base, which only plain models have")
         return CONFIG_MAPPING[kind].from_dict(_own(base))
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ def conversion_of(model: nn.Module) -> Conversion:
     """Return how a model was converted. Raises InputError for one that was not."""
     config: Any = model.config
     if not isinstance(config, SavedAsConverted):
-        raise InputError(f"expected a converted model, got {type(model).__name__}; residua.convert makes one")
+        raise InputError(f"the model must be a converted one, got {type(model).__name__}; residua.convert makes one")
     return Conversion.from_json(getattr(config, KEY), "model.config")
 
 

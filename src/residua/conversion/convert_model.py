@@ -99,7 +99,7 @@ def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, An
         anatomy, unchanged = observe(model, stack, partial(outputs, model, inputs, changed))
         name = type(model).__name__
         if same_bits(before[next(iter(ways))], unchanged):
-            raise InputError(f"{name}: expected layers that matter, got the same outputs without them")
+            raise InputError(f"{name} must have layers that matter, got the same outputs without them")
         rebuild(model, Conversion(Residual(), path, anatomy))
         try:
             after = {way: _run(model, ways[way]) for way in before}
@@ -122,9 +122,9 @@ def _outputs_of(model: PreTrainedModel, ways: Mapping[str, Situation]) -> dict[s
         with suppress(Exception):  # a model without a cache, or without padding
             results[way] = run()
     if first not in results or not same_bits(results[first], ways[first]()):
-        raise InputError(f"{name}: expected equal outputs for equal inputs, got different ones")
+        raise InputError(f"{name} must give equal outputs for equal inputs, got different ones")
     if not any(x.isfinite().any() for x in results[first]):
-        raise InputError(f"{name}: expected numbers for a small input, got none that is finite")
+        raise InputError(f"{name} must give finite numbers for a small input, got none")
     return results
 
 
@@ -266,7 +266,7 @@ def small_inputs(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[st
     """
     require(isinstance(inputs, Mapping | None), "inputs", "arguments of the model by their names", inputs)
     if not isinstance(model, PreTrainedModel):
-        raise InputError(f"model: expected a model of transformers, got {type(model).__name__}")
+        raise InputError(f"model must be a model of transformers, got {type(model).__name__}")
     name = type(model).__name__
     if any(isinstance(module, (ConvertedLayer, LayerStream)) for module in model.modules()):
         raise InputError(f"{name}: this model is converted already; residua.unconvert(model) first")
@@ -275,23 +275,23 @@ def small_inputs(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[st
     halves = (model.get_encoder(), model.get_decoder()) if getattr(model.config, "is_encoder_decoder", False) else ()
     if len({id(half) for half in (*halves, model)}) == 3:
         raise InputError(
-            f"{name}: expected one stack of layers, got an encoder and a decoder; convert one of them, "
+            f"{name} must have one stack of layers, got an encoder and a decoder; convert one of them, "
             "residua.convert(model.get_encoder(), ...)"
         )
     quantised = getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None
     if quantised or not all(p.is_floating_point() or p.is_complex() for p in model.parameters()):
         raise InputError(
-            f"{name}: expected weights in floating point, got a quantised model; load it without quantisation"
+            f"{name} must have weights in floating point, got a quantised model; load it without quantisation"
         )
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
-        raise InputError(f"{name}: expected its weights in memory, found some that are not loaded or offloaded")
+        raise InputError(f"{name} must have its weights in memory, found some that are not loaded or offloaded")
     if any(parameter.is_inference() for parameter in model.parameters()):
-        raise InputError(f"{name}: expected weights that can be trained, got some made in torch.inference_mode()")
+        raise InputError(f"{name} must have weights that can be trained, got some made in torch.inference_mode()")
     for where in (model.config, *model.modules()):
         for option in ("layerdrop", "speech_encoder_layerdrop"):
             if getattr(where, option, 0):
                 raise InputError(
-                    f"{name}: expected every layer to run, got {option} in {type(where).__name__}; set it to 0 first"
+                    f"{name} must run every layer, got {option} in {type(where).__name__}; set it to 0 first"
                 )
     stack_of(model)  # says more than why a model does not run
     return probe(model, inputs)
@@ -314,18 +314,18 @@ def _expect_same_direction(model: PreTrainedModel, conversion: Conversion, input
     if _is_causal(model, conversion.stack, inputs):
         if not scheme.causal:
             raise InputError(
-                "connection: expected a causal scheme, got one whose coefficients depend on the whole sequence, so "
+                "connection must be a causal scheme, got one whose coefficients depend on the whole sequence, so "
                 "that every token would see later ones; use context='token' or 'cumulative'"
             )
         return
     if scheme.causal:
         raise InputError(
-            f"connection: expected a scheme that reads single tokens, got one that reads earlier ones; "
+            f"connection must be a scheme that reads single tokens, got one that reads earlier ones; "
             f"{type(model).__name__} reads in both directions"
         )
     if not all(isinstance(x, Tensor) and x.dim() > 3 for x in inputs.values()):
         raise InputError(
-            f"connection: expected coefficients of single tokens, got ones of the whole sequence, padding included; "
+            f"connection must have coefficients of single tokens, got ones of the whole sequence, padding included; "
             f"{type(model).__name__} takes more than images of one size; use context='token'"
         )
 

@@ -30,7 +30,7 @@ with extra("lab"):
     from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
 
 
-NO_HIDDEN_STATES = "output_hidden_states: expected False, since this scheme reads earlier tokens in every readout"
+NO_HIDDEN_STATES = "output_hidden_states must be False, since this scheme reads earlier tokens in every readout"
 
 
 IMAGE_AXES = 3
@@ -150,7 +150,7 @@ def expect_gradients(module: nn.Module) -> None:
     options = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
     if module.training and getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant"):
         raise ValueError(
-            "gradient_checkpointing_enable: expected use_reentrant=False for a converted model, got True, with which "
+            "gradient_checkpointing_enable must get use_reentrant=False for a converted model, got True, with which "
             "nothing before the last layer would learn"
         )
 
@@ -191,7 +191,7 @@ def _room(cache: Any, states: int, num_layers: int) -> int:
     """Return the index of the layer of the cache that remembers this many parts; add it to a new cache."""
     layers = getattr(cache, "layers", None)
     if not isinstance(cache, Cache) or not isinstance(layers, list):
-        raise ValueError(f"cache: expected a cache with layers, such as DynamicCache, got {type(cache).__name__}")
+        raise ValueError(f"cache must be a cache with layers, such as DynamicCache, got {type(cache).__name__}")
     found = next((i for i, layer in enumerate(layers) if isinstance(layer, StreamLayer)), None)
     if found is not None:
         if layers[found].number_of_states != states:

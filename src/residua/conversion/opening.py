@@ -36,7 +36,7 @@ def read_model(
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        raise InputError(f"{folder}: expected a run folder or one with a model of transformers, found no config.json")
+        raise InputError(f"{folder} must be a run folder or one with a model of transformers, found no config.json")
     files = read_json_files(folder)
     try:
         _refuse_what_leads_elsewhere(folder, files)
@@ -58,10 +58,10 @@ def read_model(
     except InputError:
         raise
     except Exception as error:  # transformers and tokenizers raise many kinds
-        raise InputError(f"{folder}: expected a model of transformers, got: {first_line(error)}") from error
+        raise InputError(f"{folder} must be a model of transformers, got: {first_line(error)}") from error
     differences = [f"{kind.replace('_', ' ')} {sorted(map(str, names))[:5]}" for kind, names in found.items() if names]
     if differences:
-        raise InputError(f"{folder}: expected the weights of the model in config.json, found {'; '.join(differences)}")
+        raise InputError(f"{folder} must hold the weights of the model in config.json, found {'; '.join(differences)}")
     return model, tokenizer
 
 
@@ -116,7 +116,7 @@ def _refuse_what_leads_elsewhere(folder: Path, files: Mapping[str, Any]) -> None
         InputError: weights in another folder, or an adapter of another model.
     """
     if "adapter_config.json" in files:
-        raise InputError(f"{folder}: expected a whole model, found an adapter (adapter_config.json); merge it first")
+        raise InputError(f"{folder} must be a whole model, found an adapter (adapter_config.json); merge it first")
     for name, index in files.items():
         if name.endswith(".index.json"):
             for file in index["weight_map"].values():

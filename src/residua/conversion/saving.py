@@ -83,7 +83,7 @@ class Converted:
             if problem == "unexpected_keys":  # a trunk opened from a whole model leaves the head out
                 names = [name for name in names if f".{STREAM}." in name]
             if names:
-                raise InputError(f"{folder}: expected the weights of the converted model, {problem}: {shown(names)}")
+                raise InputError(f"{folder} must hold the weights of the converted model, {problem}: {shown(names)}")
         _settle(model)
         return (model, found) if wanted else model
 
@@ -123,7 +123,7 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
     """`residua.save_connection`, which documents it."""
     if not isinstance(model, PreTrainedModel) or any(".base_layer." in name for name in model.state_dict()):
         raise InputError(
-            f"expected a model of transformers without adapters, got {type(model).__name__}; merge them into it first "
+            f"the model must be of transformers without adapters, got {type(model).__name__}; merge them into it first "
             "(merge_and_unload), or save all of it with save_pretrained"
         )
     conversion = conversion_of(model)
@@ -141,7 +141,7 @@ def load_connection(
     """`residua.load_connection`, which documents it."""
     folder = Path(folder)
     if not (folder / DESCRIPTION).is_file() or not (folder / WEIGHTS).is_file():
-        raise InputError(f"{folder}: expected {DESCRIPTION} and {WEIGHTS}; residua.save_connection writes them")
+        raise InputError(f"{folder} must hold {DESCRIPTION} and {WEIGHTS}; residua.save_connection writes them")
     conversion = Conversion.from_json(read_json(folder / DESCRIPTION), folder / DESCRIPTION)
     tensors, _ = read_tensors(folder / WEIGHTS, "the weights of connections", "save them again")
     saved_beside = tensors.pop(BASE_WEIGHTS, torch.empty(0))
@@ -164,7 +164,7 @@ def load_connection(
     if shapes != found:
         wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
         raise InputError(
-            f"{folder / WEIGHTS}: expected the parameters of the connections, these differ: {shown(wrong)}"
+            f"{folder / WEIGHTS} must hold the parameters of the connections, these differ: {shown(wrong)}"
         )
     loaded = {name: tensors[name].to(tensor.dtype) for name, tensor in own.items()}
     wrong = sorted(

@@ -261,7 +261,7 @@ def _built_from_scratch(config: ModelConfig, data: PreparedData | SavedTokenizer
         settings["vocab_size"] = _rounded_up(data.vocab_size)
     if settings["vocab_size"] < data.vocab_size:
         raise InputError(
-            f"model.vocab_size: expected at least the {data.vocab_size} tokens of the data in {data.folder}, "
+            f"model.vocab_size must be at least the {data.vocab_size} tokens of the data in {data.folder}, "
             f"got {settings['vocab_size']}; leave it out to take the data's"
         )
     special = {"eos_token_id": data.eos_token_id, "pad_token_id": data.eos_token_id, "bos_token_id": None}
@@ -274,7 +274,7 @@ def _built_on_base(
     if kept is not None and not config.freeze_base:
         return rebuild_base(kept)
     if config.base_sha256 is None or config.connection is None:
-        raise InputError("model.base_sha256: expected the digest of the base, got null; residua train notes it")
+        raise InputError("model.base_sha256 must be the digest of the base, got null; residua train notes it")
     if verify:
         expect_digest(Path(config.base), config.base_sha256)
     model = open_base(Path(config.base), config.connection, config.start)
@@ -284,7 +284,7 @@ def _built_on_base(
     require(length <= longest, "train.sequence_length", f"at most the positions of the base ({longest})", length)
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < data.vocab_size:
-        raise InputError(f"model.base: expected at least {data.vocab_size} rows in its embedding, found {rows}")
+        raise InputError(f"model.base must have at least {data.vocab_size} rows in its embedding, found {rows}")
     if config.freeze_base:
         freeze_base(model)
     return model
@@ -297,7 +297,7 @@ def _expect_tokenizer_of_base(folder: str, data: PreparedData) -> None:
     same = base.backend_tokenizer.to_str() == actual.backend_tokenizer.to_str() and base.eos_token == actual.eos_token
     if not same:
         raise InputError(
-            f"{data.folder}: expected tokens of the tokenizer in model.base, found those of another; prepare the text "
+            f"{data.folder} must hold tokens of the tokenizer in model.base, found those of another; prepare the text "
             f"with: residua prepare --tokenizer {folder}"
         )
 
@@ -335,7 +335,7 @@ def open_run(
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
-        raise InputError(f"{folder}: expected a run folder, found no config.yaml; residua train --run makes one")
+        raise InputError(f"{folder} must be a run folder, found no config.yaml; residua train --run makes one")
     config = load_config(str(folder / "config.yaml"))
     state = _checkpoint(folder, checkpoint)
     place = _place_of_data(config.data, folder) if data is None else Path(data)
@@ -354,7 +354,7 @@ def _tokenizer_of(folder: Path, place: Path, checkpoint: Checkpoint) -> SavedTok
     tokenizer = SavedTokenizer.open(copy)
     if tokenizer.fingerprint != expected:
         raise InputError(
-            f"{copy}: expected the tokenizer that this run was trained with, found another; remove this folder to use "
+            f"{copy} must be the tokenizer that this run was trained with, found another; remove this folder to use "
             "the tokenizer of its data"
         )
     return tokenizer
@@ -388,7 +388,7 @@ def _data_of(folder: Path, place: Path, checkpoint: Checkpoint) -> PreparedData:
     expected = checkpoint.settings.get("data.fingerprint", data.fingerprint)
     if data.fingerprint != expected:
         raise InputError(
-            f"{data.folder}: expected the data that {folder} was trained on (fingerprint {str(expected)[:12]}), found "
+            f"{data.folder} must be the data that {folder} was trained on (fingerprint {str(expected)[:12]}), found "
             f"other data ({data.fingerprint[:12]}); prepare the same text again there, with the same settings"
         )
     return data
@@ -454,7 +454,7 @@ def trace_prompt(
 
 def _check_tokens(tokens: int | None) -> None:
     if tokens is not None and tokens < 1:
-        raise InputError(f"expected at least 1 token, got {tokens}")
+        raise InputError(f"tokens must be at least 1, got {tokens}")
 
 
 def _evaluator(
@@ -498,7 +498,7 @@ def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> Prep
     if folder.exists():
         return PreparedData.open(folder)
     if config.source is None:
-        raise InputError("data.path: expected a folder written by residua prepare (or data.source: text), got neither")
+        raise InputError("data.path must be a folder written by residua prepare (or data.source: text), got neither")
     return prepare(
         config.source,
         folder,
@@ -513,13 +513,13 @@ def _checkpoint(folder: Path, step: int | Literal["best"] | None) -> Checkpoint:
     if step is None:
         checkpoint = latest_checkpoint(folder)
         if checkpoint is None:
-            raise InputError(f"{folder}: expected a checkpoint in this run, found none; train it first")
+            raise InputError(f"{folder} must hold a checkpoint in this run, found none; train it first")
         return checkpoint
     if step == "best":
         checkpoint = best_checkpoint(folder / "checkpoints")
         if checkpoint is None:
             raise InputError(
-                f"{folder}: expected a checkpoint with a validation loss, found none; a checkpoint has one "
+                f"{folder} must hold a checkpoint with a validation loss, found none; a checkpoint has one "
                 "if the model was evaluated at its step (train.evaluate_every)"
             )
         return open_checkpoint(checkpoint)
@@ -527,7 +527,7 @@ def _checkpoint(folder: Path, step: int | Literal["best"] | None) -> Checkpoint:
     if not path.is_dir():
         steps = saved_steps(folder)
         choices = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
-        raise InputError(f"{folder}: expected a checkpoint of step {step}; {choices}")
+        raise InputError(f"{folder} must hold a checkpoint of step {step}; {choices}")
     return open_checkpoint(path)
 
 

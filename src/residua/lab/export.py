@@ -110,7 +110,7 @@ def add_code(folder: Path) -> None:
     settings = read_json(config)
     if package := settings.get("connection", {}).get("package"):  # its class is not a Scheme of the copied code
         raise InputError(
-            f"remote code: expected a scheme of residua, got {settings['connection']['scheme']!r} of the package "
+            f"remote code needs a scheme of residua, got {settings['connection']['scheme']!r} of the package "
             f"{package!r}, which is not copied; export without it, and load the model where residua and {package} are "
             "installed"
         )
@@ -154,7 +154,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     facts = read_json(run / "facts.json") if (run / "facts.json").exists() else {}
     data = facts.get("data", {}) if isinstance(facts, dict) else None
     if not isinstance(data, dict):
-        raise InputError(f"{run / 'facts.json'}: expected a JSON object with an object data, got something else")
+        raise InputError(f"{run / 'facts.json'} must hold a JSON object with an object data, got something else")
     settings = asdict(opened.config)
     settings["data"].pop("path")  # a path on the machine that trained it, as the path of a base is
     if "base" in settings["model"]:

@@ -35,11 +35,11 @@ def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, 
     state = {name: tensor for name, tensor in state_dict.items() if name != "lm_head.weight"}
     layers = {int(match[1]) for name in state if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
     if "transformer.wte.weight" not in state or not layers:
-        raise ValueError("state_dict: expected the authors' names (transformer.wte.weight, transformer.h.0...), got "
+        raise ValueError("state_dict must have the authors' names (transformer.wte.weight, transformer.h.0...), got "
                          + (", ".join(sorted(state)[:3]) or "nothing"))  # fmt: skip
     head = state_dict.get("lm_head.weight")
     if head is not None and not torch.equal(head, state["transformer.wte.weight"]):
-        raise ValueError("lm_head.weight: expected it tied to transformer.wte.weight, got different values")
+        raise ValueError("lm_head.weight must be tied to transformer.wte.weight, got different values")
 
     ours = _model_config(config, state, len(layers))
     with torch.device("meta"):
@@ -53,7 +53,7 @@ def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, 
     problems += [f"unknown: {name}" for name in sorted(state.keys() - expected.keys() - unused)]
     for name, (_, shape) in expected.items():
         if name in state and (got := _filters(state[name]).shape) != (needed_shape := _their_shape(shape, name)):
-            problems.append(f"{name}: expected shape {tuple(needed_shape)}, got {tuple(got)}")
+            problems.append(f"{name} must have shape {tuple(needed_shape)}, got {tuple(got)}")
     if problems:
         raise ValueError("the state_dict does not fit the configuration: " + "; ".join(problems))
     renamed = {
@@ -72,23 +72,23 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
     vocab_size, hidden_size = state["transformer.wte.weight"].shape
     declared = settings.pop("num_hidden_layers", num_layers)
     if declared != num_layers:
-        raise ValueError(f"num_hidden_layers: expected {num_layers} as in the state_dict, got {declared}")
+        raise ValueError(f"num_hidden_layers must be {num_layers} as in the state_dict, got {declared}")
     for name, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
         if settings.pop(name, size) != size:
-            raise ValueError(f"{name}: expected {size} as in the state_dict, got {config[name]}")
+            raise ValueError(f"{name} must be {size} as in the state_dict, got {config[name]}")
     heads = settings.pop("num_attention_heads", None)
     if heads is None:
-        raise ValueError("config: expected the key num_attention_heads, which the parameters do not tell")
+        raise ValueError("config must have the key num_attention_heads, which the parameters do not tell")
     width, intermediate_size = (_first(state, name).shape[0] for name in (".attn.c_q.weight", ".mlp.c_fc1.weight"))
     head_dim = settings.pop("head_dim", width // heads)
     if heads * head_dim != width:
         raise ValueError(
-            f"num_attention_heads, head_dim: expected the product {width}, the rows of "
+            f"num_attention_heads, head_dim must have the product {width}, the rows of "
             f"transformer.h.0.attn.c_q.weight, got {heads} and {head_dim}"
         )
     if settings.pop("rms_norm_eps", 1e-5) != 1e-5:
         raise ValueError(
-            f"rms_norm_eps: expected 1e-05, which most norms of theirs have fixed, got {config['rms_norm_eps']}"
+            f"rms_norm_eps must be 1e-05, which most norms of theirs have fixed, got {config['rms_norm_eps']}"
         )
 
     scheme = _scheme(settings, state)
@@ -135,11 +135,11 @@ def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
     beta_in = _find(state, ".beta_in.weight")
     weights = channel if token is None else token
     if read is not None and weights is None:
-        raise ValueError("state_dict: expected the weights of the compressors beside their read vectors, got none")
+        raise ValueError("state_dict must have the weights of the compressors beside their read vectors, got none")
     if read is None or weights is None:
         value_channels, kernel = 1, None
         if declared["value_channels"] not in (None, 1):
-            raise ValueError(f"ddl_value_channels: expected 1 as in the state_dict, got {declared['value_channels']}")
+            raise ValueError(f"ddl_value_channels must be 1 as in the state_dict, got {declared['value_channels']}")
     else:
         value_channels = declared["value_channels"] or read.numel()
         kernel = declared["state_shortconv_kernel_size"] or weights.shape[-1]

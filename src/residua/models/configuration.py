@@ -51,7 +51,7 @@ def _usable(config: Any, source: object) -> Any:
             for name in names:
                 if name not in ATTENTION and name not in FLASH_ATTENTION:
                     raise ValueError(
-                        f"{source}: expected {key} {', '.join(ATTENTION)} or none, got {name!r}, for which code may be "
+                        f"{source} must have {key} {', '.join(ATTENTION)} or none, got {name!r}, for which code may be "
                         "downloaded; remove it from the file, and give attn_implementation= to from_pretrained instead"
                     )
             if all(name in ATTENTION or FLASH_ATTENTION[name]() for name in names):
@@ -178,7 +178,7 @@ class ResiduaConfig(PreTrainedConfig):
         scheme, layers = resolve(self.connection), self.num_hidden_layers
         if not scheme.causal:
             raise ValueError(
-                "connection: expected a causal scheme, got one whose coefficients depend on the whole sequence, so "
+                "connection must be a causal scheme, got one whose coefficients depend on the whole sequence, so "
                 "that every token would see later ones; use context='token' or 'cumulative'"
             )
         vars(self)["connection"] = describe(scheme)

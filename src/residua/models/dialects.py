@@ -69,7 +69,7 @@ def _inkling(config: Any) -> Scheme:
     full = [kind == "hybrid" for kind in config.layer_types]
     every = full.index(True) + 1 if any(full) else 0
     if full != [every > 0 and (layer + 1) % every == 0 for layer in range(len(full))]:
-        raise ValueError(f"layer_types: expected full attention in every k-th layer, got {config.layer_types}")
+        raise ValueError(f"layer_types must have full attention in every k-th layer, got {config.layer_types}")
     return InklingAttentionResiduals(block_size=2 * config.n_layers_per_attn_res_block, separate_every=every)
 
 
@@ -174,7 +174,7 @@ def names(stream: Stream, model_type: str) -> dict[str, str]:
         places[name] = place
     if unknown:
         raise ValueError(
-            f"{model_type}: expected a stream of this model's scheme (dialects.scheme of its configuration), got one "
+            f"{model_type} needs a stream of this model's scheme (dialects.scheme of its configuration), got one "
             f"with {', '.join(unknown[:3])}"
         )
     return places
@@ -190,14 +190,14 @@ def load(stream: Stream, state_dict: Mapping[str, Tensor], model_type: str) -> N
     first = next(iter(places.values()))
     trunks = [name[: -len(first)] for name in state_dict if name == first or name.endswith(f".{first}")]
     if len(trunks) != 1:
-        raise ValueError(f"{model_type}: expected one parameter {first!r} in the state_dict, got {len(trunks)}")
+        raise ValueError(f"{model_type} must have one parameter {first!r} in the state_dict, got {len(trunks)}")
     parameters, problems, converted = stream.state_dict(), [], {}
     for ours, theirs in places.items():
         tensor = state_dict.get(trunks[0] + theirs)
         if tensor is None:
             problems.append(f"missing: {trunks[0]}{theirs}")
         elif tensor.numel() != parameters[ours].numel():
-            problems.append(f"{trunks[0]}{theirs}: expected {parameters[ours].numel()} numbers, got {tensor.numel()}")
+            problems.append(f"{trunks[0]}{theirs} must have {parameters[ours].numel()} numbers, got {tensor.numel()}")
         else:
             converted[ours] = tensor.reshape(parameters[ours].shape)
     if problems:
@@ -222,5 +222,5 @@ def export(stream: Stream, model_type: str, *, trunk: str = "model.") -> dict[st
 def _dialect(model_type: str) -> Dialect:
     dialect = DIALECTS.get(model_type.removesuffix("_text"))
     if dialect is None:
-        raise ValueError(f"model_type: expected one of {', '.join(DIALECTS)}, got {model_type!r}")
+        raise ValueError(f"model_type must be one of {', '.join(DIALECTS)}, got {model_type!r}")
     return dialect

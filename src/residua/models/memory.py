@@ -172,7 +172,7 @@ def memories(
         used = [slot for slot in (*slots.parts, *slots.readouts) if slot]
         if any(slot.layer >= len(room) or slot.conv_state >= room[slot.layer] for slot in used):
             raise ValueError(
-                "cache: expected a cache that keeps convolution states, as DynamicCache(config=model.config) "
+                "cache must be a cache that keeps convolution states, as DynamicCache(config=model.config) "
                 f"does, got {type(cache).__name__} without them"
             )
         contents = [_content(layers[slot.layer], slot.conv_state) for slot in slots.readouts if slot]
@@ -248,7 +248,7 @@ def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Te
         return None
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
         raise ValueError(
-            f"attention_mask: expected (batch, seq), got {type(mask).__name__}: this scheme needs the padding"
+            f"attention_mask must be (batch, seq), got {type(mask).__name__}: this scheme needs the padding"
         )
     if mask.dim() == 2:
         return of_current(mask, length, cache)
@@ -258,7 +258,7 @@ def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Te
     if documents is None:
         expect_none(
             tokens[:, 1:] & tokens[:, :-1] & ~_attended(mask[:, 0, rows[1:], rows[1:] + past - 1]),
-            "attention_mask: expected every token to see the one before it, got a mask that keeps some apart: this "
+            "attention_mask must let every token see the one before it, got a mask that keeps some apart: this "
             "scheme reads earlier tokens; name packed documents with seq_idx, one number per token",
         )
     return tokens.expand(batch, length)
@@ -282,7 +282,7 @@ def of_current(x: Tensor, length: int, cache: Cache | None) -> Tensor:
         return x.index_select(1, torch.arange(length, device=x.device) + past.to(x.device))
     if x.shape[1] < past + length:
         raise ValueError(
-            f"attention_mask: expected (batch, {past + length}), {past} tokens in the cache and {length} in this call, "
+            f"attention_mask must be (batch, {past + length}), {past} tokens in the cache and {length} in this call, "
             f"got {tuple(x.shape)}"
         )
     return x[:, past : past + length]
@@ -320,19 +320,19 @@ def documents_of(x: Tensor, mask: Any, position_ids: Any, options: Mapping[str, 
         return None
     names = ", ".join(begins)
     if cached:
-        raise ValueError(f"use_cache: expected False with packed documents ({names}), got a cache: they come whole")
+        raise ValueError(f"use_cache must be False with packed documents ({names}), got a cache: they come whole")
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        raise ValueError(f"attention_mask: expected None with packed documents ({names}): attention would mix them")
+        raise ValueError(f"attention_mask must be None with packed documents ({names}): attention would mix them")
     (first, borders), *others = begins.items()
     for name, other in others:
-        expect_none(borders != other, f"{name}: expected the borders of documents that {first} has, got others")
+        expect_none(borders != other, f"{name} must have the borders of documents that {first} has, got others")
     return F.pad(borders.cumsum(1), (1, 0))
 
 
 def _rows(name: str, x: Tensor, batch: int, length: int) -> Tensor:
     """Return x: (1 or batch, seq) expanded to (batch, seq)."""
     if x.dim() != 2 or x.shape[0] not in (1, batch) or x.shape[1] != length:
-        raise ValueError(f"{name}: expected (1 or {batch}, {length}), got {tuple(x.shape)}")
+        raise ValueError(f"{name} must be (1 or {batch}, {length}), got {tuple(x.shape)}")
     return x.expand(batch, length)
 
 

@@ -123,7 +123,7 @@ class Stage(nn.Module):
         for i, layer in enumerate(layers):
             x, carry, penalties, _ = layer(x, carry, Readers(*readers[2 * i : 2 * i + 3]), context)
             if penalties:
-                raise ValueError("connection: expected a scheme without a penalty in a pipeline; set penalty to 0")
+                raise ValueError("connection must be a scheme without a penalty in a pipeline; set penalty to 0")
         if not self.ends:
             return tuple(leaf.contiguous() for leaf in tree_leaves(x))
         return scaled_logits(self.lm_head(trunk.norm(x.to(dtype))), self.config)

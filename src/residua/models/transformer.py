@@ -240,17 +240,17 @@ class ResiduaModel(ResiduaPreTrainedModel):
             if name not in keywords:
                 raise TypeError(f"{type(self).__name__}.forward() takes no keyword argument {name!r}")
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("expected exactly one of input_ids and inputs_embeds")
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
         config: ResiduaConfig = self.config  # type: ignore[assignment]
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         depth = config.num_hidden_layers  # fewer while an early exit drafts for assisted decoding
         if depth > len(self.layers):
-            raise ValueError(f"num_hidden_layers: expected at most the {len(self.layers)} that were built, got {depth}")
+            raise ValueError(f"num_hidden_layers must be at most the {len(self.layers)} that were built, got {depth}")
         chosen = chosen_states(output_hidden_states, depth + 1)
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is not None and position_ids.dim() != 2:
-            raise ValueError(f"position_ids: expected (1 or batch, seq), got {tuple(position_ids.shape)}")
+            raise ValueError(f"position_ids must be (1 or batch, seq), got {tuple(position_ids.shape)}")
         if past_key_values is not None and CACHE == "cache" and not torch.compiler.is_compiling():
             warnings.warn("`past_key_values` is deprecated; use `cache` instead", FutureWarning, stacklevel=2)
         cache, pages = cache_of({**kwargs, "cache": cache, "past_key_values": past_key_values})
@@ -335,15 +335,14 @@ class ResiduaModel(ResiduaPreTrainedModel):
             return
         if documents is None and isinstance(mask, Tensor) and mask.dim() > 2:
             raise ValueError(
-                f"attention_mask: expected (batch, seq), got {tuple(mask.shape)}: the residual scheme reads earlier "
+                f"attention_mask must be (batch, seq), got {tuple(mask.shape)}: the residual scheme reads earlier "
                 "tokens; name packed documents with seq_idx, one number per token"
             )
         expect_told_apart(self.stream.parts, mask, documents)
         flash = "flash" in (self.config._attn_implementation or "")
         if flash and documents is not None and documents.shape[0] > 1:
             raise ValueError(
-                f"input_ids: expected one row for packed documents, as flash attention needs it, got "
-                f"{documents.shape[0]}"
+                f"input_ids must be one row for packed documents, as flash attention needs it, got {documents.shape[0]}"
             )
 
     def _masks(

@@ -31,7 +31,7 @@ def unit(k: Tensor, *, k_norm: KNorm = "rms", eps: float = 1e-5) -> Tensor:
     has the finite derivative I / eps (I / (eps sqrt(dim)) for `rms_d`). Raises ValueError for other names.
     """
     if k_norm not in K_NORMS:
-        raise ValueError(f"k_norm: expected one of {', '.join(K_NORMS)}, got {k_norm!r}")
+        raise ValueError(f"k_norm must be one of {', '.join(K_NORMS)}, got {k_norm!r}")
     return applied(_Unit, k, k_norm, new_symbol(eps))
 
 
@@ -181,7 +181,7 @@ def expect_write(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: str 
     expect_shape("v", v, (*leading, value_channels), "(..., value_channels)")
     expect_shape("beta", beta, leading, "(...,)")
     if k_norm is not None and k_norm not in K_NORMS:
-        raise ValueError(f"k_norm: expected None or one of {', '.join(K_NORMS)}, got {k_norm!r}")
+        raise ValueError(f"k_norm must be None or one of {', '.join(K_NORMS)}, got {k_norm!r}")
 
 
 def delta_write(

@@ -182,7 +182,7 @@ def _mixed_again(node: Any) -> Tensor:
 def _expect(sources: Sequence[Tensor], query: Tensor | None = None) -> None:
     """Raise ValueError unless there are sources, of one shape (..., dim), and the query is (dim,)."""
     if not sources:
-        raise ValueError("sources: expected at least one tensor, got none")
+        raise ValueError("sources must be at least one tensor, got none")
     for source in sources:
         expect_shape("sources", source, sources[0].shape, "the shape of the first")
     if query is not None:

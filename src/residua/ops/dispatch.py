@@ -28,7 +28,7 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
     if implementation == "reference":
         return "reference"
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
     tensors = [x for x in (state, *others) if x is not None]
     if implementation == "auto" and (not _INSTALLED or transformed() or not all(x.is_cuda for x in tensors)):
         return "reference"

@@ -52,7 +52,7 @@ def _per_channel(name: str, gate: Tensor, leading: list[int], channels: int, dim
         if len(sizes) == 2 and sizes[0] in (1, channels):
             return expand_leading(name, gate, leading, sizes, "(..., groups)" if single else "(..., channels, groups)")
     axes = "(..., groups)" if single else f"(..., {channels} or 1, groups)"
-    raise ValueError(f"{name}: expected {axes} with a number of groups that divides {dim}, got {tuple(gate.shape)}")
+    raise ValueError(f"{name} must be {axes} with a number of groups that divides {dim}, got {tuple(gate.shape)}")
 
 
 def inverse_length(y: Tensor, groups: int, *, eps: float = 1e-5) -> Tensor:

@@ -126,9 +126,9 @@ def iterative_cayley(w: Tensor, alpha: float = 0.1, steps: int = 2, start: Cayle
     """
     expect_shape("w", w, (*w.shape[:-1], w.shape[-2]), "(..., n, n)")
     if start not in CAYLEY_STARTS:
-        raise ValueError(f"start: expected one of {', '.join(CAYLEY_STARTS)}, got {start!r}")
+        raise ValueError(f"start must be one of {', '.join(CAYLEY_STARTS)}, got {start!r}")
     if steps < 0:
-        raise ValueError(f"steps: expected 0 or more, got {steps}")
+        raise ValueError(f"steps must be 0 or more, got {steps}")
     wide = at_least_float32(w)
     identity = torch.eye(w.shape[-1], dtype=wide.dtype, device=w.device)
     y = identity + alpha * wide if start == "linear" else identity.expand_as(wide)

@@ -8,7 +8,7 @@ from torch import Tensor
 def expect_shape(name: str, x: Tensor, expected: Sequence[int], meaning: str) -> None:
     """Raise ValueError unless x has exactly the `expected` shape; `meaning` names its axes, such as "(..., dim)"."""
     if tuple(x.shape) != tuple(expected):
-        raise ValueError(f"{name}: expected {meaning} = {tuple(expected)}, got {tuple(x.shape)}")
+        raise ValueError(f"{name} must be {meaning} = {tuple(expected)}, got {tuple(x.shape)}")
 
 
 def expand_leading(name: str, x: Tensor, leading: Sequence[int], trailing: Sequence[int], meaning: str) -> Tensor:
@@ -22,6 +22,6 @@ def expand_leading(name: str, x: Tensor, leading: Sequence[int], trailing: Seque
     fits = len(shape) == len(expected) and shape[len(leading) :] == tuple(trailing)
     if not fits or any(size not in (1, target) for size, target in zip(shape, leading)):
         raise ValueError(
-            f"{name}: expected {meaning} = {expected}, where a leading axis may be 1 or missing, got {tuple(x.shape)}"
+            f"{name} must be {meaning} = {expected}, where a leading axis may be 1 or missing, got {tuple(x.shape)}"
         )
     return x.expand(expected)

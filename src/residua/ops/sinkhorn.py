@@ -24,7 +24,7 @@ def sinkhorn(logits: Tensor, iterations: int = 20, *, implementation: Implementa
     """
     expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
     if iterations < 1:
-        raise ValueError(f"iterations: expected 1 or more, got {iterations}")
+        raise ValueError(f"iterations must be 1 or more, got {iterations}")
     if choose(implementation, logits) == "triton":
         from residua.ops.kernels.sinkhorn import sinkhorn as kernel
 
@@ -79,7 +79,7 @@ def guarded_sinkhorn(logits: Tensor, iterations: int = 20, *, eps: float = 1e-6)
     """
     expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
     if iterations < 1:
-        raise ValueError(f"iterations: expected 1 or more, got {iterations}")
+        raise ValueError(f"iterations must be 1 or more, got {iterations}")
     wide = at_least_float32(logits).movedim((-2, -1), (0, 1)).contiguous()
     return applied(_GuardedSinkhorn, wide, iterations, new_symbol(eps)).movedim((0, 1), (-2, -1)).to(logits.dtype)
 
@@ -128,7 +128,7 @@ def kronecker_mixture(weights: Tensor) -> Tensor:
     `weights`. arXiv 2601.21579 (KromHC).
     """
     if weights.shape[-1] < 1:
-        raise ValueError(f"weights: expected (..., K) with K of at least 1, got {tuple(weights.shape)}")
+        raise ValueError(f"weights must be (..., K) with K of at least 1, got {tuple(weights.shape)}")
     # Entry (i, j) is the product over k of p_k where i and j agree in bit k, else of 1 - p_k.
     matrix = weights.new_ones(*weights.shape[:-1], 1, 1)
     for p in weights.unbind(-1):
@@ -141,7 +141,7 @@ def kronecker_mixture(weights: Tensor) -> Tensor:
 def permutations(n: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the n! permutation matrices of n streams, identity first: (n!, n, n), for 1 <= n <= 8."""
     if not 1 <= n <= 8:
-        raise ValueError(f"n: expected 1 to 8 streams (8 have 40320 permutations), got {n}")
+        raise ValueError(f"n must be 1 to 8 streams (8 have 40320 permutations), got {n}")
     columns = torch.tensor(list(itertools.permutations(range(n))), device=device)
     return (columns.unsqueeze(-1) == torch.arange(n, device=device)).to(dtype)
 
@@ -158,7 +158,7 @@ def permutation_mixture(weights: Tensor) -> Tensor:
         n += 1
         count *= n
     if count != weights.shape[-1]:
-        raise ValueError(f"weights: expected (..., n!), one for each permutation of n streams, got {weights.shape[-1]}")
+        raise ValueError(f"weights must be (..., n!), one for each permutation of n streams, got {weights.shape[-1]}")
     wide = at_least_float32(weights)
     matrices = permutations(n, weights.device, wide.dtype).flatten(1)
     with without_autocast(weights.device):

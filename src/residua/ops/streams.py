@@ -75,7 +75,7 @@ def channel_taps(conv: Tensor, read: Tensor, *, causal: bool = False) -> Tensor:
     """
     kernel, num_streams = conv.shape[0], read.shape[0]
     if kernel > num_streams:
-        raise ValueError(f"conv: expected a kernel of at most {num_streams} taps, one for each stream, got {kernel}")
+        raise ValueError(f"conv must be a kernel of at most {num_streams} taps, one for each stream, got {kernel}")
     conv, read = promote(conv, read)
     shift = kernel - 1 if causal else (kernel - 1) // 2
     # Row j of the windows holds read[j - i + shift] for every tap i, the last one first. A matrix product, because a

@@ -93,7 +93,7 @@ def token_boundary(
         from residua.ops.kernels.token_boundary import token_boundary as kernel
 
         if state.dim() < 3:
-            raise ValueError(f"state: expected (..., seq, value_channels, dim), got {tuple(state.shape)}")
+            raise ValueError(f"state must be (..., seq, value_channels, dim), got {tuple(state.shape)}")
         expect_write(state, k, v, beta, k_norm)
         expect_shape("taps", taps, (taps.shape[0], *state.shape[-2:]), "(kernel, value_channels, dim)")
         return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, recompute_every))
@@ -109,7 +109,7 @@ def expect_following(state: Tensor, gain: Tensor, gate_weight: Tensor, value_wei
     expect_shape("gate_weight", gate_weight, (dim,), "(dim,)")
     expect_shape("value_weight", value_weight, (channels, dim), "(value_channels, dim)")
     if value_input not in ("x_in", "context"):
-        raise ValueError(f"value_input: expected 'x_in' or 'context', got {value_input!r}")
+        raise ValueError(f"value_input must be 'x_in' or 'context', got {value_input!r}")
 
 
 def _following(

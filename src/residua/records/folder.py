@@ -138,7 +138,7 @@ def writable(path: str | Path, what: str = "a folder to write in") -> Iterator[N
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path}: expected {what}, got: {error.strerror or error}") from error
+        raise InputError(f"{path} must be {what}, got: {error.strerror or error}") from error
 
 
 def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def read_settings(path: Path) -> dict[str, dict[str, Any]]:
     """Read the settings of a config.yaml by section. Raises InputError if the file holds something else."""
     settings = read_yaml(path)
     if not isinstance(settings, dict) or not all(isinstance(keys, dict) for keys in settings.values()):
-        raise InputError(f"{path}: expected the settings of a run by section, got something else")
+        raise InputError(f"{path} must hold the settings of a run by section, got something else")
     return settings
 
 
@@ -179,5 +179,5 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raises InputError if it holds something else or cannot be read."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
+        raise InputError(f"{path} must be a JSON object, got {type(value).__name__}")
     return value

@@ -79,7 +79,7 @@ class Records:
             self.finished = {key(row): row for row in self._lines.rows}
         except (KeyError, TypeError) as error:
             self._lines.__exit__()
-            raise InputError(f"{path}: expected the records of earlier runs, found one without {error}") from error
+            raise InputError(f"{path} must hold the records of earlier runs, found one without {error}") from error
         self.finished.pop(None, None)
 
     def __enter__(self) -> "Records":

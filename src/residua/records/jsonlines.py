@@ -29,7 +29,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise InputError(f"{path}: expected a file of JSON lines, got: {error.strerror or error}") from error
+        raise InputError(f"{path} must be a file of JSON lines, got: {error.strerror or error}") from error
     *lines, last = content.split(b"\n")
     for number, line in enumerate([*lines, last] if last else lines, start=1):
         try:
@@ -40,7 +40,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             yield line, value
         elif number <= len(lines) or line.lstrip(b"\0")[:1] not in (b"{", b""):
             text = line[:60].decode(errors="replace")
-            raise InputError(f"{path}: expected a JSON object in line {number}, got {text!r}")
+            raise InputError(f"{path} must have a JSON object in line {number}, got {text!r}")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for number, row in enumerate(rows, start=1):
         if type(row.get("step")) is not int:
             raise InputError(
-                f"{path}: expected a JSON object with a step in line {number}, got {json.dumps(row)[:60]!r}"
+                f"{path} must have a JSON object with a step in line {number}, got {json.dumps(row)[:60]!r}"
             )
     return rows
 

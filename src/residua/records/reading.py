@@ -23,10 +23,10 @@ def read_text(path: str | os.PathLike[str], what: str = "text") -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise InputError(f"{path}: expected {what}, found no file") from None
+        raise InputError(f"{path} must be {what}, found no file") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "bytes that are not UTF-8"
-        raise InputError(f"{path}: expected {what}, got: {reason}") from error
+        raise InputError(f"{path} must be {what}, got: {reason}") from error
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -52,7 +52,7 @@ def parse_json(text: str, source: object) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise InputError(f"{source}: expected JSON, got: {_reason(error)}") from error
+        raise InputError(f"{source} must be JSON, got: {_reason(error)}") from error
 
 
 def parse_yaml(text: str, source: object) -> Any:
@@ -69,7 +69,7 @@ def parse_yaml(text: str, source: object) -> Any:
     try:
         return yaml.load(text, _loader())
     except (yaml.YAMLError, ValueError, LookupError, TypeError) as error:
-        raise InputError(f"{source}: expected YAML, got: {_reason(error)}") from error
+        raise InputError(f"{source} must be YAML, got: {_reason(error)}") from error
 
 
 def write_yaml(value: Any) -> str:
@@ -88,14 +88,14 @@ def file_inside(folder: str | os.PathLike[str], name: object) -> Path:
     """
     path = Path(folder) / file_name(folder, name)
     if not path.resolve().is_relative_to(Path(folder).resolve()):
-        raise InputError(f"{path}: expected a file in this folder, found a link to {path.resolve()}")
+        raise InputError(f"{path} must be a file in this folder, found a link to {path.resolve()}")
     return path
 
 
 def file_name(folder: str | os.PathLike[str], name: object) -> str:
     """Return `name` if it can name a file directly in the folder. Raises InputError."""
     if not isinstance(name, str) or not name or name in (".", "..") or re.search(r"[/\\:\0]", name):
-        raise InputError(f"{folder}: expected the name of a file in this folder, got {name!r}")
+        raise InputError(f"{folder}: file must be the name of a file in this folder, got {name!r}")
     return name
 
 

@@ -43,4 +43,4 @@ def undamaged(source: object, what: str, advice: str = "") -> Iterator[None]:
     except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         end = advice and f"; {advice}"
-        raise InputError(f"{source}: expected {what}, got a damaged file ({reason}){end}") from error
+        raise InputError(f"{source} must be {what}, got a damaged file ({reason}){end}") from error

@@ -138,5 +138,5 @@ def built(adapter: Adapter) -> nn.Module:
     else:
         module = adapter.build(adapter.dim)  # type: ignore[attr-defined]
     if not isinstance(module, nn.Module):
-        raise TypeError(f"build: expected an nn.Module, got {type(module).__name__}")
+        raise TypeError(f"build must return an nn.Module, got {type(module).__name__}")
     return module

@@ -61,7 +61,7 @@ def check_scheme(scheme: Scheme, *, compiled: bool = False) -> Report:
         AssertionError: one or more checks failed; the message has a line for each.
     """
     if not isinstance(scheme, Scheme):
-        raise TypeError(f"check_scheme: expected an instance of a residua.Scheme, got {scheme!r}")
+        raise TypeError(f"check_scheme needs an instance of a residua.Scheme, got {scheme!r}")
     return require(run(checks(compiled=compiled), scheme), f"{type(scheme).__name__} breaks the contract of a scheme")
 
 
@@ -128,7 +128,7 @@ def declares_itself(scheme: Scheme) -> None:
     )
     for name in ("equation", "paper"):
         text = getattr(scheme, name, None)
-        expect(isinstance(text, str) and text, f"{name}: expected a text in a ClassVar, got {text!r}")
+        expect(isinstance(text, str) and text, f"{name} must be a text in a ClassVar, got {text!r}")
     try:
         hash(scheme)
     except TypeError as error:
@@ -243,8 +243,8 @@ def penalty_is_of_each_token_or_none(scheme: Scheme) -> None:
         penalty = connection.penalty(carry.coefficients)
         if penalty is not None:
             shape, shapes = tuple(penalty.shape), ((2, 3), (2, 1), ())
-            expect(shape in shapes, f"penalty: expected (batch, seq), (batch, 1) or a scalar, {shapes}, got {shape}")
-            expect(penalty.isfinite().all(), f"penalty: expected finite numbers, got {penalty}")
+            expect(shape in shapes, f"penalty must be (batch, seq), (batch, 1) or a scalar, {shapes}, got {shape}")
+            expect(penalty.isfinite().all(), f"penalty must be finite numbers, got {penalty}")
             expect(penalty.requires_grad, "penalty: no gradient reaches the parameters")
         state = connection(state, sublayer)
 
@@ -260,14 +260,12 @@ def telemetry_has_its_shapes(scheme: Scheme) -> None:
         for streams in filter(lambda x: x is not None, map(connection.streams, (state, after))):
             shape = tuple(streams.shape)
             right = len(shape) == 4 and (*shape[:2], shape[3]) == (2, 5, DIM)
-            expect(right, f"streams of connection {i}: expected (batch, seq, n, dim), got {shape}")
+            expect(right, f"streams of connection {i} must be (batch, seq, n, dim), got {shape}")
         depth, state = connection.depth_weights(carry), after
         if depth is not None:
             shape, sizes = tuple(depth.weights.shape), (max(1, len(depth.reads)), len(depth.sources))
             right = shape[-2:] == sizes and all(n in (1, whole) for n, whole in zip(shape[-3::-1], (5, 2)))
-            expect(
-                right, f"depth_weights of connection {i}: expected (batch, seq, reads, sources) {sizes}, got {shape}"
-            )
+            expect(right, f"depth_weights of connection {i} must be (batch, seq, reads, sources) {sizes}, got {shape}")
             earlier = all(source is None or -1 <= source.start < source.stop <= i for source in depth.sources)
             expect(earlier, f"depth_weights of connection {i}: sources {depth.sources} are not before sublayer {i}")
 

@@ -60,9 +60,9 @@ def check_module(adapter: Adapter, *, compiled: bool = False) -> Report:
         AssertionError: one or more checks failed; the message has a line for each, which names the mistake.
     """
     if not isinstance(adapter, (ConnectionAdapter, StreamAdapter)):
-        raise TypeError(f"check_module: expected a ConnectionAdapter or a StreamAdapter, got {adapter!r}")
+        raise TypeError(f"check_module needs a ConnectionAdapter or a StreamAdapter, got {adapter!r}")
     if not 0 <= adapter.index < adapter.num_sublayers:
-        raise ValueError(f"index: expected 0 to {adapter.num_sublayers - 1}, a sublayer, got {adapter.index}")
+        raise ValueError(f"index must be 0 to {adapter.num_sublayers - 1}, a sublayer, got {adapter.index}")
     title = f"{type(adapter).__name__}, compared with {type(adapter.scheme).__name__}"
     return require(run(checks(compiled=compiled), adapter), title)
 
@@ -168,7 +168,7 @@ def forward(adapter: Adapter) -> None:
         raise CheckFailed(f"sublayers were called {len(actual)} times, expected {len(expected)}")
     if not same_structure(got, right):
         shapes = [[tuple(leaf.shape) for leaf in tensors(tree)] for tree in (right, got)]
-        raise CheckFailed(f"the result has other shapes: expected {shapes[0]}, got {shapes[1]}")
+        raise CheckFailed(f"the result must have the shapes {shapes[0]}, got {shapes[1]}")
     flat = [*zip(flatten(actual), flatten(expected)), *zip(tensors(got), tensors(right))]
     wrong = [disagreement(result, reference, dtype=pair.dtype) for result, reference in flat]
     if any(wrong):

@@ -104,7 +104,7 @@ def test_a_process_that_is_killed_is_reported(monkeypatch):
 def test_a_wrong_step_gets_no_number(monkeypatch, capsys):
     loss = TrainingStep.loss
     monkeypatch.setattr(TrainingStep, "loss", lambda step: loss(step) * 1.001)
-    with pytest.raises(RunError, match="residual: expected the loss within"):
+    with pytest.raises(RunError, match="residual must have the loss within"):
         command("--presets", "ddl", "--no-peak")
     assert capsys.readouterr().out == ""
 
@@ -135,7 +135,7 @@ def test_the_table_of_memory_has_a_line_for_each_preset(monkeypatch, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_memory_of_a_missing_device_is_refused():
-    with pytest.raises(InputError, match="device: expected a machine with a CUDA device"):
+    with pytest.raises(InputError, match="device needs a machine with a CUDA device"):
         command("--device", "cuda")
 
 
@@ -162,9 +162,9 @@ def test_a_converted_llama_is_compared_with_itself_before(capsys):
         found.append(benchmark(settings("residual", "hc", base="llama", **sizes)).above_baseline("hc"))
     numbers = 128 * (found[0] - found[1])
     assert 2 < found[1] - numbers / 128 <= 4.5
-    with pytest.raises(InputError, match="base: expected residua or llama, got 'gpt'"):
+    with pytest.raises(InputError, match="base must be residua or llama, got 'gpt'"):
         settings(base="gpt")
-    with pytest.raises(InputError, match="state_dtype: expected None with base='llama'"):
+    with pytest.raises(InputError, match="state_dtype must be None with base='llama'"):
         settings(base="llama", state_dtype="bfloat16")
     with pytest.raises(InputError, match="takes one input, and this scheme reads several"):
         command("--base", "llama", "--presets", "mudd", "--no-peak")

@@ -66,7 +66,7 @@ def test_bfloat16_is_really_another_computation_and_passes_its_own_check():
 def test_a_wrong_fast_path_gets_no_speed(monkeypatch, capsys, tmp_path, fault):
     monkeypatch.setattr(torch, "compile", lambda model, **options: Slightly(model, fault))
     with pytest.raises(
-        RunError, match=r"^residual: expected the (loss|gradient) within .* a wrong model has no speed$"
+        RunError, match=r"^residual must have the (loss|gradient) within .* a wrong model has no speed$"
     ):
         command("--presets", "ddl", "--compile", "--out", str(tmp_path / "out.jsonl"))
     assert capsys.readouterr().out == ""
@@ -107,7 +107,7 @@ def test_a_loss_that_is_lost_on_the_way_is_reported(monkeypatch):
         step.last_loss = step.last_loss * float("nan")
 
     monkeypatch.setattr(TrainingStep, "__call__", diverge)
-    with pytest.raises(RunError, match="residual: expected a finite loss after the last step, got nan"):
+    with pytest.raises(RunError, match="residual must have a finite loss after the last step, got nan"):
         benchmark(settings())
 
 
@@ -161,12 +161,12 @@ def test_the_table_has_a_line_for_each_preset(capsys):
     ("arguments", "message"),
     [
         (["--presets", "dll"], "did you mean 'ddl'"),
-        (["--layers", "0"], "layers: expected at least 1, got 0"),
-        (["--rounds", "0"], "rounds: expected at least 1, got 0"),
-        (["--warmup", "-1"], "warmup: expected at least 0, got -1"),
-        (["--batch-size", "0"], "batch_size: expected at least 1, got 0"),
-        (["--vocab-size", "0"], "vocab_size: expected"),
-        (["--head-dim", "7"], "head_dim: expected an even number"),
+        (["--layers", "0"], "layers must be at least 1, got 0"),
+        (["--rounds", "0"], "rounds must be at least 1, got 0"),
+        (["--warmup", "-1"], "warmup must be at least 0, got -1"),
+        (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["--vocab-size", "0"], "vocab_size must"),
+        (["--head-dim", "7"], "head_dim must be an even number"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(arguments, message):
@@ -176,15 +176,15 @@ def test_settings_that_cannot_be_used_are_refused(arguments, message):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_cuda_without_a_device_is_refused():
-    with pytest.raises(InputError, match="device: expected a machine with a CUDA device, found none; use cpu"):
+    with pytest.raises(InputError, match="device needs a machine with a CUDA device, found none; use cpu"):
         command("--device", "cuda")
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "benchmark", lambda *_, **__: pytest.fail("measured"))
-    with pytest.raises(InputError, match=r"expected a file to append to, got: No such file or directory"):
+    with pytest.raises(InputError, match=r"must be a file to append to, got: No such file or directory"):
         command("--out", str(tmp_path / "nowhere" / "out.jsonl"))
-    with pytest.raises(InputError, match=r"expected a file to append to, got: Is a directory"):
+    with pytest.raises(InputError, match=r"must be a file to append to, got: Is a directory"):
         command("--out", str(tmp_path))
 
 

@@ -171,11 +171,13 @@ def test_muon_keeps_one_moment_of_the_matrices_of_attention_and_mlp():
 
 def test_what_cannot_be_estimated_is_refused():
     config = load_config("tiny")
-    with pytest.raises(InputError, match=f"expected one of {', '.join(GPU_MEMORY)}"):
+    with pytest.raises(InputError, match=f"must be one of {', '.join(GPU_MEMORY)}"):
         estimate(config, vocab_size=2048, gpu="h20")
     with pytest.raises(InputError, match="at least 1"):
         estimate(config, vocab_size=2048, gpus=0)
-    with pytest.raises(InputError, match=r"^--gpus: expected a number of processes that divides the step evenly"):
+    with pytest.raises(
+        InputError, match=r"^--gpus: torchrun must start a number of processes that divides the step evenly"
+    ):
         estimate(config, vocab_size=2048, gpus=3)
 
 

@@ -147,13 +147,13 @@ def test_the_smallest_data_is_one_window():
 def test_bad_arguments_are_refused():
     with pytest.raises(InputError, match="sequence_length: 9 needs 10 tokens, the data has 9"):
         Batches(Counting(9), 1, 9, seed=0)
-    with pytest.raises(InputError, match="batch_size: expected at least 1, got 0"):
+    with pytest.raises(InputError, match="batch_size must be at least 1, got 0"):
         Batches(Counting(9), 0, 4, seed=0)
-    with pytest.raises(InputError, match="sequence_length: expected at least 1"):
+    with pytest.raises(InputError, match="sequence_length must be at least 1"):
         HeldOutBatches(Counting(9), 1, 0)
     with pytest.raises(InputError, match="at least 2, got 1"):
         HeldOutBatches(Counting(1), 1, 4)
-    with pytest.raises(ValueError, match="rank 2 and world_size 2"):
+    with pytest.raises(ValueError, match="rank must be 0 to world_size - 1, got 2 of 2"):
         Batches(Counting(9), 1, 4, 0, rank=2, world_size=2)
     with pytest.raises(ValueError, match="index"):
         Batches(Counting(9), 1, 4, 0).at(-1)

@@ -125,19 +125,19 @@ def test_sizes_add_up_to_the_size_of_the_corpus(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.txt", b"text \xff\xfe", "a.txt: expected UTF-8"),
-        ("a.md", b"\x00\x01\x02", "a.md: expected text, got a binary file"),
-        ("a.jsonl", b'{"text": "one"}\n{"text": "tw', "a.jsonl:2: expected one JSON object"),
-        ("a.jsonl", b'{"text": "one"}\n{"content": "two"}\n', 'a.jsonl:2: expected a JSON object with a string "text"'),
-        ("a.jsonl", b'"one"\n', "a.jsonl:1: expected a JSON object"),
-        ("a.jsonl", b'{"text": 5}\n', "a.jsonl:1: expected a JSON object"),
+        ("a.txt", b"text \xff\xfe", "a.txt must be UTF-8"),
+        ("a.md", b"\x00\x01\x02", "a.md must be text, got a binary file"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "tw', "a.jsonl:2 must be one JSON object"),
+        ("a.jsonl", b'{"text": "one"}\n{"content": "two"}\n', 'a.jsonl:2 must be a JSON object with a string "text"'),
+        ("a.jsonl", b'"one"\n', "a.jsonl:1 must be a JSON object"),
+        ("a.jsonl", b'{"text": 5}\n', "a.jsonl:1 must be a JSON object"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: .*surrogate"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: expected one JSON object"),
-        ("a.jsonl", b"\xff\xfe", "a.jsonl: expected UTF-8"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1 must be one JSON object"),
+        ("a.jsonl", b"\xff\xfe", "a.jsonl must be UTF-8"),
         ("a.parquet", b"not parquet at all", "a.parquet: not a readable parquet file"),
         ("a.parquet", b"", "a.parquet: not a readable parquet file"),
-        ("a.txt", "UTF-16".encode("utf-16"), "a.txt: expected UTF-8"),
-        ("a.csv", b"text\none\n", "a.csv: expected a file ending in one of .txt .md .jsonl .parquet"),
+        ("a.txt", "UTF-16".encode("utf-16"), "a.txt must be UTF-8"),
+        ("a.csv", b"text\none\n", "a.csv must be a file ending in one of .txt .md .jsonl .parquet"),
     ],
 )
 def test_unusable_files_are_refused_by_name_and_line(tmp_path, name, content, expected):
@@ -166,7 +166,7 @@ def test_parquet_with_text_that_is_not_utf8_is_refused(tmp_path):
     texts_ = pa.StringArray.from_buffers(2, offsets, content)
     pq.write_table(pa.table({"text": texts_}), tmp_path / "a.parquet")
     with pytest.raises(
-        InputError, match=r"a\.parquet: expected UTF-8 text in column text: invalid start byte"
+        InputError, match=r"a\.parquet must have UTF-8 text in column text: invalid start byte"
     ) as error:
         texts(tmp_path / "a.parquet")
     assert "\n" not in str(error.value)
@@ -184,7 +184,7 @@ def test_empty_files_have_no_documents(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_among_the_files_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "a.txt")
-    with pytest.raises(InputError, match=r"a\.txt: expected a regular file"):
+    with pytest.raises(InputError, match=r"a\.txt must be a regular file"):
         texts(tmp_path)
 
 

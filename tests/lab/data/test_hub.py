@@ -124,11 +124,11 @@ def test_a_bpe_is_trained_on_the_first_rows_of_the_hub(hub, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("source", "settings", "expected"),
     [
-        ("hf:a", {}, r"expected hf:OWNER/NAME\[@REVISION\]\[/CONFIG\]\[:SPLIT\], got hf:a"),
-        ("fineweb-edu", {"sample": "1BT"}, "sample: expected one of 10BT, 100BT, 350BT, got 1BT"),
+        ("hf:a", {}, r"must be hf:OWNER/NAME\[@REVISION\]\[/CONFIG\]\[:SPLIT\], got hf:a"),
+        ("fineweb-edu", {"sample": "1BT"}, "sample must be one of 10BT, 100BT, 350BT, got 1BT"),
         ("hf:a/b", {"sample": "10BT"}, "sample: only for fineweb-edu, got it with hf:a/b"),
-        ("hf:a/b", {"text_column": "content"}, "expected a column content, got id, text, number"),
-        ("hf:a/b", {"text_column": "number"}, "column number: expected strings, got int"),
+        ("hf:a/b", {"text_column": "content"}, "must have a column content, got id, text, number"),
+        ("hf:a/b", {"text_column": "number"}, "column number must hold strings, got int"),
     ],
 )
 def test_what_cannot_be_read_from_the_hub_is_refused(hub, tmp_path, source, settings, expected):
@@ -139,7 +139,7 @@ def test_what_cannot_be_read_from_the_hub_is_refused(hub, tmp_path, source, sett
 
 def test_text_of_the_hub_that_is_not_unicode_is_refused(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "TEXTS", [*TEXTS[:7], "half a pair: \ud800"])
-    with pytest.raises(InputError, match=r"hf:a/b: column text: expected UTF-8 text: surrogates not allowed"):
+    with pytest.raises(InputError, match=r"hf:a/b: column text must be UTF-8 text: surrogates not allowed"):
         prepare("hf:a/b", tmp_path / "out", tokenizer="byte", workers=0)
     assert list(tmp_path.iterdir()) == []
 

@@ -290,7 +290,7 @@ def unfinished(folder, small, tmp_path):
         ({"shard_tokens": 1}, "shard_tokens 9000 there, 1 here"),
         ({"validation_fraction": 0.5}, r"validation_fraction 0\.05 there, 0\.5 here"),
         ({"validation_tokens": 9}, "validation_tokens None there, 9 here"),
-        ({"text_column": "body"}, "expected a column body"),
+        ({"text_column": "body"}, "must have a column body"),
     ],
 )
 def test_other_settings_do_not_destroy_or_mix_what_is_there(unfinished, settings, expected):
@@ -352,7 +352,7 @@ def test_a_broken_file_far_on_keeps_what_came_before(folder, small, tmp_path):
     source = shutil.copytree(folder, tmp_path / "texts")
     with (source / "b.jsonl").open("a") as file:
         file.write('\n{"text": ')
-    with pytest.raises(InputError, match=r"b\.jsonl:302: expected one JSON object .* tokens are kept"):
+    with pytest.raises(InputError, match=r"b\.jsonl:302 must be one JSON object: .* tokens are kept"):
         prepare(source, tmp_path / "out", **SETTINGS["fraction"])
 
 
@@ -426,10 +426,10 @@ def test_the_command_takes_the_settings(folder, undisturbed, small, tmp_path, ca
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"validation_tokens": 1}, "validation_tokens: expected at least 2, got 1"),
+        ({"validation_tokens": 1}, "validation_tokens must be at least 2, got 1"),
         ({"validation_tokens": 9, "validation_fraction": 0.1}, "got both"),
         ({"validation_tokens": 9, "tokenizer": "bpe"}, "must not see the held-out text"),
-        ({"workers": -1}, "workers: expected 0 to 1024 .*, got -1"),
+        ({"workers": -1}, "workers must be 0 to 1024 .*, got -1"),
         ({"sample": "10BT"}, "sample: only for fineweb-edu"),
     ],
 )
@@ -444,7 +444,7 @@ def test_a_number_of_workers_that_makes_no_sense_is_refused(folder, tmp_path, ca
     for workers in ("0", "2000"):
         assert main([*argv, "--workers", workers]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"expected a whole number from 1 to 1024, got {workers}" in line
+        assert f"must be a whole number from 1 to 1024, got {workers}" in line
     assert not (tmp_path / "out").exists()
 
 

@@ -253,34 +253,34 @@ def edit_tokenizer(folder):
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (truncate, r"train-00001\.bin: expected 2000 bytes, got 1001"),
+        (truncate, r"train-00001\.bin must have 2000 bytes, got 1001"),
         (lambda f: (f / "train-00002.bin").unlink(), r"train-00002\.bin: missing shard"),
         (swap_tokens, r"train-00001\.bin: its sha256 is not"),
         (large_token, r"validation-00000\.bin: token id 400 is outside the vocabulary of 400"),
         (edit_tokenizer, "is not the one that made the tokens"),
         (lambda f: shutil.rmtree(f / "tokenizer"), "tokenizer cannot be read"),
         (lambda f: (f / "index.json").unlink(), "no prepared data here"),
-        (lambda f: (f / "index.json").write_text('{"format":'), "expected JSON"),
-        (lambda f: (f / "index.json").write_bytes(b"\xff\xfe\x00"), "expected JSON, got: bytes that are not UTF-8"),
+        (lambda f: (f / "index.json").write_text('{"format":'), "must be JSON"),
+        (lambda f: (f / "index.json").write_bytes(b"\xff\xfe\x00"), "must be JSON, got: bytes that are not UTF-8"),
         (lambda f: (f / "index.json").write_text("[]"), "not an index of prepared data"),
         (lambda f: (f / "index.json").write_text('{"format": "residua tokens", "version": 1}'), "damaged .*dtype"),
-        (lambda f: edit_index(f, version=2), "expected format 1, got 2"),
+        (lambda f: edit_index(f, version=2), "must have format 1, got 2"),
         (lambda f: edit_index(f, splits={"train": {}}), "damaged .*shards"),
         (lambda f: edit_index(f, splits=None), "damaged"),
         (lambda f: edit_index(f, dtype="float16"), "damaged .*float16"),
         (lambda f: edit_index(f, vocab_size=70_000), "says vocabulary 70000"),
         (lambda f: edit_index(f, eos_token_id=400), "and end of text 400, tokenizer/ has 400 and 0"),
-        (lambda f: edit_index(f, dtype="uint32"), "expected 4000 bytes, got 2000"),
-        (lambda f: edit_index(f, vocab_size="400"), "damaged .*expected a count, got '400'"),
-        (lambda f: edit_index(f, eos_token_id=-1), "damaged .*expected a count, got -1"),
+        (lambda f: edit_index(f, dtype="uint32"), "must have 4000 bytes, got 2000"),
+        (lambda f: edit_index(f, vocab_size="400"), "damaged .*must be a count, got '400'"),
+        (lambda f: edit_index(f, eos_token_id=-1), "damaged .*must be a count, got -1"),
         (lambda f: edit_index(f, vocab_size=500), "says vocabulary 500 and end of text 0, tokenizer/ has 400 and 0"),
         (lambda f: edit_index(f, eos_token_id=7), "says vocabulary 400 and end of text 7, tokenizer/ has 400 and 0"),
         (lambda f: edit_index(f, tokenizer_sha256=None), "is not the one that made the tokens"),
-        (lambda f: edit_shard(f, file="../copy/train-00000.bin"), "expected the name of a file in this folder"),
-        (lambda f: edit_shard(f, file="/etc/passwd"), "expected the name of a file in this folder, got '/etc/passwd'"),
-        (link_outside, "train-00001.bin: expected a file in this folder, found a link"),
-        (lambda f: edit_shard(f, tokens=[1000]), "damaged .*expected a count"),
-        (lambda f: edit_shard(f, tokens=10**18), "expected 2000000000000000000 bytes, got 2000"),
+        (lambda f: edit_shard(f, file="../copy/train-00000.bin"), "must be the name of a file in this folder"),
+        (lambda f: edit_shard(f, file="/etc/passwd"), "must be the name of a file in this folder, got '/etc/passwd'"),
+        (link_outside, "train-00001.bin must be a file in this folder, found a link"),
+        (lambda f: edit_shard(f, tokens=[1000]), "damaged .*must be a count"),
+        (lambda f: edit_shard(f, tokens=10**18), "must have 2000000000000000000 bytes, got 2000"),
         (lambda f: edit_shard(f, sha256=5), "its sha256 is not the one in index.json"),
         (lambda f: edit_shard(f, more=1), "damaged .*more"),
         (lambda f: (f / "tokenizer" / "tokenizer_config.json").write_text("[]"), "not a readable tokenizer"),
@@ -355,7 +355,7 @@ def test_out_must_be_new_or_empty(source, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(InputError, match="must be a new or empty folder, got"):
         prepare(source, tmp_path / "file", tokenizer="byte")
-    with pytest.raises(InputError, match="expected a folder to write in, got: Not a directory"):
+    with pytest.raises(InputError, match="must be a folder to write in, got: Not a directory"):
         prepare(source, tmp_path / "file" / "below", tokenizer="byte")
     assert contents(tmp_path / "empty") == before
 
@@ -363,17 +363,17 @@ def test_out_must_be_new_or_empty(source, tmp_path):
 @pytest.mark.parametrize(
     ("content", "arguments", "expected"),
     [
-        ("", {}, "no text"),
-        (" \n\n ", {}, "no text"),
+        ("", {}, "must hold documents"),
+        (" \n\n ", {}, "must hold documents"),
         ("One short text.", {}, r"too small: of 1 document\(s\) nothing is left for train"),
         ("One short text.", {"vocab_size": 256}, "at least 257 .* got 256"),
-        ("One short text.", {"vocab_size": 10**9}, "vocab_size: expected at most 1,000,000, got 1000000000"),
-        ("One short text.", {"vocab_size": 10**30}, "vocab_size: expected at most 1,000,000"),
-        ("One short text.", {"workers": 5000}, "workers: expected 0 to 1024 .*, got 5000"),
-        ("One short text.", {"validation_fraction": 0.0}, "validation_fraction: expected a number between 0 and 1"),
-        ("One short text.", {"validation_fraction": 1.5}, "validation_fraction: expected a number between 0 and 1"),
-        ("One short text.", {"shard_tokens": 0}, "shard_tokens: expected at least 1"),
-        ("One short text.", {"tokenizer": "gpt5"}, "expected bpe, byte or a folder with tokenizer.json, got gpt5"),
+        ("One short text.", {"vocab_size": 10**9}, "vocab_size must be at most 1,000,000, got 1000000000"),
+        ("One short text.", {"vocab_size": 10**30}, "vocab_size must be at most 1,000,000"),
+        ("One short text.", {"workers": 5000}, "workers must be 0 to 1024 .*, got 5000"),
+        ("One short text.", {"validation_fraction": 0.0}, "validation_fraction must be a number between 0 and 1"),
+        ("One short text.", {"validation_fraction": 1.5}, "validation_fraction must be a number between 0 and 1"),
+        ("One short text.", {"shard_tokens": 0}, "shard_tokens must be at least 1"),
+        ("One short text.", {"tokenizer": "gpt5"}, "must be bpe, byte or a folder with tokenizer.json, got gpt5"),
         ("One short\0text.", {}, "binary"),
     ],
 )
@@ -396,7 +396,7 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path):
     lines = [json.dumps({"text": text}) for text in TEXTS] + ["{"]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     for tokenizer in ("bpe", "byte"):
-        with pytest.raises(InputError, match=r"a\.jsonl:201: "):
+        with pytest.raises(InputError, match=r"a\.jsonl:201 must be"):
             prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=tokenizer)
         assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 

@@ -103,7 +103,7 @@ def test_bpe_below_the_bytes_is_refused():
 @pytest.mark.parametrize("size", [10**9, 10**30])
 def test_an_absurd_vocabulary_is_refused(size):
     """The trainer would end the process: it reserves memory for all entries."""
-    with pytest.raises(InputError, match=r"vocab_size: expected at most 1,000,000, got 10+; give a smaller one"):
+    with pytest.raises(InputError, match=r"vocab_size must be at most 1,000,000, got 10+; give a smaller one"):
         train_bpe(TEXTS, size)
 
 
@@ -133,7 +133,7 @@ def test_truncation_of_an_own_tokenizer_does_not_reach_the_data(tmp_path):
 
 
 def test_unusable_own_tokenizers_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"expected bpe, byte or a folder with tokenizer\.json, got .*nowhere"):
+    with pytest.raises(InputError, match=r"must be bpe, byte or a folder with tokenizer\.json, got .*nowhere"):
         load_tokenizer(tmp_path / "nowhere")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))).save_pretrained(tmp_path / "no_eos")
     with pytest.raises(InputError, match="no eos_token"):
@@ -141,6 +141,6 @@ def test_unusable_own_tokenizers_are_refused(tmp_path):
     (tmp_path / "broken").mkdir()
     for content in ("{", "{}", "[]", '{"model": {"type": "Unknown"}}', "null"):
         (tmp_path / "broken" / "tokenizer.json").write_text(content)
-        with pytest.raises(InputError, match="expected bpe, byte or a folder") as error:
+        with pytest.raises(InputError, match="must be bpe, byte or a folder") as error:
             load_tokenizer(tmp_path / "broken")
         assert "\n" not in str(error.value)

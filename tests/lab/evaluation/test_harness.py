@@ -152,7 +152,7 @@ def test_the_table_never_mixes_ours_and_published(tasks):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": ["siqa"], "include_path": "here"}, "expected a folder of task files"),
+        ({"tasks": ["siqa"], "include_path": "here"}, "must be a folder of task files"),
         ({"num_fewshot": -1}, "num_fewshot"),
         ({"batch_size": 0}, "batch_size"),
         ({"limit": 0}, "limit"),

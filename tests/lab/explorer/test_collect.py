@@ -221,8 +221,8 @@ def wrong(tmp_path: Path, a_run: Path) -> dict[str, tuple[list[Path], str]]:
         "no run": ([tmp_path / "empty"], "config.yaml"),
         "version": ([other], "version 99"),
         "tensors": ([tensors], "must be a trace"),
-        "text": ([text], "expected a trace"),
-        "untrained": ([untrained], "expected a checkpoint"),
+        "text": ([text], "must be a trace"),
+        "untrained": ([untrained], "must hold a checkpoint"),
         "too many": ([tmp_path / str(number) for number in range(13)], "at most 12"),
         "last of two": ([a_run, tmp_path / "nowhere"], "found no such file or folder"),
     }

@@ -112,7 +112,7 @@ def test_an_exported_model_needs_a_prompt(capsys, run, tmp_path):
     assert text.startswith("ddl-cc, 13 tokens of a prompt, loss ")
     assert Trace.load(exported / "analysis" / "trace.safetensors").facts["checkpoint"] is None
     assert "give --prompt TEXT" in refused(capsys, exported, "--tokens", "3")
-    assert "--checkpoint: expected a run folder" in refused(capsys, exported, "--prompt", "a", "--checkpoint", "2")
+    assert "--checkpoint must be a run folder" in refused(capsys, exported, "--prompt", "a", "--checkpoint", "2")
 
 
 def test_a_page_has_the_trace_that_the_options_ask_for(capsys, run, tmp_path, monkeypatch):
@@ -134,10 +134,10 @@ def test_a_page_has_the_trace_that_the_options_ask_for(capsys, run, tmp_path, mo
 
 
 def test_what_cannot_be_used_is_one_line(capsys, run, tmp_path):
-    assert "expected a run folder or a trace, found no such file" in refused(capsys, tmp_path / "none")
-    assert "expected a checkpoint of step 3; there are 2, 4" in refused(capsys, run, "--checkpoint", "3")
+    assert "must be a run folder or a trace, found no such file" in refused(capsys, tmp_path / "none")
+    assert "must hold a checkpoint of step 3; there are 2, 4" in refused(capsys, run, "--checkpoint", "3")
     assert "at most 32 tokens" in refused(capsys, run, "--tokens", "33")
-    assert "at least 1 token, got 0" in refused(capsys, run, "--tokens", "0")
+    assert "tokens must be at least 1, got 0" in refused(capsys, run, "--tokens", "0")
     assert "no prepared data" in refused(capsys, run, "--data", "nowhere")
     assert "not allowed with" in refused(capsys, run, "--checkpoint", "2", "--all-checkpoints")
     assert "not allowed with" in refused(capsys, run, "--out", "x.html", "--no-page")

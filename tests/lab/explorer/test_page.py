@@ -146,9 +146,9 @@ def test_arrays_come_back_as_they_were(open_page, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("payload", "arrays", "said"),
     [
-        ({"loss": float("nan")}, {}, "payload: expected numbers that are finite"),
-        ({}, {"a": np.array(["x"])}, "array 'a': expected numbers"),
-        ({}, {"a": np.array([2**40])}, "array 'a': expected integers of 32 bits"),
+        ({"loss": float("nan")}, {}, "payload must be finite numbers"),
+        ({}, {"a": np.array(["x"])}, "array 'a' must be numbers"),
+        ({}, {"a": np.array([2**40])}, "array 'a' must be integers of 32 bits"),
     ],
 )
 def test_what_a_browser_cannot_hold_is_refused(tmp_path, payload, arrays, said):

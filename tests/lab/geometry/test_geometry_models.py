@@ -122,7 +122,7 @@ def test_attention_over_depth_is_matched_and_trains(name):
 
 def test_a_state_without_rows_cannot_be_wide():
     for name in ("residual", "attnres"):
-        with pytest.raises(ValueError, match="wide: expected a scheme whose state is one tensor of several rows"):
+        with pytest.raises(ValueError, match="wide needs a scheme whose state is one tensor of several rows"):
             RegressionModel(PRESETS[name], features=6, length=5, dim=8, num_layers=1, wide=True)
 
 

@@ -208,7 +208,7 @@ def test_the_files(records, tmp_path):
 
 
 def test_an_unknown_task_is_refused():
-    with pytest.raises(ValueError, match=r"unknown task 'x'.*gyroscope"):
+    with pytest.raises(ValueError, match=r"task 'x' is unknown.*gyroscope"):
         table([], "x")
 
 

@@ -104,5 +104,5 @@ def test_a_run_that_diverges_says_so():
 def test_bad_input_is_refused():
     with pytest.raises(InputError, match=r"did you mean householder\?"):
         toy("housholder")
-    with pytest.raises(InputError, match="steps: expected at least 1"):
+    with pytest.raises(InputError, match="steps must be at least 1"):
         ReflectionSettings(steps=0)

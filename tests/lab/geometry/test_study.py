@@ -140,7 +140,7 @@ def test_a_damaged_or_forged_state_is_one_line_and_runs_nothing(content, tmp_pat
         torch.save({"model": Marks(mark)}, path)
     else:
         path.write_bytes(content)
-    with pytest.raises(InputError, match=r"run\.state: expected the state of a run, got .+; remove it to begin again"):
+    with pytest.raises(InputError, match=r"run\.state must be the state of a run, got .+; remove it to begin again"):
         train(*one.arguments, place=path)
     assert not mark.exists()
 
@@ -292,7 +292,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match="other files"), open_runs(tmp_path, {}):
         pass
-    with pytest.raises(InputError, match="expected a folder"), open_runs(tmp_path / "mine.txt", {}):
+    with pytest.raises(InputError, match="must be a folder"), open_runs(tmp_path / "mine.txt", {}):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt"]
 

@@ -52,7 +52,7 @@ def rewritten(path, **metadata):
     [
         ({"residua_trace": "2"}, "must be a trace of version 1, got version 2; make it again with this residua"),
         ({"residua_trace": None}, "must be a trace, got other tensors"),
-        ({"facts": "{"}, "facts: expected JSON, got: Expecting property name"),
+        ({"facts": "{"}, "facts must be JSON, got: Expecting property name"),
         ({"facts": "[]"}, "must be a trace, got a damaged one ("),
         ({"facts": "[" * 100_000}, ": "),
         ({"tokens": "{}"}, "must be a trace, got a damaged one (tokens must be a list, got {}); make it again"),
@@ -111,7 +111,7 @@ def test_a_forged_trace_is_one_line_of_explore(saved, tmp_path, capsys):
 def test_a_damaged_file_is_refused_with_a_sentence(saved, content):
     whole = saved.read_bytes()
     saved.write_bytes(whole[: len(whole) // 2] if content is None else content)
-    with pytest.raises(InputError, match="expected a trace, got a damaged file"):
+    with pytest.raises(InputError, match="must be a trace, got a damaged file"):
         Trace.load(saved)
 
 

@@ -333,7 +333,7 @@ def test_regimes_have_thresholds_and_need_a_beta():
     ("tokens", "options", "message"),
     [
         ([], {}, "at least one token id"),
-        ([[1, 2]], {}, "expected a list of at least one token id, got (1, 2)"),
+        ([[1, 2]], {}, "needs a list of at least one token id, got (1, 2)"),
         ([0.5], {}, "token id"),
         (list(range(65)), {}, "at most 64 tokens"),
         ([VOCAB], {}, f"from 0 to {VOCAB - 1}, got {VOCAB}"),
@@ -349,7 +349,7 @@ def test_tokens_that_do_not_fit_are_refused(tokens, options, message):
 
 
 def test_another_kind_of_model_is_refused():
-    with pytest.raises(InputError, match=r"expected a model with a residual scheme, .*, got Linear"):
+    with pytest.raises(InputError, match=r"needs a model with a residual scheme, .*, got Linear"):
         trace(torch.nn.Linear(2, 2), [1])
 
 

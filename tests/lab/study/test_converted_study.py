@@ -117,15 +117,15 @@ def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"schemes": {"residual": {}, "hc": {"parameters_of": "residual"}}}, "schemes.hc.parameters_of: expected none"),
+        ({"schemes": {"residual": {}, "hc": {"parameters_of": "residual"}}}, "schemes.hc.parameters_of must be none"),
         ({"schemes": {"residual": {}, "ddl-cc": {}}}, r"schemes\.ddl-cc: model\.base: .* no start preserves"),
-        ({"rungs": {"small": {"model.hidden_size": 8}}}, "model.hidden_size: expected no such key beside model.base"),
+        ({"rungs": {"small": {"model.hidden_size": 8}}}, "model.hidden_size must not be set beside model.base"),
         (
             {"tuning": {"over": {"train.connection_lr_factor": [10]}, "runs": 1, "baseline_runs": 1}},
-            "tuning.over: expected a key for residual too, which has no parameters of its own",
+            "tuning.over must be a key for residual too, which has no parameters of its own",
         ),
-        ({"rungs": {"small": {"model.base": 5}}}, "model.base: expected a folder with a model of transformers, got 5"),
-        ({"set": {"model.base": "nowhere"}}, "model.base: expected a folder with a model of transformers, got nowhere"),
+        ({"rungs": {"small": {"model.base": 5}}}, "model.base must be a folder with a model of transformers, got 5"),
+        ({"set": {"model.base": "nowhere"}}, "model.base must be a folder with a model of transformers, got nowhere"),
     ],
 )
 def test_what_a_base_cannot_be_is_one_line_before_anything_is_trained(base, data, tmp_path, changes, said):

@@ -120,7 +120,7 @@ def test_a_size_that_is_asked_for_alone_has_rows_and_costs_alone(data, tmp_path,
         ({"schemes": {"residual": {}, "ddl": {"connection": "ddl:beta_init=0.5"}}}, "another schemes.ddl ("),
         ({"rungs": {"small": {**SMALLEST["rungs"]["small"], "model.num_hidden_layers": 2}}}, "another rungs.small ("),
         ({"tuning": {**SMALLEST["tuning"], "length": 1.0}}, "another tuning.length (0.5), now 1.0"),
-        ({"seeds": [2, 3]}, "seeds: expected those of"),
+        ({"seeds": [2, 3]}, "seeds must be those of"),
     ],
 )
 def test_a_folder_takes_no_runs_of_other_settings(finished, data, tmp_path, capsys, change, said):
@@ -156,12 +156,12 @@ def test_a_size_may_add_seeds_and_leave_out_none(finished, data, tmp_path):
     more = study(**{**SMALLEST, "seeds": [1, 2, 3], "rungs": all_})
     assert joined(more, tmp_path).seeds_at("small") == [1, 2, 3]
     (tmp_path / "study.json").write_text(json.dumps(asdict(more)))
-    with pytest.raises(InputError, match=r"rungs\.small\.seeds: expected those of .* \(1, 2, 3\), got \[1, 2\]"):
+    with pytest.raises(InputError, match=r"rungs\.small\.seeds must be those of .* \(1, 2, 3\), got \[1, 2\]"):
         joined(known, tmp_path)
 
 
 def test_a_study_keeps_the_baseline_beside_which_steps_were_timed(finished):
-    with pytest.raises(InputError, match="baselines: expected residual first"):
+    with pytest.raises(InputError, match="baselines must be residual first"):
         joined(study(**{**SMALLEST, "baselines": ["ddl", "residual"]}), finished / "out")
 
 
@@ -176,7 +176,7 @@ def test_a_repeated_run_equals_its_record_to_the_last_bit_and_another_number_is_
     assert "small ddl report seed=2" in said
     assert said.endswith("1 of 1 runs are equal to the last bit; --draw 5 chooses them again\n")
     assert main(["study", "verify", str(out), "--data", str(data), "--schemes", "hc"]) == 2
-    assert "--schemes: expected some of residual, ddl, got 'hc'" in capsys.readouterr().err
+    assert "--schemes must be some of residual, ddl, got 'hc'" in capsys.readouterr().err
     text = (out / "records.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     argv = ["study", "verify", str(out), "--data", str(data), "--share", "0.1"]
@@ -192,7 +192,7 @@ def test_a_repeated_run_equals_its_record_to_the_last_bit_and_another_number_is_
         # A run that the study would not make cannot be repeated, however good its record looks.
         write(out, [{**row, "key": row["key"][:-1] + "x"} if row["kind"] == "report" else row for row in rows])
         assert main(argv) == 2
-        assert "expected records of the study's own runs, found 4 others: 'small ddl report" in capsys.readouterr().err
+        assert "must hold records of the study's own runs, found 4 others: 'small ddl report" in capsys.readouterr().err
     finally:
         (out / "records.jsonl").write_text(text)
 
@@ -275,7 +275,7 @@ def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_p
     out = tmp_path / "nowhere"
     argv = ["study", "run", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
     assert main(argv) == 2
-    assert "expected the folder of a study, found no study.json" in capsys.readouterr().err
+    assert "must be the folder of a study, found no study.json" in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -284,25 +284,25 @@ def test_a_damaged_record_is_one_line(finished, tmp_path, capsys):
     with (folder / "records.jsonl").open("a") as file:
         file.write('{"key": "x", "kind": "report"}\n')
     assert main(["study", "report", str(folder)]) == 2
-    assert "the run 'x': rung: expected text, got 'None'" in capsys.readouterr().err
+    assert "the run 'x': rung must be text, got 'None'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["run", "resbench"], "the following arguments are required: --out"),
-        (["run", "nothing.yaml", "--out", "x"], "expected resbench or a YAML file"),
+        (["run", "nothing.yaml", "--out", "x"], "must be resbench or a YAML file"),
         (["report"], "the following arguments are required: DIR"),
         (["report", "nowhere"], "found no study.json"),
         (["verify", "nowhere"], "found no study.json"),
         (["verify", "nowhere", "--connections"], "found no study.json"),
-        (["run", "resbench", "--out", "x", "--questions", "erase"], "--questions: expected some of"),
+        (["run", "resbench", "--out", "x", "--questions", "erase"], "--questions must be some of"),
         (["run", "resbench", "extra", "--out", "x"], "unexpected argument"),
         (["run", "resbench", "--out", "x", "--seeds", "7"], "unknown option --seeds"),
-        (["run", "resbench", "--out", "x", "--rounds", "3"], "--rounds: expected"),
+        (["run", "resbench", "--out", "x", "--rounds", "3"], "--rounds: must"),
         (["report", "x", "--schemes", "ddl"], "unknown option --schemes"),
         (["report", "x", "--no-costs"], "unknown option --no-costs; residua study report --help"),
-        (["run", "resbench", "--out", "x", "--rungs", "9M"], "--rungs: expected some of"),
+        (["run", "resbench", "--out", "x", "--rungs", "9M"], "--rungs must be some of"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(argv, said, capsys, tmp_path, monkeypatch):

@@ -137,7 +137,7 @@ def test_a_tuned_key_that_does_not_exist_is_refused_before_anything_is_measured(
 
 
 def test_without_prepared_data_the_option_is_named():
-    with pytest.raises(InputError, match=r"--data: expected a folder that residua prepare made"):
+    with pytest.raises(InputError, match=r"--data must be a folder that residua prepare made"):
         study().data(None)
 
 
@@ -175,80 +175,80 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
         ({"seed": [1]}, "unknown key seed; did you mean seeds?"),
         (
             {"tuning": {**DOCUMENT["tuning"], "finalists": 2}},
-            "tuning.finalists: expected 1, as tuning runs are as long",
+            "tuning.finalists must be 1, as tuning runs are as long",
         ),
         (
             {"tuning": {**DOCUMENT["tuning"], "final_seeds": [9, 2]}},
-            r"seeds: expected others than those that tune (0, 2, 9), got [1, 2, 3]",
+            r"seeds must be others than those that tune (0, 2, 9), got [1, 2, 3]",
         ),
-        ({"tuning": {**DOCUMENT["tuning"], "final_seeds": [9, 9]}}, "tuning.final_seeds: expected each seed once"),
+        ({"tuning": {**DOCUMENT["tuning"], "final_seeds": [9, 9]}}, "tuning.final_seeds must be each seed once"),
         (
             {"tuning": {**DOCUMENT["tuning"], "final_seeds": ["x"]}},
-            "tuning.final_seeds: expected a list, of a whole number each",
+            "tuning.final_seeds must be a list, of a whole number each",
         ),
         (
             {"tuning": {**DOCUMENT["tuning"], "finalists": 0, "length": 0.5}},
-            "tuning.finalists: expected 1 to tuning.runs",
+            "tuning.finalists must be 1 to tuning.runs",
         ),
-        ({"seeds": [0, 1]}, "seeds: expected others than those that tune"),
-        ({"seeds": [1, 1]}, "seeds: expected at least 2 different ones"),
-        ({"baselines": ["mhc"]}, "baselines: expected some of the schemes"),
-        ({"longer": [0.5]}, "longer: expected a list of numbers above 1"),
-        ({"tokens_per_parameter": -1}, "tokens_per_parameter: expected a number above 0"),
-        ({"baselines": 5}, "baselines: expected a list, of text each"),
+        ({"seeds": [0, 1]}, "seeds must be others than those that tune"),
+        ({"seeds": [1, 1]}, "seeds must be at least 2 different ones"),
+        ({"baselines": ["mhc"]}, "baselines must be some of the schemes"),
+        ({"longer": [0.5]}, "longer must be a list of numbers above 1"),
+        ({"tokens_per_parameter": -1}, "tokens_per_parameter must be a number above 0"),
+        ({"baselines": 5}, "baselines must be a list, of text each"),
         (
             {"baselines": 5, "questions": {"gain": {"ask": "Is it?", "compare": [["ddl", "hc"]]}}},
-            "baselines: expected a list, of text each",
+            "baselines must be a list, of text each",
         ),
-        ({"baselines": "residual"}, "baselines: expected a list, of text each, got 'residual'"),
-        ({"baselines": [["residual"]]}, "baselines: expected a list, of text each"),
-        ({"baselines": ["residual", "residual"]}, "baselines: expected at least one, each once"),
-        ({"longer": [math.inf]}, "longer: expected a list of numbers above 1"),
-        ({"tokens_per_parameter": math.inf}, "tokens_per_parameter: expected a number above 0"),
-        ({"tokens_per_parameter": "many"}, "tokens_per_parameter: expected a number"),
-        ({"rungs": {}}, "rungs: expected at least one"),
-        ({"rungs": {"a": {"tuned": "b"}}}, "rungs.a.tuned: expected a size that is tuned by itself (none is there)"),
-        ({"rungs": {"a": {"over": {"train.lr": [0.1]}}}}, "rungs.a.over: expected rungs.a.tuned beside it"),
-        ({"rungs": {"a": {}, "b": {"tuned": "a", "over": {}}}}, "rungs.b.over: expected values for at least one key"),
-        ({"rungs": {"a": {}, "b": {"tuned": "a", "over": 5}}}, "rungs.b.over: expected values for at least one key"),
+        ({"baselines": "residual"}, "baselines must be a list, of text each, got 'residual'"),
+        ({"baselines": [["residual"]]}, "baselines must be a list, of text each"),
+        ({"baselines": ["residual", "residual"]}, "baselines must be at least one, each once"),
+        ({"longer": [math.inf]}, "longer must be a list of numbers above 1"),
+        ({"tokens_per_parameter": math.inf}, "tokens_per_parameter must be a number above 0"),
+        ({"tokens_per_parameter": "many"}, "tokens_per_parameter must be a number"),
+        ({"rungs": {}}, "rungs must be at least one"),
+        ({"rungs": {"a": {"tuned": "b"}}}, "rungs.a.tuned must be a size that is tuned by itself (none is there)"),
+        ({"rungs": {"a": {"over": {"train.lr": [0.1]}}}}, "rungs.a.over must be rungs.a.tuned beside it"),
+        ({"rungs": {"a": {}, "b": {"tuned": "a", "over": {}}}}, "rungs.b.over must be values for at least one key"),
+        ({"rungs": {"a": {}, "b": {"tuned": "a", "over": 5}}}, "rungs.b.over must be values for at least one key"),
         (
             {"rungs": {"a": {}, "b": {"tuned": "a", "over": {"train.weight_decay": [0.1]}}}},
-            "rungs.b.over: expected keys of tuning.over (train.lr, train.connection_lr_factor), got",
+            "rungs.b.over must be keys of tuning.over (train.lr, train.connection_lr_factor), got",
         ),
         (
             {"rungs": {name: {"tuned": "a", "over": {"train.lr": [0.1]}} for name in ("a", "b")}},
-            "rungs.a.tuned: expected a size that is tuned by itself (none is there)",
+            "rungs.a.tuned must be a size that is tuned by itself (none is there)",
         ),
         *(
             (
                 {"rungs": {"a": {"seeds": seeds}}},
-                "rungs.a.seeds: expected at least 2 of the study's (1, 2, 3), each once",
+                "rungs.a.seeds must be at least 2 of the study's (1, 2, 3), each once",
             )
             for seeds in ([1], [], [1, 1], [1, 9])
         ),
         *(
-            ({"rungs": {"a": {"seeds": seeds}}}, "rungs.a.seeds: expected a list, of a whole number each")
+            ({"rungs": {"a": {"seeds": seeds}}}, "rungs.a.seeds must be a list, of a whole number each")
             for seeds in (5, "12", [[1], 2], [True, 2])
         ),
-        ({"longer": None}, "longer: expected a list of numbers above 1, got None"),
-        ({"tokens_per_parameter": None}, "tokens_per_parameter: expected a number above 0, got None"),
-        ({"seeds": None}, "seeds: expected a list, of a whole number each, got None"),
-        ({"rungs": {"a": {"longer": [0.5]}}}, "rungs.a.longer: expected a list of numbers above 1"),
+        ({"longer": None}, "longer must be a list of numbers above 1, got None"),
+        ({"tokens_per_parameter": None}, "tokens_per_parameter must be a number above 0, got None"),
+        ({"seeds": None}, "seeds must be a list, of a whole number each, got None"),
+        ({"rungs": {"a": {"longer": [0.5]}}}, "rungs.a.longer must be a list of numbers above 1"),
         *(
-            ({"rungs": {"a": {"tokens_per_parameter": tokens}}}, "rungs.a.tokens_per_parameter: expected a number")
+            ({"rungs": {"a": {"tokens_per_parameter": tokens}}}, "rungs.a.tokens_per_parameter must be a number")
             for tokens in (0, -1, math.inf, "many", True)
         ),
-        ({"set": {"train.seed": 3}}, "train.seed: expected a key that a study does not set"),
+        ({"set": {"train.seed": 3}}, "train.seed must be a key that a study does not set"),
         ({"schemes": {"residual": {"parameters_of": "x"}}}, "schemes.residual.parameters_of"),
-        ({"schemes": ["residual"]}, "schemes: expected a mapping"),
-        ({"set": 5}, "set: expected a mapping"),
-        ({"config": 5}, "config: expected a recipe"),
-        ({"tuning": {**DOCUMENT["tuning"], "factors": {"train.lr": 1}}}, "tuning.factors: expected a number above 1"),
-        ({"tuning": {**DOCUMENT["tuning"], "runs": 1}}, "tuning.runs: expected at least the 2 points of the grid"),
-        ({"tuning": {**DOCUMENT["tuning"], "runs": 9}}, "tuning.baseline_runs: expected at least tuning.runs"),
-        ({"tuning": {**DOCUMENT["tuning"], "over": {"train.lr": 0.1}}}, "tuning.over.train.lr: expected a list"),
-        ({"tuning": {**DOCUMENT["tuning"], "over": {"train.lr": ["a"]}}}, "expected a list of numbers above 0"),
-        ({"tuning": {**DOCUMENT["tuning"], "over": {}}}, "tuning.over: expected values for at least one key"),
+        ({"schemes": ["residual"]}, "schemes must be a mapping"),
+        ({"set": 5}, "set must be a mapping"),
+        ({"config": 5}, "config must be a recipe"),
+        ({"tuning": {**DOCUMENT["tuning"], "factors": {"train.lr": 1}}}, "tuning.factors must be a number above 1"),
+        ({"tuning": {**DOCUMENT["tuning"], "runs": 1}}, "tuning.runs must be at least the 2 points of the grid"),
+        ({"tuning": {**DOCUMENT["tuning"], "runs": 9}}, "tuning.baseline_runs must be at least tuning.runs"),
+        ({"tuning": {**DOCUMENT["tuning"], "over": {"train.lr": 0.1}}}, "tuning.over.train.lr must be a list"),
+        ({"tuning": {**DOCUMENT["tuning"], "over": {"train.lr": ["a"]}}}, "must be a list of numbers above 0"),
+        ({"tuning": {**DOCUMENT["tuning"], "over": {}}}, "tuning.over must be values for at least one key"),
         ({"tuning": {**DOCUMENT["tuning"], "length": 0}}, "tuning.length"),
     ],
 )

@@ -193,14 +193,14 @@ def test_who_is_ahead_of_every_baseline_is_said():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"compare": []}, "questions.gain.compare: expected a list of pairs of schemes"),
-        ({"compare": [["ddl"]]}, "questions.gain.compare: expected a list of pairs of schemes"),
-        ({"at": ["flops"]}, "questions.gain.at: expected some of tokens, FLOPs, seconds"),
-        ({"compare": [["residual", "ddl"]]}, "questions.gain.at: expected tokens, as ddl is no baseline"),
-        ({"ask": 5}, "questions.gain.ask: expected a sentence"),
-        ({"seeds": [4, 4]}, "questions.gain.seeds: expected a list of different integers"),
-        ({"seeds": [4]}, "questions.gain.at: expected tokens, as longer runs of the baselines have no further seeds"),
-        ({"seeds": [3], "at": ["tokens"]}, "questions.gain.seeds: expected others than seeds and those that tune"),
+        ({"compare": []}, "questions.gain.compare must be a list of pairs of schemes"),
+        ({"compare": [["ddl"]]}, "questions.gain.compare must be a list of pairs of schemes"),
+        ({"at": ["flops"]}, "questions.gain.at must be some of tokens, FLOPs, seconds"),
+        ({"compare": [["residual", "ddl"]]}, "questions.gain.at must be tokens, as ddl is no baseline"),
+        ({"ask": 5}, "questions.gain.ask must be a sentence"),
+        ({"seeds": [4, 4]}, "questions.gain.seeds must be a list of different integers"),
+        ({"seeds": [4]}, "questions.gain.at must be tokens, as longer runs of the baselines have no further seeds"),
+        ({"seeds": [3], "at": ["tokens"]}, "questions.gain.seeds must be others than seeds and those that tune"),
         ({"answer": 5}, "questions.gain: unknown key answer"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_file_whose_questions_name_no_scheme_is_refused(tmp_path):
         "questions: {q: {ask: who, compare: [[residul, residual]]}}\n"
     )
     (tmp_path / "study.yaml").write_text(text)
-    with pytest.raises(InputError, match=r"questions.q.compare: expected some of the schemes .*did you mean residual"):
+    with pytest.raises(InputError, match=r"questions.q.compare must be some of the schemes .*did you mean residual"):
         load_study(str(tmp_path / "study.yaml"))
 
 
@@ -226,7 +226,7 @@ def test_questions_bring_their_schemes_and_stay_when_others_are_left_out():
     part = whole.only(questions=["erasing"])
     assert set(part.schemes) == {*whole.baselines, *whole.questions["erasing"].schemes}
     assert part.questions == whole.questions
-    with pytest.raises(InputError, match=r"--questions: expected some of .*did you mean erasing"):
+    with pytest.raises(InputError, match=r"--questions must be some of .*did you mean erasing"):
         whole.only(questions=["erasin"])
 
 

@@ -149,20 +149,20 @@ def test_values_are_read_as_yaml():
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], "expected --out DIR"),
-        (["--out", "x"], "--over: expected at least one key"),
-        (["--out", "x", "--over", "train.lr"], "expected KEY=VALUE,VALUE"),
-        (["--out", "x", "--over", "train.lr="], "expected KEY=VALUE,VALUE"),
-        (["--out", "x", "--over", "train.lr=[1"], "expected KEY=VALUE,VALUE"),
-        (["--out", "x", "--over", "train.lr=1e-3", "--over", "train.lr=2e-3"], "expected train.lr once"),
+        ([], "give --out DIR"),
+        (["--out", "x"], "--over must have at least one key"),
+        (["--out", "x", "--over", "train.lr"], "must be KEY=VALUE,VALUE"),
+        (["--out", "x", "--over", "train.lr="], "must be KEY=VALUE,VALUE"),
+        (["--out", "x", "--over", "train.lr=[1"], "must be KEY=VALUE,VALUE"),
+        (["--out", "x", "--over", "train.lr=1e-3", "--over", "train.lr=2e-3"], "must have train.lr once"),
         (["--out", "x", "--over", "train.seed=1,2"], "--seeds N"),
         (["--out", "x", "--over", "train.lrr=1"], "did you mean train.lr"),
-        (["--out", "x", "--over", "train.lr=1e-3,-1"], "train.lr: expected a positive number"),
+        (["--out", "x", "--over", "train.lr=1e-3,-1"], "train.lr must be a positive number"),
         (["--out", "x", "--over", "model.connection=residual,dll"], "ddl"),
-        (["--out", "x", "--over", "train.lr=1", "--seeds", "0"], "--seeds: expected a whole number from 1"),
-        (["--out", "x", "--over", "train.lr=1", "--finalists", "0"], "--finalists: expected a whole number from 1"),
-        (["--out", "x", "--over", "train.lr=1", "--processes", "0"], "--processes: expected a whole number from 1"),
-        (["--out", "x", "--over", "model.connection=ddl", "--neighbours"], "--neighbours: expected --over with a key"),
+        (["--out", "x", "--over", "train.lr=1", "--seeds", "0"], "--seeds: must be a whole number from 1"),
+        (["--out", "x", "--over", "train.lr=1", "--finalists", "0"], "--finalists: must be a whole number from 1"),
+        (["--out", "x", "--over", "train.lr=1", "--processes", "0"], "--processes: must be a whole number from 1"),
+        (["--out", "x", "--over", "model.connection=ddl", "--neighbours"], "--neighbours needs --over with a key"),
         (["--out", "x", "--over", "train.lr=1", "--trian.steps", "3"], "train.steps"),
     ],
 )
@@ -214,7 +214,7 @@ def test_a_run_that_diverges_is_recorded_and_stands_last(data, tmp_path):
     assert outcome.results[1].losses == (None,)
     assert "diverged" in outcome.table()[1][1][-2]
     rows = {row["point"]["train.lr"]: row for row in jsonlines.read(tmp_path / "out" / "records.jsonl")}
-    assert "expected a finite loss" in rows[1e30]["diverged"]
+    assert "loss and gradient must be finite" in rows[1e30]["diverged"]
     assert not list((tmp_path / "out" / "runs").iterdir())
 
 

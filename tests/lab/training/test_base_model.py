@@ -83,7 +83,7 @@ def test_a_run_needs_its_base_only_to_begin(config, base, tmp_path, rows):
 
 def test_a_frozen_base_needs_a_connection_that_learns(config, tmp_path):
     plain = replace(config, model=replace(config.model, connection="residual", freeze_base=True))
-    with pytest.raises(InputError, match=r"model\.freeze_base: expected false, as the connection has no parameters"):
+    with pytest.raises(InputError, match=r"model\.freeze_base must be false, as the connection has no parameters"):
         run(plain, tmp_path / "run", progress=False)
 
 
@@ -145,7 +145,7 @@ def test_other_weights_than_those_of_the_frozen_base_are_refused(config, base, t
     with pytest.raises(InputError, match=r"must be the base that this run was begun with .*, got other weights"):
         open_run(tmp_path / "run", device="cpu")
     shutil.rmtree(elsewhere)
-    with pytest.raises(InputError, match=r"model\.base: expected a folder with a model of transformers"):
+    with pytest.raises(InputError, match=r"model\.base must be a folder with a model of transformers"):
         open_run(tmp_path / "run", device="cpu")
 
 
@@ -159,7 +159,7 @@ def test_a_converted_base_goes_on_as_it_is(config, base, prepared, tmp_path):
     assert conversion_of(built) == conversion_of(model)
     assert all(torch.equal(tensor, built.state_dict()[name]) for name, tensor in model.state_dict().items())
     build_model(changed(config, connection="ihc"), prepared)
-    with pytest.raises(InputError, match=r"model\.connection: expected none, since the base is converted already"):
+    with pytest.raises(InputError, match=r"model\.connection must be null, since the base is converted already"):
         build_model(changed(config, connection="hc"), prepared)
 
 
@@ -180,7 +180,7 @@ def test_a_penalty_of_somebody_elses_scheme_is_refused(config, prepared, monkeyp
     for table in ("SCHEMES", "PRESETS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     residua.register("penal", Penal)
-    with pytest.raises(InputError, match=r"model\.connection: expected a scheme without a penalty.* leaves out$"):
+    with pytest.raises(InputError, match=r"model\.connection must be a scheme without a penalty.* leaves out$"):
         build_model(resolved(changed(config, connection="penal", start="fresh")), prepared)
 
 
@@ -198,7 +198,7 @@ def test_what_a_base_cannot_do_is_said(config, base, prepared, tmp_path):
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text(f"other text {number} " * 9)
     other = prepare(tmp_path / "text", tmp_path / "data", tokenizer="bpe", vocab_size=257, progress=False)
-    refused(r"expected tokens of the tokenizer in model\.base.*residua prepare --tokenizer", data=other)
+    refused(r"must hold tokens of the tokenizer in model\.base.*residua prepare --tokenizer", data=other)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_what_a_base_cannot_do_is_said(config, base, prepared, tmp_path):
 def test_a_forged_configuration_in_a_run_is_refused(forged, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(forged))
     (tmp_path / "evil.py").write_text("raise SystemExit('executed')")
-    with pytest.raises(InputError, match=r"config\.json: expected the configuration of a (converted )?model"):
+    with pytest.raises(InputError, match=r"config\.json must hold the configuration of a (converted )?model"):
         rebuild_base(tmp_path)
 
 
@@ -227,17 +227,17 @@ def test_the_section_of_a_base_has_its_own_keys(base):
     assert config.model == BaseModelConfig(str(base), connection="hc")
     assert config.data.tokenizer == str(base)
     assert load_config("retrofit", given).train.connection_lr_factor == 100
-    with pytest.raises(InputError, match=r"model\.\w+: expected no such key beside model\.base, which decides it"):
+    with pytest.raises(InputError, match=r"model\.\w+ must not be set beside model\.base, which decides it"):
         load_config("tiny", given)
-    with pytest.raises(InputError, match=r"model\.freeze_base: expected no such key without model\.base"):
+    with pytest.raises(InputError, match=r"model\.freeze_base must not be set without model\.base"):
         load_config(None, ["--model.freeze_base=true"])
-    with pytest.raises(InputError, match=r"model\.start: expected one of preserve, fresh, got 'warm'"):
+    with pytest.raises(InputError, match=r"model\.start must be one of preserve, fresh, got 'warm'"):
         load_config(None, [*given, "--model.start=warm"])
     with pytest.raises(InputError, match=r"model\.connection: no preset is called 'nothing'"):
         load_config(None, [*given, "--model.connection=nothing"])
-    with pytest.raises(InputError, match=r"data\.tokenizer: expected the folder of model\.base"):
+    with pytest.raises(InputError, match=r"data\.tokenizer must be the folder of model\.base"):
         load_config(None, [*given, "--data.tokenizer=bpe"])
-    with pytest.raises(InputError, match=r"model\.base: expected a model from scratch"):
+    with pytest.raises(InputError, match=r"model\.base must be a model from scratch"):
         _ = config.from_scratch
     assert isinstance(load_config(None, ["--model.hidden_size=96"]).from_scratch, ModelConfig)
 

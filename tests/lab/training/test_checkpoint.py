@@ -31,13 +31,13 @@ def flip(path):
 # What may happen to a checkpoint, and what the message names.
 DAMAGE = {
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "found no manifest.json"),
-    "half a manifest": (lambda path: cut(path / "manifest.json"), "manifest.json: expected JSON"),
-    "a manifest of something else": (lambda path: (path / "manifest.json").write_text("[1]"), "expected the manifest"),
+    "half a manifest": (lambda path: cut(path / "manifest.json"), "manifest.json must be JSON"),
+    "a manifest of something else": (lambda path: (path / "manifest.json").write_text("[1]"), "must be the manifest"),
     "an empty folder": (lambda path: (shutil.rmtree(path), path.mkdir()), "found no manifest.json"),
     "weights cut short": (lambda path: cut(path / "model.safetensors"), r"bytes in model.safetensors, found \d+"),
     "weights changed": (lambda path: flip(path / "model.safetensors"), "for model.safetensors, found another"),
     "optimizer changed": (lambda path: flip(path / OPTIMIZER), "for optimizer.safetensors, found another"),
-    "optimizer missing": (lambda path: (path / OPTIMIZER).unlink(), f"expected {OPTIMIZER}, found no such file"),
+    "optimizer missing": (lambda path: (path / OPTIMIZER).unlink(), f"must hold {OPTIMIZER}, found no such file"),
 }
 
 
@@ -88,7 +88,7 @@ def test_a_file_that_the_disk_cannot_give_back_is_damage_too(tmp_path, fit, monk
     assert latest_checkpoint(tmp_path / "run").step == 9
     messages = capsys.readouterr().err.splitlines()
     assert len(messages) == 1
-    assert messages[0].endswith("step-12: expected to read model.safetensors, got: Input/output error")
+    assert messages[0].endswith("step-12: cannot read model.safetensors: Input/output error")
 
 
 def test_the_newest_is_found_while_the_run_drops_what_was_there(tmp_path, fit, monkeypatch, capsys):

@@ -82,7 +82,7 @@ FORGED = {
 def test_blocks_that_do_not_fit_together_are_damage(forged, tmp_path):
     for number, blocks in enumerate(FORGED[forged]):
         save_file({"x": torch.ones(2, 3)}, tmp_path / f"{number}.safetensors", {"blocks": json.dumps(blocks)})
-    with pytest.raises(InputError, match="expected a checkpoint, got a damaged file"):
+    with pytest.raises(InputError, match="must be a checkpoint, got a damaged file"):
         StoredTensors(sorted(tmp_path.iterdir()), tmp_path)
 
 

@@ -181,5 +181,5 @@ def test_an_update_of_muon_is_as_large_as_one_of_adamw():
 
 def test_a_torch_without_muon_is_one_line(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(InputError, match=r"^train\.optimizer: expected adamw, or torch 2\.9 or newer.*got 'muon'$"):
+    with pytest.raises(InputError, match=r"^train\.optimizer must be adamw, or torch 2\.9 or newer.*got 'muon'$"):
         make_optimizer(ToyModel(), toy_config(optimizer="muon"))

@@ -167,7 +167,7 @@ def test_shards_that_cannot_be_read_are_named(data, tmp_path, start):
     assert job.statuses == [0, 0], job.out
     checkpoint, model = latest_checkpoint(folder), open_run(folder, device="cpu").model
     (checkpoint.path / "model-00002-of-00002.safetensors").write_bytes(b"")
-    with pytest.raises(InputError, match=r"step-6: expected a checkpoint, got a damaged file \(\S"):
+    with pytest.raises(InputError, match=r"step-6 must be a checkpoint, got a damaged file \(\S"):
         load_checkpoint(checkpoint, model)
 
 
@@ -176,7 +176,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_one_line(data, tmp_
     job = run_ranks(start, 2, folder, options(data, parallel="fsdp"), {1: [(break_loss, 4)]})
     assert job.statuses == [1, 1]
     assert len(job.errors) == 1
-    assert job.errors[0].startswith("residua: step 4: expected a finite loss and gradient, got loss nan; ")
+    assert job.errors[0].startswith("residua: step 4: loss and gradient must be finite, got loss nan; ")
     assert f"last good checkpoint: {folder}/checkpoints/step-2" in job.errors[0]
 
 

@@ -99,64 +99,64 @@ MISTAKES = [
     (["--warmup_step", "3"], "unknown key warmup_step; did you mean train.warmup_steps?"),
     (["--modle.hidden_size=8"], "unknown key modle.hidden_size; did you mean model.hidden_size?"),
     (["--zzz"], "unknown key zzz; --print_config shows every key"),
-    (["--model=1"], "unknown key model: expected one with a dot, such as model.vocab_size"),
+    (["--model=1"], "unknown key model: must have a dot, such as model.vocab_size"),
     (["stray"], "unexpected argument 'stray'; an override reads --train.lr=3e-4"),
-    (["--train.lr"], "train.lr: expected a number, got nothing"),
-    (["--train.lr=fast"], "train.lr: expected a number, got 'fast'"),
-    (["--train.steps=1.5"], "train.steps: expected a whole number, got '1.5'"),
-    (["--train.steps=null"], "train.steps: expected a whole number, got 'null'"),
-    (["--train.compile=maybe"], "train.compile: expected true or false, got 'maybe'"),
-    (["--train.precision=fp16"], "train.precision: expected one of float32, bfloat16, got 'fp16'"),
-    (["--model.head_dim=wide"], "model.head_dim: expected a whole number or null, got 'wide'"),
-    (["--train.steps=0"], "train.steps: expected at least 1, got 0"),
-    (["--train.lr=-1"], "train.lr: expected a positive number, got -1.0"),
-    (["--train.lr=.inf"], "train.lr: expected a positive number, got inf"),
-    (["--train.clip=-1"], "train.clip: expected a number of at least 0, got -1.0"),
-    (["--train.beta2=1"], "train.beta2: expected a number in [0, 1), got 1.0"),
-    (["--train.min_lr_ratio=2"], "train.min_lr_ratio: expected a number in [0, 1], got 2.0"),
-    (["--train.warmup_steps=500"], "train.warmup_steps: expected 0 to train.steps (400), got 500"),
-    (["--train.seed=-1"], "train.seed: expected a whole number of at least 0, got -1"),
+    (["--train.lr"], "train.lr must be a number, got nothing"),
+    (["--train.lr=fast"], "train.lr must be a number, got 'fast'"),
+    (["--train.steps=1.5"], "train.steps must be a whole number, got '1.5'"),
+    (["--train.steps=null"], "train.steps must be a whole number, got 'null'"),
+    (["--train.compile=maybe"], "train.compile must be true or false, got 'maybe'"),
+    (["--train.precision=fp16"], "train.precision must be one of float32, bfloat16, got 'fp16'"),
+    (["--model.head_dim=wide"], "model.head_dim must be a whole number or null, got 'wide'"),
+    (["--train.steps=0"], "train.steps must be at least 1, got 0"),
+    (["--train.lr=-1"], "train.lr must be a positive number, got -1.0"),
+    (["--train.lr=.inf"], "train.lr must be a positive number, got inf"),
+    (["--train.clip=-1"], "train.clip must be a number of at least 0, got -1.0"),
+    (["--train.beta2=1"], "train.beta2 must be a number in [0, 1), got 1.0"),
+    (["--train.min_lr_ratio=2"], "train.min_lr_ratio must be a number in [0, 1], got 2.0"),
+    (["--train.warmup_steps=500"], "train.warmup_steps must be 0 to train.steps (400), got 500"),
+    (["--train.seed=-1"], "train.seed must be a whole number of at least 0, got -1"),
     (
         ["--train.optimizer=muon", "--train.parallel=fsdp"],
-        "train.parallel: expected auto, ddp or none with train.optimizer=muon, which needs whole matrices, got 'fsdp'",
+        "train.parallel must be auto, ddp or none with train.optimizer=muon, which needs whole matrices, got 'fsdp'",
     ),
     (
         ["--train.optimizer=muon", "--model.mup=true"],
-        "train.optimizer: expected adamw with model.mup, whose rates are for Adam, got 'muon'",
+        "train.optimizer must be adamw with model.mup, whose rates are for Adam, got 'muon'",
     ),
-    (["--data.vocab_size=0"], "data.vocab_size: expected at least 1, got 0"),
-    (["--data.validation_fraction=1"], "data.validation_fraction: expected a number between 0 and 1, got 1.0"),
+    (["--data.vocab_size=0"], "data.vocab_size must be at least 1, got 0"),
+    (["--data.validation_fraction=1"], "data.validation_fraction must be a number between 0 and 1, got 1.0"),
     (
         ["--train.sequence_length=2048"],
-        "train.sequence_length: expected at most model.max_position_embeddings (1024), got 2048",
+        "train.sequence_length must be at most model.max_position_embeddings (1024), got 2048",
     ),
     (
         ["--model.num_attention_heads=5"],
-        "model.num_attention_heads: expected a divisor of hidden_size (768), or head_dim given, got 5",
+        "model.num_attention_heads must be a divisor of hidden_size (768), or head_dim given, got 5",
     ),
     ("trian:\n  lr: 1\n", "unknown key trian; did you mean train?"),
-    ("train:\n  lr:\n", "train.lr: expected a number, got None"),
-    ("train:\n  steps: true\n", "train.steps: expected a whole number, got True"),
-    ("model:\n  connection: [ddl]\n", "model.connection: expected text or a mapping, got ['ddl']"),
-    ("train: 3\n", "train: expected a mapping of keys to values, got 3"),
-    ("- 1\n", "configuration: expected the sections model, data, train, got [1]"),
-    ("", "configuration: expected the sections model, data, train, got None"),
-    (["--train.lr=1e400"], "train.lr: expected a positive number, got inf"),
-    (["--train.lr=.nan"], "train.lr: expected a positive number, got nan"),
-    ([f"--train.seed={2**63}"], f"train.seed: expected a whole number of at most 64 bits, got {2**63}"),
-    (["--data.vocab_size=1000000000000"], "data.vocab_size: expected at most 16777216, got 1000000000000"),
-    (["--model.num_hidden_layers=1000000"], "model.num_hidden_layers: expected at most 16384, got 1000000"),
-    (["--model.hidden_size=1000000000000"], "model.hidden_size: expected at most 268435456, got 1000000000000"),
-    (["--train.steps=1:30"], "train.steps: expected a whole number, got '1:30'"),
-    ("train:\n  steps: 1:30\n", "train.steps: expected a whole number, got '1:30'"),
-    (["--train.steps=010"], "train.steps: expected a whole number, got '010'"),
+    ("train:\n  lr:\n", "train.lr must be a number, got None"),
+    ("train:\n  steps: true\n", "train.steps must be a whole number, got True"),
+    ("model:\n  connection: [ddl]\n", "model.connection must be text or a mapping, got ['ddl']"),
+    ("train: 3\n", "train must be a mapping of keys to values, got 3"),
+    ("- 1\n", "configuration must be the sections model, data, train, got [1]"),
+    ("", "configuration must be the sections model, data, train, got None"),
+    (["--train.lr=1e400"], "train.lr must be a positive number, got inf"),
+    (["--train.lr=.nan"], "train.lr must be a positive number, got nan"),
+    ([f"--train.seed={2**63}"], f"train.seed must be a whole number of at most 64 bits, got {2**63}"),
+    (["--data.vocab_size=1000000000000"], "data.vocab_size must be at most 16777216, got 1000000000000"),
+    (["--model.num_hidden_layers=1000000"], "model.num_hidden_layers must be at most 16384, got 1000000"),
+    (["--model.hidden_size=1000000000000"], "model.hidden_size must be at most 268435456, got 1000000000000"),
+    (["--train.steps=1:30"], "train.steps must be a whole number, got '1:30'"),
+    ("train:\n  steps: 1:30\n", "train.steps must be a whole number, got '1:30'"),
+    (["--train.steps=010"], "train.steps must be a whole number, got '010'"),
     (
         ["--model.connection={preset: hc, num_streams: 1:30}"],
-        "model.connection: HyperConnections: num_streams: expected a whole number, got '1:30'",
+        "model.connection: HyperConnections: num_streams must be a whole number, got '1:30'",
     ),
-    (["--train.lr=1:30.5"], "train.lr: expected a number, got '1:30.5'"),
+    (["--train.lr=1:30.5"], "train.lr must be a number, got '1:30.5'"),
     ("train: !!python/object/apply:os.system [false]", None),
-    ("train:\n  lr: 2020-01-01\n", "train.lr: expected a number, got datetime.date(2020, 1, 1)"),
+    ("train:\n  lr: 2020-01-01\n", "train.lr must be a number, got datetime.date(2020, 1, 1)"),
     ("train:\n  lr: 2020-99-01\n", None),
 ]
 
@@ -200,16 +200,16 @@ def test_a_mistake_in_the_connection_names_it(connection):
 
 
 def test_text_that_is_no_yaml_is_one_line(tmp_path):
-    with pytest.raises(InputError, match=r"expected YAML, got: .*line 2") as error:
+    with pytest.raises(InputError, match=r"must be YAML, got: .*line 2") as error:
         load_config(write(tmp_path, "a: [\n"))
     assert "\n" not in str(error.value)
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match="must"):
         load_config(str(tmp_path / "config.yaml"))
 
 
 def test_a_recipe_that_does_not_exist():
-    with pytest.raises(InputError, match=r"expected a recipe \(.*small.*, tiny.*\).*'tinny'; did you mean tiny\?"):
+    with pytest.raises(InputError, match=r"must be a recipe \(.*small.*, tiny.*\).*'tinny'; did you mean tiny\?"):
         load_config("tinny")
 
 
@@ -336,7 +336,7 @@ def test_a_base_that_leads_nowhere(tmp_path):
     for base, message in (
         (str(path), "is a circle"),
         ("tyny", "did you mean tiny?"),
-        ("[1]", "expected a recipe's name"),
+        ("[1]", "must be a recipe's name"),
     ):
         path.write_text(f"base: {base}\n")
         with pytest.raises(InputError, match=message):

@@ -42,14 +42,14 @@ def test_a_run_that_ended_before_its_first_step_starts_over(tmp_path):
 def test_nothing_to_resume(there, tmp_path, fit):
     if there:
         (tmp_path / "run").mkdir()
-    with pytest.raises(InputError, match=r"expected a run to resume, found no config\.yaml"):
+    with pytest.raises(InputError, match=r"must be a run to resume, found no config\.yaml"):
         fit(tmp_path / "run", resume=True)
     assert not there or not list((tmp_path / "run").iterdir())
 
 
 def test_a_path_that_cannot_be_a_folder(tmp_path, fit):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"expected a folder to write in, got: File exists"):
+    with pytest.raises(InputError, match=r"must be a folder to write in, got: File exists"):
         fit(tmp_path / "file")
     with pytest.raises(InputError, match=r"got: Not a directory"):
         fit(tmp_path / "file" / "run")
@@ -92,7 +92,7 @@ def test_a_broken_config_file_is_refused(tmp_path, fit):
     fit(tmp_path / "run")
     for text in ("a: [", "- 1", "train: 3"):
         (tmp_path / "run" / "config.yaml").write_text(text)
-        with pytest.raises(InputError, match=r"config\.yaml: expected"):
+        with pytest.raises(InputError, match=r"config\.yaml must"):
             fit(tmp_path / "run", resume=True)
 
 
@@ -133,7 +133,7 @@ def test_a_broken_row_in_the_middle_is_an_error_and_nothing_is_dropped(tmp_path,
     path = tmp_path / "run" / "metrics.jsonl"
     text = path.read_text().replace('{"step": 2,', '{"step" 2,')
     path.write_text(text)
-    with pytest.raises(InputError, match=r"expected a JSON object in line 2"):
+    with pytest.raises(InputError, match=r"must have a JSON object in line 2"):
         fit(tmp_path / "run", resume=True)
     assert path.read_text() == text
 

@@ -137,7 +137,7 @@ def test_compile_is_for_the_forward_alone(tmp_path, fit, rows, monkeypatch):
 def test_a_device_that_is_not_there(monkeypatch, tmp_path, fit):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert loop.pick_device("auto") == torch.device("cpu")
-    with pytest.raises(InputError, match=r"train\.device: expected a machine with a CUDA device"):
+    with pytest.raises(InputError, match=r"train\.device needs a machine with a CUDA device"):
         fit(tmp_path / "run", device="cuda")
 
 
@@ -185,7 +185,7 @@ def test_damaged_checkpoints_alone_are_no_reason_to_start_again(tmp_path, fit, r
     before = rows(folder)
     for manifest in folder.glob("checkpoints/step-*/manifest.json"):
         manifest.write_text("{}")
-    with pytest.raises(InputError, match=r"expected a complete checkpoint to resume from, got \d+ of which none"):
+    with pytest.raises(InputError, match=r"must hold a complete checkpoint to resume from, got \d+ of which none"):
         fit(folder, resume=True)
     assert rows(folder) == before
     shutil.rmtree(folder / "checkpoints")

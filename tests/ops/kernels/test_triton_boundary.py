@@ -124,9 +124,9 @@ def test_what_the_kernel_does_not_take_is_an_error():
     inputs = arguments(1, 2, 2, 48, torch.float32)
     with pytest.raises(TypeError, match=r"gain: .*float64"):
         kernel(*inputs[:5], inputs[5].double(), *inputs[6:])
-    with pytest.raises(ValueError, match=r"weights: expected .*\(2, 48\)"):
+    with pytest.raises(ValueError, match=r"weights must be .*\(2, 48\)"):
         kernel(*inputs[:4], inputs[4][:1], *inputs[5:])
-    with pytest.raises(ValueError, match="value_input: expected 'x_in' or 'context'"):
+    with pytest.raises(ValueError, match="value_input must be 'x_in' or 'context'"):
         kernel(*inputs, value_input="y")
 
 

@@ -141,9 +141,9 @@ def test_what_the_kernel_does_not_take_is_an_error():
         kernel(state.double(), k, v, beta)
     with pytest.raises(ValueError, match="1 to 16 value channels, got 17"):
         kernel(normal(1, 2, 17, 48), k, normal(1, 2, 17), beta)
-    with pytest.raises(ValueError, match=r"v: expected .*\(1, 2, 2\)"):
+    with pytest.raises(ValueError, match=r"v must be .*\(1, 2, 2\)"):
         kernel(state, k, v[..., :1], beta)
-    with pytest.raises(ValueError, match="k_norm: expected None or one of rms"):
+    with pytest.raises(ValueError, match="k_norm must be None or one of rms"):
         kernel(state, k, v, beta, k_norm="rsm")
 
 

@@ -110,9 +110,9 @@ def test_the_operator_is_registered_as_torch_demands():
 
 
 def test_what_the_kernel_does_not_take_is_an_error():
-    with pytest.raises(ValueError, match=r"^logits: expected \(\.\.\., n, n\) = \(2, 3, 3\), got \(2, 3, 4\)"):
+    with pytest.raises(ValueError, match=r"^logits must be \(\.\.\., n, n\) = \(2, 3, 3\), got \(2, 3, 4\)"):
         kernel(normal(2, 3, 4))
-    with pytest.raises(ValueError, match=r"^iterations: expected 1 or more, got 0"):
+    with pytest.raises(ValueError, match=r"^iterations must be 1 or more, got 0"):
         kernel(normal(3, 3), 0)
     with pytest.raises(ValueError, match=r"1 to 16 rows, got 17: use implementation='reference'"):
         kernel(normal(17, 17))

@@ -222,13 +222,13 @@ def test_what_the_kernels_do_not_take_is_an_error():
     for count in (0, 17):
         with pytest.raises(ValueError, match=f"1 to 16 streams, got {count}"):
             read(normal(2, count, 5), normal(count))
-    with pytest.raises(ValueError, match=r"^h_pre: expected \(\.\.\., n\) = \(1, 2, 3\), .* got \(2,\)"):
+    with pytest.raises(ValueError, match=r"^h_pre must be \(\.\.\., n\) = \(1, 2, 3\), .* got \(2,\)"):
         read(x, h_post[0, 0, :2])
-    with pytest.raises(ValueError, match=r"^h_res: expected \(\.\.\., n, n\) = \(1, 2, 3, 3\), .* got \(3,\)"):
+    with pytest.raises(ValueError, match=r"^h_res must be \(\.\.\., n, n\) = \(1, 2, 3, 3\), .* got \(3,\)"):
         mix(x, h_post[0, 0])
-    with pytest.raises(ValueError, match=r"^y: expected \(\.\.\., d\) = \(1, 2, 5\), got \(1, 2, 4\)"):
+    with pytest.raises(ValueError, match=r"^y must be \(\.\.\., d\) = \(1, 2, 5\), got \(1, 2, 4\)"):
         write(x, y[..., :4], None, h_post)
-    with pytest.raises(ValueError, match=r"^h_post: expected"):
+    with pytest.raises(ValueError, match=r"^h_post must"):
         write(x, y, None, h_post[:, :, :2])
 
 

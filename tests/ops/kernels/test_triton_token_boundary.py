@@ -124,7 +124,7 @@ def test_what_the_kernel_does_not_take_is_an_error():
     inputs = arguments(1, 2, 2, 48, 2, torch.float32)
     with pytest.raises(TypeError, match=r"taps: .*float64"):
         kernel(*inputs[:4], inputs[4].double(), *inputs[5:])
-    with pytest.raises(ValueError, match=r"taps: expected .*\(2, 2, 48\)"):
+    with pytest.raises(ValueError, match=r"taps must be .*\(2, 2, 48\)"):
         kernel(*inputs[:4], inputs[4][:, :1], *inputs[5:])
-    with pytest.raises(ValueError, match=r"state: expected \(..., seq, value_channels, dim\)"):
+    with pytest.raises(ValueError, match=r"state must be \(..., seq, value_channels, dim\)"):
         kernel(*(x[0, 0] for x in inputs[:4]), *inputs[4:])

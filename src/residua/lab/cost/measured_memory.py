@@ -46,7 +46,7 @@ class MemorySettings(ModelSettings):
     def __post_init__(self):
         super().__post_init__()
         if self.peak and self.device == "cpu" and not STATUS.exists():
-            raise InputError("peak: expected Linux, which records the peak of a process; measure without it")
+            raise InputError("peak needs Linux, which records the peak of a process; measure without it")
 
     @property
     def steps(self) -> int:

@@ -39,7 +39,7 @@ class Measuring:
         expect_at_least(0, self, "warmup")
         require(self.device in get_args(Device), "device", " or ".join(get_args(Device)), self.device)
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise InputError("device: expected a machine with a CUDA device, found none; use cpu")
+            raise InputError("device needs a machine with a CUDA device, found none; use cpu")
 
     @property
     def clock(self) -> Clock:

@@ -118,7 +118,7 @@ class TrainingStep:
         for name, error, allowed in zip(Errors._fields, errors, self.tolerances):
             if not error <= allowed:  # also if the error is NaN
                 raise RunError(
-                    f"{self.preset}: expected the {name} within {allowed:g} of a float64 copy's, relatively, got "
+                    f"{self.preset} must have the {name} within {allowed:g} of a float64 copy's, relatively, got "
                     f"{error:.2g} (loss {loss.item():.6f} and {expected.item():.6f}); a wrong model has no speed"
                 )
         return errors
@@ -218,7 +218,7 @@ def benchmark(
                 keep(record)
         for preset in failures:
             raise RunError(
-                f"{preset}: expected a finite loss after the last step, got {steps[preset].last_loss.item()}"
+                f"{preset} must have a finite loss after the last step, got {steps[preset].last_loss.item()}"
             )
     return result
 

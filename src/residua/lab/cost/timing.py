@@ -88,9 +88,9 @@ def compare(
         ValueError: the baseline is not a candidate, `rounds` is below 1 or `warmup` below 0.
     """
     if baseline not in candidates:
-        raise ValueError(f"baseline: expected one of {', '.join(candidates)}, got {baseline!r}")
+        raise ValueError(f"baseline must be one of {', '.join(candidates)}, got {baseline!r}")
     if rounds < 1 or warmup < 0:
-        raise ValueError(f"expected at least 1 round and no negative warmup, got rounds={rounds}, warmup={warmup}")
+        raise ValueError(f"there must be at least 1 round and no negative warmup, got rounds={rounds}, warmup={warmup}")
     seconds = {} if seconds is None else seconds
     seconds |= {name: [] for name in candidates}
     for index in range(warmup + rounds):

@@ -51,7 +51,7 @@ class Batches:
                 "give more text or a shorter sequence_length"
             )
         if not 0 <= rank < world_size:
-            raise ValueError(f"expected 0 <= rank < world_size, got rank {rank} and world_size {world_size}")
+            raise ValueError(f"rank must be 0 to world_size - 1, got {rank} of {world_size}")
         self.tokens = tokens
         self.batch_size = batch_size
         self.sequence_length = sequence_length
@@ -93,7 +93,7 @@ class HeldOutBatches:
     def __init__(self, tokens: TokenSource, batch_size: int, sequence_length: int):
         _check_positive(batch_size=batch_size, sequence_length=sequence_length)
         if len(tokens) < 2:
-            raise InputError(f"held-out tokens: expected at least 2, got {len(tokens)}; give more text")
+            raise InputError(f"held-out tokens must be at least 2, got {len(tokens)}; give more text")
         self.tokens = tokens
         self.batch_size = batch_size
         self.sequence_length = sequence_length

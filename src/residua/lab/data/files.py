@@ -30,15 +30,14 @@ def open_files(path: Path, text_column: str) -> Corpus:
         files = [file for file in paths if file.suffix.lower() in SUFFIXES]
         if not files:
             suffixes = ", ".join(sorted({file.suffix or file.name for file in paths})) or "no files"
-            raise InputError(f"{path}: expected files ending in {' '.join(SUFFIXES)}, found {suffixes}")
+            raise InputError(f"{path} must hold files ending in {' '.join(SUFFIXES)}, found {suffixes}")
     elif path.is_file():
         paths = files = [path]
         if path.suffix.lower() not in SUFFIXES:
-            raise InputError(f"{path}: expected a file ending in one of {' '.join(SUFFIXES)}; rename or convert it")
+            raise InputError(f"{path} must be a file ending in one of {' '.join(SUFFIXES)}; rename or convert it")
     else:
         raise InputError(
-            f"{path}: no such file or folder; expected a path, stdlib for the embedded corpus, fineweb-edu or "
-            "hf:OWNER/NAME"
+            f"{path}: no such file or folder; give a path, stdlib for the embedded corpus, fineweb-edu or hf:OWNER/NAME"
         )
     sizes = [_size(file, text_column) for file in files]
     return Corpus(
@@ -77,7 +76,7 @@ def _size(file: Path, text_column: str) -> int:
     except OSError as error:
         _refuse(error)
     if not stat.S_ISREG(status.st_mode):
-        raise InputError(f"{file}: expected a regular file, got a pipe or device; remove it or rename it")
+        raise InputError(f"{file} must be a regular file, got a pipe or device; remove it or rename it")
     if file.suffix.lower() != ".parquet":
         return status.st_size
     with _parquet(file, text_column) as parquet:
@@ -99,7 +98,7 @@ def _documents(file: Path, text_column: str) -> Iterator[Document]:
             else:
                 yield from _text_documents(file, stream)
     except UnicodeDecodeError as error:
-        raise InputError(f"{file}: expected UTF-8 text: {error.reason}; convert or remove it") from None
+        raise InputError(f"{file} must be UTF-8 text: {error.reason}; convert or remove it") from None
     except OSError as error:
         _refuse(error)
 
@@ -108,7 +107,7 @@ def _text_documents(file: Path, stream: TextIO) -> Iterator[Document]:
     text = ""
     while block := stream.read(PIECE):
         if "\0" in block:
-            raise InputError(f"{file}: expected text, got a binary file (it has a zero byte); convert or remove it")
+            raise InputError(f"{file} must be text, got a binary file (it has a zero byte); convert or remove it")
         text += block
         if len(text) > PIECE:
             piece, text = _cut(text)
@@ -132,10 +131,10 @@ def _json_documents(file: Path, stream: TextIO, column: str) -> Iterator[Documen
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{file}:{number}: expected one JSON object on each line: {error}") from None
+            raise InputError(f"{file}:{number} must be one JSON object: {error}") from None
         text = entry.get(column) if isinstance(entry, dict) else None
         if not isinstance(text, str):
-            raise InputError(f'{file}:{number}: expected a JSON object with a string "{column}"')
+            raise InputError(f'{file}:{number} must be a JSON object with a string "{column}"')
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -164,11 +163,11 @@ def _parquet(file: Path, column: str) -> Iterator[Any]:
             kinds = {field.name: field.type for field in parquet.schema_arrow}
             if kinds.get(column) not in (pyarrow.string(), pyarrow.large_string()):
                 columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-                raise InputError(f"{file}: expected a column {column} of strings, got columns {columns}")
+                raise InputError(f"{file} must have a column {column} of strings, got columns {columns}")
             yield parquet
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{file}: expected UTF-8 text in column {column}: {error.reason}; convert or remove it"
+            f"{file} must have UTF-8 text in column {column}: {error.reason}; convert or remove it"
         ) from None
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{file}: not a readable parquet file: {first_line(error)}") from error

@@ -47,13 +47,13 @@ def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
         entry = NAMED[source]
         sample = sample or next(iter(entry.samples))
         if sample not in entry.samples:
-            raise InputError(f"sample: expected one of {', '.join(entry.samples)}, got {sample}")
+            raise InputError(f"sample must be one of {', '.join(entry.samples)}, got {sample}")
         repository, revision, split = entry.repository, None, "train"
         config, size = entry.samples[sample]
     else:
         match = re.fullmatch(r"hf:([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?", source)
         if not match:
-            raise InputError(f"source: expected hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT], got {source}")
+            raise InputError(f"source must be hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT], got {source}")
         repository, revision, config, split = match.groups()
         split = split or "train"
     commit = _commit(repository, revision)
@@ -80,7 +80,7 @@ def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:
     if stream.column_names is not None:
         if column not in stream.column_names:
             raise InputError(
-                f"{name}: expected a column {column}, got {', '.join(stream.column_names)}; "
+                f"{name} must have a column {column}, got {', '.join(stream.column_names)}; "
                 "name the right one with --text-column"
             )
         stream = stream.select_columns([column])
@@ -90,14 +90,14 @@ def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:
             text = next(rows).get(column)
             text = "" if text is None else text
             if not isinstance(text, str):
-                raise InputError(f"{place}: expected strings, got {type(text).__name__}")
+                raise InputError(f"{place} must hold strings, got {type(text).__name__}")
             size = len(text.encode())
         except StopIteration:
             return
         except (HTTPError, ArrowException, OSError) as error:
             raise _unreachable(name, error) from error
         except UnicodeError as error:
-            raise InputError(f"{place}: expected UTF-8 text: {error.reason}; the data set needs mending") from error
+            raise InputError(f"{place} must be UTF-8 text: {error.reason}; the data set needs mending") from error
         yield Document(text, size)
 
 

@@ -104,7 +104,7 @@ def prepare(
     codec = None if tokenizer == "bpe" else byte_tokenizer() if tokenizer == "byte" else load_tokenizer(tokenizer)
     corpus = open_corpus(source, text_column=text_column, sample=sample)
     if next(iter(corpus), None) is None:
-        raise InputError(f"{source}: no text: expected documents, found nothing or white space")
+        raise InputError(f"{source} must hold documents, found nothing or white space")
     if workers is None:
         workers = available_cores() if _is_large(corpus) else 0
 
@@ -155,7 +155,7 @@ def _check(
     vocab_size: int,
 ) -> None:
     if validation_fraction is not None and validation_tokens is not None:
-        raise InputError("expected validation_fraction or validation_tokens, got both; leave one out")
+        raise InputError("give validation_fraction or validation_tokens, got both; leave one out")
     between = validation_fraction is None or 0 < validation_fraction < 1
     require(between, "validation_fraction", "a number between 0 and 1", validation_fraction)
     require(validation_tokens is None or validation_tokens >= 2, "validation_tokens", "at least 2", validation_tokens)

@@ -206,7 +206,7 @@ class PreparedData:
                 except OSError as error:
                     raise InputError(f"{path}: missing shard ({error.strerror}); prepare the data again") from None
                 if size != expected:
-                    raise InputError(f"{path}: expected {expected} bytes, got {size}; prepare the data again")
+                    raise InputError(f"{path} must have {expected} bytes, got {size}; prepare the data again")
                 total += size
         return total
 
@@ -219,13 +219,13 @@ def _read_index(folder: Path) -> dict[str, Any]:
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise InputError(f"{path}: not an index of prepared data; make one with `residua prepare`")
     if index.get("version") != VERSION:
-        raise InputError(f"{path}: expected format {VERSION}, got {index.get('version')}; prepare the data again")
+        raise InputError(f"{path} must have format {VERSION}, got {index.get('version')}; prepare the data again")
     return index
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise TypeError(f"expected a count, got {value!r:.50}")
+        raise TypeError(f"must be a count, got {value!r:.50}")
     return value
 
 

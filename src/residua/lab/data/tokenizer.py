@@ -52,7 +52,7 @@ def check_vocab_size(vocab_size: int) -> None:
     if vocab_size < SMALLEST_BPE:
         raise InputError(f"vocab_size: a BPE needs at least {SMALLEST_BPE} (bytes and end of text), got {vocab_size}")
     if vocab_size > LARGEST_BPE:
-        raise InputError(f"vocab_size: expected at most {LARGEST_BPE:,}, got {vocab_size}; give a smaller one")
+        raise InputError(f"vocab_size must be at most {LARGEST_BPE:,}, got {vocab_size}; give a smaller one")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -83,7 +83,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         raise
     except Exception as error:  # transformers and tokenizers raise many types
         raise InputError(
-            f"tokenizer: expected bpe, byte or a folder with tokenizer.json, got {folder}: {first_line(error)} "
+            f"tokenizer must be bpe, byte or a folder with tokenizer.json, got {folder}: {first_line(error)} "
             "(from the hub: gpt2 or hf:OWNER/NAME)"
         ) from error
     if tokenizer.eos_token is None:
@@ -147,7 +147,7 @@ class SavedTokenizer:
         """Check a saved tokenizer. Raises InputError if it is damaged or has no end of text."""
         size, end_of_text = saved_vocabulary(folder)
         if end_of_text is None:
-            raise InputError(f"{folder}: expected a tokenizer with its end of text, found another one")
+            raise InputError(f"{folder} must hold a tokenizer with its end of text, found another one")
         return cls(folder, size, end_of_text, tokenizer_fingerprint(size, end_of_text, tokenizer_hash(folder)))
 
     def load(self) -> PreTrainedTokenizerFast:

@@ -189,7 +189,7 @@ def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Co
     unique = {Path(folder).resolve(): Path(folder) for folder in reversed(list(folders))}
     runs = [Run.read(folder) for folder in reversed(unique.values())]
     if not runs:
-        raise InputError("expected at least one run folder to compare, got none")
+        raise InputError("give at least one run folder to compare, got none")
     groups, left_out = _group(runs)
     return Comparison(tuple(groups), None, tuple(left_out)).against(baseline)
 
@@ -236,9 +236,7 @@ def _baseline(groups: Sequence[Group], name: str | None) -> Group | None:
         return _plain_residual(groups)
     names = [group.name for group in groups]
     if name not in names:
-        raise InputError(
-            f"expected the baseline to be one of {', '.join(names)}; got {name}{did_you_mean(name, names)}"
-        )
+        raise InputError(f"the baseline must be one of {', '.join(names)}; got {name}{did_you_mean(name, names)}")
     return groups[names.index(name)]
 
 

@@ -58,18 +58,18 @@ def complete(
     _check(temperature, top_p, top_k)
     tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
     if None in tokens:
-        raise InputError("prompt: expected a text, since this tokenizer has no end-of-text token, got an empty one")
+        raise InputError("prompt must be a text, since this tokenizer has no end-of-text token, got an empty one")
     context = context_of(model) or sys.maxsize
     room = context - len(tokens)
     if max_new_tokens is None:
         max_new_tokens = min(DEFAULT_NEW_TOKENS, room)
     elif max_new_tokens < 1:
-        raise InputError(f"expected max_new_tokens of at least 1, got {max_new_tokens}")
+        raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if min_new_tokens > max_new_tokens:
-        raise InputError(f"expected min_new_tokens of at most max_new_tokens ({max_new_tokens}), got {min_new_tokens}")
+        raise InputError(f"min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {min_new_tokens}")
     if max_new_tokens > room or room < 1:
         raise InputError(
-            f"expected prompt and new text within the model's {context} positions, got "
+            f"prompt and new text must be within the model's {context} positions, got "
             f"{len(tokens)} + {max(max_new_tokens, 1)} tokens: shorten the prompt or ask for fewer new tokens"
         )
 
@@ -109,11 +109,11 @@ def _alone(model: "GenerationMixin") -> Iterator[None]:
 
 def _check(temperature: float, top_p: float, top_k: int) -> None:
     if not temperature > 0:
-        raise InputError(f"expected a temperature above 0, got {temperature}: for the most probable text use greedy")
+        raise InputError(f"temperature must be above 0, got {temperature}: for the most probable text use greedy")
     if not 0 < top_p <= 1:
-        raise InputError(f"expected top_p in (0, 1], got {top_p}")
+        raise InputError(f"top_p must be in (0, 1], got {top_p}")
     if top_k < 0:
-        raise InputError(f"expected top_k of at least 0 (0: all tokens), got {top_k}")
+        raise InputError(f"top_k must be at least 0 (0: all tokens), got {top_k}")
 
 
 class _Numbers(LogitsProcessor):
@@ -121,7 +121,7 @@ class _Numbers(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if (scores.isnan() | (scores == torch.inf)).any():
-            raise InputError("expected a model that computes numbers, got logits that are NaN or infinite")
+            raise InputError("the model must compute numbers, got logits that are NaN or infinite")
         return scores
 
 

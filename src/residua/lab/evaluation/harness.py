@@ -130,7 +130,7 @@ def score(
 def _task_manager(names: Sequence[str], include_path: str | Path | None) -> TaskManager:
     if include_path is not None:
         if not Path(include_path).is_dir():
-            raise InputError(f"--include-path: expected a folder of task files, got {include_path}")
+            raise InputError(f"--include-path must be a folder of task files, got {include_path}")
         # Reading the harness's own thousands of tasks takes ten seconds, and one of them may have the same name.
         manager = TaskManager(include_path=str(include_path), include_defaults=False)
         if set(names) <= set(manager.all_tasks):
@@ -138,7 +138,7 @@ def _task_manager(names: Sequence[str], include_path: str | Path | None) -> Task
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
-        raise InputError(f"--tasks: expected paper, or tasks of the harness or --include-path, got {unknown[0]}")
+        raise InputError(f"--tasks must be paper, or tasks of the harness or --include-path, got {unknown[0]}")
     return manager
 
 
@@ -156,4 +156,4 @@ def _score(task: str, found: Mapping[str, Any]) -> Score:
                 int(found["n-shot"][task]),
                 int(found["n-samples"][task]["effective"]),
             )
-    raise InputError(f"--tasks: expected tasks with an accuracy, got {task} with {', '.join(results)}")
+    raise InputError(f"--tasks must name tasks with an accuracy, got {task} with {', '.join(results)}")

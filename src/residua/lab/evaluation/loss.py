@@ -93,7 +93,7 @@ def held_out_loss(
         InputError: `batches` holds no label, or `bytes` is not positive.
     """
     if bytes is not None and bytes < 1:
-        raise InputError(f"expected the number of bytes of the held-out text (at least 1), got {bytes}")
+        raise InputError(f"the number of bytes of the held-out text must be at least 1, got {bytes}")
     device = next(model.parameters()).device
     measured, repeats = [], []
     tokens = repeated_tokens = 0
@@ -114,7 +114,7 @@ def held_out_loss(
     shares = gather((measured, tokens, repeats, repeated_tokens))
     tokens, repeated_tokens = sum(share[1] for share in shares), sum(share[3] for share in shares)
     if tokens == 0:
-        raise InputError("expected held-out text of at least 2 tokens, got no label to predict: hold out more text")
+        raise InputError("the held-out text must have at least 2 tokens, got no label to predict: hold out more text")
 
     nats = _total([number for share in shares for number in share[0]])
     loss = nats / tokens

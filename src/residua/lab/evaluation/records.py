@@ -49,7 +49,7 @@ class Run:
         run = RunFolder(Path(folder))
         for path in (run.config, run.metrics):
             if not path.is_file():
-                raise InputError(f"expected a run folder, got {folder}, which has no {path.name}: train into it first")
+                raise InputError(f"give a run folder, got {folder}, which has no {path.name}: train into it first")
         settings = dict(_flatten(read_settings(run.config)))
         facts = read_object(run.facts) if run.facts.is_file() else {}
         training, validation, speeds = _read_metrics(run.metrics)
@@ -95,7 +95,8 @@ class Run:
 def _check(path: Path, settings: Mapping[str, Any]) -> None:
     """Check the settings that name a run and group it. Raises InputError."""
     connection = [f"model.connection{part}" for part in ("", ".preset", ".scheme")]
-    require(any(isinstance(settings.get(key), str) for key in connection), f"{path}", "a model.connection", settings)
+    named = any(isinstance(settings.get(key), str) for key in connection)
+    require(named, f"{path}", "a configuration with model.connection", settings)
     for key in ("train.seed", "train.sequence_length"):
         value = settings.get(key, 0)
         require(type(value) is int, f"{path}: {key}", "a whole number", value)
@@ -114,7 +115,7 @@ def _read_metrics(path: Path) -> tuple[tuple[Point, ...], tuple[Point, ...], lis
         for name in {"tokens", "seconds", "loss", "val_loss", "tokens_per_second"} & row.keys():
             missing = row[name] is None and name not in ("tokens", "seconds")
             if not missing and not isinstance(row[name], int | float):
-                raise InputError(f"{path}: expected a number for {name} in line {number}, got {row[name]!r}")
+                raise InputError(f"{path} must have a number for {name} in line {number}, got {row[name]!r}")
         step = row["step"]
         tokens, seconds = row.get("tokens", tokens), row.get("seconds", seconds)
         for points, name in ((training, "loss"), (validation, "val_loss")):

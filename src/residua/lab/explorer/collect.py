@@ -129,19 +129,19 @@ def page_of(
 def _maker(path: Path, reading: Reading) -> Callable[[Path, Reading], Source]:
     """Return what makes the source of a path, once it is known to be possible."""
     if not path.exists():
-        raise InputError(f"{path}: expected a run folder or a trace, found no such file or folder")
+        raise InputError(f"{path} must be a run folder or a trace, found no such file or folder")
     if path.is_file():
         if reading.again:
             raise InputError(f"{path}: a trace cannot be made again; give the folder of its run or model")
         return _of_file
     if is_model_folder(path):
         if reading.step is not None or reading.every_step:
-            raise InputError(f"--checkpoint: expected a run folder, got {path}")
+            raise InputError(f"--checkpoint must be a run folder, got {path}")
         if reading.prompt is None and (reading.again or not archive.place(path, None).is_file()):
             raise InputError(f"{path}: this model has no validation text of its own; give --prompt TEXT")
         return _of_model if reading.again else _of_file
     if not (path / "config.yaml").is_file():
-        raise InputError(f"{path}: expected a run folder, found no config.yaml; residua train --run makes one")
+        raise InputError(f"{path} must be a run folder, found no config.yaml; residua train --run makes one")
     return _of_run
 
 

@@ -97,7 +97,7 @@ def _modules(folder: Path, name: str, exports: dict[str, list[str]], above: tupl
     code = _IMPORT.sub(lambda match: f"const {{{_renamed(match[1])}}} = {_scope(match[2])};", code)
     code = _EXPORT.sub(r"\1 \2", code)
     if unknown := _UNKNOWN.search(code):
-        raise InputError(f"{name}: expected import {{...}} from or export function, const or class, got {unknown[0]!r}")
+        raise InputError(f"{name} must be import {{...}} from or export function, const or class, got {unknown[0]!r}")
     # Inside a script element these would end it, or hide its end.
     code = code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
     yield f"const {_scope(name)} = (() => {{\n{code}\nreturn {{{', '.join(exports[name])}}};\n}})();"
@@ -120,7 +120,7 @@ def _json(name: str, value: Any) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
-        raise InputError(f"{name}: expected numbers that are finite, and None for the others ({error})") from error
+        raise InputError(f"{name} must be finite numbers, and None for the others ({error})") from error
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return f'<script type="application/json" id="{name}">{text}</script>'
@@ -129,10 +129,10 @@ def _json(name: str, value: Any) -> str:
 def _array(key: str, array: "numpy.ndarray") -> str:
     name = STORED.get(array.dtype.name, array.dtype.name)
     if name not in TYPES:
-        raise InputError(f"array {key!r}: expected numbers ({', '.join(sorted(TYPES))}), got {array.dtype}")
+        raise InputError(f"array {key!r} must be numbers ({', '.join(sorted(TYPES))}), got {array.dtype}")
     stored = array.astype(name)
     if name == "int32" and (stored != array).any():
-        raise InputError(f"array {key!r}: expected integers of 32 bits, got larger ones")
+        raise InputError(f"array {key!r} must be integers of 32 bits, got larger ones")
     shape = ",".join(map(str, array.shape))
     attributes = f'data-array="{html.escape(key)}" data-type="{name}" data-shape="{shape}"'
     return _packed(attributes, stored.astype(stored.dtype.newbyteorder("<")).tobytes())

@@ -184,7 +184,7 @@ def stream_norms(states: Sequence[Any]) -> list[float]:
     is over everything that a token has: all tensors, streams and features.
     """
     if not states:
-        raise ValueError("expected at least one state, got none")
+        raise ValueError("there must be at least one state, got none")
     rows = ([leaf.detach().flatten(2).double() for leaf in tree_leaves(state)] for state in states)
     norms = [torch.cat(row, -1).norm(dim=-1) for row in rows]
     if not norms[0].all():

@@ -79,10 +79,10 @@ class RegressionModel(nn.Module):
     ):
         super().__init__()
         if dim % num_heads:
-            raise ValueError(f"dim: expected a multiple of the {num_heads} attention heads, got {dim}")
+            raise ValueError(f"dim must be a multiple of the {num_heads} attention heads, got {dim}")
         spec = scheme.state_spec(0, dim)
         if wide and (not isinstance(spec, TensorSpec) or len(spec.shape) == 1):
-            raise ValueError("wide: expected a scheme whose state is one tensor of several rows, got another state")
+            raise ValueError("wide needs a scheme whose state is one tensor of several rows, got another state")
         stream = scheme.build(dim, 2 * num_layers)
         self.dim = dim
         self.width = math.prod(spec.shape) if wide else dim
@@ -258,7 +258,7 @@ def row(name: str) -> Row:
     if not isinstance(wide, bool) or (wide and not found.wide):
         # Other schemes count on streams that start as copies of one another.
         able = ", ".join(key for key, one in MODELS.items() if one.wide)
-        raise InputError(f"model {name}: wide: expected false, or true for {able}; got {wide!r}")
+        raise InputError(f"model {name}: wide must be false, or true for {able}; got {wide!r}")
     found = replace(found, wide=wide)
     if options:
         found = replace(found, connection={**found.connection, **options})

@@ -143,7 +143,7 @@ def summary(records: Sequence[Record], task: str) -> list[dict[str, Any]]:
     Means over seeds are `Value`s. A row never holds numbers of two sources.
     """
     if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}, expected one of {', '.join(TASKS)}")
+        raise ValueError(f"task {task!r} is unknown, must be one of {', '.join(TASKS)}")
     chosen = {r["model"]: r for r in records if r.get("kind") == "reference" and r.get("task") == task}
     rows: list[dict[str, Any]] = []
     for record in chosen.values():

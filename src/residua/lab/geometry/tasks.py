@@ -80,7 +80,7 @@ def task(name: str) -> Task:
 
 
 def _unknown(name: str) -> InputError:
-    return InputError(f"unknown task {name!r}, expected one of {', '.join(_DRAW)}{did_you_mean(name, _DRAW)}")
+    return InputError(f"task {name!r} is unknown, must be one of {', '.join(_DRAW)}{did_you_mean(name, _DRAW)}")
 
 
 def rotate(start: Tensor, first: Tensor, second: Tensor, angle: Tensor, steps: int) -> Tensor:

@@ -57,7 +57,7 @@ class Subject:
             head = getattr(model, "get_output_embeddings", lambda: None)() is not None
         else:
             raise InputError(
-                f"trace: expected a model with a residual scheme, one of ours or a converted one, got "
+                f"trace needs a model with a residual scheme, one of ours or a converted one, got "
                 f"{type(model).__name__}; residua convert gives it one"
             )
         return cls(

@@ -91,7 +91,7 @@ class Trace:
             InputError: the scheme has no beta.
         """
         if "beta" not in self.values:
-            raise InputError(f"regimes: expected a trace of a scheme with beta, got one of {sorted(self.values)}")
+            raise InputError(f"regimes needs a trace of a scheme with beta, got one of {sorted(self.values)}")
         beta = self.values["beta"]
         enlarging, reflecting, between = beta < -identity, beta > reflection, (beta >= identity) & (beta <= reflection)
         return torch.stack([enlarging, (beta < identity) & ~enlarging, between, reflecting], -1).float().mean(1)
@@ -141,9 +141,9 @@ def trace(
     ids = _token_ids(tokens, subject)
     shown = [str(i) for i in ids.tolist()] if text is None else list(text)
     if len(shown) != len(ids):
-        raise InputError(f"trace: expected a piece of text for each of the {len(ids)} tokens, got {len(shown)}")
+        raise InputError(f"trace needs a piece of text for each of the {len(ids)} tokens, got {len(shown)}")
     if sample < 1:
-        raise InputError(f"trace: expected a sample of at least 1 token, got {sample}")
+        raise InputError(f"trace needs a sample of at least 1 token, got {sample}")
     sampled = torch.linspace(0, len(ids) - 1, min(sample, len(ids)), dtype=torch.float64).round().long()
     scheme = subject.scheme
     recorder = _Recorder(sampled)
@@ -253,9 +253,9 @@ def _token_ids(tokens: Sequence[int] | Tensor, subject: Subject) -> Tensor:
     ids = torch.as_tensor(tokens)
     longest, size = subject.context, subject.vocabulary
     if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
-        raise InputError(f"trace: expected a list of at least one token id, got {tuple(ids.shape)} of {ids.dtype}")
+        raise InputError(f"trace needs a list of at least one token id, got {tuple(ids.shape)} of {ids.dtype}")
     if longest is not None and len(ids) > longest:
-        raise InputError(f"trace: expected at most {longest} tokens, the model's context, got {len(ids)}")
+        raise InputError(f"trace needs at most {longest} tokens, the model's context, got {len(ids)}")
     if not 0 <= ids.min() <= ids.max() < size:
-        raise InputError(f"trace: expected token ids from 0 to {size - 1}, got {ids.min()} to {ids.max()}")
+        raise InputError(f"trace needs token ids from 0 to {size - 1}, got {ids.min()} to {ids.max()}")
     return ids.long()

@@ -54,7 +54,7 @@ class Watched:
     def write(self, y: Tensor, carry: Carry) -> State:
         if self._read is None:
             raise InputError(
-                "trace: expected one output for every read, and a layer of this model adds two, attention and MLP in "
+                "trace needs one output for every read, and a layer of this model adds two, attention and MLP in "
                 "parallel, one after the other"
             )
         (before, normed, x), self._read = self._read, None

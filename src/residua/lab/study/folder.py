@@ -19,7 +19,7 @@ def read_folder(out: Path) -> Study:
     """The study that a folder holds. Raises InputError where it holds none."""
     if not (out / "study.json").is_file():
         raise InputError(
-            f"{out}: expected the folder of a study, found no study.json; residua study run FILE --out DIR makes one"
+            f"{out} must be the folder of a study, found no study.json; residua study run FILE --out DIR makes one"
         )
     return restore(read_object(out / "study.json"), str(out / "study.json"))
 
@@ -37,7 +37,7 @@ def restore(document: Mapping[str, Any], source: str) -> Study:
             for name, entry in values["schemes"].items()
         }
     except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{source}: expected rungs and schemes as residua study writes them, got others") from error
+        raise InputError(f"{source} must hold rungs and schemes as residua study writes them, got others") from error
     return read_study(values, source)
 
 

@@ -635,7 +635,7 @@ def load_study(source: str) -> Study:
     elif Path(source).is_file():
         text = read_text(source, "YAML")
     else:
-        raise InputError(f"expected {known} or a YAML file with a study, got {source!r}{did_you_mean(source, [known])}")
+        raise InputError(f"the study must be {known} or a YAML file, got {source!r}{did_you_mean(source, [known])}")
     study = read_study(parse_yaml(text, source), source)
     for where, named in (
         *((f"questions.{one.name}.compare", one.schemes) for one in study.questions.values()),

@@ -86,7 +86,7 @@ def checked_audits(rows: Sequence[Record], where: str) -> Sequence[Record]:
 
 def _expect(condition: bool, place: str, name: str, expected: str, value: Any) -> None:
     if not condition:
-        raise InputError(f"{place}: {name}: expected {expected}, got {str(value)[:80]!r}")
+        raise InputError(f"{place}: {name} must be {expected}, got {str(value)[:80]!r}")
 
 
 def _number(value: Any) -> bool:

@@ -60,13 +60,13 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if not self.over:
-            raise InputError("--over: expected at least one key to sweep, such as train.lr=1e-3,2e-3; got none")
+            raise InputError("--over must have at least one key to sweep, such as train.lr=1e-3,2e-3; got none")
         if "train.seed" in self.over:
-            raise InputError("--over: expected another key than train.seed; --seeds N trains every point N times")
+            raise InputError("--over must be another key than train.seed; --seeds N trains every point N times")
         for name, value in (("seeds", self.seeds), ("finalists", self.finalists), ("budget", self.budget)):
             require(value is None or value >= 1, f"--{name}", "at least 1", value)
         if self.neighbours and not self.numeric:
-            raise InputError("--neighbours: expected --over with a key whose values are numbers, got none")
+            raise InputError("--neighbours needs --over with a key whose values are numbers, got none")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -317,9 +317,9 @@ def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         except InputError:
             found = None
         if not found or not isinstance(found, list):
-            raise InputError(f"--over: expected KEY=VALUE,VALUE,... such as train.lr=1e-3,2e-3; got {text!r}")
+            raise InputError(f"--over must be KEY=VALUE,VALUE,... such as train.lr=1e-3,2e-3; got {text!r}")
         if key in over:
-            raise InputError(f"--over: expected {key} once, got it twice; list all its values in one")
+            raise InputError(f"--over must have {key} once, got it twice; list all its values in one")
         over[key] = tuple({_text(value): value for value in found}.values())
     return over
 

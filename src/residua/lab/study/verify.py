@@ -100,7 +100,7 @@ def verify(
     others = list(plan.other_points(finished))
     if strange := finished.keys() - {run.key for run in (*planned, *others)}:
         first = min(map(str, strange))[:80]
-        raise InputError(f"{out}: expected records of the study's own runs, found {len(strange)} others: {first!r}")
+        raise InputError(f"{out} must hold records of the study's own runs, found {len(strange)} others: {first!r}")
     if connections:
         planned = [r for r in planned if r.kind == "report" and finished[r.key]["val_loss"] is not None]
         others, seeds = [], plan.study.seeds[:1] if seeds is None else seeds

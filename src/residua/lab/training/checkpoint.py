@@ -163,17 +163,17 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     for name, (size, sha256) in files.items():
         file = file_inside(path, name)
         if not file.is_file():
-            raise InputError(f"{path}: expected {name}, found no such file")
+            raise InputError(f"{path} must hold {name}, found no such file")
         try:
             file_size = file.stat().st_size
             changed = file_size == size and file_sha256(file) != sha256
         except OSError as error:
-            raise InputError(f"{path}: expected to read {name}, got: {error.strerror or error}") from error
+            raise InputError(f"{path}: cannot read {name}: {error.strerror or error}") from error
         if file_size != size:
-            raise InputError(f"{path}: expected {size} bytes in {name}, found {file_size}")
+            raise InputError(f"{path} must have {size} bytes in {name}, found {file_size}")
         if changed:
             raise InputError(
-                f"{path}: expected the sha256 of {MANIFEST} for {name}, found another: the file was changed"
+                f"{path} must have the sha256 of {MANIFEST} for {name}, found another: the file was changed"
             )
     return checkpoint
 
@@ -181,17 +181,17 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, str]]]:
     """Return a checkpoint according to its manifest, and bytes and sha256 of its files, unchecked."""
     if not (path / MANIFEST).exists():
-        raise InputError(f"{path}: expected a checkpoint, found no {MANIFEST}: its save was cut short")
+        raise InputError(f"{path} must be a checkpoint, found no {MANIFEST}: its save was cut short")
     manifest = read_json(path / MANIFEST)
     try:
         step, seconds, settings = (manifest[key] for key in ("step", "seconds", "settings"))
         loss = manifest.get("val_loss")
         files = {str(name): (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path / MANIFEST}: expected the manifest of a checkpoint, got {error!r}") from error
+        raise InputError(f"{path / MANIFEST} must be the manifest of a checkpoint, got {error!r}") from error
     kinds = (step, int), (seconds, int | float), (settings, dict), (loss, int | float | None)
     if not all(isinstance(value, kind) and not isinstance(value, bool) for value, kind in kinds):
-        raise InputError(f"{path / MANIFEST}: expected step, seconds, val_loss and settings, got values of other types")
+        raise InputError(f"{path / MANIFEST} must hold step, seconds, val_loss and settings, got values of other types")
     return Checkpoint(path, step, seconds, settings, loss, tuple(sorted(files))), files
 
 
@@ -260,7 +260,7 @@ def _restore_optimizer(
             continue
         name, _, key = name_and_key.rpartition(".")
         if name not in weights:
-            raise InputError(f"{source}: expected the optimizer of this model, got the state of a weight {name!r}")
+            raise InputError(f"{source} must hold the optimizer of this model, got the state of a weight {name!r}")
         parameter, dtype = weights[name].detach(), stored.dtype(full_name)
         if shape == parameter.shape:
             value = torch.empty_like(parameter, dtype=dtype)
@@ -281,7 +281,7 @@ def _restore_random_state(source: Path, stored: StoredTensors, device: torch.dev
         try:
             torch.set_rng_state(state) if kind == "cpu" else torch.cuda.set_rng_state(state, device)
         except (RuntimeError, TypeError) as error:
-            raise InputError(f"{source}: expected a random state of torch, got: {error}") from error
+            raise InputError(f"{source} must hold a random state of torch, got: {error}") from error
 
 
 def _refuse_other_weights(source: Path, stored: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor]) -> None:
@@ -299,7 +299,7 @@ def _refuse_other_weights(source: Path, stored: Mapping[str, Sequence[int]], wei
     ]
     if differences:
         examples = ", ".join(differences[:SHOWN]) + (" and others" if len(differences) > SHOWN else "")
-        raise InputError(f"{source}: expected the weights of this model, which differ in {examples}")
+        raise InputError(f"{source} must hold the weights of this model, which differ in {examples}")
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -256,7 +256,7 @@ class RunConfig:
     def from_scratch(self) -> ModelConfig:
         """The section `model` of a model from scratch. Raises InputError for a model with a base."""
         if isinstance(self.model, BaseModelConfig):
-            raise InputError(f"model.base: expected a model from scratch here, got the base {shown(self.model.base)}")
+            raise InputError(f"model.base must be a model from scratch here, got the base {shown(self.model.base)}")
         return self.model
 
     def to_yaml(self) -> str:
@@ -311,7 +311,7 @@ def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[
             raise InputError(f"unknown key {key}{_nearest(key)}")
         if key not in keys:
             with_base = "beside model.base, which decides it; leave it out (the recipe retrofit has none of these)"
-            raise InputError(f"{key}: expected no such key {with_base if has_base else 'without model.base'}")
+            raise InputError(f"{key} must not be set {with_base if has_base else 'without model.base'}")
         section, _, name = key.partition(".")
         nested[section][name] = _typed(key, value, keys[key].type)
     return RunConfig(**{name: section(**nested[name]) for name, section in sections.items()})
@@ -378,7 +378,7 @@ def _text(source: str) -> str:
     if "\0" not in source and Path(source).exists():
         return read_text(source, "YAML")
     expected = f"a recipe ({', '.join(recipes)}) or a YAML file"
-    raise InputError(f"--config: expected {expected}, got {shown(source)}{did_you_mean(source, recipes)}")
+    raise InputError(f"--config must be {expected}, got {shown(source)}{did_you_mean(source, recipes)}")
 
 
 def _flat(document: Any) -> Iterator[tuple[str, Any]]:
@@ -401,14 +401,14 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
                 raise InputError(f"unexpected argument {shown(argument)}; an override reads --train.lr=3e-4")
             value = next(remaining, None)
             if value is None and key in KEYS:
-                raise InputError(f"{key}: expected {words(KEYS[key].type)}, got nothing")
+                raise InputError(f"{key} must be {words(KEYS[key].type)}, got nothing")
         yield key, value
 
 
 def _nearest(key: str) -> str:
     """Suggest the likeliest key, by its full name or by the part after the dot."""
     if key in SECTIONS:
-        return f": expected one with a dot, such as {key}.{fields(SECTIONS[key])[0].name}"
+        return f": must have a dot, such as {key}.{fields(SECTIONS[key])[0].name}"
     names = {name.rpartition(".")[2]: name for name in KEYS} | {name: name for name in (*SECTIONS, *KEYS)}
     return did_you_mean(key, names, show=names) or "; --print_config shows every key"
 
@@ -422,4 +422,4 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
     for reading in readings:
         if fits(reading, kind):
             return float(reading) if kind is float else reading
-    raise InputError(f"{key}: expected {words(kind)}, got {shown(value)}")
+    raise InputError(f"{key} must be {words(kind)}, got {shown(value)}")

@@ -148,7 +148,7 @@ def join(device: str = "auto") -> Iterator[Ranks]:
     if cuda:
         if local_rank >= torch.cuda.device_count():
             raise InputError(
-                f"torchrun: expected at most one process for each of the {torch.cuda.device_count()} GPUs of a "
+                f"torchrun must start at most one process for each of the {torch.cuda.device_count()} GPUs of a "
                 f"machine, got local rank {local_rank}; lower --nproc-per-node"
             )
         torch.cuda.set_device(local_rank)
@@ -201,7 +201,7 @@ class BatchShard:
         members = ranks.world_size // teams
         if config.batch_size % members:
             raise InputError(
-                f"torchrun: expected a number of processes that divides the step evenly, got {ranks.world_size} for "
+                f"torchrun must start a number of processes that divides the step evenly, got {ranks.world_size} for "
                 f"train.gradient_accumulation {config.gradient_accumulation} micro-batches of train.batch_size "
                 f"{config.batch_size} sequences; use a number of processes that divides one of the two"
             )
@@ -250,7 +250,7 @@ def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: t
     """
     kind = {"auto": "ddp" if ranks.world_size > 1 else "none"}.get(config.parallel, config.parallel)
     if kind == "none" and ranks.world_size > 1:
-        raise InputError(f"train.parallel: expected ddp or fsdp for {ranks.world_size} processes, got none")
+        raise InputError(f"train.parallel must be ddp or fsdp for {ranks.world_size} processes, got none")
     if not ranks.joined:
         kind = "none"
     if config.activation_checkpointing:
@@ -319,7 +319,7 @@ def recompute_layers(model: nn.Module) -> None:
         model, "gradient_checkpointing_enable", None
     )
     if enable is None:
-        raise InputError("train.activation_checkpointing: expected false, this model has no layers to recompute")
+        raise InputError("train.activation_checkpointing must be false, this model has no layers to recompute")
     enable()
 
 

@@ -61,7 +61,7 @@ class FiniteCheck:
         order = sorted(range(len(norms)), key=lambda i: (norms[i] != norms[i], norms[i]), reverse=True)[:SHOWN]
         largest = ", ".join(f"{self._named[i][0]} {norms[i]:.3g}" for i in order)
         raise Diverged(
-            f"step {self._step.item()}: expected a finite loss and gradient, got loss {self._loss.item():.4g}; "
+            f"step {self._step.item()}: loss and gradient must be finite, got loss {self._loss.item():.4g}; "
             f"the update was not applied; last good checkpoint: {last_good() or 'none'}; "
             f"largest gradient norms: {largest}"
         )

@@ -32,7 +32,7 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
     """
     run = RunFolder(Path(folder), settings, resume)
     if resume and not run.config.is_file():
-        raise InputError(f"{run.path}: expected a run to resume, found no config.yaml; leave --resume out to start one")
+        raise InputError(f"{run.path} must be a run to resume, found no config.yaml; leave --resume out to start one")
     has_run = resume or (run.path / LOCK).exists()  # without a lock, config.yaml may be the user's
     markers = [path.name for path in (run.metrics, run.checkpoints, *([run.config] if has_run else []))]
     new, locked = not run.path.exists(), (run.path / LOCK).exists()

@@ -302,7 +302,7 @@ def pick_device(name: str, option: str = "train.device") -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"{option}: expected a machine with a CUDA device, found none; use cpu")
+        raise InputError(f"{option} needs a machine with a CUDA device, found none; use cpu")
     return torch.device(name)
 
 
@@ -336,7 +336,7 @@ def _restore(
             if newest is None and (steps := saved_steps(run.path)):
                 # Starting from the first step would overwrite the log and these checkpoints.
                 raise InputError(
-                    f"{run.checkpoints}: expected a complete checkpoint to resume from, got {len(steps)} of which none "
+                    f"{run.checkpoints} must hold a complete checkpoint to resume from, got {len(steps)} of which none "
                     "can be read; repair one, or remove them to start again from the first step"
                 )
             if newest is None:

@@ -138,7 +138,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Not supported: a training checkpoint holds the state by the names of the weights."""
-        raise NotImplementedError("expected load_checkpoint, which restores this optimizer, got load_state_dict")
+        raise NotImplementedError("use load_checkpoint, which restores this optimizer, got load_state_dict")
 
 
 def _part(groups: list[dict[str, Any]], ids: set[int], *, inside: bool) -> list[dict[str, Any]]:

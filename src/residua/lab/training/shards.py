@@ -49,7 +49,7 @@ def local_block(tensor: Tensor) -> Block:
     if _is_sharded(tensor):
         placement, *others = tensor.placements
         if others or not placement.is_shard():
-            raise ValueError(f"expected a tensor in shards over one dimension of a mesh, got {tensor.placements}")
+            raise ValueError(f"a parameter must be sharded over one dimension of a mesh, got {tensor.placements}")
         chunk = -(-shape[placement.dim] // tensor.device_mesh.size())
         offset[placement.dim] = min(chunk * tensor.device_mesh.get_local_rank(), shape[placement.dim])
         values = values.to_local()
