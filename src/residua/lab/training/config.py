@@ -16,8 +16,8 @@ from residua.records.reading import parse_yaml, read_text, write_yaml
 
 LARGEST_VOCABULARY = 2**24
 SMALL = 2**17
-"""Tokens of a micro-batch times width, up to which one thread is the default. By experiments/threads.jsonl it takes up
-to 1.7 times as long as two threads on a quiet machine; beside two busy processes two take 3 to 7 times as long as it."""
+"""Tokens of a micro-batch times width, up to which one thread is the default. By experiments/threads.jsonl it takes
+up to 1.7 times as long as two threads on a quiet machine; beside two busy processes two take 3 to 7 times as long."""
 
 
 def _setting(default: Any, explanation: str) -> Any:
