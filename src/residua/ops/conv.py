@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residua.ops.precision import promote
-from residua.ops.recompute import kept, read_again
+from residua.ops.recompute import release, save_state
 from residua.ops.shapes import expect_shape
 from residua.ops.transforms import Function, applied, batched, transformed
 
@@ -110,14 +110,12 @@ class _CausalRead(Function):
 
     @staticmethod
     def forward(ctx, streams: Tensor, taps: Tensor, mask: Tensor | None, documents: Tensor | None) -> Tensor:
-        ctx.save_for_backward(kept(ctx, streams), taps, mask, documents)
+        save_state(ctx, streams, taps, mask, documents)
         return _CausalRead.plain(streams, taps, mask, documents)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        streams, taps, mask, documents = ctx.saved_tensors
-        if streams is None:
-            streams = read_again(ctx)
+        streams, taps, mask, documents = release(ctx)
         wide_streams, wide_taps = promote(streams, taps)
         grad = grad.to(wide_streams.dtype)
         grad_streams = grad_taps = None

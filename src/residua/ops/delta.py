@@ -11,7 +11,7 @@ from torch import Tensor
 
 from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import at_least_float32, new_symbol, promote, without_autocast
-from residua.ops.recompute import closed, expect_first_derivative, joined, opened, recomputed
+from residua.ops.recompute import expect_first_derivative, load_state, release, save_state
 from residua.ops.shapes import expect_shape
 from residua.ops.transforms import Function, applied
 
@@ -94,17 +94,17 @@ class _DeltaWrite(Function):
     @staticmethod
     def forward(ctx, state, k, v, beta, k_norm, eps, recompute_every):
         written, scale, ratio, wide_beta, error = _written(state, k, v, beta, k_norm, eps)
-        saved_state = joined(ctx, state, recompute_every, _replay)
         ctx.dtypes = state.dtype, k.dtype, v.dtype, beta.dtype
         ctx.k_norm = k_norm, eps
         # The large tensors are kept in their own dtype: a bfloat16 state costs two bytes a number, not four.
         again = (v, beta) if recompute_every == 1 else ()  # for a second derivative
-        ctx.save_for_backward(saved_state, k, scale, ratio, wide_beta, error, *again)
+        saved = (state, k, scale, ratio, wide_beta, error, *again)
+        save_state(ctx, *saved, replay=_replay, every=recompute_every)
         return written
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        state, raw, scale, ratio, beta, error, *again = closed(ctx)
+        state, raw, scale, ratio, beta, error, *again = release(ctx)
         if not again:
             expect_first_derivative()
         elif torch.is_grad_enabled():
@@ -115,7 +115,6 @@ class _DeltaWrite(Function):
             gradients = iter(torch.autograd.grad(written, leaves, grad, create_graph=True))
             return *(next(gradients) if need else None for need in ctx.needs_input_grad[:4]), None, None, None
         # State and gradient are widened where they are read: a compiler would keep widened copies of twice the bytes.
-        state = recomputed(ctx) if state is None else state
         k = _direction(raw, scale, error.dtype)
         needs_state, needs_k, needs_v, needs_beta, *_ = ctx.needs_input_grad
         readout = (grad * k.unsqueeze(-2)).sum(-1)
@@ -169,8 +168,7 @@ def _step(state: Tensor, wide_state: Tensor, k: Tensor, beta: Tensor, error: Ten
 
 def _replay(node) -> Tensor:
     """Replay a write: return the state that it made."""
-    state, k, scale, _, beta, error, *_ = opened(node)
-    state = recomputed(node) if state is None else state
+    state, k, scale, _, beta, error, *_ = load_state(node)
     return _step(state, state.to(error.dtype), _direction(k, scale, error.dtype), beta, error)
 
 

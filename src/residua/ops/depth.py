@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from residua.ops.precision import new_symbol, promote, without_autocast
-from residua.ops.recompute import closed, link, opened
+from residua.ops.recompute import load_state, release, save_state
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied
 
@@ -88,14 +88,13 @@ class _DepthRead(Function):
         logits, scales = _logits(query, heads, eps, sources)
         weights = logits.softmax(-1)
         ctx.heads, ctx.normalise_values, ctx.eps = heads, normalise_values, eps
-        ctx.save_for_backward(query, logits, scales, *sources)
         ctx.mark_non_differentiable(weights)
-        link(ctx, 0, _read_again)
+        save_state(ctx, query, logits, scales, *sources, inputs=0, replay=_read_again)
         return _read(logits, scales, heads, normalise_values, sources), weights
 
     @staticmethod
     def backward(ctx, grad: Tensor, _: Tensor):
-        query, logits, scales, *sources = closed(ctx)
+        query, logits, scales, *sources = release(ctx)
         heads, normalise_values = ctx.heads, ctx.normalise_values
         if torch.is_grad_enabled():  # the gradient will be differentiated, and saved tensors have no history
             logits, scales = _logits(query, heads, ctx.eps, sources)
@@ -128,7 +127,7 @@ class _DepthRead(Function):
 
 
 def _read_again(node: Any) -> Tensor:
-    query, logits, scales, *sources = opened(node)
+    query, logits, scales, *sources = load_state(node)
     if torch.is_grad_enabled():
         logits, scales = _logits(query, node.heads, node.eps, sources)
     return _read(logits, scales, node.heads, node.normalise_values, sources)
@@ -155,13 +154,12 @@ class _DepthMix(Function):
 
     @staticmethod
     def forward(ctx, weights: Tensor, *sources: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, *sources)
-        link(ctx, 0, _mixed_again)
+        save_state(ctx, weights, *sources, inputs=0, replay=_mixed_again)
         return _DepthMix.plain(weights, *sources)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        weights, *sources = closed(ctx)
+        weights, *sources = release(ctx)
         dtype = torch.promote_types(torch.promote_types(torch.float32, weights.dtype), grad.dtype)
         wide, wide_weights = grad.to(dtype), weights.to(dtype)
         grad_weights = None
@@ -176,7 +174,7 @@ class _DepthMix(Function):
 
 
 def _mixed_again(node: Any) -> Tensor:
-    return _DepthMix.plain(*opened(node))
+    return _DepthMix.plain(*load_state(node))
 
 
 def _expect(sources: Sequence[Tensor], query: Tensor | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops.recompute import again, age, closed, is_kept, link, opened
+from residua.ops.recompute import load_state, release, save_state
 from residua.ops.transforms import Function, applied
 
 
@@ -38,15 +38,13 @@ class _Derived(Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.function, ctx.precision = function, _precision(inputs[0].device)
-        link(ctx, max(map(age, inputs)), _derived_again)
-        ctx.shapes = [x.shape for x in inputs]
-        ctx.save_for_backward(*(x if is_kept(x) else None for x in inputs))
+        save_state(ctx, *inputs, inputs=len(inputs), replay=_derived_again)
         return function(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         twice, needs = torch.is_grad_enabled(), ctx.needs_input_grad[1:]
-        inputs = _inputs(ctx, closed(ctx))
+        inputs = release(ctx)
         with torch.enable_grad(), ctx.precision():
             # Views, because one input may have been computed from another, and no gradient must pass between them here.
             inputs = [x.view_as(x) if twice else x.detach().requires_grad_(need) for x, need in zip(inputs, needs)]
@@ -56,12 +54,8 @@ class _Derived(Function):
         return None, *(next(gradients) if need else None for need in needs)
 
 
-def _inputs(node: Any, saved: tuple[Tensor | None, ...]) -> list[Tensor]:
-    return [again(node.next_functions[i], node.shapes[i]) if x is None else x for i, x in enumerate(saved)]
-
-
 def _derived_again(node: Any) -> Tensor:
-    inputs = _inputs(node, opened(node))
+    inputs = load_state(node)
     with node.precision():
         return node.function(*inputs)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from residua.ops.norm import mean_square
 from residua.ops.precision import dot, new_symbol, promote
-from residua.ops.recompute import closed, joined, opened, recomputed
+from residua.ops.recompute import load_state, release, save_state
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied
 
@@ -79,22 +79,20 @@ class _GatedDelta(Function):
     @staticmethod
     def forward(ctx: Any, state, y, erase, write, eps, recompute_every):
         along, squared = _products(state, y, erase, eps)
-        saved_state = joined(ctx, state, recompute_every, _replay)
+        ctx.eps, ctx.erases = eps, erase is not None
         # If nothing is erased, only a replay needs the state.
-        saved_state = None if erase is None and recompute_every == 1 else saved_state
-        ctx.save_for_backward(saved_state, y, erase, write, along, squared)
-        ctx.eps = eps
+        before = state if ctx.erases or recompute_every > 1 else None
+        save_state(ctx, before, y, erase, write, along, squared, replay=_replay, every=recompute_every)
         return _step(state, y, erase, write, along, squared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        state, y, erase, write, along, squared = closed(ctx)
+        state, y, erase, write, along, squared = release(ctx, [ctx.erases])
         grad_x, grad_erase = grad, None
         g, h = _wide_parts(grad, y, erase, write)
         received = dot(g, h)
         scale = None if write is None else write.to(h.dtype)
         if erase is not None:
-            state = recomputed(ctx) if state is None else state
             if torch.is_grad_enabled():  # for a second derivative these must be functions of the state and y
                 along, squared = _products(state, y, erase, ctx.eps)
             x, e = _wide_parts(state, y, erase, write)[0], erase.to(h.dtype)
@@ -152,8 +150,7 @@ def _step(state, y, erase, write, along, squared) -> Tensor:
 
 def _replay(node: Any) -> Tensor:
     """Replay a write: return the state that it made."""
-    state, *others = opened(node)
-    return _step(recomputed(node) if state is None else state, *others)
+    return _step(*load_state(node))
 
 
 def _of(x: Tensor, channel: int) -> Tensor:

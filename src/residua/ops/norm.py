@@ -8,7 +8,7 @@ from torch import Tensor
 
 from residua.ops.derived import derive
 from residua.ops.precision import at_least_float32, new_symbol, promote, without_autocast
-from residua.ops.recompute import closed, derived, is_kept, kept, opened, read_again
+from residua.ops.recompute import is_kept, load_state, release, save_state
 from residua.ops.transforms import Function, applied, transformed
 
 
@@ -56,13 +56,12 @@ class _MeanSquare(Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(kept(ctx, x))
+        save_state(ctx, x)
         return _MeanSquare.plain(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        (x,) = ctx.saved_tensors
-        x = read_again(ctx) if x is None else x
+        (x,) = release(ctx)
         return (2 / x.shape[-1] * grad * at_least_float32(x)).to(x.dtype)
 
 
@@ -86,14 +85,13 @@ class _LayerNorm(Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         result, mean, scale = torch.native_layer_norm(*_layer_norm_arguments(x, weight, bias), eps)
-        ctx.save_for_backward(derived(ctx, x, _layer_norm_again), weight, bias, mean, scale)
+        save_state(ctx, x, weight, bias, mean, scale, replay=_layer_norm_again)
         ctx.eps = eps
         return result
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight, bias, mean, scale = closed(ctx)
-        x = read_again(ctx) if x is None else x
+        x, weight, bias, mean, scale = release(ctx)
         wide_x, shape, wide_weight, wide_bias = _layer_norm_arguments(x, weight, bias)
         grads = torch.ops.aten.native_layer_norm_backward(
             grad, wide_x, shape, mean, scale, wide_weight, wide_bias, list(ctx.needs_input_grad[:3])
@@ -108,8 +106,7 @@ def _layer_norm_arguments(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tens
 
 
 def _layer_norm_again(node) -> Tensor:
-    x, weight, bias, *_ = opened(node)
-    x = read_again(node) if x is None else x
+    x, weight, bias, *_ = load_state(node)
     return torch.native_layer_norm(*_layer_norm_arguments(x, weight, bias), node.eps)[0]
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from residua.ops.recompute import is_kept, kept, read_again
+from residua.ops.recompute import is_kept, release, save_state
 from residua.ops.transforms import Function, applied
 
 
@@ -90,14 +90,13 @@ class _Linear(Function):
 
     @classmethod
     def forward(cls, ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(kept(ctx, x), weight)
+        save_state(ctx, x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return cls.plain(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
-        x = read_again(ctx) if x is None else x
+        x, weight = release(ctx)
         wide_x, wide_weight = x.to(grad.dtype), weight.to(grad.dtype)  # the dtype in which the result was computed
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None

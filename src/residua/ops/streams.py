@@ -6,7 +6,7 @@ from torch import Tensor
 
 from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import at_least_float32, promote, without_autocast
-from residua.ops.recompute import VIEWS, again, closed, is_kept, joined, kept, opened, read_again, recomputed
+from residua.ops.recompute import load_state, release, save_state
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied, transformed
 
@@ -44,14 +44,12 @@ class _StreamRead(Function):
 
     @staticmethod
     def forward(ctx, streams: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(kept(ctx, streams), weights)
+        save_state(ctx, streams, weights)
         return _read(streams, weights)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        streams, weights = ctx.saved_tensors
-        if streams is None:
-            streams = read_again(ctx)
+        streams, weights = release(ctx)
         grad, wide_streams, wide_weights = promote(grad, streams, weights)
         grad_streams = grad_weights = None
         if ctx.needs_input_grad[0]:
@@ -164,16 +162,14 @@ class _Mix(Function):
 
     @staticmethod
     def forward(ctx, streams: Tensor, matrix: Tensor) -> Tensor:
-        ctx.save_for_backward(kept(ctx, streams), matrix)
+        save_state(ctx, streams, matrix)
         return _Mix.plain(streams, matrix)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        streams, matrix = ctx.saved_tensors
         dtype = grad.dtype  # the dtype of the streams
         needs_streams, needs_matrix = ctx.needs_input_grad
-        if streams is None and needs_matrix:
-            streams = read_again(ctx)
+        streams, matrix = release(ctx, [needs_matrix])
         grad, wide_matrix, *wide_streams = promote(grad, matrix, *([streams] if needs_matrix else []))
         grad_streams = grad_matrix = None
         if needs_streams:
@@ -192,22 +188,16 @@ class _HyperWrite(Function):
 
     @staticmethod
     def forward(ctx, streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor, recompute_every: int) -> Tensor:
-        state = joined(ctx, streams, recompute_every, _hyper_written_again, through=VIEWS)
         # Without a matrix only a replay needs the streams.
-        before = None if h_res is None and recompute_every == 1 else state
-        ctx.y_shape = y.shape
-        ctx.save_for_backward(before, y if is_kept(y) else None, h_res, h_post)
+        before = None if h_res is None and recompute_every == 1 else streams
+        save_state(ctx, before, y, h_res, h_post, inputs=2, replay=_hyper_written_again, every=recompute_every)
         return _hyper_written(streams, y, h_res, h_post)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        streams, y, h_res, h_post = closed(ctx)
         dtype = grad.dtype  # the dtype of the streams
         needs_streams, needs_y, needs_res, needs_post, _ = ctx.needs_input_grad
-        if streams is None and needs_res:
-            streams = recomputed(ctx)
-        if y is None:
-            y = again(ctx.next_functions[1], ctx.y_shape)
+        streams, y, h_res, h_post = release(ctx, [needs_res, True])
         grad, wide_y, wide_post, *mixing = promote(grad, y, h_post, *([] if h_res is None else [h_res]))
         grad_streams = grad_y = grad_res = grad_post = None
         if needs_streams:
@@ -236,9 +226,7 @@ def _hyper_written(streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Ten
 
 
 def _hyper_written_again(node) -> Tensor:
-    streams, y, *others = opened(node)
-    streams = recomputed(node) if streams is None else streams
-    return _hyper_written(streams, again(node.next_functions[1], node.y_shape) if y is None else y, *others)
+    return _hyper_written(*load_state(node))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

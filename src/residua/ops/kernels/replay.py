@@ -10,7 +10,7 @@ from torch import Tensor
 
 from residua.ops.kernels.launch import empty, launch, num_warps, operator, packed, runs, tiling, token_rows
 from residua.ops.kernels.tiles import load_state, store_tile
-from residua.ops.recompute import joined, nearest, opened
+from residua.ops.recompute import PASSES_THROUGH, nearest, read_once, save_state
 
 REACH = 7  # writes that a kernel replays; in a longer chain of states that were not kept, one of them is made first
 
@@ -56,7 +56,7 @@ def replay_op(state: Tensor, since: Sequence[Tensor]) -> Tensor:
 
 def keep(ctx: Any, state: Tensor, recompute_every: int, *others: Tensor) -> None:
     """Save for the backward pass of a write: X unless it can be replayed, then k, 1 / m, beta, r, and anything else."""
-    ctx.save_for_backward(joined(ctx, state, recompute_every, _again), *others)
+    save_state(ctx, state, *others, replay=_again, every=recompute_every, through=PASSES_THROUGH)
 
 
 def kept(ctx: Any) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
@@ -68,13 +68,13 @@ def kept(ctx: Any) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
         raise RuntimeError("kernels have first derivatives only: use implementation='reference' to differentiate twice")
     ctx.recomputed = None  # every reader of the state that this write made has had it
     state, between = nearest(ctx, _again, REACH)
-    _, *others = opened(ctx)
+    _, *others = read_once(ctx)
     ctx.opened = None
     return state, _steps(between), tuple(others)
 
 
 def _steps(nodes: list[Any]) -> list[Tensor]:
-    return [x for node in nodes for x in opened(node)[1:5]]
+    return [x for node in nodes for x in read_once(node)[1:5]]
 
 
 def _again(node: Any) -> Tensor:
