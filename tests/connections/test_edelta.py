@@ -513,7 +513,7 @@ def test_what_is_left_out_could_not_matter(n):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_streams": 1}, ["num_streams", "at least 2", "plane", "1"]),
+        ({"num_streams": 1}, ["num_streams", "at least 2", "1"]),
         ({"num_streams": 0}, ["num_streams", "at least 2"]),
         ({"num_streams": 4.0}, ["num_streams", "a whole number", "4.0"]),
         ({"context": "mean"}, ["context", "token, cumulative, sequence", "'mean'"]),
@@ -523,7 +523,7 @@ def test_what_is_left_out_could_not_matter(n):
         ({"gamma_init": float("nan")}, ["gamma_init", "nan"]),
         ({"beta_init": 0.0}, ["beta_init", "positive", "0.0"]),
         ({"beta_init": float("inf")}, ["beta_init", "positive", "inf"]),
-        ({"penalty": -0.1}, ["penalty", "at least 0", "-0.1"]),
+        ({"penalty": -0.1}, ["penalty", "0 or more", "-0.1"]),
         ({"penalty": "strong"}, ["penalty", "a number", "'strong'"]),
     ],
 )

@@ -19,7 +19,7 @@ from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import MeanStreams, Repeat
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
-from residua.connections.options import expect_used, require_option
+from residua.connections.options import Natural, Positive, SeveralRows, expect_used, require_option
 from residua.connections.phases import called
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.connections.recomputing import RecomputingScheme
@@ -58,19 +58,16 @@ class AlternatingUpdates(RecomputingScheme):
     users: ClassVar[str] = "Gemma 3n (`gemma3n` in transformers). `residua.models.dialects` loads its parameters."
     paper: ClassVar[str] = "arXiv 2301.13310"
 
-    num_streams: int = 4
+    num_streams: SeveralRows = 4
     active: int = 0
-    laurel_rank: int = 64
-    weight_std: float = 0.02
+    laurel_rank: Natural = 64
+    weight_std: Positive = 0.02
     ends: Literal["projections", "copies"] = "projections"
     start: Literal["published", "residual"] = "published"
 
     def __post_init__(self):
         super().__post_init__()
-        require_option(self, "num_streams", self.num_streams >= 2, "at least 2")
         require_option(self, "active", 0 <= self.active < self.num_streams, f"0 to {self.num_streams - 1}, a stream")
-        require_option(self, "laurel_rank", self.laurel_rank >= 0, "0 or more")
-        require_option(self, "weight_std", 0 < self.weight_std < math.inf, "a positive number")
         used = self.ends == "copies" and not self.laurel_rank
         expect_used(self, {"start": (used, "ends='copies' and laurel_rank=0")})
 

@@ -19,7 +19,7 @@ from residua.connections.ends import OpenSources
 from residua.connections.facts import EMBEDDING, DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import check_types, require_option
+from residua.connections.options import Count
 from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, depth_read
 from residua.ops.derived import derive
@@ -38,11 +38,7 @@ class DepthCoefficients(NamedTuple):
 class SourcesScheme(Scheme):
     """A scheme whose state is the tuple of the sources: the embedding, then the sum of every `block_size` outputs."""
 
-    block_size: int = 1
-
-    def __post_init__(self):
-        check_types(self)
-        require_option(self, "block_size", self.block_size >= 1, "at least 1")
+    block_size: Count = 1
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return (TensorSpec((dim,)),) * (1 + -(-boundary // self.block_size))
@@ -66,11 +62,7 @@ class AttentionResiduals(SourcesScheme):
     paper: ClassVar[str] = "arXiv 2603.15031"
 
     scale: Literal["mean", "sum"] = "mean"
-    heads: int = 1
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_option(self, "heads", self.heads >= 1, "at least 1")
+    heads: Count = 1
 
     @property
     def source(self) -> str:

@@ -19,7 +19,7 @@ from residua.connections.ends import OpenSources
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import require_option
+from residua.connections.options import Count, Natural
 from residua.ops import at_least_float32, depth_read
 
 
@@ -49,12 +49,8 @@ class InklingAttentionResiduals(SourcesScheme):
     users: ClassVar[str] = "Inkling-2 (`inkling2` in transformers). `residua.models.dialects` loads its parameters."
     paper: ClassVar[str] = "transformers, models/inkling2"
 
-    block_size: int = 12
-    separate_every: int = 6
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_option(self, "separate_every", self.separate_every >= 0, "0 or more")
+    block_size: Count = 12
+    separate_every: Natural = 6
 
     def preserving(self) -> "InklingAttentionResiduals":
         raise ValueError(

@@ -17,7 +17,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from residua.connections.facts import DepthWeights, GateFacts, Mixing, RankOne
 from residua.connections.memory import Memory, StreamMemory, memory_of, window_of
+from residua.connections.options import check_options
 from residua.connections.phases import as_call, open_to_phases
 from residua.connections.projection import WideProjection
 from residua.connections.spec import TensorSpec
@@ -279,6 +280,9 @@ class Scheme(ABC):
         super().__init_subclass__(**options)
         if "build" in vars(cls):
             cls.build = _described(cls.build)  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        check_options(type(self), {field.name: getattr(self, field.name) for field in fields(self)})
 
     @property
     def source(self) -> str:

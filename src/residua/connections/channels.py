@@ -18,7 +18,7 @@ from residua.connections.ends import (
     Same,
     TokenCompress,
 )
-from residua.connections.options import require_option
+from residua.connections.options import Rows, Taps, require_option
 from residua.connections.recomputing import RecomputingScheme
 from residua.connections.spec import TensorSpec
 
@@ -42,25 +42,21 @@ class ChannelScheme(RecomputingScheme):
 
     derived: ClassVar[dict[str, tuple[str, ...]]] = {"compress_kernel": ("compress", "value_channels")}
 
-    value_channels: int = 1
+    value_channels: Rows = 1
     compress: Literal["token", "channel"] | None = None
-    compress_kernel: int | None = None
+    compress_kernel: Taps | None = None
     compress_form: Literal["read", "direct"] = "read"
     compress_causal: bool = False
     compress_sharing: Literal["block", "separate"] = "block"
     expand: Literal["repeat", "conv"] = "repeat"
-    expand_kernel: int = 4
+    expand_kernel: Taps = 4
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("value_channels", "expand_kernel"):
-            require_option(self, name, getattr(self, name) >= 1, "at least 1")
         if self.compress is None and self.value_channels > 1:
             object.__setattr__(self, "compress", "token")
         if self.compress is not None and self.compress_kernel is None:
             object.__setattr__(self, "compress_kernel", 4 if self.compress == "token" else self.value_channels)
-        if self.compress is not None:
-            require_option(self, "compress_kernel", self.compress_kernel >= 1, "at least 1")
         if self.compress == "channel":
             require_option(
                 self,

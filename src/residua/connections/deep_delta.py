@@ -6,7 +6,6 @@ k-Map: the normalised sublayer output is the direction k; v is a linear map of t
 v-Map: the sublayer's output gives the value v; k is a map phi_k of the context c = RMSNorm(x_in) or of the state.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -20,7 +19,7 @@ from residua.connections.ends import ChannelCompress, OnlyStream, TokenCompress
 from residua.connections.facts import RankOne
 from residua.connections.memory import Memory, current, remembered
 from residua.connections.norm import RMSNorm, norms
-from residua.connections.options import expect_used, require_option
+from residua.connections.options import Beta, Count, Finite, Positive, expect_used, require_option
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
 from residua.ops.dispatch import Implementation, choose
@@ -78,40 +77,30 @@ class DeepDelta(ChannelScheme):
 
     map: Literal["k", "v"] = "k"
     k_norm: KNorm = "rms"
-    k_eps: float = 1e-5
+    k_eps: Positive = 1e-5
     k_proj: bool = False
     operator: Literal["unit", "v1_eps"] = "unit"
-    beta_init: float = 1.0
+    beta_init: Beta = 1.0
     beta_head: Literal["linear", "mlp"] = "linear"
-    beta_hidden: int = 128
+    beta_hidden: Count = 128
     beta_input: Literal["context", "pool_mean", "flatten", "conv", "sublayer_out"] = "context"
     v_activation: Literal["scaled_sigmoid", "linear", "constant"] = "scaled_sigmoid"
-    v_scale: float = 4.0
+    v_scale: Finite = 4.0
     v_bias: bool = True
-    v_constant: float = 2.0
+    v_constant: Finite = 2.0
     v_input: Literal["x_in", "context"] = "x_in"
     phi_k: Literal["linear", "mlp", "pool_mlp", "flatten_mlp", "attention"] = "mlp"
     phi_k_input: Literal["context", "x_in"] = "context"
-    phi_k_rank: int | None = None
+    phi_k_rank: Count | None = None
     init: Literal["average", "authors"] = "average"
     implementation: Implementation = "reference"
 
     def __post_init__(self):
         super().__post_init__()
-        require_option(self, "beta_hidden", self.beta_hidden >= 1, "at least 1")
-        require_option(self, "k_eps", 0 < self.k_eps < math.inf, "a positive number")
-        require_option(self, "beta_init", 0 <= self.beta_init <= 2, "a number in [0, 2]")
-        if self.phi_k_rank is not None:
-            require_option(self, "phi_k_rank", self.phi_k_rank >= 1, "at least 1")
-        for name in ("v_scale", "v_constant"):
-            require_option(self, name, math.isfinite(getattr(self, name)), "a finite number")
         if self.map == "v":
             require_option(
                 self, "v_activation", self.v_activation != "constant", "'scaled_sigmoid' or 'linear' with the v-Map"
             )
-        self._expect_used()
-
-    def _expect_used(self) -> None:
         mapped = "v_activation is not 'constant'"
         expect_used(
             self,

@@ -19,7 +19,7 @@ from residua.connections.ends import Copies
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import require_option
+from residua.connections.options import Count
 from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32
 from residua.ops.derived import derive
@@ -55,11 +55,7 @@ class DeltaAttentionResiduals(SourcesScheme):
 
     gate: Literal["none", "scalar", "sigmoid"] = "none"
     null_source: bool = False
-    heads: int = 1
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_option(self, "heads", self.heads >= 1, "at least 1")
+    heads: Count = 1
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return (*super().state_spec(boundary, dim), TensorSpec((dim,)))

@@ -16,7 +16,7 @@ from residua.connections.ends import OpenSources
 from residua.connections.facts import EMBEDDING, DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import check_types, require_option
+from residua.connections.options import Count
 from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, depth_mix
 
@@ -40,13 +40,8 @@ class DenseFormer(Scheme):
     users: ClassVar[str] = "The authors' experiments (`epfml/DenseFormer`). No released model is known."
     paper: ClassVar[str] = "arXiv 2402.02622"
 
-    dilation: int = 1
-    period: int = 1
-
-    def __post_init__(self):
-        check_types(self)
-        require_option(self, "dilation", self.dilation >= 1, "at least 1")
-        require_option(self, "period", self.period >= 1, "at least 1")
+    dilation: Count = 1
+    period: Count = 1
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return block_outputs(boundary, dim)

@@ -13,7 +13,7 @@ has the determinant (-1)^d, so it changes the orientation only for odd d.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from residua.connections.facts import Mixing
 from residua.connections.gates import logit
 from residua.connections.memory import Memory
 from residua.connections.norm import LayerNorm, norms
-from residua.connections.options import check_types, require_option
+from residua.connections.options import Count, NotNegative, Positive, Range, SeveralRows, require_option
 from residua.connections.projection import Projection, WideProjection, project
 from residua.connections.router import Router
 from residua.ops import cayley_angle, gate_penalty, hybrid, hyper_read, hyper_write, unit
@@ -71,21 +71,12 @@ class _Hybrid(Scheme):
 
     paper: ClassVar[str] = "arXiv 2605.06729"
 
-    num_streams: int = 4
+    num_streams: SeveralRows = 4
     context: Context = "token"
-    hidden: int | None = None
-    gamma_init: float = 0.82
-    beta_init: float = 0.1
-    penalty: float = 0.1
-
-    def __post_init__(self):
-        check_types(self)
-        require_option(self, "num_streams", self.num_streams >= 2, "at least 2, because a rotation needs a plane")
-        if self.hidden is not None:
-            require_option(self, "hidden", self.hidden >= 1, "at least 1")
-        require_option(self, "gamma_init", 0 < self.gamma_init < 1, "a number strictly between 0 and 1")
-        require_option(self, "beta_init", 0 < self.beta_init < math.inf, "a positive number")
-        require_option(self, "penalty", 0 <= self.penalty < math.inf, "a number of at least 0")
+    hidden: Count | None = None
+    gamma_init: Annotated[float, Range("a number strictly between 0 and 1", lambda x: 0 < x < 1)] = 0.82
+    beta_init: Positive = 0.1
+    penalty: NotNegative = 0.1
 
     @property
     def causal(self) -> bool:
@@ -153,12 +144,11 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
     equation: ClassVar[str] = "g + H_post (1 F(norm(mean(H_pre g)))^T), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) X"
     users: ClassVar[str] = "The authors' experiments. No released model is known."
 
-    hidden: int = 48
+    hidden: Count = 48
     start: Literal["random", "residual"] = "random"
 
     def __post_init__(self):
         super().__post_init__()
-        _Hybrid.__post_init__(self)
         if self.start == "residual":
             require_option(self, "num_streams", self.num_streams >= 3, "at least 3 with start='residual'")
 

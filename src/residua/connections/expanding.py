@@ -7,6 +7,7 @@ from typing import Literal
 from torch import nn
 
 from residua.connections.ends import ConvExpand, Repeat
+from residua.connections.options import SeveralRows
 from residua.connections.recomputing import RecomputingScheme
 from residua.connections.spec import TensorSpec
 
@@ -21,7 +22,7 @@ class ExpandingScheme(RecomputingScheme):
                  "gains": the same from 1, which keeps the start of the scheme
     """
 
-    num_streams: int = 4
+    num_streams: SeveralRows = 4
     _: KW_ONLY
     expand: Literal["copies", "lss", "gains"] = "copies"
 

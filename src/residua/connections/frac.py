@@ -17,7 +17,7 @@ from residua.connections.ends import Same
 from residua.connections.facts import Mixing
 from residua.connections.hyper import CutConnection, MixingCoefficients, WeightedConnection, WeightedScheme
 from residua.connections.norm import norms
-from residua.connections.options import require_option
+from residua.connections.options import Rows, require_option
 from residua.ops import hyper_mix
 
 
@@ -35,11 +35,7 @@ class FracConnections(WeightedScheme):
     users: ClassVar[str] = "The authors' experiments, up to 7B parameters. No released model is known."
     paper: ClassVar[str] = "arXiv 2503.14125"
 
-    num_fractions: int = 4
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_option(self, "num_fractions", self.num_fractions >= 1, "at least 1")
+    num_fractions: Rows = 4
 
     @property
     def several_rows(self) -> bool:

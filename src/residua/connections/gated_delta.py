@@ -8,10 +8,9 @@ w = |h|, which writes h, or |h| (1 + tanh(W c + b)) with a gate for each value c
 0, so the connection starts as exactly x + h.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from residua.connections.facts import GateFacts, RankOne
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import expect_used, require_option
+from residua.connections.options import Count, Positive, Range, expect_used, require_option
 from residua.ops import at_least_float32, gated_delta, inverse_length, scaled_sum, unit
 
 
@@ -72,21 +71,17 @@ class GatedDelta(ChannelScheme):
     paper: ClassVar[str] = "arXiv 2601.00417"
 
     erase: Literal["signed", "positive", "none", "coupled"] = "signed"
-    scale: float = 2.0
+    scale: Annotated[float, Range("a number above 0, at most 2", lambda x: 0 < x <= 2)] = 2.0
     channel_gates: bool = False
     write: Literal["output", "value"] = "output"
     write_gate: bool = False
     v_activation: Literal["scaled_sigmoid", "linear"] = "scaled_sigmoid"
-    rank: int = 1
-    heads: int = 1
-    k_eps: float = 1e-5
+    rank: Count = 1
+    heads: Count = 1
+    k_eps: Positive = 1e-5
 
     def __post_init__(self):
         super().__post_init__()
-        require_option(self, "scale", 0 < self.scale <= 2, "a number above 0, at most 2")
-        for name in ("rank", "heads"):
-            require_option(self, name, getattr(self, name) >= 1, "at least 1")
-        require_option(self, "k_eps", 0 < self.k_eps < math.inf, "a positive number")
         require_option(
             self, "erase", self.erase != "coupled" or self.write == "value", "another choice unless write is 'value'"
         )

@@ -7,7 +7,6 @@ of arXiv 2505.11881), e = -1 doubles it. It is a delta along the state's own dir
 equally a residual scale 1 - e <h, x> / |x|^2 that depends on the token.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
@@ -21,7 +20,7 @@ from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import FixedGate, StaticGate, TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import expect_used, require_option
+from residua.connections.options import Count, Positive, expect_used, require_option
 from residua.connections.single_stream import SingleStreamScheme
 from residua.ops import orthogonal_update, residual_scale
 
@@ -55,16 +54,13 @@ class GatedOrthogonal(SingleStreamScheme):
     paper: ClassVar[str] = "arXiv 2505.11881"
 
     gate: Literal["token", "static", "one"] = "token"
-    scale: float = 1.0
-    heads: int = 1
+    scale: Positive = 1.0
+    heads: Count = 1
     sublayers: Literal["all", "attention", "mlp"] = "all"
-    eps: float = 1e-6
+    eps: Positive = 1e-6
 
     def __post_init__(self):
         super().__post_init__()
-        require_option(self, "scale", 0 < self.scale < math.inf, "a positive number")
-        require_option(self, "heads", self.heads >= 1, "at least 1")
-        require_option(self, "eps", 0 < self.eps < math.inf, "a positive number")
         expect_used(self, {"scale": (self.gate != "one", "gate is 'token' or 'static'")})
 
     @property

@@ -5,7 +5,6 @@
 As `qwen4_exp` in transformers. The norm is part of the read, one for each stream: no other comes before the sublayer.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -21,7 +20,7 @@ from residua.connections.facts import Mixing
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
-from residua.connections.options import expect_used, require_option
+from residua.connections.options import Count, NotNegative, expect_used
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.ops import rms_norm
 from residua.ops.derived import derive
@@ -46,16 +45,13 @@ class GatedResidual(ExpandingScheme, MixingScheme):
     users: ClassVar[str] = "Qwen4-Exp (`qwen4_exp` in transformers). `residua.models.dialects` loads its parameters."
     paper: ClassVar[str] = "transformers, models/qwen4_exp"
 
-    rank: int = 320
-    weight_std: float = 0.02
+    rank: Count = 320
+    weight_std: NotNegative = 0.02
     head: Literal["gated", "mean"] = "gated"
     start: Literal["published", "residual"] = "published"
 
     def __post_init__(self):
         super().__post_init__()
-        require_option(self, "num_streams", self.num_streams >= 2, "at least 2")
-        require_option(self, "rank", self.rank >= 1, "at least 1")
-        require_option(self, "weight_std", 0 <= self.weight_std < math.inf, "0 or more")
         expect_used(self, {"weight_std": (self.start == "published", "start='published'")})
 
     def preserving(self) -> "GatedResidual":

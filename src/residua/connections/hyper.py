@@ -18,7 +18,7 @@ from residua.connections.expanding import ExpandingScheme
 from residua.connections.facts import Mixing
 from residua.connections.memory import Memory
 from residua.connections.norm import Gain, norms
-from residua.connections.options import require_factor, require_option
+from residua.connections.options import Factor, Rows
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.recomputing import RecomputingScheme
 from residua.ops import at_least_float32, hyper_read, hyper_write
@@ -61,11 +61,7 @@ class WeightedScheme(MixingScheme):
 
     dynamic: bool = True
     tanh: bool = True
-    scale_init: float = 0.01
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_factor(self, "scale_init")
+    scale_init: Factor = 0.01
 
 
 @dataclass(frozen=True)
@@ -84,11 +80,8 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
     users: ClassVar[str] = "The authors' experiments; its constrained successor mHC is what released models use."
     paper: ClassVar[str] = "arXiv 2409.19606"
 
+    num_streams: Rows = 4
     head: Literal["sum", "mean"] = "sum"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_option(self, "num_streams", self.num_streams >= 1, "at least 1")
 
     def preserving(self) -> "HyperConnections":
         """Return this scheme with the mean as its head: the sum of n equal streams is n times the residual."""

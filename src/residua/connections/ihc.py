@@ -7,14 +7,14 @@ This is mHC (arXiv 2512.24880) without its mixing matrix, as Tencent's Hy4 runs 
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from residua.connections.gates import logit
 from residua.connections.hyper import MixingCoefficients, MixingConnection
-from residua.connections.options import require_option
+from residua.connections.options import Factor, NotNegative, Range
 from residua.connections.stream_logits import ProductionHyperConnections, reading_biases
 
 
@@ -38,13 +38,9 @@ class IndependentHyperConnections(ProductionHyperConnections):
     users: ClassVar[str] = "Hy4 of Tencent (`hy_v4` in transformers). `residua.models.dialects` loads its parameters."
     paper: ClassVar[str] = "transformers, models/hy_v4"
 
-    magnitude: float = 2.0
-    scale_init: float = 0.01
-    weight_std: float = 0.006
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_option(self, "magnitude", 1 < self.magnitude < math.inf, "a number above 1, the initial write weight")
+    magnitude: Annotated[float, Range("a number above 1, the initial write weight", lambda x: 1 < x < math.inf)] = 2.0
+    scale_init: Factor = 0.01
+    weight_std: NotNegative = 0.006
 
     def preserving(self) -> ProductionHyperConnections:
         bias = torch.tensor(logit((1 - self.gate_eps) / self.magnitude), dtype=torch.float32).double()

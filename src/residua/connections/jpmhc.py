@@ -6,7 +6,6 @@ One map of a token's whole state gives three n x n matrices: the rows of H_pre a
 and H_res is the Cayley transform of a skew matrix.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
@@ -17,7 +16,7 @@ from residua.connections.ends import MeanStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.norm import norms
-from residua.connections.options import require_option
+from residua.connections.options import Positive, Steps
 from residua.connections.router import Router
 from residua.ops import at_least_float32, cayley_transform, iterative_cayley
 
@@ -49,15 +48,9 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     paper: ClassVar[str] = "arXiv 2602.18308"
     constraint: ClassVar[str] = "orthogonal"
 
-    alpha: float = 0.1
-    steps: int = 2
+    alpha: Positive = 0.1
+    steps: Steps = 2
     cayley: Literal["iterative", "exact"] = "iterative"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_option(self, "num_streams", self.num_streams >= 2, "at least 2, because a rotation needs a plane")
-        require_option(self, "alpha", 0 < self.alpha < math.inf, "a positive number")
-        require_option(self, "steps", self.steps >= 1, "at least 1")
 
     def preserving(self) -> "JacobianHyperConnections":
         """Return this scheme: reads start as the mean of the streams, which mixing keeps and every write moves by y."""

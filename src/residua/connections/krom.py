@@ -16,7 +16,7 @@ from residua.connections.ends import MeanStreams, SumStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.norm import norms
-from residua.connections.options import require_factor, require_option
+from residua.connections.options import Factor, require_option
 from residua.connections.stream_logits import StreamLogits, reading_biases
 from residua.ops import kronecker_mixture
 
@@ -41,7 +41,7 @@ class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
     paper: ClassVar[str] = "arXiv 2601.21579"
     constraint: ClassVar[str] = "doubly stochastic"
 
-    scale_init: float = 0.01
+    scale_init: Factor = 0.01
     head: Literal["sum", "mean"] = "sum"
     start: Literal["published", "residual"] = "published"
 
@@ -49,7 +49,6 @@ class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
         super().__post_init__()
         n = self.num_streams
         require_option(self, "num_streams", n >= 2 and n & (n - 1) == 0, "a power of 2, at least 2")
-        require_factor(self, "scale_init")
 
     def preserving(self) -> "KroneckerHyperConnections":
         """Return this scheme with start="residual", and the mean as its head: the sum is n times the residual."""

@@ -8,7 +8,6 @@ DeepNorm (2203.00555): the cheap baseline that every other scheme has to beat. W
 passes the gated orthogonal update (gated_orthogonal.py).
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -22,7 +21,7 @@ from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory, window_of
 from residua.connections.norm import norms
-from residua.connections.options import expect_used, require_option
+from residua.connections.options import Finite, expect_used, require_option
 from residua.connections.single_stream import SingleStreamScheme
 from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, orthogonal_update, residual_scale, scaled_sum
@@ -73,24 +72,21 @@ class Lambdas(SingleStreamScheme):
     paper: ClassVar[str] = "github.com/karpathy/nanochat"
     derived: ClassVar[dict[str, tuple[str, ...]]] = {"r_last": ("r",), "z_last": ("z",)}
 
-    r: float | None = 1.0
-    r_last: float | None = None
+    r: Finite | None = 1.0
+    r_last: Finite | None = None
     r_every: Literal["block", "sublayer"] = "block"
-    z: float | None = 0.0
-    z_last: float | None = None
+    z: Finite | None = 0.0
+    z_last: Finite | None = None
     z_every: Literal["block", "sublayer"] = "block"
     when: Literal["read", "write"] = "read"
-    p: float | None = None
+    p: Finite | None = None
     per_channel: bool = False
-    backout: float | None = None
+    backout: Finite | None = None
     norm: Literal["pre", "post"] = "pre"
     gate: Literal["none", "token"] = "none"
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("r", "r_last", "z", "z_last", "p", "backout"):
-            value = getattr(self, name)
-            require_option(self, name, value is None or math.isfinite(value), "a finite number or None")
         for name in ("r", "z", "backout"):
             require_option(self, name, self.norm == "pre" or getattr(self, name) is None, "None with norm='post'")
         ungated = self.norm == "post" or self.when == "write"

@@ -17,7 +17,7 @@ from residua.connections.ends import MeanStreams, Same
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import CutConnection, MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.norm import Gain, norms
-from residua.connections.options import expect_used, require_factor, require_option
+from residua.connections.options import Factor, Steps, expect_used, require_option
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.spec import TensorSpec
 from residua.connections.stream_logits import reading_biases, scaled_groups
@@ -58,19 +58,16 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
 
     layout: Literal["copies", "split"] = "copies"
     mixing: Literal["sinkhorn", "permutations"] = "sinkhorn"
-    iterations: int = 20
-    alpha_init: float = 0.01
+    iterations: Steps = 20
+    alpha_init: Factor = 0.01
     start: Literal["prefer", "residual"] = "prefer"
 
     def __post_init__(self):
         super().__post_init__()
-        require_option(self, "num_streams", self.num_streams >= 2, "at least 2: a doubly stochastic 1 x 1 matrix is 1")
         if self.mixing == "permutations":
             require_option(
                 self, "num_streams", self.num_streams <= 5, "at most 5 with mixing='permutations', as there are n!"
             )
-        require_option(self, "iterations", self.iterations >= 1, "at least 1")
-        require_factor(self, "alpha_init")
         copies = (self.layout == "copies", "layout is 'copies'")
         expect_used(self, {"start": copies, "expand": copies})
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from residua.connections.gates import logit
 from residua.connections.hyper import MixingCoefficients, MixingConnection
 from residua.connections.mhc import OFFSET
-from residua.connections.options import require_option
+from residua.connections.options import Steps
 from residua.connections.stream_logits import ProductionHyperConnections, reading_biases
 from residua.ops import guarded_sinkhorn
 
@@ -46,11 +46,7 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
     paper: ClassVar[str] = "transformers, models/deepseek_v4"
     constraint: ClassVar[str] = "doubly stochastic"
 
-    iterations: int = 20
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_option(self, "iterations", self.iterations >= 1, "at least 1")
+    iterations: Steps = 20
 
     @property
     def source(self) -> str:

@@ -19,7 +19,7 @@ from residua.connections.ends import OpenSources
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
-from residua.connections.options import check_types, require_option
+from residua.connections.options import Count
 from residua.connections.projection import WideProjection
 from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, depth_mix
@@ -56,13 +56,8 @@ class MultiwayDynamicDense(Scheme):
 
     ways: Literal["qkvr", "r"] = "qkvr"
     prepost_norm: bool = False
-    hidden_multiple: int = 64
-    expand_last: int = 4
-
-    def __post_init__(self):
-        check_types(self)
-        require_option(self, "hidden_multiple", self.hidden_multiple >= 1, "at least 1")
-        require_option(self, "expand_last", self.expand_last >= 1, "at least 1")
+    hidden_multiple: Count = 64
+    expand_last: Count = 4
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return block_outputs(boundary, dim)

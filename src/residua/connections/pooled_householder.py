@@ -23,7 +23,7 @@ from residua.connections.ends import Same
 from residua.connections.facts import RankOne
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
-from residua.connections.options import check_types, require_option
+from residua.connections.options import Beta
 from residua.connections.projection import WideProjection
 from residua.ops import at_least_float32, householder, unit
 from residua.ops.derived import derive
@@ -55,11 +55,7 @@ class PooledHouseholder(Scheme):
     paper: ClassVar[str] = "arXiv 2605.06729"
 
     context: Context = "cumulative"
-    beta_init: float = 1.0
-
-    def __post_init__(self):
-        check_types(self)
-        require_option(self, "beta_init", 0 <= self.beta_init <= 2, "a number in [0, 2]")
+    beta_init: Beta = 1.0
 
     @property
     def causal(self) -> bool:

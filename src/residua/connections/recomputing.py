@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
 from residua.connections.base import Scheme
-from residua.connections.options import check_types, require_option
+from residua.connections.options import Range
 from residua.ops.derived import derive
 
 
@@ -22,12 +22,8 @@ class RecomputingScheme(Scheme):
     """
 
     recompute: Literal["none", "replay"] = "replay"
-    recompute_every: int = 4
-
-    def __post_init__(self):
-        check_types(self)
-        # Recomputing recurses once for each state that was not kept; 64 stays well inside Python's recursion limit.
-        require_option(self, "recompute_every", 1 <= self.recompute_every <= 64, "1 to 64")
+    # Recomputing recurses once for each state that was not kept; 64 stays well inside Python's recursion limit.
+    recompute_every: Annotated[int, Range("1 to 64", lambda count: 1 <= count <= 64)] = 4
 
     @property
     def several_rows(self) -> bool:

@@ -17,7 +17,6 @@ from residua.connections.base import Carry, Connection, Norm, Scheme, State, Str
 from residua.connections.ends import Copies
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
-from residua.connections.options import check_types
 from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, rms_norm, scaled_sum
 from residua.ops.derived import derive
@@ -54,9 +53,6 @@ class SiameseNorm(Scheme):
     normalised_input: bool = True
     start: Literal["published", "residual"] = "published"
     head: Literal["norms", "stream"] = "norms"
-
-    def __post_init__(self):
-        check_types(self)
 
     @property
     def gain(self) -> float:

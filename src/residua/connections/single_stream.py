@@ -10,7 +10,7 @@ from residua.connections.base import Scheme, State, Stream
 from residua.connections.compressing import C, CompressingConnection, connected
 from residua.connections.ends import Collapse, ConvExpand, Copies, Same, TokenCompress
 from residua.connections.memory import Memory, expect_tokens
-from residua.connections.options import check_types, expect_used, require_option
+from residua.connections.options import Taps, expect_used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,13 @@ class SingleStreamScheme(Scheme):
     """
 
     compress: Literal["token"] | None = None
-    compress_kernel: int = 4
+    compress_kernel: Taps = 4
     compress_sharing: Literal["block", "separate"] = "block"
     expand: Literal["repeat", "conv"] = "repeat"
-    expand_kernel: int = 4
+    expand_kernel: Taps = 4
 
     def __post_init__(self):
-        check_types(self)
-        for name in ("compress_kernel", "expand_kernel"):
-            require_option(self, name, getattr(self, name) >= 1, "at least 1")
+        super().__post_init__()
         reads, expands = (self.compress == "token", "compress is 'token'"), (self.expand == "conv", "expand is 'conv'")
         expect_used(self, {"compress_kernel": reads, "compress_sharing": reads, "expand_kernel": expands})
 

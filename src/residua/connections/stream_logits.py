@@ -17,7 +17,7 @@ from residua.connections.gates import logit
 from residua.connections.hyper import MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import Gain, norms
-from residua.connections.options import expect_used, require_factor, require_option
+from residua.connections.options import Factor, NotNegative, expect_used, require_option
 from residua.connections.projection import WideProjection, project_normalised
 from residua.ops import at_least_float32, hyper_read
 from residua.ops.derived import flattened
@@ -96,19 +96,16 @@ class ProductionHyperConnections(ExpandingScheme, MixingScheme):
     """
 
     gate_eps: float = 1e-6
-    scale_init: float = 1.0
-    weight_std: float = 0.02
+    scale_init: Factor = 1.0
+    weight_std: NotNegative = 0.02
     head: Literal["sigmoid", "mean"] = "sigmoid"
     start: Literal["published", "residual"] = "published"
 
     def __post_init__(self):
         super().__post_init__()
-        require_option(self, "num_streams", self.num_streams >= 2, "at least 2")
         require_option(
             self, "gate_eps", 0 <= self.gate_eps < 0.5 / self.num_streams, "0 or more, far below 1 / num_streams"
         )
-        require_factor(self, "scale_init")
-        require_option(self, "weight_std", 0 <= self.weight_std < math.inf, "0 or more")
         expect_used(self, {"weight_std": (self.start == "published", "start='published'")})
 
     def preserving(self) -> "ProductionHyperConnections":
