@@ -14,7 +14,7 @@ from torch import nn
 
 import residua
 from residua.commands.schemes import about, added, averages, meaning, state, values
-from residua.connections import resolve
+from residua.connections import PRESETS, SCHEMES, resolve
 from residua.lab.study.plan import load_study
 
 DOCS = Path(__file__).parent
@@ -25,20 +25,20 @@ WITH = {"mudd": 'ways="r"'}
 
 def names() -> list[str]:
     """Return the names of all schemes."""
-    return list(residua.SCHEMES)
+    return list(SCHEMES)
 
 
 def title(name: str) -> str:
-    return residua.SCHEMES[name].title
+    return SCHEMES[name].title
 
 
 def presets(name: str) -> dict[str, residua.Scheme]:
-    return {preset: scheme for preset, scheme in residua.PRESETS.items() if type(scheme) is residua.SCHEMES[name]}
+    return {preset: scheme for preset, scheme in PRESETS.items() if type(scheme) is SCHEMES[name]}
 
 
 def page(name: str) -> str:
     """Return the Markdown of the page of the scheme with this name."""
-    kind = residua.SCHEMES[name]
+    kind = SCHEMES[name]
     code = snippet(name)
     parts = [
         f"# {title(name)}",
@@ -77,7 +77,7 @@ def sources(name: str) -> str:
 
 def snippet(name: str) -> str:
     """Return code that builds the scheme's first preset and prints its coefficients."""
-    kind = residua.SCHEMES[name].__name__
+    kind = SCHEMES[name].__name__
     return textwrap.dedent(f"""\
         import torch
         from residua import {kind}
@@ -105,7 +105,7 @@ def printed(code: str) -> str:
 
 def costs(name: str) -> str:
     rows = [["preset", "options", "state", "parameters at 124M", "at 353M", "start"]]
-    kind = residua.SCHEMES[name]
+    kind = SCHEMES[name]
     default = kind()
     for preset, scheme in presets(name).items():
         changed = {
@@ -188,13 +188,13 @@ def scheme_of(label: str) -> str | None:
 
     "residual+tc" and "lambdas-gated" are of the preset with which they begin, whatever class computes them.
     """
-    own = [preset for preset in residua.PRESETS if re.match(rf"{preset}(?=$|[:+-])", label)]
+    own = [preset for preset in PRESETS if re.match(rf"{preset}(?=$|[:+-])", label)]
     entry = studied().get(label)
     if not own and not entry:
         return None
     plain = label.startswith("residual")
-    scheme = resolve(entry.connection) if entry and not plain else residua.PRESETS[max(own, key=len)]
-    return next(name for name, kind in residua.SCHEMES.items() if type(scheme) is kind)
+    scheme = resolve(entry.connection) if entry and not plain else PRESETS[max(own, key=len)]
+    return next(name for name, kind in SCHEMES.items() if type(scheme) is kind)
 
 
 @cache

@@ -39,7 +39,7 @@ class VisionTransformer(nn.Module):
         self.sublayers = nn.ModuleList()
         for _ in range(LAYERS):
             self.sublayers += [Attention(), nn.Sequential(nn.Linear(DIM, 96), nn.GELU(), nn.Linear(96, DIM))]
-        self.stream = residua.PRESETS[connection].build(DIM, 2 * LAYERS)
+        self.stream = residua.build(connection, DIM, 2 * LAYERS)
         self.head = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 3))
 
     def forward(self, images: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import pytest
 import residua
 import residua.lab.demo
 from residua.commands.cli import main
+from residua.connections import PRESETS, SCHEMES
 from residua.lab.study.plan import load_study
 from residua.lab.study.results import results
 from residua.lab.training import load_config
@@ -173,7 +174,6 @@ def takes(scheme, options) -> bool:
 @pytest.mark.slow
 def test_the_schemes_are_listed_with_their_state_and_their_parameters(scheme_pages):
     """The parameters that a scheme adds to the plain residual at the paper's two sizes, counted on the whole model."""
-    from residua import PRESETS
     from residua.lab.cost.estimate import parameters
     from residua.models import SIZES, ResiduaConfig
 
@@ -188,21 +188,21 @@ def test_the_schemes_are_listed_with_their_state_and_their_parameters(scheme_pag
         assert told == [total - plain for total, plain in zip(totals[name], totals["residual"])], name
 
 
-@pytest.mark.parametrize("name", residua.SCHEMES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_the_page_of_a_scheme_is_whole(name, scheme_pages):
     """Its code runs and prints, every preset has a row, and every option a meaning."""
     page = scheme_pages.page(name)
-    assert residua.SCHEMES[name].equation in page
+    assert SCHEMES[name].equation in page
     assert "torch.Size([2, 16, 64])" in page
-    for preset, scheme in residua.PRESETS.items():
-        assert (f"\n| `{preset}` | " in page) or type(scheme) is not residua.SCHEMES[name]
-    for field in fields(residua.SCHEMES[name]):
-        assert scheme_pages.meaning(residua.SCHEMES[name], field.name), field.name
+    for preset, scheme in PRESETS.items():
+        assert (f"\n| `{preset}` | " in page) or type(scheme) is not SCHEMES[name]
+    for field in fields(SCHEMES[name]):
+        assert scheme_pages.meaning(SCHEMES[name], field.name), field.name
 
 
 def test_the_page_of_a_scheme_has_the_results_of_every_page(scheme_pages):
     """A page says that nothing was trained only if no table has a row of its scheme."""
-    without = {name for name in residua.SCHEMES if "We have not trained it" in scheme_pages.results(name)}
+    without = {name for name in SCHEMES if "We have not trained it" in scheme_pages.results(name)}
     trained = {"residual", "lambdas", "hyper", "mhc", "attnres", "mudd", "gated_delta", "gated_orthogonal", "edelta"}
     assert not without & trained
     labels = re.findall(r"^\| 0\.\S+ \| `([^`]+)`", PAGES["docs/resbench-tables.md"], flags=re.MULTILINE)
@@ -212,9 +212,9 @@ def test_the_page_of_a_scheme_has_the_results_of_every_page(scheme_pages):
 
 
 def test_the_start_of_a_scheme_is_measured(scheme_pages):
-    assert scheme_pages.start(residua.PRESETS["residual"]) == "0"
-    assert float(scheme_pages.start(residua.PRESETS["hc"])) < 1e-6
-    assert float(scheme_pages.start(residua.PRESETS["ddl"])) > 0.1
+    assert scheme_pages.start(PRESETS["residual"]) == "0"
+    assert float(scheme_pages.start(PRESETS["hc"])) < 1e-6
+    assert float(scheme_pages.start(PRESETS["ddl"])) > 0.1
 
 
 def test_the_site_has_every_page_in_its_navigation():

@@ -31,6 +31,7 @@ EXTRAS = {
     "wandb",
     "yaml",
 }
+LAZY = [residua, residua.connections, residua.lab.training]
 
 
 @pytest.mark.slow
@@ -53,7 +54,23 @@ def test_importing_residua_loads_nothing_until_it_is_asked():
     assert "torch" not in loaded_by("import residua")
     assert "torch" not in loaded_by("import residua.lab.training")
     assert "torch" not in loaded_by("import residua; dir(residua); residua.__version__")
+    assert "torch" not in loaded_by("import residua.connections")
     assert "torch" in loaded_by("from residua import DeepDelta")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["schemes", "nosch"],
+        ["train", "--config", "tiny", "--model.connection", "nosch", "--run", "run"],
+        ["cost", "count", "--config", "tiny", "--model.connection", "nosch"],
+        ["convert", "model", "--connection", "nosch", "--out", "out"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_typo_of_a_scheme_does_not_load_torch(command):
+    assert "torch" not in loaded_by(f"from residua.commands.cli import main; assert main({command}) == 2")
 
 
 @pytest.mark.processes
@@ -64,7 +81,7 @@ def test_what_residua_names_needs_torch_alone():
     assert "residua" in loaded
 
 
-@pytest.mark.parametrize("package", [residua, residua.lab.training], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
 def test_a_lazy_package_has_every_name_that_it_offers(package):
     namespace = {}
     exec(f"from {package.__name__} import *", namespace)
@@ -77,7 +94,7 @@ def test_a_lazy_package_has_every_name_that_it_offers(package):
         exec(f"from {package.__name__} import nothing")
 
 
-@pytest.mark.parametrize("package", [residua, residua.lab.training], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
 def test_type_checkers_see_the_names_of_a_lazy_package(package):
     """Under `if TYPE_CHECKING` stands an import of each of them, and of nothing else."""
     tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from residua import PRESETS, SCHEMES
-from residua.connections import resolve
+from residua.connections import PRESETS, SCHEMES, resolve
 from support.pages import blocks
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")

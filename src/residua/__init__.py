@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 from residua import lazy
 
 if TYPE_CHECKING:
-    from residua import ops
+    from residua import connections, ops, testing
     from residua.connections import (
-        PRESETS,
-        SCHEMES,
         AlternatingUpdates,
         AttentionResiduals,
         Carry,
@@ -44,15 +42,16 @@ if TYPE_CHECKING:
         SiameseNorm,
         Stream,
         StreamMemory,
+        build,
         register,
+        resolve,
+        schemes,
     )
     from residua.conversion import convert, load, load_connection, save_connection, unconvert
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "PRESETS",
-    "SCHEMES",
     "AlternatingUpdates",
     "AttentionResiduals",
     "Carry",
@@ -82,16 +81,21 @@ __all__ = [
     "SiameseNorm",
     "Stream",
     "StreamMemory",
+    "build",
+    "connections",
     "convert",
     "load",
     "load_connection",
     "ops",
     "register",
+    "resolve",
     "save_connection",
+    "schemes",
+    "testing",
     "unconvert",
 ]
 
-__getattr__, __dir__ = lazy.attributes(__name__, __all__, ["connections", "ops", "conversion"])
+__getattr__, __dir__ = lazy.attributes(__name__, __all__, ["connections", "conversion", "models", "ops", "testing"])
 
 if "transformers" in sys.modules:
     with suppress(ImportError):  # the connections need neither the lab nor a transformers that it takes

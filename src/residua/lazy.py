@@ -18,9 +18,9 @@ def attributes(
         if name in modules:
             return import_module(f"{package}.{name}")
         for module in modules if name in names else ():
-            namespace = vars(import_module(f"{package}.{module}"))
-            if name in namespace:
-                return namespace[name]
+            offered = import_module(f"{package}.{module}")
+            if hasattr(offered, name):
+                return getattr(offered, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get, lambda: sorted({*names, *modules, "__all__", "__doc__", "__name__", "__path__", "__version__"})

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from residua import PRESETS, Residual, __version__
+from residua import Residual, __version__
 from residua.commands.cli import COMMANDS, main
-from residua.connections import registry
+from residua.connections import PRESETS, registry
 
 SMALL = [
     *("--config", "tiny", "--train.steps", "4", "--train.warmup_steps", "1", "--train.batch_size", "2"),

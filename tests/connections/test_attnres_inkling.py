@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residua import PRESETS, AttentionResiduals, InklingAttentionResiduals
+from residua import AttentionResiduals, InklingAttentionResiduals
+from residua.connections import PRESETS
 from residua.connections.base import as_inputs
 from support.references import assert_computes
 from support.stream_cases import DIM, built

@@ -6,8 +6,8 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
-from residua import PRESETS, SCHEMES, DeepDelta, Residual
-from residua.connections import describe, resolve
+from residua import DeepDelta, Residual
+from residua.connections import PRESETS, SCHEMES, describe, resolve
 from support.variants import ALL
 
 # What each variant adds to the plain residual, at width d, L blocks and d_v = m, for kernels k and k_e.
@@ -180,7 +180,7 @@ def test_an_option_without_effect_is_refused(options):
     ("connection", "words"),
     [
         ("ddl-tcc", ["'ddl-tcc'", "did you mean 'ddl-tc'", "ddl-cc-ec"]),
-        ("DDL", ["'DDL'", "known: residual, ", " ddl,"]),
+        ("DXL", ["'DXL'", "known: residual, ", " ddl,"]),
         ("zzz", ["'zzz'", "known: residual"]),
         ({"preset": "ddl-cc-e"}, ["did you mean 'ddl-cc-ec'"]),
         ({"preset": "ddl", "beta_int": 0.5}, ["'beta_int'", "did you mean 'beta_init'"]),

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import residua
-from residua import PRESETS, SCHEMES, Carry, Connection, DeepDelta
-from residua.connections import resolve
+from residua import Carry, Connection, DeepDelta
+from residua.connections import PRESETS, SCHEMES, resolve
 from residua.connections.base import as_inputs
 from residua.connections.expanding import ExpandingScheme
 from residua.testing import check_scheme

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residua import PRESETS, DeepSeekHyperConnections, Residual
+from residua import DeepSeekHyperConnections, Residual
+from residua.connections import PRESETS
 from support.references import assert_computes, logits_of_token
 from support.stream_cases import DIM, built, gradients, influence, spread_over_streams, states, step
 from support.tolerances import assert_close

@@ -174,7 +174,7 @@ def resolve_after_another(name: str) -> int:
     ("entry", "reason"),
     [
         ("broken = scaled_residuals:Missing", "AttributeError: module 'scaled_residuals' has no attribute 'Missing'"),
-        ("broken = scaled_residuals:torch", "TypeError: register 'broken' must be a Scheme"),
+        ("broken = scaled_residuals:torch", "TypeError: register 'broken' needs a Scheme"),
         ("broken = not_there:Scaled", "ModuleNotFoundError: No module named 'not_there'"),
     ],
 )
@@ -315,7 +315,7 @@ def test_a_name_that_two_packages_declare_is_refused_unless_the_package_is_named
         resolve({"scheme": "half", "package": "half_a"})
     assert type(resolve({"preset": "small-a"})) is first.Half
     with pytest.warns(UserWarning, match="must name one package with a scheme 'half'"):
-        residua.connections.presets()
+        residua.schemes()
 
 
 def test_a_built_in_name_stays_residuas_and_tells_who_else_declares_it(declare, recwarn):

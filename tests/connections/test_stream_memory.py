@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from residua import PRESETS, EDelta, PooledHouseholder, StreamMemory
+from residua import EDelta, PooledHouseholder, StreamMemory
+from residua.connections import PRESETS
 from support.tolerances import assert_close
 from support.variants import ALL, LOOKING_BACK, bare_sublayers, normal, perturbed
 

@@ -126,7 +126,7 @@ def test_every_connection_gets_a_gradient(connection):
     assert without == []
 
 
-@pytest.mark.parametrize("connection", list(residua.PRESETS))
+@pytest.mark.parametrize("connection", list(residua.connections.PRESETS))
 def test_every_scheme_preserves_the_model_or_says_why_not(connection):
     """Also where sublayers read the state without a norm, as in OLMo 2."""
     for model in (llama(), model_of(Olmo2Config, intermediate_size=24)):

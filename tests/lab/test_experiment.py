@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import residua.lab.experiment
-from residua import PRESETS, SCHEMES, Carry, Connection, Scheme, Stream
+from residua import Carry, Connection, Scheme, Stream
 from residua.commands.cli import main
-from residua.connections import RMSNorm
+from residua.connections import PRESETS, SCHEMES, RMSNorm
 from residua.connections.ends import Same
 from residua.errors import InputError
 from residua.lab.data import PreparedData, prepare

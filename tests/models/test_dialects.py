@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from residua import PRESETS, Stream
+from residua import Stream
+from residua.connections import PRESETS
 from residua.connections.base import as_inputs
 from residua.models import dialects
 from support.variants import normal, perturbed

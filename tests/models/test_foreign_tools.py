@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrize, prune
 
-from residua import PRESETS
-from residua.connections import Connection, WideProjection
+from residua.connections import PRESETS, Connection, WideProjection
 from residua.models import ResiduaForCausalLM
 from support.tiny_models import prompt, tiny_config
 from support.tolerances import assert_close

@@ -43,8 +43,8 @@ class Apart(Scheme):
 def model(monkeypatch):
     import residua
 
-    monkeypatch.setattr("residua.connections.registry.SCHEMES", dict(residua.SCHEMES))
-    monkeypatch.setattr("residua.connections.registry.PRESETS", dict(residua.PRESETS))
+    monkeypatch.setattr("residua.connections.registry.SCHEMES", dict(residua.connections.SCHEMES))
+    monkeypatch.setattr("residua.connections.registry.PRESETS", dict(residua.connections.PRESETS))
     residua.register("apart", Apart)
     torch.manual_seed(0)
     return ResiduaForCausalLM(tiny_config(connection="apart")).double()

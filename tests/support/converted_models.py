@@ -4,6 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, WhisperConfig, WhisperForConditionalGeneration
 
 import residua
+from residua.connections import PRESETS
 from residua.lab.data import prepare
 from residua.lab.data.tokenizer import byte_tokenizer
 from support.families import randomised
@@ -11,8 +12,8 @@ from support.families import randomised
 WINDOWED, PLAIN = "ddl-tc", "hc"
 # No start of these preserves a model, or (mudd) no layer of transformers takes what they read.
 CHANGING = {"altup", "attnres-inkling", "edelta", "mhc-glm", "mudd", "orthogonal", "pooled-householder"}
-CHANGING |= {name for name in residua.PRESETS if name.partition("-")[0] == "ddl"}
-PRESERVING = [name for name in residua.PRESETS if name not in CHANGING]
+CHANGING |= {name for name in PRESETS if name.partition("-")[0] == "ddl"}
+PRESERVING = [name for name in PRESETS if name not in CHANGING]
 VOCAB = 48
 SOUND = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 STARTS = torch.tensor([[1], [1]])

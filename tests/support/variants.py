@@ -1,7 +1,6 @@
 """The schemes that the shared tests run on: every preset, found by itself, and variants that use every other option."""
 
 from residua import (
-    PRESETS,
     AlternatingUpdates,
     AttentionResiduals,
     DeepDelta,
@@ -27,6 +26,7 @@ from residua import (
     Scheme,
     SiameseNorm,
 )
+from residua.connections import PRESETS
 from residua.testing import bare_sublayers, normal, perturbed
 
 __all__ = ["ALL", "KERNELS", "KINDS", "LOOKING_BACK", "NON_CAUSAL", "VARIANTS", "bare_sublayers", "normal", "perturbed"]

@@ -500,7 +500,7 @@ class OurConnection(ConnectionAdapter):
 
 
 @pytest.mark.parametrize("adapter", [OurStream, OurConnection])
-@pytest.mark.parametrize("name", residua.PRESETS)
+@pytest.mark.parametrize("name", residua.connections.PRESETS)
 def test_no_scheme_of_ours_is_accused(name, adapter):
     check_module(adapter(resolve(name)))
 

@@ -1,6 +1,7 @@
 """The command `residua convert`."""
 
 from residua.commands.base import Arguments, Parser
+from residua.connections.names import canonical
 
 HELP = "give a pretrained model another residual connection, and write it as a folder"
 EXAMPLES = (
@@ -27,6 +28,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> None:
+    connection = canonical(arguments.connection)  # raises before torch is imported
     from residua.conversion.convert_model import convert
     from residua.lab.experiment import open_model
     from residua.lab.export import add_code, loading, model_folder
@@ -35,12 +37,12 @@ def run(arguments: Arguments) -> None:
     out = new_folder(arguments.out, "--out")
     model, tokenizer = open_model(arguments.model, device="cpu")
     size = model.num_parameters()
-    convert(model, arguments.connection, start=arguments.start)
+    convert(model, connection, start=arguments.start)
     growth = model.num_parameters() - size
     with model_folder(out) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         if arguments.remote_code:
             add_code(temporary)
-    print(f"{out}: {type(model).__name__} with {arguments.connection}, {growth:,} parameters more than {size:,}")
+    print(f"{out}: {type(model).__name__} with {connection}, {growth:,} parameters more than {size:,}")
     print(f"load it with: {loading(out, remote_code=arguments.remote_code)}")

@@ -10,6 +10,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from residua.commands.base import Arguments, Parser, add_json, print_json
+from residua.connections.names import canonical
 from residua.errors import InputError, first_line, types_of
 from residua.records.table import print_table
 
@@ -31,12 +32,12 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Arguments) -> None:
-    from residua.connections import presets
-
     if arguments.name is not None:
         _explain(arguments.name, arguments.json)
         return
-    records = [_record(name, scheme) for name, scheme in presets().items()]
+    from residua.connections import schemes
+
+    records = [_record(name, scheme) for name, scheme in schemes().items()]
     if arguments.json:
         print_json(records)
         return
@@ -81,9 +82,10 @@ def _record(name: str, scheme: "Scheme") -> dict[str, Any]:
 
 
 def _explain(name: str, as_json: bool) -> None:
-    from residua.connections import resolve
-
     try:
+        name = canonical(name)  # raises before torch is imported
+        from residua.connections import resolve
+
         scheme = resolve(name)
     except (TypeError, ValueError) as error:
         raise InputError(first_line(error)) from error

@@ -1,108 +1,58 @@
-"""The names of schemes: built in, registered, and declared by installed packages.
+"""The schemes behind the names: built in, registered, and declared by installed packages.
 
-A configuration holds names and plain options. A name refers to a scheme that is registered here or that an installed
-package declares in the entry-point group `residua.schemes`. A configuration never names a module to import. The
-description of a scheme that is not ours names the top-level module that it comes from.
+A configuration holds names and plain options. A name refers to a scheme of `names.py`, to one that is registered here,
+or to one that an installed package declares in the entry-point group `residua.schemes`. A configuration never names a
+module to import. The description of a scheme that is not ours names the top-level module that it comes from.
 """
 
-import functools
 import json
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from importlib import metadata
+from importlib import import_module
 from typing import Any
 
-from residua.connections.altup import AlternatingUpdates
-from residua.connections.attnres import AttentionResiduals
-from residua.connections.attnres_inkling import InklingAttentionResiduals
-from residua.connections.base import Scheme
-from residua.connections.deep_delta import DeepDelta
-from residua.connections.delta_attnres import DeltaAttentionResiduals
-from residua.connections.denseformer import DenseFormer
-from residua.connections.edelta import EDelta, EDeltaStream
-from residua.connections.frac import FracConnections
-from residua.connections.gated_delta import GatedDelta
-from residua.connections.gated_orthogonal import GatedOrthogonal
-from residua.connections.gated_residual import GatedResidual
-from residua.connections.hyper import HyperConnections
-from residua.connections.ihc import IndependentHyperConnections
-from residua.connections.jpmhc import JacobianHyperConnections
-from residua.connections.krom import KroneckerHyperConnections
-from residua.connections.lambdas import Lambdas
-from residua.connections.mhc import ManifoldHyperConnections
-from residua.connections.mhc_deepseek import DeepSeekHyperConnections
-from residua.connections.mudd import MultiwayDynamicDense
+from residua.connections import names
+from residua.connections.base import Norm, Scheme, Stream
+from residua.connections.names import entry_points, package_of
 from residua.connections.options import check_options, named, nearest
-from residua.connections.pooled_householder import PooledHouseholder
-from residua.connections.residual import Residual
-from residua.connections.siamese import SiameseNorm
 
-ENTRY_POINTS = "residua.schemes"
 RESERVED = ("preset", "scheme", "package")  # keys of a description that are not options
 
-SCHEMES: dict[str, type[Scheme]] = {
-    "residual": Residual,
-    "lambdas": Lambdas,
-    "siamese": SiameseNorm,
-    "gated_orthogonal": GatedOrthogonal,
-    "gated_delta": GatedDelta,
-    "deep_delta": DeepDelta,
-    "hyper": HyperConnections,
-    "frac": FracConnections,
-    "mhc": ManifoldHyperConnections,
-    "mhc_deepseek": DeepSeekHyperConnections,
-    "krom": KroneckerHyperConnections,
-    "ihc": IndependentHyperConnections,
-    "gated_residual": GatedResidual,
-    "jpmhc": JacobianHyperConnections,
-    "edelta": EDelta,
-    "edelta_stream": EDeltaStream,
-    "pooled_householder": PooledHouseholder,
-    "attnres": AttentionResiduals,
-    "attnres_inkling": InklingAttentionResiduals,
-    "altup": AlternatingUpdates,
-    "delta_attnres": DeltaAttentionResiduals,
-    "denseformer": DenseFormer,
-    "mudd": MultiwayDynamicDense,
-}
 
-PRESETS: dict[str, Scheme] = {
-    "residual": Residual(),
-    "lambdas": Lambdas(r=1.15, r_last=1.05, z=0.20, z_last=0.05, backout=0.2),
-    "siamese": SiameseNorm(),
-    "gated-orthogonal": GatedOrthogonal(),
-    "orthogonal": GatedOrthogonal(gate="one"),
-    "gated-delta": GatedDelta(),
-    "ddl": DeepDelta(),
-    "ddl-v": DeepDelta(map="v"),
-    "ddl-tc": DeepDelta(value_channels=4, compress="token"),
-    "ddl-tc-v": DeepDelta(value_channels=4, compress="token", map="v"),
-    "ddl-ec": DeepDelta(value_channels=4, compress="token", expand="conv"),
-    "ddl-cc": DeepDelta(value_channels=4, compress="channel"),
-    "ddl-cc-ec": DeepDelta(value_channels=4, compress="channel", expand="conv"),
-    "hc": HyperConnections(),
-    "frac": FracConnections(),
-    "mhc": ManifoldHyperConnections(),
-    "mhc-deepseek": DeepSeekHyperConnections(),
-    "mhc-glm": DeepSeekHyperConnections(head="mean"),
-    "krom": KroneckerHyperConnections(),
-    "ihc": IndependentHyperConnections(),
-    "gated-residual": GatedResidual(),
-    "jpmhc": JacobianHyperConnections(),
-    "edelta": EDelta(),
-    "edelta-stream": EDeltaStream(),
-    "pooled-householder": PooledHouseholder(),
-    "attnres": AttentionResiduals(),
-    "attnres-block": AttentionResiduals(block_size=12),
-    "attnres-inkling": InklingAttentionResiduals(),
-    "altup": AlternatingUpdates(),
-    "mhar": AttentionResiduals(heads=4),
-    "delta-attnres": DeltaAttentionResiduals(),
-    "denseformer": DenseFormer(),
-    "mudd": MultiwayDynamicDense(),
-}
+def _class(place: str) -> type[Scheme]:
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"residua.connections.{module}"), name)
+
+
+def _preset(text: str) -> Scheme:
+    scheme, options = named(text)
+    return _built(SCHEMES[scheme], options)
+
+
+def _built(kind: type[Scheme], options: Mapping[str, Any]) -> Scheme:
+    check_options(kind, options)
+    return kind(**options)
+
+
+SCHEMES: dict[str, type[Scheme]] = {name: _class(place) for name, place in names.SCHEMES.items()}
+PRESETS: dict[str, Scheme] = {name: _preset(text) for name, text in names.PRESETS.items()}
+
+
+def build(
+    connection: str | Mapping[str, Any] | Scheme,
+    dim: int,
+    num_sublayers: int,
+    *,
+    norm_eps: float = 1e-5,
+    norm: Norm | None = None,
+) -> Stream:
+    """Build the connections of a stack: `residua.build("mhc", dim=512, num_sublayers=24)`.
+
+    connection: a name, with options if wanted ("ddl-tc:beta_init=0.5"), or whatever else `resolve` takes. The other
+    arguments are those of `Scheme.build`.
+    """
+    return resolve(connection).build(dim, num_sublayers, norm_eps=norm_eps, norm=norm)
 
 
 def register(name: str, scheme: type[Scheme] | Scheme) -> None:
@@ -133,12 +83,12 @@ def register(name: str, scheme: type[Scheme] | Scheme) -> None:
         SCHEMES[name] = kind
 
 
-def presets() -> dict[str, Scheme]:
-    """Return every preset: built in, registered, and declared by installed packages.
+def schemes() -> dict[str, Scheme]:
+    """Return every preset by its name: built in, registered, and declared by installed packages.
 
     Warns of a declaration that cannot be used, and leaves it out.
     """
-    for point in _entry_points():
+    for point in entry_points():
         try:
             _find("preset", point.name, None)
         except ValueError as error:
@@ -149,8 +99,10 @@ def presets() -> dict[str, Scheme]:
 def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     """Return the scheme of a preset's name, `{"preset": name, **overrides}` or `{"scheme": name, **options}`.
 
-    A preset's name may include overrides: "ddl-cc:recompute=none,value_channels=3" (`options.named`). Overriding an
-    option updates the options derived from it: `{"preset": "ddl-cc", "value_channels": 3}` has a channel kernel of 3.
+    A preset's name may include overrides: "ddl-cc:recompute=none,value_channels=3" (`options.named`). Case, `-` and `_`
+    do not matter, and the field's names, those of classes and ResBench's labels lead to presets (`names.py`).
+    Overriding an option updates the options derived from it: `{"preset": "ddl-cc", "value_channels": 3}` has a channel
+    kernel of 3.
     With the key "package" the scheme must be that package's. Warns of a built-in preset's name that an installed
     package declares too.
 
@@ -170,6 +122,9 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     (key,) = keys
     options = {name: _tuples(value) for name, value in connection.items() if name not in RESERVED}
     name = connection[key]
+    if key == "preset" and isinstance(name, str) and (meaning := names.meaning(name, PRESETS)) != name:
+        name, implied = named(meaning)
+        options = {**implied, **options}
     scheme = _find(key, name, connection.get("package"))
     declared = [field.name for field in fields(scheme)]
     for option in options:
@@ -195,15 +150,10 @@ def describe(scheme: Scheme) -> dict[str, Any]:
     if name is None:
         raise ValueError(
             f"connection: {kind.__name__} has no name: call residua.register(name, {kind.__name__}) first, "
-            f"or declare it in the entry-point group {ENTRY_POINTS} of its package"
+            f"or declare it in the entry-point group {names.ENTRY_POINTS} of its package"
         )
     package = _package(kind)
     return {"scheme": name, **({"package": package} if package else {}), **written(scheme)}
-
-
-def _built(kind: type[Scheme], options: Mapping[str, Any]) -> Scheme:
-    check_options(kind, options)
-    return kind(**options)
 
 
 def written(scheme: Scheme) -> dict[str, Any]:
@@ -247,12 +197,12 @@ def _find(key: str, name: Any, package: Any) -> Any:
     """
     schemes: Mapping[str, Any] = PRESETS if key == "preset" else SCHEMES
     if not isinstance(name, str):
-        raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, [*schemes])}")
+        raise names.unknown(key, name, schemes)
     if package is not None and not isinstance(package, str):
         raise ValueError(f"connection {name!r}: package must be the name of a package, got {package!r}")
     if name not in schemes:
-        _entry_points_on.cache_clear()  # perhaps it was installed meanwhile
-    packages = sorted({_module(point) for point in _entry_points() if point.name == name})
+        names.forget()  # perhaps it was installed meanwhile
+    packages = sorted({package_of(point) for point in entry_points() if point.name == name})
     if name in schemes and not _package(_kind(schemes[name])):
         if packages and package is None and key == "preset":
             warnings.warn(
@@ -273,8 +223,7 @@ def _find(key: str, name: Any, package: Any) -> Any:
                 f"connection: the scheme {name!r} comes with the package {package!r}, which is not installed or has "
                 "not registered it; install it, or import the module that does"
             )
-        choices = [*schemes, *(point.name for point in _entry_points())]
-        raise ValueError(f"connection: no {key} is called {name!r}{nearest(name, choices)}")
+        raise names.unknown(key, name, schemes)
     owner = _package(_kind(schemes[name])) or "residua"
     of_a_script = package == "__main__" and owner != "residua"  # its module cannot be imported under that name
     if package not in (None, owner) and not of_a_script:
@@ -292,8 +241,8 @@ def _load(name: str, package: str) -> None:
         ValueError: the object that it declares under `name` cannot be imported or is not a scheme.
     """
     loaded = []
-    for point in _entry_points():
-        if _module(point) == package:
+    for point in entry_points():
+        if package_of(point) == package:
             try:
                 loaded.append((point.name, point.load()))
             except Exception as error:
@@ -305,19 +254,6 @@ def _load(name: str, package: str) -> None:
         except (TypeError, ValueError) as error:
             if other == name:
                 raise _unusable(name, package, error) from error
-
-
-def _entry_points() -> tuple[metadata.EntryPoint, ...]:
-    return _entry_points_on(tuple(map(str, sys.path)))
-
-
-@functools.cache
-def _entry_points_on(path: tuple[str, ...]) -> tuple[metadata.EntryPoint, ...]:
-    return tuple(metadata.entry_points(group=ENTRY_POINTS))
-
-
-def _module(point: metadata.EntryPoint) -> str:
-    return point.value.partition(":")[0].partition(".")[0]
 
 
 def _kind(scheme: Any) -> type:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from residua import PRESETS
 from residua.commands.cli import main
-from residua.connections import resolve
+from residua.connections import PRESETS, resolve
 from residua.errors import InputError
 from residua.lab.cost.counts import flops_per_token, parameters
 from residua.lab.cost.estimate import GPU_MEMORY, estimate

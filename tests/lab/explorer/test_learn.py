@@ -554,7 +554,7 @@ def test_who_runs_what_names_presets_models_and_sources(show, monkeypatch):
     linked = [(re.search(r"/transformers/models/(\w+)$", row["link"] or ""), row["preset"]) for row in rows]
     assert {(link[1], preset) for link, preset in linked if link} == set(released)
     for row in rows:
-        scheme = residua.PRESETS[row["preset"]]
+        scheme = residua.connections.PRESETS[row["preset"]]
         assert scheme_pages.state(scheme) == row["state"], row
         users = scheme.users.lower()
         assert all(name.lower() in users for name in row["who"].split(", ")), row

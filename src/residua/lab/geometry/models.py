@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections import PRESETS, Projection, Scheme, TensorSpec, named, presets, resolve
+from residua.connections import PRESETS, Projection, Scheme, TensorSpec, named, resolve, schemes
 from residua.connections.base import as_inputs
 from residua.errors import InputError, did_you_mean
 
@@ -247,7 +247,7 @@ def row(name: str) -> Row:
         raise InputError(f"model {error}") from error
     if base in MODELS:
         found = MODELS[base]
-    elif base in PRESETS or base in presets():
+    elif base in PRESETS or base in schemes():
         found = Row({"preset": base})
     else:
         known = list(dict.fromkeys([*MODELS, *PRESETS]))

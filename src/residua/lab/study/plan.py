@@ -15,6 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from residua.connections.names import canonical
 from residua.conversion.base_model import base_sha256
 from residua.conversion.configuration import ConvertedConfig
 from residua.errors import InputError, did_you_mean, extra, fits, require, words
@@ -663,7 +664,7 @@ def read_study(document: Any, source: str) -> Study:
         keys = dict(_mapping(keys or {}, f"schemes.{name}"))
         connection, other = keys.pop("connection", name), keys.pop("parameters_of", None)
         require(isinstance(connection, str), f"schemes.{name}.connection", "a preset's name, with options", connection)
-        schemes[str(name)] = Entry(str(name), connection, keys, other)
+        schemes[str(name)] = Entry(str(name), canonical(connection), keys, other)
     tuning = _fields(values["tuning"], Tuning, "tuning")
     for name in ("over", "runs", "baseline_runs"):
         require(name in tuning, f"tuning.{name}", "a value", None)

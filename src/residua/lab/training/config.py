@@ -11,6 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from residua.connections.names import canonical
 from residua.errors import InputError, did_you_mean, fits, require, shown, types_of, words
 from residua.records.reading import parse_yaml, read_text, write_yaml
 
@@ -36,6 +37,14 @@ class _Section:
             self._check(name, fits(value, kind), words(kind))
             if isinstance(value, int):
                 self._check(name, abs(value) < 2**63, "a whole number of at most 64 bits")
+
+    def _name_preset(self, connection: str | dict | None) -> None:
+        """Write a connection's name as files have it, "lambdas:compress=token" for "Lambdas+TC"."""
+        if isinstance(connection, str):
+            try:
+                object.__setattr__(self, "connection", canonical(connection))
+            except InputError as error:
+                raise InputError(f"model.{error}") from error
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ class ModelConfig(_Section):
 
     def __post_init__(self) -> None:
         self._check_types()
+        self._name_preset(self.connection)
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,7 @@ class BaseModelConfig(_Section):
 
     def __post_init__(self) -> None:
         self._check_types()
+        self._name_preset(self.connection)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,183 @@
+"""The names of schemes as text: presets, aliases, and the names that installed packages declare.
+
+Importing this module does not import torch, so that a mistyped name costs no more than its error. `registry.py` makes
+schemes of these names. A name may be written in any case, and with or without `-` and `_`.
+"""
+
+import functools
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+from residua.connections.options import named
+from residua.errors import InputError, did_you_mean
+
+ENTRY_POINTS = "residua.schemes"
+
+SCHEMES = {  # the name of a class in files: its module here, and the class
+    "residual": "residual:Residual",
+    "lambdas": "lambdas:Lambdas",
+    "siamese": "siamese:SiameseNorm",
+    "gated_orthogonal": "gated_orthogonal:GatedOrthogonal",
+    "gated_delta": "gated_delta:GatedDelta",
+    "deep_delta": "deep_delta:DeepDelta",
+    "hyper": "hyper:HyperConnections",
+    "frac": "frac:FracConnections",
+    "mhc": "mhc:ManifoldHyperConnections",
+    "mhc_deepseek": "mhc_deepseek:DeepSeekHyperConnections",
+    "krom": "krom:KroneckerHyperConnections",
+    "ihc": "ihc:IndependentHyperConnections",
+    "gated_residual": "gated_residual:GatedResidual",
+    "jpmhc": "jpmhc:JacobianHyperConnections",
+    "edelta": "edelta:EDelta",
+    "edelta_stream": "edelta:EDeltaStream",
+    "pooled_householder": "pooled_householder:PooledHouseholder",
+    "attnres": "attnres:AttentionResiduals",
+    "attnres_inkling": "attnres_inkling:InklingAttentionResiduals",
+    "altup": "altup:AlternatingUpdates",
+    "delta_attnres": "delta_attnres:DeltaAttentionResiduals",
+    "denseformer": "denseformer:DenseFormer",
+    "mudd": "mudd:MultiwayDynamicDense",
+}
+
+PRESETS = {  # a scheme's name in files, and the options that differ from its defaults
+    "residual": "residual",
+    "lambdas": "lambdas:r=1.15,r_last=1.05,z=0.20,z_last=0.05,backout=0.2",
+    "siamese": "siamese",
+    "gated-orthogonal": "gated_orthogonal",
+    "orthogonal": "gated_orthogonal:gate=one",
+    "gated-delta": "gated_delta",
+    "ddl": "deep_delta",
+    "ddl-v": "deep_delta:map=v",
+    "ddl-tc": "deep_delta:value_channels=4,compress=token",
+    "ddl-tc-v": "deep_delta:value_channels=4,compress=token,map=v",
+    "ddl-ec": "deep_delta:value_channels=4,compress=token,expand=conv",
+    "ddl-cc": "deep_delta:value_channels=4,compress=channel",
+    "ddl-cc-ec": "deep_delta:value_channels=4,compress=channel,expand=conv",
+    "hc": "hyper",
+    "frac": "frac",
+    "mhc": "mhc",
+    "mhc-deepseek": "mhc_deepseek",
+    "mhc-glm": "mhc_deepseek:head=mean",
+    "krom": "krom",
+    "ihc": "ihc",
+    "gated-residual": "gated_residual",
+    "jpmhc": "jpmhc",
+    "edelta": "edelta",
+    "edelta-stream": "edelta_stream",
+    "pooled-householder": "pooled_householder",
+    "attnres": "attnres",
+    "attnres-block": "attnres:block_size=12",
+    "attnres-inkling": "attnres_inkling",
+    "altup": "altup",
+    "mhar": "attnres:heads=4",
+    "delta-attnres": "delta_attnres",
+    "denseformer": "denseformer",
+    "mudd": "mudd",
+}
+
+ALIASES = {  # a preset, and the options that differ from it
+    # The field's names.
+    "deep-delta-learning": "ddl",
+    "pre-norm": "residual",
+    "nanochat": "lambdas",
+    "rezero": "lambdas:r=null,z=null,backout=null,p=0.0",
+    "deepnorm": "lambdas:r=null,z=null,backout=null,norm=post",
+    "kromhc": "krom",
+    "muddformer": "mudd",
+    # The labels of ResBench.
+    "residual+tc": "residual:compress=token",
+    "residual+conv": "residual:expand=conv",
+    "lambdas+tc": "lambdas:compress=token",
+    "lambdas+conv": "lambdas:expand=conv",
+    "lambdas-gated": "lambdas:gate=token",
+    "lambdas-gated+tc": "lambdas:gate=token,compress=token",
+    "lambdas-gated+conv": "lambdas:gate=token,expand=conv",
+    "gated-orthogonal+tc": "gated-orthogonal:compress=token",
+    "gated-delta+tc": "gated-delta:compress=token",
+    "gated-delta-4": "gated-delta:value_channels=4,write_gate=true",
+    "gated-delta-4-write-only": "gated-delta:value_channels=4,erase=none,write_gate=true",
+    "ddl-write-only": "gated-delta:erase=none,write=value",
+    "ddl-tc-write-only": "gated-delta:value_channels=4,erase=none,write=value",
+    "hc-static": "hc:dynamic=false",
+}
+
+RELATED = {  # names of other things, and the nearest thing here, which an error suggests
+    "canon": "residual:compress=token",
+    "layerscale": "lambdas:r=null,z=null,backout=null,p=0.0001,per_channel=true",
+}
+
+
+def key(name: str) -> str:
+    """Return the letters of a name that count."""
+    return name.casefold().replace("-", "").replace("_", "")
+
+
+def _meanings() -> dict[str, str]:
+    """Map the key of every name of this library to its preset, or to the preset and options of an alias."""
+    firsts: dict[str, str] = {}
+    for preset, text in PRESETS.items():
+        firsts.setdefault(named(text)[0], preset)
+    schemes = {name: firsts[scheme] for scheme, place in SCHEMES.items() for name in (scheme, place.split(":")[1])}
+    return {key(name): meaning for name, meaning in (schemes | ALIASES | dict(zip(PRESETS, PRESETS))).items()}
+
+
+MEANINGS = _meanings()
+
+
+def meaning(name: str, registered: Iterable[str] = ()) -> str:
+    """Return the preset that a name means, with the options of an alias: "lambdas:compress=token" for "Lambdas+TC".
+
+    A name that is registered or declared exactly so means itself, as does one that is like no other.
+    """
+    if name in PRESETS:
+        return name
+    others = [*registered, *(point.name for point in entry_points())]
+    return name if name in others else ({key(other): other for other in others} | MEANINGS).get(key(name), name)
+
+
+def canonical(text: str) -> str:
+    """Return "name" or "name:options" with the name of a preset, as files have it, for all that means one.
+
+    Raises InputError for an unknown name, before torch is imported for its options. A program that uses schemes
+    already, and may have registered more, gets the same error from `resolve`.
+    """
+    registry = sys.modules.get("residua.connections.registry")
+    registered = () if registry is None else registry.PRESETS
+    name, _, options = text.partition(":")
+    preset = meaning(name, registered)
+    if preset.partition(":")[0] not in {*PRESETS, *registered, *(point.name for point in entry_points())}:
+        raise unknown("preset", name, registered or PRESETS)
+    return preset + (("," if ":" in preset else ":") + options if options else "")
+
+
+def unknown(kind: str, name: Any, choices: Iterable[str]) -> InputError:
+    """Return the error for a name that no scheme has: it suggests the likeliest, and lists the `choices`."""
+    choices = [*choices, *(point.name for point in entry_points())]
+    suggestions = {choice: choice for choice in choices}
+    if kind == "preset":
+        suggestions = MEANINGS | RELATED | suggestions
+    quoted = {other: repr(suggestion) for other, suggestion in suggestions.items()}
+    likeliest = did_you_mean(str(name).casefold(), quoted, show=quoted, cutoff=0.5)
+    return InputError(f"connection: no {kind} is called {name!r}{likeliest} (known: {', '.join(choices)})")
+
+
+def entry_points() -> tuple[metadata.EntryPoint, ...]:
+    """Return the schemes that installed packages declare."""
+    return _entry_points_on(tuple(map(str, sys.path)))
+
+
+@functools.cache
+def _entry_points_on(path: tuple[str, ...]) -> tuple[metadata.EntryPoint, ...]:
+    return tuple(metadata.entry_points(group=ENTRY_POINTS))
+
+
+def forget() -> None:
+    """Look for packages anew, of which one may have been installed meanwhile."""
+    _entry_points_on.cache_clear()
+
+
+def package_of(point: metadata.EntryPoint) -> str:
+    """Return the top-level module that declares a scheme."""
+    return point.value.partition(":")[0].partition(".")[0]

@@ -1,0 +1,100 @@
+"""A name in any spelling, the field's names and ResBench's labels lead to the right preset."""
+
+import re
+
+import pytest
+
+import residua
+from residua.connections import PRESETS, SCHEMES, describe, names, resolve
+from residua.connections.names import canonical
+from residua.lab.study.plan import load_study
+from residua.lab.training import load_config
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_case_and_marks_do_not_matter(preset):
+    for name in (preset.upper(), preset.replace("-", "_"), preset.replace("-", ""), preset.title()):
+        assert canonical(name) == preset
+        assert resolve(name) == residua.resolve({"preset": name}) == PRESETS[preset]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_class_and_its_name_in_files_lead_to_the_first_of_its_presets(scheme):
+    first = next(preset for preset, built in PRESETS.items() if type(built) is SCHEMES[scheme])
+    assert canonical(scheme) == canonical(SCHEMES[scheme].__name__) == first
+    assert resolve(SCHEMES[scheme].__name__) == PRESETS[first]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("DDL", residua.DeepDelta()),
+        ("Deep Delta Learning".replace(" ", "-"), residua.DeepDelta()),
+        ("mHC", residua.ManifoldHyperConnections()),
+        ("HyperConnections", residua.HyperConnections()),
+        ("AttnRes", residua.AttentionResiduals()),
+        ("ReZero", residua.Lambdas(r=None, z=None, p=0.0)),
+        ("DeepNorm", residua.Lambdas(r=None, z=None, norm="post")),
+        ("nanochat", residua.Lambdas(r=1.15, r_last=1.05, z=0.20, z_last=0.05, backout=0.2)),
+        ("MUDDFormer", residua.MultiwayDynamicDense()),
+        ("lambdas+tc:r=1.0", residua.Lambdas(r=1.0, z=0.20, z_last=0.05, backout=0.2, compress="token")),
+        ({"preset": "ddl_write_only", "heads": 2}, residua.GatedDelta(erase="none", write="value", heads=2)),
+    ],
+)
+def test_the_names_of_the_field(name, scheme):
+    assert resolve(name) == scheme
+
+
+def test_the_labels_of_resbench_are_the_connections_of_the_study():
+    entries = load_study("resbench").schemes
+    labels = names.ALIASES.keys() & entries.keys()
+    assert len(labels) > 10
+    for label in labels - {"residual+tc"}:
+        assert resolve(label) == resolve(entries[label].connection), label
+    plain = resolve(entries["residual+tc"].connection)  # the same numbers to the last bit, by another class
+    assert (plain.erase, plain.compress, resolve("residual+tc").compress) == ("none", "token", "token")
+
+
+def test_an_alias_takes_no_name_of_a_preset_and_is_no_preset():
+    assert not {names.key(name) for name in names.ALIASES} & {names.key(name) for name in PRESETS}
+    assert not names.ALIASES.keys() & residua.schemes().keys()
+
+
+@pytest.mark.parametrize(
+    ("typed", "written"),
+    [
+        ("ddl-cc", "ddl-cc"),
+        ("ddl-cc:beta_init=0.5", "ddl-cc:beta_init=0.5"),
+        ("DDL_CC:beta_init=0.5", "ddl-cc:beta_init=0.5"),
+        ("lambdas:compress=token", "lambdas:compress=token"),
+        ("Lambdas+TC", "lambdas:compress=token"),
+        ("lambdas+tc:p=1.0", "lambdas:compress=token,p=1.0"),
+    ],
+)
+def test_a_configuration_has_the_name_of_a_preset(typed, written):
+    """So that a run's files and digests do not depend on the spelling, and are those of earlier versions."""
+    assert load_config("tiny", [f"--model.connection={typed}"]).model.connection == written
+    assert describe(resolve(typed)) == describe(resolve(written))
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("deepdelt", "'ddl'"),
+        ("Hyperconection", "'hc'"),
+        ("lambda+tc", "'lambdas:compress=token'"),
+        ("Canon", "'residual:compress=token'"),
+        ("mch", "'mhc'"),
+    ],
+)
+def test_a_typo_has_a_suggestion(name, suggestion):
+    for lookup in (canonical, resolve):
+        with pytest.raises(ValueError, match=rf"no preset is called '{re.escape(name)}'; did you mean") as raised:
+            lookup(name)
+        assert f"did you mean {suggestion}? (known: residual, " in str(raised.value)
+
+
+def test_build_is_resolve_and_build():
+    stream = residua.build("mHC", dim=8, num_sublayers=2, norm_eps=1e-3)
+    assert repr(stream.connections) == repr(PRESETS["mhc"].build(8, 2, norm_eps=1e-3).connections)
+    assert residua.schemes()["mhc"] is PRESETS["mhc"]
