@@ -15,6 +15,7 @@ earlier sublayers, `Connection.streams` for the streams side by side.
 import functools
 import inspect
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -193,6 +194,9 @@ class Stream(nn.Module):
     `expand` and `collapse` take their input and, if they need earlier tokens, a `Memory` or None.
     """
 
+    scheme: "Scheme | None" = None  # what built this stream, and its width; `Scheme.build` sets them
+    dim: int | None = None
+
     def __init__(self, expand: nn.Module, connections: Sequence[Connection], collapse: nn.Module):
         super().__init__()
         self.expand = expand
@@ -219,6 +223,42 @@ class Stream(nn.Module):
                 names += [parameter for parameter, _ in parameters]
         return names
 
+    def param_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+        """Return the trainable parameters as groups for an optimizer of torch.
+
+        Weights of linear maps are decayed. Gains, biases, taps of convolutions and read vectors are not, of any shape:
+        they need not be small.
+        """
+        matrices = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                groups[id(parameter) in matrices].append(parameter)
+        return [
+            {"params": parameters, "lr": lr, "weight_decay": weight_decay if decayed else 0.0}
+            for decayed, parameters in groups.items()
+            if parameters
+        ]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Stream":
+        """Do as `nn.Module`; warn if `to`, `half` or `bfloat16` narrows gates and mappings."""
+        names = [name for name in self.float32_parameters() if self.get_parameter(name).dtype == torch.float32]
+        super()._apply(fn, recurse)
+        narrow = [name for name in names if self.get_parameter(name).dtype in (torch.bfloat16, torch.float16)]
+        if narrow:
+            warnings.warn(
+                f"the {len(narrow)} parameters of gates and mappings must stay in float32, got "
+                f"{self.get_parameter(narrow[0]).dtype}; compute in it under torch.autocast, or convert only the "
+                "parameters that stream.float32_parameters() does not name",
+                stacklevel=2,
+            )
+        return self
+
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self.parameters())
+        built = "" if self.scheme is None else f"{self.scheme}, dim={self.dim}, "
+        return f"Stream({built}{len(self.connections)} sublayers, {count:,} parameters)"
+
     def forward(
         self,
         x: Tensor,
@@ -235,6 +275,8 @@ class Stream(nn.Module):
         """
         if len(sublayers) != len(self.connections):
             raise ValueError(f"sublayers must be {len(self.connections)}, one per connection, got {len(sublayers)}")
+        if not x.is_floating_point():
+            raise TypeError(f"x must be the embeddings of the tokens, a floating-point tensor, got {x.dtype}")
         if documents is None:
             expect_memory(self.expand, memory, x)
         state = self.expand(x, memory_of(self.expand, memory, attention_mask, documents))
@@ -244,11 +286,12 @@ class Stream(nn.Module):
 
 
 def _described(build: Callable[..., Stream]) -> Callable[..., Stream]:
-    """Wrap `build` of a scheme: it also sets the state that every connection takes, and whether it is causal."""
+    """Wrap `build` of a scheme: it also sets what a stream was built from, and the facts of its connections."""
 
     @functools.wraps(build)
     def built(self: "Scheme", dim: int, num_sublayers: int, **options: Any) -> Stream:
         stream = build(self, dim, num_sublayers, **options)
+        vars(stream).update(scheme=self, dim=dim)
         for i, connection in enumerate(stream.connections):
             vars(connection).update(takes=self.state_spec(i, dim), causal=self.causal)
         return stream
@@ -280,6 +323,16 @@ class Scheme(ABC):
         super().__init_subclass__(**options)
         if "build" in vars(cls):
             cls.build = _described(cls.build)  # type: ignore[method-assign]
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Scheme.__repr__  # type: ignore[method-assign]  # so that `dataclass` does not write one
+
+    def __repr__(self) -> str:
+        """Return the class with the options that differ from its defaults, from which Python makes an equal scheme."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = [
+            f"{field.name}={values[field.name]!r}" for field in fields(self) if values[field.name] != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def __post_init__(self) -> None:
         check_options(type(self), {field.name: getattr(self, field.name) for field in fields(self)})

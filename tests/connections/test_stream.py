@@ -1,0 +1,79 @@
+"""What a scheme and a stream print, and the help that a stream gives to an optimizer, a dtype and a wrong input."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import residua
+from residua import DeepDelta, Residual
+from residua.lab.training.optimizer import parameter_groups
+from support.variants import ALL, bare_sublayers, perturbed
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_scheme_prints_what_differs_from_its_defaults_and_python_reads_it(name):
+    scheme = ALL[name]
+    text = repr(scheme)
+    assert eval(text, {type(scheme).__name__: type(scheme)}) == scheme
+    assert "\n" not in text
+
+
+def test_the_prints_are_short():
+    assert repr(Residual()) == "Residual()"
+    assert repr(DeepDelta(map="v", beta_init=0.5)) == "DeepDelta(map='v', beta_init=0.5)"
+    stream = residua.build("ddl:map=v", dim=8, num_sublayers=2)
+    count = sum(parameter.numel() for parameter in stream.parameters())
+    assert repr(stream) == f"Stream(DeepDelta(map='v'), dim=8, 2 sublayers, {count} parameters)"
+    assert repr(copy.deepcopy(stream)) == repr(stream)
+    by_hand = residua.Stream(stream.expand, stream.connections, stream.collapse)
+    assert repr(by_hand) == f"Stream(2 sublayers, {count} parameters)"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_groups_of_a_stream_hold_every_parameter_once_and_decay_as_training_does(name):
+    stream = ALL[name].build(16, 4)
+    groups = stream.param_groups(lr=1e-3, weight_decay=0.1)
+    listed = [parameter for group in groups for parameter in group["params"]]
+    assert sorted(map(id, listed)) == sorted(map(id, stream.parameters()))
+    assert {group["lr"] for group in groups} == {1e-3}
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    assert decays == {id(p): group["weight_decay"] for group in parameter_groups(stream, 0.1) for p in group["params"]}
+
+
+def test_frozen_parameters_are_in_no_group():
+    stream = residua.build("ddl-tc", dim=8, num_sublayers=2).requires_grad_(False)
+    assert stream.param_groups(lr=1e-3, weight_decay=0.1) == []
+    torch.optim.AdamW([*residua.build("residual", 8, 2).param_groups(lr=1e-3, weight_decay=0.1)])
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_a_model_that_narrows_gates_is_told(narrow):
+    model = torch.nn.ModuleDict({"stream": residua.build("mhc", dim=8, num_sublayers=2)})
+    count = len(model["stream"].float32_parameters())
+    with pytest.warns(UserWarning, match=rf"the {count} parameters of gates .* float32, got {narrow}; .*autocast"):
+        model.to(narrow)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.float().double().to("meta")
+        torch.nn.Sequential(residua.build("residual", dim=8, num_sublayers=2)).to(narrow)  # norms, and no gate
+
+
+def test_token_numbers_in_place_of_embeddings_are_one_clear_line():
+    stream = residua.build("ddl-tc", dim=8, num_sublayers=2)
+    with pytest.raises(TypeError, match=r"x must be the embeddings of the tokens, .*, got torch\.int64"):
+        stream(torch.zeros(2, 5, dtype=torch.long), bare_sublayers(8, 2))
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name in residua.schemes() and name != "mudd"])
+def test_rows_without_a_batch_are_those_of_a_batch_of_one_or_an_error(name):
+    """A graph has nodes and no sequence, so that (nodes, dim) is right wherever it means something."""
+    stream = perturbed(ALL[name].build(8, 2))
+    x, sublayers = torch.randn(5, 8), bare_sublayers(8, 2)
+    expected = stream(x[None], sublayers)[0]
+    if any(getattr(part, "window", 0) for part in stream.parts):
+        with pytest.raises(ValueError, match="a module that reads earlier tokens"):
+            stream(x, sublayers)
+    else:
+        torch.testing.assert_close(stream(x, sublayers), expected)
