@@ -1,4 +1,6 @@
-"""Pages that are not files of docs/: the home page, the examples, a page per scheme, and copies of linked files."""
+"""What the site has beside the files of docs/: the home page, the examples, a page per scheme, ResBench's report, and
+copies of linked files.
+"""
 
 import ast
 import re
@@ -17,11 +19,16 @@ EXAMPLES = (
     "custom_scheme/use.py",
     "check_module.py",
 )
+FOLDERS = {"../examples": "examples.md", "../experiments/resbench": "resbench-report.html"}
+"""In place of folders of the repository that pages link to."""
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 
 sys.path[:0] = [str(DOCS), str(ROOT / "src"), str(ROOT / "experiments")]
 
 import scheme_pages  # noqa: E402
+
+from residua.lab.study.page import page as study_page  # noqa: E402
+from residua.lab.study.report import payload  # noqa: E402
 
 
 def on_config(config):
@@ -37,6 +44,7 @@ def on_files(files, config):
     pages |= {f"schemes/{name}.md": scheme_pages.page(name) for name in scheme_pages.names()}
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
+    files.append(File.generated(config, FOLDERS["../experiments/resbench"], content=report()))
     for target in sorted(outside()):
         files.append(File.generated(config, copied(target), content=(ROOT / target).read_bytes()))
     return files
@@ -78,6 +86,11 @@ def examples() -> str:
     return "\n".join(parts)
 
 
+def report() -> str:
+    """Return ResBench's report as `residua study report` writes it."""
+    return study_page(payload(scheme_pages.resbench()))
+
+
 def fenced(text: str) -> str:
     """Put the indented blocks of a docstring between fences."""
     blocks = re.sub(r"(?m)^(?: {4}.*\n?)+", lambda match: f"```text\n{dedented(match[0])}\n```\n", text + "\n")
@@ -103,8 +116,8 @@ def copied(target: str) -> str:
 
 
 def inside(target: str) -> str:
-    """Return the link to the copy of a file outside docs/, or to the page of the examples; other links stay."""
-    if target == "../examples":
-        return "examples.md"
+    """Return the link to the copy of a file outside docs/, or to the page for a folder; other links stay."""
+    if target in FOLDERS:
+        return FOLDERS[target]
     file = target.removeprefix("../")
     return copied(file) if target != file and (ROOT / file).is_file() else target

@@ -15,7 +15,8 @@ from torch import nn
 import residua
 from residua.commands.schemes import about, added, averages, meaning, state, values
 from residua.connections import PRESETS, SCHEMES, resolve
-from residua.lab.study.plan import load_study
+from residua.lab.study.report import difference_text, estimate_text
+from residua.lab.study.results import Results, read_results
 
 DOCS = Path(__file__).parent
 
@@ -138,48 +139,53 @@ def options(kind: type) -> str:
     return table(rows) if len(rows) > 1 else "It has none."
 
 
-# Tables of other pages with rows for schemes: page, mark, text before the rows, and their columns (all for none).
+COMPARED = (
+    "Ours: validation loss of language models of 0.1 and 0.3 million parameters, each tuned under the same budget, "
+    "minus that of two tuned baselines. **Bold**: clear after the correction for the number of comparisons "
+    "([ResBench](../resbench.md))."
+)
+# Tables of other pages with rows for schemes: page, mark, and text before the rows.
 MEASURED = (
-    (
-        "resbench-tables.md",
-        "resbench",
-        "Ours: validation loss of language models of 0.1 and 0.3 million parameters, each scheme tuned under the same "
-        "budget, minus that of two tuned baselines. **Bold**: clear after the correction for the number of comparisons "
-        "([ResBench](../resbench.md)).",
-        ("size", "scheme", "validation loss", "to `residual`, equal tokens", "to `lambdas`, equal tokens", "step time"),
-    ),
     (
         "results.md",
         "results",
         "Ours: validation loss of a 0.6M-parameter language model, five seeds ([setting](../results.md)).",
-        (),
     ),
     (
         "geometry.md",
         "ours",
         "Ours: mean squared error on the geometric tasks, reduced sizes ([setting](../geometry.md)).",
-        (),
     ),
     (
         "retrofit.md",
         "all",
         "Ours: a pretrained model of 135 million parameters with this residual, all weights trained on "
         "([setting](../retrofit.md)).",
-        (),
     ),
-    ("retrofit.md", "connections", "Ours: the same with frozen weights, only the connections trained.", ()),
+    ("retrofit.md", "connections", "Ours: the same with frozen weights, only the connections trained."),
 )
 
 
-def measured(name: str, page: str, mark: str, columns: tuple[str, ...]) -> str:
+def compared(name: str) -> str:
+    """Return the finished rows of ResBench that are of the scheme `name`; "" for none."""
+    baselines = resbench().study.baselines
+    rows = [["size", "scheme", "validation loss", *(f"to `{one}`, equal tokens" for one in baselines), "step time"]]
+    for row in resbench().rows:
+        if row.whole and row.loss and scheme_of(row.scheme) == name:
+            differences = [difference_text(row, one, "tokens") for one in baselines]
+            time = f"{row.cost['time_ratio']['median']:.2f}" if row.cost else "–"
+            rows.append([row.rung, f"`{row.scheme}`", estimate_text(row.loss, ".4f"), *differences, time])
+    return table(rows) if len(rows) > 1 else ""
+
+
+def measured(name: str, page: str, mark: str) -> str:
     """Return the rows of a table that are of the scheme `name`; "" for none."""
     text = (DOCS / page).read_text(encoding="utf-8")
     lines = re.search(rf"<!-- {mark}: .*?-->\n(.*?)\n<!-- /{mark}", text, re.DOTALL)[1].splitlines()
     header, _, *rows = [line.strip("| ").split(" | ") for line in lines]
     labels = [re.search(r"`([^`]+)`|$", " ".join(row))[1] for row in rows]
-    places = [header.index(column) for column in columns] or range(len(header))
     chosen = [row for row, label in zip(rows, labels) if label and scheme_of(label) == name]
-    return table([[row[place] for place in places] for row in (header, *chosen)]) if chosen else ""
+    return table([header, *chosen]) if chosen else ""
 
 
 @cache
@@ -189,7 +195,7 @@ def scheme_of(label: str) -> str | None:
     "residual+tc" and "lambdas-gated" are of the preset with which they begin, whatever class computes them.
     """
     own = [preset for preset in PRESETS if re.match(rf"{preset}(?=$|[:+-])", label)]
-    entry = studied().get(label)
+    entry = resbench().study.schemes.get(label)
     if not own and not entry:
         return None
     plain = label.startswith("residual")
@@ -198,17 +204,15 @@ def scheme_of(label: str) -> str | None:
 
 
 @cache
-def studied():
-    return load_study("resbench").schemes
+def resbench() -> Results:
+    return read_results(DOCS.parent / "experiments" / "resbench")
 
 
 def results(name: str) -> str:
     """Return our rows of the pages with results, then the published averages over the eight tasks."""
     mine = set(presets(name))
-    parts = []
-    for page, mark, setting, columns in MEASURED:
-        if rows := measured(name, page, mark, columns):
-            parts.append(f"{setting}\n\n{rows}")
+    tables = [(COMPARED, compared(name)), *((about, measured(name, page, mark)) for page, mark, about in MEASURED)]
+    parts = [f"{about}\n\n{rows}" for about, rows in tables if rows]
     header, rows = averages(mine)
     if rows:
         parts.append(

@@ -11,15 +11,12 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import reproduction
 import retrofit_results
-
-if TYPE_CHECKING:
-    from residua.lab.study.results import Results, Row
 
 HERE = Path(__file__).parent
 
@@ -88,10 +85,7 @@ def demo_table() -> str:
 
 
 def quartiles(record: dict[str, Any]) -> str:
-    ratio = record["ratio"]
-    if record["preset"] == record.get("baseline"):
-        return "1"
-    return spread(ratio, ".3f")
+    return "1" if record["preset"] == record.get("baseline") else spread(record["ratio"], ".3f")
 
 
 def spread(ratio: dict[str, Any], form: str) -> str:
@@ -314,155 +308,24 @@ def results_table() -> str:
     )  # fmt: skip
 
 
-@cache
-def resbench() -> "Results":
-    """What the records of ResBench say to the study as it stands now."""
-    from residua.lab.study.plan import load_study
-    from residua.lab.study.results import results
-
-    found = results(load_study("resbench"), records("resbench/records.jsonl"), records("resbench/costs.jsonl"))
-    return found.with_audits(records("resbench/audits.jsonl"))
-
-
-def resbench_questions() -> str:
-    """The questions of ResBench with their answers, and the rank correlations."""
-    from residua.lab.study.report import ANSWERS, questions, ranked
-
-    asked = ["", ANSWERS, "", *questions(resbench()), ""]
-    return "\n".join([*asked, "### Does the ranking agree with the published one?", "", *ranked(resbench()), ""])
-
-
-def finished(rung: str) -> "list[Row]":
-    """The rows of ResBench at a size of which every seed is finished, the lowest loss first."""
-    own = [row for row in resbench().rows if row.rung == rung and row.whole and row.loss is not None]
-    return sorted(own, key=lambda row: row.loss.mean)
-
-
-def step_time(ratio: Any) -> str:
-    """The quartiles of a step's time to the baseline's, or a dash."""
-    return spread(ratio, ".2f") if ratio else "–"
-
-
 def resbench_table() -> str:
-    """The rows of ResBench of which every seed is finished."""
-    from residua.lab.study.report import difference_text, estimate_text
+    """The leads of ResBench's picture at every size, and what a step costs beside the plain residual's."""
+    from resbench_picture import BASELINE, RECORDS, SCHEMES
 
-    found = resbench()
-    compared = [
-        (baseline, measure) for baseline in found.study.baselines for measure in found.measures if measure != "FLOPs"
-    ]
-    rows = []
-    for rung in found.study.rungs:
-        for row in finished(rung):
-            cells = [rung, f"`{row.scheme}`", estimate_text(row.loss, ".4f")]
-            cells += [difference_text(row, *pair) for pair in compared]
-            rows.append([*cells, step_time(row.cost and row.cost["time_ratio"]), f"{row.parameters:,}"])
-    header = ["size", "scheme", "validation loss", *(f"to `{name}`, equal {measure}" for name, measure in compared)]
-    return markdown([*header, "step time", "parameters"], rows)
+    from residua.lab.study.results import read_results
 
-
-def resbench_rates() -> str:
-    """`ddl` and the same form without its erase term at two learning rates, trained in full."""
-    from residua.lab.study.report import estimate_text
-    from residua.records.statistics import Estimate, paired
-
-    losses: dict[str, dict[float, dict[int, float]]] = {}
-    for name in ("ddl", "ddl-write-only"):
-        for run in records(f"resbench/rates/{name}.jsonl"):
-            losses.setdefault(name, {}).setdefault(run["point"]["train.lr"], {})[run["seed"]] = run["val_loss"]
-    rows = []
-    for rate in sorted(losses["ddl"]):
-        ours, theirs = (losses[name][rate] for name in losses)
-        cells = [estimate_text(Estimate.of(one.values()), ".4f") for one in (ours, theirs)]
-        rows.append([f"{rate:g}", *cells, estimate_text(paired(ours, theirs), "+.4f")])
-    return markdown(["learning rate", *(f"`{name}`" for name in losses), "difference"], rows)
-
-
-def resbench_points() -> str:
-    """The schemes of which several points were trained with all seeds, and what tuning saw of these points."""
-    from residua.lab.study.report import estimate_text
-    from residua.records.statistics import Estimate
-
-    rows, tuning, known = [], resbench().study.tuning, records("resbench/records.jsonl")
-    for row in (row for rung in resbench().study.rungs for row in finished(rung)):
-        own = [r for r in known if (r["rung"], r["scheme"]) == (row.rung, row.scheme)]
-        whole = []
-        for point in {json.dumps(r["point"]): r["point"] for r in own}.values():
-            there = [r for r in own if r["point"] == point]
-            reported = [r["val_loss"] for r in there if r["kind"] == "report" and r["seed"] in row.losses]
-            if len(reported) == row.seeds:
-                whole.append((point, there, reported))
-        for point, there, losses in whole if len(whole) > 1 else ():
-            where = [f"{key.rpartition('.')[2]} {value:g}" for key, value in point.items()
-                     if any(other[key] != value for other, _, _ in whole)]  # fmt: skip
-            short = next(r["val_loss"] for r in there if r["kind"] == "tune")
-            final = {r["seed"]: r["val_loss"] for r in there if r["kind"] == "final"}
-            chose = [short, final[tuning.seed], statistics.fmean(final[seed] for seed in tuning.judges)]
-            mean = estimate_text(Estimate.of(losses), ".4f")
-            reported = f"**{mean}**" if point == row.point else mean
-            rows.append([row.rung, f"`{row.scheme}`", ", ".join(where), *(f"{x:.4f}" for x in chose), reported])
-    judges = f"in full, seeds {', '.join(map(str, tuning.judges))}"
-    header = ["size", "scheme", "point", "half the length, seed 0", "in full, seed 0", judges,
-              "in full, five other seeds"]  # fmt: skip
-    return markdown(header, rows)
-
-
-def resbench_gates() -> str:
-    """What the gates of the audited runs did along training."""
-    from residua.lab.study.report import audited
-
-    return "\n".join(audited(resbench()))
-
-
-def resbench_repeats() -> str:
-    """The loss on labels whose pair with the token before came earlier in the window, and on all others."""
-    runs = records("resbench/repeats.jsonl")
-    steps = [point["step"] for point in runs[0]["points"]]
-    rows = [
-        [f"`{run['scheme']}`", name, *(f"{point[key]:.2f}" for point in run["points"])]
-        for key, name in (("repeated", "repeated"), ("other", "all other"))
-        for run in runs
-    ]
-    return markdown(["scheme", "labels", *(f"step {step:,}" for step in steps)], rows)
-
-
-def resbench_standings() -> str:
-    """Where a scheme is ahead of every baseline: a letter for each measure, before and after the correction."""
-    found = resbench()
-    sizes = [rung for rung in found.study.rungs if finished(rung)]
-
-    def mark(row: "Row", measure: str) -> str:
-        against = [row.difference(name, measure) for name in found.study.baselines]
-        if not all(one and one.p is not None for one in against):
-            return "?"
-        if not all(one.seen and one.estimate.mean < 0 for one in against):
-            return "–"
-        letter = measure[0].upper()
-        return f"**{letter}**" if all(one.clear for one in against) else letter
-
-    marks: dict[str, dict[str, list[str]]] = {}
-    for rung in sizes:
-        for row in finished(rung):
-            if row.scheme not in found.study.baselines:
-                marks.setdefault(row.scheme, {})[rung] = [mark(row, measure) for measure in found.measures]
-    ahead = {name: sum(one not in "–?" for some in by.values() for one in some) for name, by in marks.items()}
-    order = sorted((name for name in marks if ahead[name]), key=lambda name: -ahead[name])
-    rows = [[f"`{name}`", *(" ".join(marks[name].get(rung, ())) for rung in sizes)] for name in order]
-    return markdown(["scheme", *sizes], rows)
-
-
-def search_table() -> str:
-    """Every form of the search in the open, beside the plain residual at the better of its learning rates."""
-    found = records("search.jsonl")
-    base = next(row["losses"] for row in found if row["connection"] == "residual")
-    rows = []
-    for row in found:
-        differences = [f"{row['losses'][seed] - base[seed]:+.3f}" for seed in row["losses"]]
-        name = f"`{row['connection']}`" if row["connection"] else "not in the library"
-        told = ", ".join(differences) if row["losses"] != base else "baseline"
-        form = [row[key].replace("|", "\\|") for key in ("form", "equation", "why")]
-        rows.append([*form, name, f"{row['lr']:g}", told])
-    return markdown(["form", "equation", "why it was tried", "name here", "learning rate", "difference by seed"], rows)
+    results = read_results(RECORDS)
+    sizes = {"0.1M": "0.1M, four layers", "0.1M-deep": "eight layers", "0.1M-wide": "two layers", "0.3M": "0.3M"}
+    lines = []
+    for name, words in SCHEMES.items():
+        rows = [results.row(rung, name) for rung in sizes]
+        differences = [row.difference(BASELINE, "tokens") if row else None for row in rows]
+        cells = [f"{one.estimate.mean:+.3f} ± {one.estimate.half_width:.3f}" if one else "" for one in differences]
+        cells = [f"**{cell}**" if one and one.clear else cell for cell, one in zip(cells, differences)]
+        times = [row.cost["time_ratio"]["median"] for row in rows if row and row.cost]
+        ends = dict.fromkeys(f"{time:.1f}" for time in (min(times), max(times)))
+        lines.append([f"`{name}`", words, *cells, " to ".join(ends)])
+    return markdown(["name", "in words", *sizes.values(), "step time"], lines)
 
 
 NO_RUNS = "No run is finished yet."
@@ -538,7 +401,7 @@ def retrofit_table(mode: str) -> str:
                     str(row.seeds),
                     f"{row.loss.mean:.4f}",
                     *map(difference, (row.tokens, row.documents, row.seconds)),
-                    step_time(time),
+                    spread(time, ".2f") if time else "–",
                 ]
             )
     header = ["steps", "trained", "parameters", "learning rate", "seeds", "loss", "difference, over seeds",
@@ -605,18 +468,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "state-dtype": state_dtype_table,
     },
     "docs/results.md": {"demo": demo_table, "sweep": sweep_table, "results": results_table},
-    "docs/resbench.md": {
-        "standings": resbench_standings,
-    },
-    "docs/resbench-tables.md": {
-        "resbench": resbench_table,
-        "questions": resbench_questions,
-        "rates": resbench_rates,
-        "points": resbench_points,
-        "gates": resbench_gates,
-        "repeats": resbench_repeats,
-        "search": search_table,
-    },
+    "docs/resbench.md": {"resbench": resbench_table},
     "docs/retrofit.md": {
         "largest": largest_logit,
         "preserved": preserved_table,

@@ -1,41 +1,41 @@
-"""What README.md, docs/results.md and docs/resbench.md say of ResBench is what its records say."""
+"""What README.md and the pages on ResBench say is what its records say: a test for each statement."""
 
+import csv
+import importlib
 import itertools
 import json
 import math
 import re
 import statistics
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from residua.lab.study.plan import load_study
-from residua.lab.study.report import estimate_text
-from residua.lab.study.results import rankings, results
+from residua.lab.study.report import estimate_text, table
+from residua.lab.study.results import rankings, read_results
 from residua.records.statistics import paired, spearman
-from support.pages import records
+from support.pages import EXPERIMENTS, records
 
-ROOT = Path(__file__).parents[1]
+DOCS = EXPERIMENTS.parent / "docs"
 SHAPES = "0.1M", "0.1M-wide", "0.1M-deep"
+SIZES = (*SHAPES, "0.3M")
 BASELINES = "residual", "lambdas"
 MEASURES = "tokens", "FLOPs", "seconds", "compiled seconds"
-CONVOLVED = "lambdas+conv", "lambdas-gated+conv", "residual+tc", "lambdas+tc", "ddl-tc", "ddl-tc-write-only"
-"""Those of 0.3 million parameters that read through a convolution over tokens."""
 FAILED = "0.1M-deep", "lambdas-gated+tc"
 """A row with a run whose loss jumped."""
 
 
 @pytest.fixture(scope="module")
-def found():
-    return results(load_study("resbench"), records("resbench/records.jsonl"), records("resbench/costs.jsonl"))
+def study():
+    return read_results(EXPERIMENTS / "resbench")
 
 
 @pytest.fixture(scope="module")
-def rows(found):
+def rows(study):
     """By size and scheme, those of which all seeds are finished; those with Muon at a size of their own."""
     whole = {}
-    for row in found.rows:
+    for row in study.rows:
         if row.whole:
             muon = row.scheme.endswith("-muon")
             whole.setdefault(f"{row.rung}-muon" if muon else row.rung, {})[row.scheme] = row
@@ -43,14 +43,18 @@ def rows(found):
 
 
 @pytest.fixture(scope="module")
-def answers(found):
-    """By size, both schemes and measure."""
-    return {(one.rung, one.scheme, one.to, one.measure): one for one in found.answers}
+def answers(study):
+    """By size and both schemes, at equal tokens: the difference."""
+    compared = [answer for answer in study.answers if answer.measure == "tokens" and answer.difference]
+    return {(answer.rung, answer.scheme, answer.to): answer.difference for answer in compared}
 
 
 @pytest.fixture(scope="module")
-def audits():
-    return records("resbench/audits.jsonl")
+def picture():
+    """The module that draws the leads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXPERIMENTS)
+        return importlib.import_module("resbench_picture")
 
 
 def side(estimate):
@@ -59,13 +63,18 @@ def side(estimate):
     return "ahead" if high < 0 else "behind" if low > 0 else "level"
 
 
-def to(row, baseline, measure):
+def to(row, baseline, measure="tokens"):
     return side(row.difference(baseline, measure).estimate)
 
 
-def leads(row):
-    """Over each baseline at equal tokens, in nats per token."""
-    return [-row.difference(baseline, "tokens").estimate.mean for baseline in BASELINES]
+def ahead_of_both(row, measure):
+    estimates = [row.difference(baseline, measure).estimate for baseline in BASELINES]
+    return all(estimate and side(estimate) == "ahead" for estimate in estimates)
+
+
+def gain(row, baseline="residual"):
+    """Nats per token by which the mean at equal tokens is below the baseline's."""
+    return -row.difference(baseline, "tokens").estimate.mean
 
 
 def against(ours, theirs):
@@ -92,10 +101,6 @@ def longer(rung, baseline):
     return ends(rung, baseline, "longer")
 
 
-def plain(rows):
-    return rows["0.1M"]["residual"].losses
-
-
 def second_point():
     """The losses of `gated-orthogonal` at the point that tuning did not choose."""
     return ends("0.1M", "gated-orthogonal", "report", **{"train.connection_lr_factor": 0.25})
@@ -103,117 +108,188 @@ def second_point():
 
 def shared_noise(rows, rung):
     """The standard deviation of a run that all rows of a size share, without what scheme and seed explain."""
-    table = np.array([[row.losses[seed] for seed in sorted(row.losses)] for row in rows[rung].values()])
-    rest = table - table.mean(1, keepdims=True) - table.mean(0, keepdims=True) + table.mean()
-    return math.sqrt((rest**2).sum() / ((table.shape[0] - 1) * (table.shape[1] - 1)))
+    losses = np.array([[row.losses[seed] for seed in sorted(row.losses)] for row in rows[rung].values()])
+    rest = losses - losses.mean(1, keepdims=True) - losses.mean(0, keepdims=True) + losses.mean()
+    return math.sqrt((rest**2).sum() / ((losses.shape[0] - 1) * (losses.shape[1] - 1)))
 
 
-def jumped(rows):
-    """The one run of the row that failed which is not ahead of all others of its seed."""
-    failed = rows[FAILED[0]][FAILED[1]]
-    others = [row for name, row in rows[FAILED[0]].items() if name != failed.scheme]
-    best = {seed: min(row.losses[seed] for row in others) for seed in failed.losses}
-    (seed,) = (seed for seed, loss in failed.losses.items() if loss > best[seed])
-    (run,) = (run for run in failed.runs if (run["kind"], run["seed"]) == ("report", seed))
-    return run
-
-
-def test_every_interval_on_the_page_is_of_two_schemes_that_its_section_names(found, rows):
+@pytest.mark.parametrize("page", ["resbench.md", "resbench-methods.md"])
+def test_every_interval_on_a_page_is_of_two_schemes_that_its_paragraph_names(page, study, rows):
     """Nobody types a number twice: "-0.0841 ± 0.0155" is a difference of the records, at equal tokens or else."""
-    known = {("gated-orthogonal", "residual"): {estimate_text(paired(second_point(), plain(rows)), "+.4f")}}
-    for rung, name in itertools.product(SHAPES, CONVOLVED):  # to longer runs of the baseline
-        difference = paired(rows[rung][name].losses, longer(rung, "lambdas"))
-        known.setdefault((name, "lambdas"), set()).add(estimate_text(difference, "+.4f"))
-    for one in found.answers:
-        if one.difference and one.difference.estimate:
-            known.setdefault((one.scheme, one.to), set()).add(estimate_text(one.difference.estimate, "+.4f"))
-    for row in (row for own in rows.values() for row in own.values()):
-        for one in row.differences:
-            if one.estimate:
-                known.setdefault((row.scheme, one.baseline), set()).add(estimate_text(one.estimate, "+.4f"))
-    page = (ROOT / "docs/resbench.md").read_text(encoding="utf-8")
-    counts = []
-    for section in re.split(r"^##+ ", page, flags=re.MULTILINE):
-        text = " ".join(section.split())
-        names = {*re.findall(r"`([^` ]+)`", text), *BASELINES}
-        names |= {f"{name}-muon" for name in names} if "Muon" in text else set()
-        there = {number for pair, numbers in known.items() if names >= {*pair} for number in numbers}
-        told = re.findall(r"[-+]?\d\.\d+ ± \d\.\d+", text)
-        assert not {*told} - there, text[:60]
-        counts.append(len(told))
-    assert sum(counts) > 40
+    second = paired(second_point(), rows["0.1M"]["residual"].losses)
+    numbers = {("gated-orthogonal", "residual"): {estimate_text(second, "+.4f")}}
+    compared = [(answer.scheme, answer.to, answer.difference) for answer in study.answers if answer.difference]
+    compared += [(row.scheme, each.baseline, each) for row in study.rows if row.whole for each in row.differences]
+    for scheme, other, difference in compared:
+        if difference.estimate:
+            numbers.setdefault((scheme, other), set()).add(estimate_text(difference.estimate, "+.4f"))
+    text = re.sub(r"<!-- (\w+):.*?<!-- /\1 -->", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    count = 0
+    for paragraph in re.split(r"\n\n|\n- ", text):
+        words = " ".join(paragraph.split())
+        names = {*re.findall(r"`([^` ]+)`", words), *BASELINES}
+        names |= {f"{name}-muon" for name in names} if "Muon" in words else set()
+        right = {number for pair, some in numbers.items() if names >= {*pair} for number in some}
+        printed = re.findall(r"[-+]\d\.\d+ ± \d\.\d+", words)
+        assert not {*printed} - right, words
+        count += len(printed)
+    assert count > 8
 
 
-def test_the_sizes_that_have_rows(rows):
-    assert rows.keys() == {*SHAPES, "0.1M-muon", "0.3M", "0.3M-long"}
+def test_the_csv_is_what_the_report_writes(study):
+    """Numbers to twelve digits: the last ones depend on the version of SciPy."""
+    shipped = (EXPERIMENTS / "resbench" / "results.csv").read_text(encoding="utf-8")
+    for ours, theirs in itertools.zip_longest(csv.reader(table(study).splitlines()), csv.reader(shipped.splitlines())):
+        for cell, other in zip(ours, theirs, strict=True):
+            same = cell == other or float(cell) == pytest.approx(float(other), rel=1e-12)
+            assert same, (ours, theirs)
 
 
-def test_at_the_second_size_every_form_with_a_convolution_is_ahead_of_both_baselines(rows):
-    larger, small = rows["0.3M"], rows["0.1M"]
-    assert larger.keys() == {*BASELINES, *CONVOLVED}
-    for name, baseline, measure in itertools.product(CONVOLVED, BASELINES, MEASURES):
-        difference = larger[name].difference(baseline, measure)
-        assert side(difference.estimate) == "ahead"
-        assert difference.clear == ((name, baseline, measure) != ("ddl-tc", "lambdas", "seconds"))
-    for here, least, most in ((larger, 0.24, 0.37), (small, 0.04, 0.09)):
-        every = [lead for name in CONVOLVED for lead in leads(here[name])]
-        assert [round(min(every), 2), round(max(every), 2)] == [least, most]
-    assert to(larger["lambdas"], "residual", "tokens") == "level"
-    assert against(larger["lambdas-gated+conv"], larger["lambdas+conv"]) == "level"
+def test_the_picture_splits_a_lead_by_labels(picture, rows):
+    """Their sum is the difference between the two runs, and most of every lead is on repeated labels."""
+    parts = picture.splits()
+    assert parts.keys() == {"lambdas", "lambdas+conv", "residual+tc", "ddl-tc", "ddl-tc-write-only"}
+    base = rows["0.3M"]["residual"].losses[1]
+    for name, part in parts.items():
+        assert sum(part) == pytest.approx(base - rows["0.3M"][name].losses[1], abs=2e-3), name  # on another processor
+        assert name == "lambdas" or part.repeated > 0.8 * sum(part)
+    for rung in ("0.1M", "0.3M"):
+        for name, lead in picture.leads(picture.read_results(picture.RECORDS), rung).items():
+            assert lead.mean == gain(rows[rung][name])
 
 
-def test_at_the_second_size_four_channels_without_erasing_lead(rows, answers):
-    larger = rows["0.3M"]
-    first = larger["ddl-tc-write-only"]
-    assert {against(first, row) for row in larger.values() if row is not first} == {"ahead"}
-    others = "ddl-tc", "lambdas+tc", "lambdas+conv", "residual+tc"
-    behind = [paired(larger[name].losses, first.losses).mean for name in others]
-    assert [round(lag, 2) for lag in behind] == [0.05, 0.07, 0.09, 0.13]
-    assert [against(larger["ddl-tc"], larger[name]) for name in ("lambdas+conv", "lambdas+tc")] == ["ahead", "level"]
-    each = [larger["residual+tc"].losses[seed] - loss for seed, loss in larger["ddl-tc"].losses.items()]
-    assert [round(min(each), 2), round(max(each), 2)] == [0.04, 0.22]
-    assert round(statistics.fmean(leads(first)), 2) == 0.37
+# What we found
 
 
-def test_at_the_second_size_scales_add_to_the_convolution(rows):
-    larger = rows["0.3M"]
-    scales = larger["lambdas+tc"]
-    lead = paired(scales.losses, larger["residual+tc"].losses)
-    assert side(lead) == "ahead"
-    assert round(lead.mean, 2) == -0.06
-    assert min(leads(scales)) > 0.30
-    smaller = [lead for rung in SHAPES for lead in leads(rows[rung]["lambdas+tc"])]
-    assert [round(min(smaller), 2), round(max(smaller), 2)] == [0.05, 0.10]
+def test_how_much_was_trained(study, rows):
+    begun = {run["scheme"] for run in records("resbench/records.jsonl")}
+    finished = rows["0.1M"].keys() | rows["0.1M-muon"].keys()
+    recipe = load_study("resbench").schemes
+    assert (len(recipe), len(finished), len(recipe.keys() - begun)) == (72, 33, 37)
+    assert not begun & {"ddl-cc", "ddl-cc-ec", "ddl-v", "denseformer", "altup", "siamese", "frac"}
+    assert not finished & {"ddl-apart", "gated-delta-4-gates", "gated-delta-4", "layerscale", "scales", "residual-mup"}
+    assert {name: rows["0.1M"][name].tuning_runs for name in BASELINES} == {"residual": 8, "lambdas": 12}
+    assert len(rows["0.3M"]) == 8
+    embedding = {}
+    for rung in SIZES:
+        plain = rows[rung]["residual"]
+        embedding[rung] = round(2048 * study.study.rungs[rung].keys["model.hidden_size"] / plain.parameters, 2)
+        assert round(plain.tokens / plain.parameters) == 20
+    assert (min(embedding.values()), max(embedding.values())) == (0.40, 0.69)
+    facts = rows["0.1M"]["residual"].runs[0]["facts"]["data"]
+    assert (facts["validation_tokens"], facts["documents"], facts["validation_fraction"]) == (58563, 31174, 0.001)
 
 
 def test_the_convolution_by_shape(rows):
-    leads = [-rows[rung]["residual+tc"].difference("residual", "tokens").estimate.mean for rung in (*SHAPES, "0.3M")]
-    assert [round(min(leads[:3]), 2), round(max(leads[:3]), 2), round(leads[3], 2)] == [0.06, 0.08, 0.25]
-    parts = {}  # of the lead of the convolution before every sublayer, what one behind the embedding has
-    for rung in (*SHAPES, "0.3M"):
-        once, always = (rows[rung][name].difference("lambdas", "tokens") for name in ("lambdas+conv", "lambdas+tc"))
-        parts[rung] = round(once.estimate.mean / always.estimate.mean, 2)
+    assert [round(gain(rows[rung]["residual+tc"]), 2) for rung in SIZES] == [0.08, 0.06, 0.07, 0.25]
+    parts = {
+        rung: round(gain(rows[rung]["lambdas+conv"], "lambdas") / gain(rows[rung]["lambdas+tc"], "lambdas"), 2)
+        for rung in SIZES
+    }  # of the lead of the convolution before every sublayer, what one behind the embedding has
     assert parts == {"0.1M": 0.59, "0.1M-wide": 0.85, "0.1M-deep": 0.11, "0.3M": 0.92}
 
 
+def test_erasing_gains_nothing_in_nine_comparisons(study):
+    erasing = [answer for answer in study.answers if answer.question.name.startswith("erasing") and answer.difference]
+    differences = {(answer.rung, answer.scheme): answer.difference for answer in erasing}
+    assert len(differences) == 9
+    assert "ahead" not in {side(difference.estimate) for difference in differences.values()}
+    assert not any(difference.clear for difference in differences.values())
+    behind = {name: each.estimate.mean for name, each in differences.items() if side(each.estimate) == "behind"}
+    assert len(behind) == 4
+    assert {name for name in behind if name[1] == "ddl-tc"} == {("0.3M", "ddl-tc")}
+    assert max(behind, key=lambda name: (name[1] != "ddl-tc", behind[name])) == ("0.1M-wide", "ddl")
+    seen = [round(differences[rung, "ddl-tc"].estimate.detectable, 3) for rung in SHAPES]
+    assert seen == [0.018, 0.040, 0.036]
+    counts = {each.estimate.count for (rung, name), each in differences.items() if (rung, name) != ("0.1M", "ddl-tc")
+              and rung == "0.1M"}  # fmt: skip
+    assert counts == {10}
+
+
+def test_erasing_was_compared_at_two_settings_at_the_second_size(rows):
+    erasing, control = (rows["0.3M"][name].point for name in ("ddl-tc", "ddl-tc-write-only"))
+    assert {key: (value, control[key]) for key, value in erasing.items() if value != control[key]} == {
+        "train.lr": (0.032, 0.016),
+        "model.embedding_init_std": (0.24, 0.12),
+    }
+    assert rows["0.1M"]["ddl-tc"].edges == ["model.embedding_init_std"]
+
+
+def test_what_a_learning_rate_is_worth():
+    rates = {"ddl": {}, "ddl-write-only": {}}
+    for name, losses in rates.items():
+        for run in records(f"resbench/rates/{name}.jsonl"):
+            losses.setdefault(run["point"]["train.lr"], {})[run["seed"]] = run["val_loss"]
+    ddl, without = rates.values()
+    assert [side(paired(ddl[rate], without[rate])) for rate in (0.032, 0.064)] == ["behind", "behind"]
+    assert [side(paired(losses[0.064], losses[0.032])) for losses in (ddl, without)] == ["behind", "level"]
+
+
 def test_four_channels_that_only_write_are_ahead_of_scales_at_the_second_size_alone(rows):
-    sides = {rung: against(rows[rung]["ddl-tc-write-only"], rows[rung]["lambdas+tc"]) for rung in (*SHAPES, "0.3M")}
+    sides = {rung: against(rows[rung]["ddl-tc-write-only"], rows[rung]["lambdas+tc"]) for rung in SIZES}
     assert sides == {"0.1M": "level", "0.1M-wide": "level", "0.1M-deep": "behind", "0.3M": "ahead"}
-    assert {against(rows[rung]["ddl-tc-write-only"], rows[rung]["residual+tc"]) for rung in SHAPES} == {"level"}
+    for rung, lead in (("0.3M", 0.07), ("0.3M-long", 0.08)):
+        ours, theirs = (rows[rung][name] for name in ("ddl-tc-write-only", "lambdas+tc"))
+        assert against(ours, theirs) == "ahead"
+        assert round(theirs.loss.mean - ours.loss.mean, 2) == lead
+
+
+def test_scales_with_the_convolution_are_ahead_of_both_baselines_in_every_shape(rows):
+    for rung in SIZES:
+        row = rows[rung]["lambdas+tc"]
+        assert all(ahead_of_both(row, measure) for measure in MEASURES[:3])
+        clear = [row.difference(*pair).clear for pair in itertools.product(BASELINES, MEASURES[:3])]
+        assert all(clear) == (rung in ("0.3M", "0.1M-wide"))
+
+
+def test_a_baseline_with_more_tokens_is_level_with_every_convolution(rows):
+    for rung in SHAPES:
+        more = longer(rung, "lambdas")
+        forms = [name for name in rows[rung] if name.startswith("ddl-") and name != "ddl-write-only"]
+        forms += [name for name in rows[rung] if name.endswith(("+conv", "+tc"))]
+        assert "ahead" not in {side(paired(rows[rung][name].losses, more)) for name in forms}
+
+
+# When a run learns to copy
+
+
+def test_the_leads_are_on_repeated_labels(rows):
+    runs = {run["scheme"]: run for run in records("resbench/repeats.jsonl")}
+    last = {name: run["points"][-1] for name, run in runs.items()}
+    at_half = {name: next(p for p in run["points"] if p["step"] == 1605)["repeated"] for name, run in runs.items()}
+    looks_back = "lambdas+conv", "ddl-tc", "ddl-tc-write-only"
+    assert {name: round(at_half[name]) for name in runs} == dict.fromkeys(runs, 4) | dict.fromkeys(looks_back, 2)
+    assert min(round(last[name]["repeated"], 1) for name in BASELINES) == 3.4
+    others = [point["other"] for point in last.values()]
+    assert round(max(others) - min(others), 2) == 0.10
+    leads = [last["residual"]["other"] - last[name]["other"] for name in ("residual+tc", "ddl-tc-write-only")]
+    assert [round(lead, 2) for lead in leads] == [0.01, 0.08]
+    share = last["lambdas"]["share"]
+    assert round(share, 2) == 0.15
+    losses = {name: share * point["repeated"] + (1 - share) * point["other"] for name, point in last.items()}
+    reported = {row.scheme: row.losses[1] for row in rows["0.3M"].values()}
+    for name, run in runs.items():
+        assert run["equal"] == (name != "residual")
+        assert losses[name] == pytest.approx(reported[name], abs=2e-3 if name == "residual" else 1e-6)
+    assert round(losses["residual"] - reported["residual"], 4) == 0.0014
+    late = {seed: paired(rows["0.3M"]["lambdas+tc"].losses, {seed: loss}).mean
+            for seed, loss in rows["0.3M"]["residual+tc"].losses.items()}  # fmt: skip
+    assert min(late, key=late.get) == 1
 
 
 def test_one_longer_run_of_a_baseline_leaves_the_others(rows):
     larger, runs = rows["0.3M"], longer("0.3M", "lambdas")
+    long = [loss for name in BASELINES for loss in rows["0.3M-long"][name].losses.values()]
+    assert len(runs) + len(longer("0.3M", "residual")) + len(long) == 16
     learned = runs.pop(2)
     assert round(learned, 3) == 3.854
     assert [round(min(runs.values()), 3), round(max(runs.values()), 3)] == [4.010, 4.038]
     assert min(longer("0.3M", "residual").values()) > 3.99
-    long = [loss for name in BASELINES for loss in rows["0.3M-long"][name].losses.values()]
-    assert (len(long), round(min(long), 3), round(max(long), 3)) == (6, 3.926, 3.968)
+    assert (round(min(long), 3), round(max(long), 3)) == (3.926, 3.968)
     curves = {run["seed"]: dict(run["curve"]) for run in records("resbench/records.jsonl")
               if (run["rung"], run["scheme"], run["kind"]) == ("0.3M", "lambdas", "longer")}  # fmt: skip
     first, *others = curves.pop(2), *curves.values()
-    ahead = {step: min(one[step] for one in others) - loss for step, loss in first.items()}
+    ahead = {step: min(curve[step] for curve in others) - loss for step, loss in first.items()}
     assert max(lead for step, lead in ahead.items() if step < 2405) < 0.01
     assert [round(ahead[step], 2) for step in (2405, 3367, 4804)] == [0.02, 0.05, 0.16]
     for name, same, other in (("lambdas+tc", 0.07, 0.24), ("residual+tc", 0.01, 0.18)):
@@ -240,6 +316,15 @@ def test_how_the_learning_rate_may_decide_when_a_run_learns(rows):
     assert round(chosen["lambdas"], 2) == 0.06
 
 
+def test_three_times_the_tokens(rows):
+    long, larger = rows["0.3M-long"], rows["0.3M"]
+    assert long["residual"].steps == 3 * larger["residual"].steps
+    assert {row.seeds for row in long.values()} == {3}
+    for name in long.keys() - {*BASELINES}:
+        assert ahead_of_both(long[name], "tokens")
+        assert gain(long[name], "lambdas") == pytest.approx(gain(larger[name], "lambdas"), abs=0.02)
+
+
 def test_what_a_seed_that_learned_does_to_a_mean(rows):
     row = rows["0.3M"]["ddl-tc"].difference("lambdas", "seconds")
     share = math.log(row.cost) / math.log(1.5)
@@ -251,43 +336,55 @@ def test_what_a_seed_that_learned_does_to_a_mean(rows):
     assert [round(min(by_seed.values()), 2), round(max(by_seed.values()), 2)] == [-0.35, -0.26]
 
 
-def test_erasing_was_compared_at_two_settings_at_the_second_size(rows):
-    erasing, control = (rows["0.3M"][name].point for name in ("ddl-tc", "ddl-tc-write-only"))
-    assert {key: (value, control[key]) for key, value in erasing.items() if value != control[key]} == {
-        "train.lr": (0.032, 0.016),
-        "model.embedding_init_std": (0.24, 0.12),
+# Questions
+
+
+def test_ddl_adds_to_its_convolution_in_two_layers_only(rows, answers):
+    sides = {rung: side(answers[rung, "ddl-tc", "residual+tc"].estimate) for rung in SIZES}
+    assert sides == {"0.1M": "level", "0.1M-wide": "ahead", "0.1M-deep": "behind", "0.3M": "level"}
+    ours, theirs = (rows["0.3M"][name].losses for name in ("ddl-tc", "residual+tc"))
+    each = [theirs[seed] - loss for seed, loss in ours.items()]
+    assert [round(min(each), 2), round(max(each), 2)] == [0.04, 0.22]
+    assert side(answers["0.1M", "gated-delta+tc", "residual+tc"].estimate) == "behind"
+
+
+def test_at_equal_seconds_the_compiler_decides_for_ddl(rows):
+    """The same marks as under "delta form": where each is ahead of both baselines."""
+    marks = {
+        (name, measure): {rung for rung in SIZES if ahead_of_both(rows[rung][name], measure)}
+        for name, measure in itertools.product(("ddl-tc", "lambdas-gated+conv"), MEASURES[2:])
     }
-    assert rows["0.1M"]["ddl-tc"].edges == ["model.embedding_init_std"]
+    assert marks == {
+        ("ddl-tc", "seconds"): {"0.3M"},
+        ("ddl-tc", "compiled seconds"): {"0.1M", "0.1M-wide", "0.3M"},
+        ("lambdas-gated+conv", "seconds"): {"0.1M", "0.1M-wide", "0.3M"},
+        ("lambdas-gated+conv", "compiled seconds"): {"0.1M", "0.1M-wide", "0.3M"},
+    }
+    assert [ratio(rows[rung]["ddl-tc"]) for rung in SHAPES] == [1.39, 1.45, 1.76]
+    assert to(rows["0.1M-deep"]["ddl-tc"], "lambdas", "compiled seconds") == "behind"
+    level = rows["0.1M-deep"]["lambdas-gated+conv"].difference("lambdas", "seconds").estimate
+    assert (side(level), round(level.detectable, 3)) == ("level", 0.023)
+    for name in ("ddl", "ddl-ec", "gated-delta", "gated-delta-write", "gated-delta+tc"):
+        assert not any(ahead_of_both(rows[rung][name], "seconds") for rung in SHAPES if name in rows[rung]), name
 
 
-def test_no_cost_of_erasing_is_clear_after_the_correction(found):
-    erasing = [one for one in found.answers if one.question.name.startswith("erasing")]
-    seen = [one.difference for one in erasing if one.difference and one.difference.estimate and one.difference.seen]
-    assert len(seen) == 4
-    assert min(one.estimate.mean for one in seen) > 0
-    assert not any(one.clear for one in seen)
-
-
-def test_intervals_that_are_narrow_by_luck(rows, answers):
-    half = 2.0 * shared_noise(rows, "0.1M-wide") * math.sqrt(2 / 5)  # Student's t of 60 degrees of freedom
-    assert round(half, 3) == 0.017
-    narrow = answers["0.1M-wide", "ddl-tc", "residual+tc", "tokens"].difference.estimate
-    assert narrow.half_width < half / 3
-    assert -0.017 < rows["0.1M-wide"]["lambdas"].difference("residual", "tokens").estimate.mean < 0
-    error = half / 2.0
-    p = math.erfc(abs(narrow.mean) / error / math.sqrt(2))
-    assert p * sum(one.difference is not None for one in answers.values()) > 1
-
-
-def test_the_scales_on_the_convolution_by_seed(rows):
+def test_scales_help_in_eight_layers(rows):
+    assert {to(rows["0.1M-deep"]["lambdas"], "residual", measure) for measure in MEASURES} == {"ahead"}
+    assert to(rows["0.3M"]["lambdas"], "residual") == "level"
     ours, theirs = (rows["0.3M"][name].losses for name in ("lambdas+tc", "residual+tc"))
     leads = sorted(theirs[seed] - loss for seed, loss in ours.items())
     assert [round(lead, 2) for lead in leads] == [0.03, 0.04, 0.05, 0.05, 0.12]
 
 
-def test_the_second_point_of_the_gated_orthogonal_update(rows):
-    difference = paired(second_point(), plain(rows))
-    assert (side(difference), difference.count) == ("ahead", 5)
+def test_the_gated_orthogonal_update_and_its_search(rows):
+    search = records("search.jsonl")
+    base = next(run["losses"] for run in search if run["connection"] == "residual")
+    first = next(run["losses"] for run in search if run["connection"] == "gated-orthogonal")
+    assert {round(base[seed] - loss, 2) for seed, loss in first.items()} <= {0.07, 0.08}
+    assert round(statistics.fmean(base[seed] - loss for seed, loss in first.items()), 2) == 0.07
+    assert (len(search), len(first)) == (23, 4)
+    assert to(rows["0.1M"]["gated-orthogonal"], "residual") == "level"
+    assert min(rows["0.1M"].values(), key=lambda row: row.loss.mean).scheme == "lambdas-gated+tc"
     chosen, other = (
         statistics.fmean(ends("0.1M", "gated-orthogonal", "final", **{"train.connection_lr_factor": factor}).values())
         for factor in (4.0, 0.25)
@@ -295,302 +392,55 @@ def test_the_second_point_of_the_gated_orthogonal_update(rows):
     assert round(other - chosen, 4) == 0.0065
 
 
-def test_how_much_was_trained(found, rows):
-    begun = {run["scheme"] for run in records("resbench/records.jsonl")}
-    finished = rows["0.1M"].keys() | rows["0.1M-muon"].keys()
-    assert (len(found.study.schemes), len(finished), len(found.study.schemes.keys() - begun)) == (72, 33, 37)
-    assert not begun & {"ddl-cc", "ddl-cc-ec", "ddl-v", "denseformer", "altup", "siamese", "frac"}
-    assert {name: rows["0.1M"][name].tuning_runs for name in BASELINES} == {"residual": 8, "lambdas": 12}
-    assert len(rows["0.3M"]) == 8
-    embedding = {}
-    for rung in (*SHAPES, "0.3M"):
-        plain = rows[rung]["residual"]
-        embedding[rung] = round(2048 * found.study.rungs[rung].keys["model.hidden_size"] / plain.parameters, 2)
-    assert (min(embedding.values()), max(embedding.values())) == (0.40, 0.69)
-    facts = rows["0.1M"]["residual"].runs[0]["facts"]["data"]
-    assert (facts["validation_tokens"], facts["documents"], facts["validation_fraction"]) == (58563, 31174, 0.001)
-
-
-def test_the_most_that_a_row_is_ahead_of_both_baselines(rows):
-    """At 0.1 million, of the baseline that is harder to beat."""
-    most = {rung: max(min(leads(row)) for name, row in rows[rung].items() if name not in BASELINES) for rung in SHAPES}
-    assert {rung: round(lead, 2) for rung, lead in most.items()} == {"0.1M": 0.08, "0.1M-wide": 0.08, "0.1M-deep": 0.05}
-
-
-def test_a_baseline_with_more_tokens_is_level_with_every_convolution(rows):
-    for rung in SHAPES:
-        more = longer(rung, "lambdas")
-        forms = [name for name in rows[rung] if name.startswith("ddl-") and name != "ddl-write-only"]
-        forms += [name for name in rows[rung] if name.endswith(("+conv", "+tc"))]
-        assert "ahead" not in {side(paired(rows[rung][name].losses, more)) for name in forms}
-
-
-def test_one_difference_may_have_two_verdicts(found, rows):
-    twice = [
-        one.scheme
-        for one in found.answers
-        if one.difference and one.difference.estimate and one.scheme in rows[one.rung]
-        for other in rows[one.rung][one.scheme].differences
-        if (other.baseline, other.measure) == (one.to, one.measure) and other.clear and not one.difference.clear
-        if other.estimate == one.difference.estimate
-    ]
-    assert len(twice) == 5
-
-
-def test_a_straight_line_between_two_lengths_flatters_the_schemes(rows):
-    """The plain residual's curve as a parabola through 1, 1.5 and 3 times the steps, in the logarithm."""
-    lengths = rows["0.3M"]["residual"].losses, longer("0.3M", "residual"), rows["0.3M-long"]["residual"].losses
-    means = [statistics.fmean(losses[seed] for seed in (1, 2, 3)) for losses in lengths]
-    curve = np.poly1d(np.polyfit(np.log([1, 1.5, 3]), means, 2))
-    line = np.poly1d(np.polyfit(np.log([1, 1.5]), means[:2], 1))
-    gap = (line - curve)(np.log(np.linspace(1.05, 1.45, 50)))
-    assert gap.min() > 0
-    assert round(gap.max(), 3) == 0.003
-
-
-def test_three_times_the_tokens(rows):
-    long, larger = rows["0.3M-long"], rows["0.3M"]
-    assert long["residual"].steps == 3 * larger["residual"].steps
-    assert {row.seeds for row in long.values()} == {3}
-    for name in long.keys() - {*BASELINES}:
-        assert {to(long[name], baseline, "tokens") for baseline in BASELINES} == {"ahead"}
-        clear = [baseline for baseline in BASELINES if long[name].difference(baseline, "tokens").clear]
-        assert clear == (["lambdas"] if name == "ddl-tc-write-only" else [])
-        assert min(leads(long[name])) > 0.3
-    for size, lead in ((long, 0.08), (larger, 0.07)):
-        four = paired(size["lambdas+tc"].losses, size["ddl-tc-write-only"].losses)
-        assert (side(four), round(four.mean, 2)) == ("behind", lead)
-    assert [round(long[name].loss.mean, 2) for name in ("lambdas", "residual")] == [3.94, 3.95]
-    assert round(larger["lambdas+tc"].loss.mean, 2) == 3.78
-    assert sum(long[name].seeds for name in BASELINES) == 6
-
-
-def test_the_leads_are_on_repeated_labels():
-    runs = {one["scheme"]: one for one in records("resbench/repeats.jsonl")}
-    points = {name: {point["step"]: point for point in one["points"]} for name, one in runs.items()}
-    last = {name: found[max(found)] for name, found in points.items()}
-    assert {name: [round(points[name][step]["repeated"], 1) for step in (963, 1605)] for name in points} == {
-        "residual": [4.2, 3.9],
-        "lambdas": [4.3, 4.1],
-        "lambdas+conv": [4.0, 2.1],
-        "residual+tc": [4.3, 4.0],
-        "ddl-tc": [3.9, 1.9],
-        "ddl-tc-write-only": [3.5, 1.8],
-    }
-    assert min(round(last[name]["repeated"], 1) for name in BASELINES) == 3.4
-    others = [one["other"] for one in last.values()]
-    assert round(max(others) - min(others), 2) == 0.10
-    leads = [last["residual"]["other"] - last[name]["other"] for name in ("residual+tc", "ddl-tc-write-only")]
-    assert [round(lead, 2) for lead in leads] == [0.01, 0.08]
-    share = last["lambdas"]["share"]
-    assert round(share, 2) == 0.15
-    losses = {name: share * one["repeated"] + (1 - share) * one["other"] for name, one in last.items()}
-    for first, second in (("lambdas", "lambdas+conv"), ("lambdas", "ddl-tc-write-only"), ("residual+tc", "ddl-tc")):
-        part = share * (last[first]["repeated"] - last[second]["repeated"])
-        assert 0.79 < part / (losses[first] - losses[second]) < 0.91
-    reported = {one["key"]: one["val_loss"] for one in records("resbench/records.jsonl")}
-    for name, one in runs.items():
-        assert one["equal"] == (name != "residual")
-        assert losses[name] == pytest.approx(reported[one["key"]], abs=2e-3 if name == "residual" else 1e-6)
-    assert round(losses["residual"] - reported[runs["residual"]["key"]], 4) == 0.0014
-
-
-def test_each_size_was_trained_on_the_processor_that_the_page_names(rows):
-    used = {}  # by size, scheme and kind
-    for run in records("resbench/records.jsonl"):
-        used.setdefault((run["rung"], run["scheme"], run["kind"]), set()).add(run["facts"]["cpu"])
-    xeon = {key for key, found in used.items() if found == {"Intel(R) Xeon(R) Processor"}}
-    assert all(found == {"AMD EPYC"} for key, found in used.items() if key not in xeon)
-    own = {(name, kind) for name in (*BASELINES, "lambdas+conv", "lambdas-gated+conv") for kind in ("tune", "report")}
-    assert xeon == {("0.3M", name, kind) for name, kind in {*own, ("residual", "longer")}}
-    assert {cost["device"] for row in rows["0.3M"].values() for cost in (row.cost, row.compiled)} == {"AMD EPYC"}
-
-
-@pytest.mark.parametrize(("baseline", "measure"), list(itertools.product(BASELINES, MEASURES)))
-def test_a_convolution_leads_in_every_shape(rows, baseline, measure):
-    for rung in SHAPES:
-        here = rows[rung]
-        there = {name: one for name, row in here.items() if (one := row.difference(baseline, measure)) and one.estimate}
-        first = min((one.estimate.mean, name) for name, one in there.items())[1]
-        assert first.startswith("ddl-tc") or first.endswith(("+tc", "+conv")), rung
-        level = (rung, baseline, measure) == ("0.1M-deep", "lambdas", "seconds")
-        assert to(here["residual+tc"], baseline, measure) == ("level" if level else "ahead"), rung
-        if "lambdas+tc" in there or measure != "compiled seconds":
-            assert to(here["lambdas+tc"], baseline, measure) == "ahead", rung
-        if rung != "0.1M-deep":
-            assert to(here["lambdas+conv"], baseline, measure) == "ahead", rung
-    assert min(rows["0.1M"].values(), key=lambda row: row.loss.mean).scheme == "lambdas-gated+tc"
-
-
-def test_the_convolution_of_the_embedding_beside_that_of_every_sublayer(rows):
-    for rung, expected in (("0.1M-wide", "level"), ("0.1M", "ahead")):
-        assert against(rows[rung]["residual+tc"], rows[rung]["residual+conv"]) == expected
-    assert ratio(rows["0.1M-wide"]["residual+conv"]) < ratio(rows["0.1M-wide"]["residual+tc"])
-
-
-def test_scales_help_in_eight_layers(rows):
-    deep = rows["0.1M-deep"]
-    assert {to(deep["lambdas"], "residual", measure) for measure in MEASURES} == {"ahead"}
-    for rung, expected in (("0.1M-deep", "ahead"), ("0.1M", "level"), ("0.1M-wide", "level")):
-        assert against(rows[rung]["lambdas+tc"], rows[rung]["residual+tc"]) == expected
-    for rung, baseline in itertools.product(SHAPES, BASELINES):
-        scales = rows[rung]["lambdas+tc"]
-        clear = [scales.difference(baseline, measure).clear for measure in ("tokens", "FLOPs", "seconds")]
-        assert all(clear) == (rung == "0.1M-wide")
-
-
-@pytest.mark.parametrize(
-    ("rung", "scheme", "other", "verdict"),
-    [
-        ("0.1M", "ddl-tc", "residual+tc", "no difference seen"),
-        ("0.1M-deep", "ddl-tc", "residual+tc", "behind"),
-        ("0.1M-wide", "ddl-tc", "residual+tc", "ahead"),
-        ("0.1M", "ddl-tc", "ddl-tc-write-only", "no difference seen"),
-        ("0.1M-deep", "ddl-tc", "ddl-tc-write-only", "no difference seen"),
-        ("0.1M-wide", "ddl-tc", "ddl-tc-write-only", "no difference seen"),
-        ("0.3M", "ddl-tc", "residual+tc", "no difference seen"),
-        ("0.3M", "ddl-tc", "ddl-tc-write-only", "behind by its interval, but not after the correction"),
-        ("0.1M", "ddl", "ddl-write-only", "behind"),
-        ("0.1M-wide", "ddl", "ddl-write-only", "behind"),
-        ("0.1M", "gated-delta-write", "gated-delta-write-only", "behind"),
-        ("0.1M", "gated-delta", "residual", "no difference seen"),
-        ("0.1M", "gated-delta-positive", "residual", "no difference seen"),
-        ("0.1M", "gated-delta+tc", "residual+tc", "behind"),
-        ("0.1M-wide", "gated-delta+tc", "residual+tc", "no difference seen"),
-        ("0.1M", "lambdas-gated+conv", "lambdas+conv", "no difference seen"),
-        ("0.1M-deep", "lambdas-gated+conv", "lambdas+conv", "ahead"),
-        ("0.1M-wide", "lambdas-gated+conv", "lambdas+conv", "ahead by its interval"),
-        ("0.1M", "residual+tc-muon", "residual-muon", "ahead by its interval, but not after the correction"),
-        ("0.1M", "lambdas-gated+tc-muon", "residual-muon", "ahead by its interval, but not after the correction"),
-        ("0.1M", "ddl-tc-muon", "residual-muon", "ahead by its interval, but not after the correction"),
-        ("0.1M", "gated-orthogonal-muon", "residual-muon", "no difference seen"),
-        ("0.1M", "ddl-tc-muon", "residual+tc-muon", "no difference seen"),
-    ],
-)
-def test_the_answers_at_equal_tokens(answers, rung, scheme, other, verdict):
-    assert answers[rung, scheme, other, "tokens"].verdict.startswith(verdict)
-
-
-def test_ddl_adds_to_its_convolution_in_two_layers_also_after_the_correction(answers):
-    assert answers["0.1M-wide", "ddl-tc", "residual+tc", "tokens"].difference.clear
-
-
-def test_what_such_a_study_would_see_of_erasing_on_four_channels(answers):
-    seen = [answers[rung, "ddl-tc", "ddl-tc-write-only", "tokens"].difference.estimate.detectable for rung in SHAPES]
-    assert [round(value, 3) for value in seen] == [0.018, 0.040, 0.036]
-    assert -answers["0.1M-wide", "ddl-tc", "residual+tc", "tokens"].difference.estimate.mean < seen[1]
-
-
-def test_the_questions_on_erasing_have_ten_seeds_in_four_layers(answers):
-    asked = (
-        ("ddl", "ddl-write-only"),
-        ("gated-delta-write", "gated-delta-write-only"),
-        ("gated-delta", "residual"),
-        ("gated-delta-positive", "residual"),
-    )
-    assert {answers[("0.1M", *pair, "tokens")].difference.estimate.count for pair in asked} == {10}
-    others = (
-        ("ddl-tc", "ddl-tc-write-only"),
-        ("ddl-tc", "residual+tc"),
-        ("gated-delta+tc", "residual+tc"),
-        ("lambdas-gated+conv", "lambdas+conv"),
-    )
-    assert {answers[("0.1M", *pair, "tokens")].difference.estimate.count for pair in others} == {5}
-    assert answers["0.1M-wide", "ddl", "ddl-write-only", "tokens"].difference.estimate.count == 5
-
-
-def test_no_delta_form_is_ahead_of_lambdas_at_equal_seconds_in_every_shape(rows):
-    for rung, baseline, measure in itertools.product(SHAPES, BASELINES, MEASURES):
-        if rung != "0.1M-deep" or measure in ("tokens", "FLOPs"):
-            assert to(rows[rung]["lambdas-gated+conv"], baseline, measure) == "ahead", (rung, baseline, measure)
-    level = rows["0.1M-deep"]["lambdas-gated+conv"].difference("lambdas", "seconds").estimate
-    assert side(level) == "level"
-    assert round(level.detectable, 3) == 0.023
-    for rung, baseline in itertools.product(("0.1M", "0.1M-wide"), BASELINES):
-        assert to(rows[rung]["gated-orthogonal"], baseline, "tokens") == "level"
-
-
-def test_the_run_that_failed(rows, audits):
-    failed, run = rows[FAILED[0]][FAILED[1]], jumped(rows)
-    assert {to(failed, *measure) for measure in itertools.product(BASELINES, MEASURES)} == {"level"}
+def test_the_run_that_failed(rows):
+    failed = rows[FAILED[0]][FAILED[1]]
+    others = [row for name, row in rows[FAILED[0]].items() if name != failed.scheme]
+    best = {seed: min(row.losses[seed] for row in others) for seed in failed.losses}
+    (seed,) = (seed for seed, loss in failed.losses.items() if loss > best[seed])
+    (run,) = (run for run in failed.runs if (run["kind"], run["seed"]) == ("report", seed))
     jump = next(later[0] for (_, loss), later in itertools.pairwise(run["curve"]) if later[1] > loss + 1)
     assert jump <= run["steps"] / 2 + 1
-
-    def stuck(seed):
-        """By step: the sublayers, of sixteen, whose gates stand at 1 for nearly every token."""
-        (points,) = [one["points"] for one in audits if (one["rung"], one["scheme"], one["seed"]) == (*FAILED, seed)]
-        assert {len(one["sublayers"]) for one in points} == {16}
-        return {one["step"]: sum(sub["gate_q05"] > 0.99 for sub in one["sublayers"]) for one in points}
-
-    after = stuck(run["seed"])
-    assert (after[jump], after[run["steps"]]) == (8, 3)
-    assert all(count <= 1 for step, count in after.items() if step < jump)
-    assert max(stuck(1).values()) == 1
+    (points,) = (
+        audit["points"]
+        for audit in records("resbench/audits.jsonl")
+        if (audit["rung"], audit["scheme"], audit["seed"]) == (*FAILED, seed)
+    )
+    assert {len(point["sublayers"]) for point in points} == {16}
+    stuck = {point["step"]: sum(sub["gate_q05"] > 0.99 for sub in point["sublayers"]) for point in points}
+    assert (stuck[jump], stuck[run["steps"]]) == (8, 3)
+    assert all(count <= 1 for step, count in stuck.items() if step < jump)
 
 
-def test_most_schemes_give_the_plain_residual_less_than_muon_does(rows):
-    muon = rows["0.1M-muon"]["residual-muon"].difference("residual", "tokens").estimate.mean
-    gains = [
-        row.difference("residual", "tokens").estimate.mean for name, row in rows["0.1M"].items() if name != "residual"
-    ]
-    assert sum(gain > muon for gain in gains) > len(gains) / 2
+def test_under_muon_no_gain_is_clear(answers):
+    muon = answers["0.1M", "residual+tc-muon", "residual-muon"]
+    assert (side(muon.estimate), muon.clear) == ("ahead", False)
 
 
-def test_the_schemes_of_the_published_ranking(found, rows):
-    here, published = rows["0.1M"], found.study.published["304M"].differences
+def test_the_schemes_of_the_published_ranking(study, rows):
+    here, published = rows["0.1M"], study.study.published["304M"].differences
     six = published.keys() - {"residual"}
     assert len(six) == 6
     assert max(published[name] for name in six) < 0
-    assert {to(here[name], "residual", "tokens") for name in six} == {"ahead"}
-    assert {name for name in six if to(here[name], "lambdas", "tokens") == "ahead"} == {"hc", "hc-static"}
-    over_lambdas = [leads(here[name])[BASELINES.index("lambdas")] for name in ("hc-static", "hc")]
-    assert [round(lead, 2) for lead in over_lambdas] == [0.03, 0.04]
-    assert against(here["hc"], here["hc-static"]) == "level"
-    (ranking,) = (one for one in rankings(found) if one.rung == "0.1M")
-    assert len(ranking.schemes) == 7
+    assert {to(here[name], "residual") for name in six} == {"ahead"}
+    assert {name for name in six if to(here[name], "lambdas") == "ahead"} == {"hc", "hc-static"}
+    assert [round(gain(here[name], "lambdas"), 2) for name in ("hc-static", "hc")] == [0.03, 0.04]
+    (ranking,) = (each for each in rankings(study) if each.rung == "0.1M")
     assert [round(value, 2) for value in (ranking.correlation, ranking.lower, ranking.upper)] == [0.36, -0.65, 1.00]
     without = spearman([here[name].loss.mean for name in six], [published[name] for name in six])
     assert round(without, 2) == -0.03
     _, *close = sorted(published[name] for name in six)
     assert max(close) - min(close) < 0.008
-    assert min(here[name].difference("residual", "tokens").estimate.half_width for name in six) > 0.008
     assert [ratio(here[name]) for name in ("hc", "mhc")] == [1.89, 1.97]
     assert all(here[name].difference("residual", "seconds").estimate is None for name in ("hc", "mhc"))
-    assert {name for name in six if here[name].cost is not None} == {"hc", "mhc"}
-
-
-def test_at_equal_seconds_the_compiler_decides_for_ddl(rows):
-    ratios = []
-    for name, rung in itertools.product(("ddl-ec", "ddl-tc"), ("0.1M", "0.1M-wide")):
-        row = rows[rung][name]
-        assert all(to(row, baseline, "seconds") != "ahead" for baseline in BASELINES)
-        assert to(row, "residual", "compiled seconds") == "ahead"
-        ratios.append(ratio(row))
-        assert ratio(rows[rung]["residual+tc"]) < ratios[-1]
-    assert (min(ratios), max(ratios)) == (1.39, 1.48)
-    for rung, baseline, measure in itertools.product(("0.1M", "0.1M-wide"), BASELINES, ("tokens", "compiled seconds")):
-        assert to(rows[rung]["ddl-tc"], baseline, measure) == "ahead"
-    deep = rows["0.1M-deep"]["ddl-tc"]
-    assert to(deep, "lambdas", "compiled seconds") == "behind"
-    assert to(deep, "residual", "compiled seconds") != "ahead"
-    assert ratio(deep) == 1.76
-
-
-@pytest.mark.parametrize(
-    ("rung", "scheme", "ratios"), [("0.1M", "residual+tc", [1.11, 1.08, 1.16]), ("0.3M", "ddl-tc", [1.36, 1.42])]
-)
-def test_a_ratio_of_times_moves_from_one_measurement_to_the_next(rows, rung, scheme, ratios):
-    timed = rows[rung][scheme].timed(compiled=False)
-    assert [round(cost["time_ratio"]["median"], 2) for cost in timed] == ratios
 
 
 def test_what_three_seeds_are_worth_in_the_choice_of_a_point(rows):
     losses = {}  # by scheme, point and kind: of the schemes whose two best points were trained with all seeds
-    for one in records("resbench/records.jsonl"):
-        own = rows["0.1M"].get(one["scheme"]) if one["rung"] == "0.1M" else None
-        if own and (one["kind"] != "report" or one["seed"] in own.losses):
-            points = losses.setdefault(one["scheme"], {})
-            points.setdefault(json.dumps(one["point"]), {}).setdefault(one["kind"], {})[one["seed"]] = one["val_loss"]
+    for run in records("resbench/records.jsonl"):
+        row = rows["0.1M"].get(run["scheme"]) if run["rung"] == "0.1M" else None
+        if row and (run["kind"] != "report" or run["seed"] in row.losses):
+            points = losses.setdefault(run["scheme"], {})
+            points.setdefault(json.dumps(run["point"]), {}).setdefault(run["kind"], {})[run["seed"]] = run["val_loss"]
     both = [[kinds for kinds in points.values() if len(kinds.get("report", ())) == 5] for points in losses.values()]
     both = [points for points in both if len(points) > 1]
     choices = {
@@ -609,35 +459,71 @@ def test_what_three_seeds_are_worth_in_the_choice_of_a_point(rows):
     assert 0.014 < max(lost["three"]) < 0.0155
 
 
-def test_what_a_learning_rate_is_worth():
-    rates = {"ddl": {}, "ddl-write-only": {}}
-    for name, losses in rates.items():
-        for one in records(f"resbench/rates/{name}.jsonl"):
-            losses.setdefault(one["point"]["train.lr"], {})[one["seed"]] = one["val_loss"]
-    ddl, without = rates.values()
-    assert [side(paired(ddl[rate], without[rate])) for rate in (0.032, 0.064)] == ["behind", "behind"]
-    assert [side(paired(one[0.064], one[0.032])) for one in (ddl, without)] == ["behind", "level"]
+# Methods
 
 
-def test_what_the_audits_say_of_the_gates(found, audits):
-    told = found.with_audits(audits).audits
-    last = {one["scheme"]: one["points"][-1]["sublayers"] for one in told if one["rung"] == "0.1M"}
-    assert sum(one["gate_q50"] < -0.98 for one in last["gated-orthogonal"]) == 5
-    assert sum(one["gate_q50"] < 0 for one in last["lambdas-gated"]) == 4
-    mlp, *others = sorted(last["ddl-tc"], key=lambda one: -one["reflection"])
+def test_intervals_that_are_narrow_by_luck(rows, answers):
+    half = 2.0 * shared_noise(rows, "0.1M-wide") * math.sqrt(2 / 5)  # Student's t of 60 degrees of freedom
+    assert round(half, 3) == 0.017
+    narrow = answers["0.1M-wide", "ddl-tc", "residual+tc"]
+    assert narrow.clear
+    assert narrow.estimate.half_width < half / 3
+    p = math.erfc(abs(narrow.estimate.mean) / (half / 2.0) / math.sqrt(2))
+    assert p * 172 > 1  # answers
+
+
+def test_one_difference_may_have_two_verdicts(study, rows):
+    asked = [answer for answer in study.answers if answer.difference and answer.difference.estimate]
+    twice = [
+        answer.scheme
+        for answer in asked
+        if answer.scheme in rows[answer.rung] and not answer.difference.clear
+        for row in rows[answer.rung][answer.scheme].differences
+        if (row.baseline, row.measure) == (answer.to, answer.measure) and row.clear
+        if row.estimate == answer.difference.estimate
+    ]
+    assert len(twice) == 5
+
+
+def test_a_straight_line_between_two_lengths_flatters_the_schemes(rows):
+    """The plain residual's curve as a parabola through 1, 1.5 and 3 times the steps, in the logarithm."""
+    lengths = rows["0.3M"]["residual"].losses, longer("0.3M", "residual"), rows["0.3M-long"]["residual"].losses
+    means = [statistics.fmean(losses[seed] for seed in (1, 2, 3)) for losses in lengths]
+    curve = np.poly1d(np.polyfit(np.log([1, 1.5, 3]), means, 2))
+    line = np.poly1d(np.polyfit(np.log([1, 1.5]), means[:2], 1))
+    gap = (line - curve)(np.log(np.linspace(1.05, 1.45, 50)))
+    assert gap.min() > 0
+    assert round(gap.max(), 3) == 0.003
+
+
+def test_each_size_was_trained_on_the_processor_that_the_page_names(rows):
+    used = {}  # by size, scheme and kind
+    for run in records("resbench/records.jsonl"):
+        used.setdefault((run["rung"], run["scheme"], run["kind"]), set()).add(run["facts"]["cpu"])
+    xeon = {key for key, names in used.items() if names == {"Intel(R) Xeon(R) Processor"}}
+    assert all(names == {"AMD EPYC"} for key, names in used.items() if key not in xeon)
+    trained = itertools.product((*BASELINES, "lambdas+conv", "lambdas-gated+conv"), ("tune", "report"))
+    assert xeon == {("0.3M", name, kind) for name, kind in {*trained, ("residual", "longer")}}
+    assert {cost["device"] for row in rows["0.3M"].values() for cost in (row.cost, row.compiled)} == {"AMD EPYC"}
+
+
+def test_a_ratio_of_times_moves_from_one_measurement_to_the_next(rows):
+    timed = rows["0.1M"]["residual+tc"].timed(compiled=False)
+    assert [round(cost["time_ratio"]["median"], 2) for cost in timed] == [1.11, 1.08, 1.16]
+
+
+def test_what_the_audits_say_of_the_gates(study):
+    last = {audit["scheme"]: audit["points"][-1]["sublayers"] for audit in study.audits if audit["rung"] == "0.1M"}
+    assert sum(sub["gate_q50"] < -0.98 for sub in last["gated-orthogonal"]) == 5
+    assert len(last["gated-orthogonal"]) == 8
+    assert statistics.fmean(sub["reflection"] for sub in last["ddl"]) < 0.05
+    mlp, *others = sorted(last["ddl-tc"], key=lambda sub: -sub["reflection"])
     assert mlp["sublayer"] == "1 mlp"
     assert 0.15 < mlp["reflection"] < 0.2
-    assert all(one["reflection"] < 0.01 for one in others)
-    assert all(0.3 < one["beta_q50"] < 1.3 for one in last["ddl"])
-    assert statistics.fmean(one["reflection"] for one in last["ddl"]) < 0.05
-    (larger,) = (one["points"][-1]["sublayers"] for one in told if one["rung"] == "0.3M")
-    most, second, *others = sorted(larger, key=lambda one: -one["reflection"])
-    assert [one["sublayer"] for one in (most, second)] == ["1 mlp", "2 attention"]
-    assert [round(one["reflection"], 2) for one in (most, second)] == [0.93, 0.51]
-    assert all(one["reflection"] < 0.02 for one in others)
+    assert all(sub["reflection"] < 0.01 for sub in others)
+    (larger,) = (audit["points"][-1]["sublayers"] for audit in study.audits if audit["rung"] == "0.3M")
+    most, second, *others = sorted(larger, key=lambda sub: -sub["reflection"])
+    assert [sub["sublayer"] for sub in (most, second)] == ["1 mlp", "2 attention"]
+    assert [round(sub["reflection"], 2) for sub in (most, second)] == [0.93, 0.51]
+    assert all(sub["reflection"] < 0.02 for sub in others)
     assert [round(most[name], 1) for name in ("erase_norm", "write_norm")] == [0.6, 8.3]
-    point = {one["key"]: one["point"]["train.lr"] for one in records("resbench/records.jsonl")}
-    (fast,) = (one for one in audits if (one["scheme"], point[one["key"]]) == ("ddl", 0.064))
-    gates = fast["points"][-1]["sublayers"]
-    assert gates[1]["beta_q05"] > 1.5
-    assert gates[6]["beta_q95"] < 0.1

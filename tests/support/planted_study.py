@@ -116,6 +116,6 @@ def folder(place, runs=None, known=None, audits=None):
 
 
 def studies_of_the_page():
-    """The files that docs/resbench.md shows, as texts: one from scratch, one of a pretrained model."""
-    page = (Path(__file__).parents[2] / "docs/resbench.md").read_text(encoding="utf-8")
+    """The files that docs/study.md shows, as texts: one from scratch, one of a pretrained model."""
+    page = (Path(__file__).parents[2] / "docs/study.md").read_text(encoding="utf-8")
     return blocks(page, "yaml")
