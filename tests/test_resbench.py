@@ -11,6 +11,7 @@ import statistics
 import numpy as np
 import pytest
 
+from residua.connections import resolve
 from residua.lab.study.plan import load_study
 from residua.lab.study.report import estimate_text, table
 from residua.lab.study.results import rankings, read_results
@@ -156,6 +157,13 @@ def test_the_picture_splits_a_lead_by_labels(picture, rows):
     for rung in ("0.1M", "0.3M"):
         for name, lead in picture.leads(picture.read_results(picture.RECORDS), rung).items():
             assert lead.mean == gain(rows[rung][name])
+
+
+def test_each_name_of_the_picture_can_be_typed(picture, study):
+    """It is what was trained; for `residual+tc` as a gated delta without its erase term."""
+    for name in picture.SCHEMES.keys() - {"residual+tc"}:
+        assert resolve(name) == resolve(study.study.schemes[name].connection), name
+    assert resolve("residual+tc") == resolve("residual:compress=token")
 
 
 # What we found
