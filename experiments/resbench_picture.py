@@ -63,14 +63,14 @@ def splits() -> dict[str, Split]:
 
 
 def draw(results: Results) -> Figure:
-    figure = Figure(figsize=(10.6, 4.6), dpi=130, layout="constrained")
+    figure = Figure(figsize=(9.6, 4.7), dpi=130, layout="constrained")
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     parts = splits()
     for panel, rung in zip(panels, ("0.1M", "0.3M")):
         for place, lead in _placed(panel, leads(results, rung)):
             panel.barh(place, lead.mean, 0.6, xerr=lead.half, color=COLOURS[5], error_kw={"capsize": 2.5})
             _number(panel, place, max(lead.mean, 0) + lead.half, lead.mean)
-        panel.set_title(f"{rung.removesuffix('M')} million parameters\nmean of five seeds, 95 % interval", fontsize=10)
+        panel.set_title(f"{rung.removesuffix('M')} million parameters\nfive seeds, 95 % interval", fontsize=10)
     for place, part in _placed(panels[2], parts):
         ends = 0.0
         for value, colour in zip(part, COLOURS):
