@@ -3,14 +3,20 @@
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from residua.commands import geometry, tune
 from residua.commands.base import Arguments, Parser, SubCommand, add_json, number, print_json, whole
+from residua.errors import require
+
+if TYPE_CHECKING:
+    from residua.lab.study.plan import Plan
 
 HELP = "compare schemes with tuning budgets, paired seeds and costs; tune a recipe; geometric benchmarks"
 EXAMPLES = f"""\
 residua study run resbench --data data/resbench --out runs/resbench --rungs 0.3M --schemes residual ddl
 residua study run resbench --out runs/resbench --data data/resbench --rungs 0.1M --questions erasing
+residua study run my-study.yaml --out runs/mine --dry-run
 residua study run my-study.yaml --out runs/mine --processes 2
 residua study report runs/mine
 residua study verify runs/mine --share 0.1
@@ -45,6 +51,17 @@ def _run_arguments(parser: Parser) -> None:
         help="measure time and memory again, and train nothing; compiled: the time of a step through torch.compile",
     )
     parser.add_argument("--rounds", type=whole(9), metavar="N", help="of time measurements (default: 45)")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print runs, hours and the differences that they can show, and train nothing",
+    )
+    parser.add_argument(
+        "--teraflops",
+        type=number,
+        metavar="T",
+        help="dry run: a second, for another machine (default: as a step of the first baseline has here)",
+    )
     add_json(parser)
 
 
@@ -84,15 +101,46 @@ def _add_schemes(parser: Parser, which: str) -> None:
 
 def _run(arguments: Arguments) -> None:
     from residua.lab.study.engine import ROUNDS, measure_again, run_study
-    from residua.lab.study.plan import load_study
+    from residua.lab.study.plan import Plan, load_study
 
     study = load_study(arguments.study).only(arguments.schemes, arguments.rungs, arguments.questions)
     options = {"data": arguments.data, "rungs": arguments.rungs, "rounds": arguments.rounds or ROUNDS}
+    if arguments.dry_run:
+        _forecast(Plan(study, study.data(arguments.data), arguments.rungs), arguments)
+        return
     if arguments.measure:
         measure_again(study, arguments.out, compiled=arguments.measure == "compiled", **options)
     else:
         run_study(study, arguments.out, processes=arguments.processes, costs=not arguments.no_costs, **options)
     _show(Path(arguments.out), Path(arguments.out), arguments.json)
+
+
+def _forecast(plan: "Plan", arguments: Arguments) -> None:
+    from residua.lab.study.engine import forecast
+    from residua.records.table import cell, print_table
+
+    if arguments.teraflops is not None:
+        require(arguments.teraflops > 0, "--teraflops", "a number above 0", arguments.teraflops)
+    sizes = forecast(plan, arguments.teraflops and 1e12 * arguments.teraflops)
+    if arguments.json:
+        print_json([size._asdict() for size in sizes])
+        return
+    total = sum(size.hours for size in sizes) / arguments.processes
+    rows = [
+        [
+            *map(cell, (size.rung, size.schemes, size.runs, size.tokens)),
+            f"{size.flops / 1e15:,.2f}",
+            f"{size.hours:,.2f}",
+            "nothing" if size.sees is None else f"{size.sees:.1f} deviations",
+        ]
+        for size in sizes
+    ]
+    print_table(["size", "schemes", "runs at most", "tokens of a run", "PFLOP", "hours", "sees"], rows)
+    print(f"\nabout {total:,.2f} hours, {arguments.processes} at a time; what is no matrix product comes on top")
+    print(
+        "sees: the difference that four of five such studies show before a correction, in standard deviations of the "
+        "difference between two runs with one seed"
+    )
 
 
 def _report(arguments: Arguments) -> None:

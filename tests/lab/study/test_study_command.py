@@ -1,6 +1,7 @@
 """residua study: it trains, resumes, reports, and verifies to the last bit."""
 
 import json
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -61,6 +62,25 @@ def finished(data, tmp_path_factory):
         for row in measure(configs, "residual", rounds=1, peak=False):
             file.write(json.dumps({"rung": "small", "connection": row["scheme"], **row}) + "\n")
     return home
+
+
+def test_a_dry_run_prints_hours_and_what_the_seeds_can_show_and_writes_nothing(data, tmp_path, capsys):
+    (tmp_path / "study.yaml").write_text(write_yaml({**DOCUMENT, "seeds": [1, 2, 3, 4, 5]}))
+    argv = ["study", "run", str(tmp_path / "study.yaml"), "--out", str(tmp_path / "out"), "--data", str(data)]
+    assert main([*argv, "--dry-run", "--teraflops", "1e-6"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^small +2 +21 ", text, re.MULTILINE), text  # 2 x 3 tune, 2 x 5 report, 5 are longer
+    assert "1.7 deviations" in text
+    assert main([*argv, "--dry-run", "--teraflops", "1e-6", "--json"]) == 0
+    (size,) = json.loads(capsys.readouterr().out)
+    assert size["hours"] == pytest.approx(size["flops"] / 1e6 / 3600)
+    assert main([*argv, "--dry-run", "--json"]) == 0
+    (here,) = json.loads(capsys.readouterr().out)
+    assert here.pop("hours") > 0
+    assert here.items() <= size.items()
+    assert main([*argv, "--dry-run", "--teraflops", "0"]) == 2
+    assert "--teraflops must be a number above 0, got 0.0" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

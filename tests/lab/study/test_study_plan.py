@@ -66,6 +66,7 @@ def test_no_seed_that_tuned_is_reported_and_only_baselines_are_trained_longer(da
     assert [run.config.train.steps for run in of(runs, "residual", "longer")] == [round(1.5 * plan.steps["small"])] * 3
     assert not of(runs, "ddl", "longer")
     assert len(runs) <= plan.most
+    assert sum(run.config.train.steps for run in runs) == sum(part.runs * part.steps for part in plan.at_most())
     rungs = {"small": {**DOCUMENT["rungs"]["small"], "longer": []}}
     assert not of(walked(Plan(study(rungs=rungs), data), by_rate(0.008)), "residual", "longer")
 
@@ -144,6 +145,9 @@ def test_without_prepared_data_the_option_is_named():
 def test_data_that_would_be_seen_twice_are_refused(data):
     with pytest.raises(InputError, match=r"rungs.small: needs .* tokens so that none is seen twice"):
         Plan(study(tokens_per_parameter=20), data)
+    assert Plan(study(tokens_per_parameter=20, epochs=1000), data).steps["small"] > 1000
+    with pytest.raises(InputError, match=r"so that none is seen more than 2 times"):
+        Plan(study(tokens_per_parameter=20, epochs=2), data)
 
 
 @pytest.mark.slow

@@ -119,6 +119,17 @@ def measure(
     return records
 
 
+def rate(config: RunConfig, model: PreTrainedConfig) -> float:
+    """FLOPs a second of the matrix products of a training step, on the run's device."""
+    device = pick_device(config.train.device)
+    with threads(1):
+        clock = cuda_clock if device.type == "cuda" else process_clock
+        timing = compare({"step": Step(config, model)}, "step", rounds=5, warmup=WARMUP, clock=clock)
+    length = config.train.sequence_length
+    flops = products_per_token(model, sequence_length=length) * config.train.batch_size * length
+    return flops / timing.median_seconds("step")
+
+
 def elementwise(model: PreTrainedConfig, length: int) -> float:
     """Count the arithmetic of one token in a training step that is no matrix product, in FLOPs.
 

@@ -14,10 +14,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from residua.errors import InputError, require
-from residua.lab.study.cost import ROUNDS, WARMUP, measure
+from residua.lab.cost.counts import products_per_token
+from residua.lab.study.cost import ROUNDS, WARMUP, measure, rate
 from residua.lab.study.folder import SHARED, plain, read_folder
 from residua.lab.study.plan import Plan, Run, Study
 from residua.lab.study.records import checked_costs, checked_runs
@@ -28,6 +29,7 @@ from residua.records.folder import read_object, writable
 from residua.records.jobs import Job, Record, open_runs, run_jobs
 from residua.records.jsonlines import JsonLines
 from residua.records.progress import Progress, say
+from residua.records.statistics import Estimate
 
 TUNED = ("over", "factors", "length", "seed")
 """What all tuning runs in a folder share."""
@@ -76,6 +78,56 @@ def run_study(
             say(f"study: {plan.most} runs at most, {len(made.finished)} finished in {out}")
         run_jobs(lambda finished: jobs(plan, finished), made, processes=processes, progress=progress)
     return plan
+
+
+class Forecast(NamedTuple):
+    """What one size of a study takes at most, and what it can see.
+
+    tokens   of a reported run
+    flops    of the matrix products of all runs
+    hours    one run after the other
+    sees     the difference that four of five such studies would see, in standard deviations of the difference between
+             two runs with one seed
+    """
+
+    rung: str
+    schemes: int
+    runs: int
+    tokens: int
+    flops: float
+    hours: float
+    sees: float | None
+
+
+def forecast(plan: Plan, flops_per_second: float | None = None) -> list[Forecast]:
+    """What a study would take, for each size that has runs. It trains nothing.
+
+    flops_per_second: None for that of the first baseline's step, measured here at each size.
+    """
+    sizes = []
+    for rung in plan.study.rungs:
+        if not (parts := [part for part in plan.at_most() if part.rung == rung]):
+            continue
+        configs = {name: plan.config(rung, name) for name in plan.schemes_at(rung)}
+        per_token = {
+            name: products_per_token(plan.model(config), sequence_length=config.train.sequence_length)
+            for name, config in configs.items()
+        }
+        flops = sum(part.runs * part.steps * plan.step_tokens[rung] * per_token[part.scheme] for part in parts)
+        base = configs[plan.study.baselines[0]]
+        speed = flops_per_second or rate(base, plan.model(base))
+        sizes.append(
+            Forecast(
+                rung,
+                len(configs),
+                sum(part.runs for part in parts),
+                plan.steps[rung] * plan.step_tokens[rung],
+                flops,
+                flops / speed / 3600,
+                Estimate(0.0, 1.0, len(plan.study.seeds_at(rung))).detectable if rung in plan.rungs else None,
+            )
+        )
+    return sizes
 
 
 def joined(study: Study, out: Path) -> Study:

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import partial
 from importlib import resources
 from operator import itemgetter
 from pathlib import Path
@@ -146,6 +146,15 @@ class Run(NamedTuple):
         return f"{self.rung} {self.scheme} {self.kind} seed={train.seed} steps={train.steps} {self.identity}"
 
 
+class Part(NamedTuple):
+    """Runs of one scheme at one size that are equally long: how many at most, and their steps."""
+
+    rung: str
+    scheme: str
+    runs: int
+    steps: int
+
+
 _IRRELEVANT = (FREE_KEYS - {"train.evaluate_every"}) | {"data.source", "data.tokenizer", "data.validation_fraction"}
 # The curve is part of a record; the data are compared by their fingerprint.
 
@@ -157,6 +166,7 @@ class Study:
     title                  what it is called
     config, set            the training configuration that all runs share, and keys that differ from it
     tokens_per_parameter   of every run, counted on the first baseline at that size
+    epochs                 how often a run may see the data at most
     rungs, schemes         sizes and schemes by name, in the order of the runs
     baselines              the schemes that the others are compared with, the plainest first
     tuning                 the budget
@@ -178,6 +188,7 @@ class Study:
     config: str | Sequence[str] = "tiny"
     set: Mapping[str, Any] = field(default_factory=dict)
     tokens_per_parameter: float = 20.0
+    epochs: int = 1
     baselines: Sequence[str] = ("residual",)
     seeds: Sequence[int] = (1, 2, 3, 4, 5)
     longer: Sequence[float] = ()
@@ -193,6 +204,7 @@ class Study:
         _check(self, "")
         require(0 <= self.warmup < 1, "warmup", "a number from 0, below 1", self.warmup)
         require(self.evaluations >= 1, "evaluations", "at least 1", self.evaluations)
+        require(self.epochs >= 1, "epochs", "at least 1", self.epochs)
         self._check_schemes()
         self._check_seeds()
         for rung in self.rungs.values():
@@ -319,7 +331,7 @@ class Plan:
     scheme. It has no runs there, nor at sizes that take their settings from there.
 
     Raises:
-        InputError: the data have too few tokens to show each once, a size cannot be used, or a scheme at no size.
+        InputError: the data have too few tokens, a size cannot be used, or a scheme at no size.
     """
 
     def __init__(self, study: Study, data: str | Path, rungs: Sequence[str] | None = None):
@@ -333,17 +345,20 @@ class Plan:
         self._sweeps: dict[tuple[str, str], Sweep] = {}
         self._done: dict[tuple[str, str], tuple[list[Run], dict[str, Any] | None]] = {}
         self.steps: dict[str, int] = {}
+        self.step_tokens: dict[str, int] = {}
         first = study.schemes[study.baselines[0]]
         for rung in study.rungs.values():
             config = self._config(rung, first, {}, 0, 1)
             train = config.train
             per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
+            self.step_tokens[rung.name] = per_step
             self.steps[rung.name] = max(1, round(study.tokens_at(rung.name) * self._count(config) / per_step))
             longest = max([1.0, *(study.longer_at(rung.name) if rung.name in self.rungs else ())])
             needed = round(longest * self.steps[rung.name]) * per_step + 2 * train.sequence_length
-            if needed > len(self.prepared.train):
+            if needed > study.epochs * len(self.prepared.train):
+                often = "twice" if study.epochs == 1 else f"more than {study.epochs} times"
                 raise InputError(
-                    f"rungs.{rung.name}: needs {needed:,} tokens so that none is seen twice, {self.data} has "
+                    f"rungs.{rung.name}: needs {needed:,} tokens so that none is seen {often}, {self.data} has "
                     f"{len(self.prepared.train):,}; give more text or leave this rung out with --rungs"
                 )
         self.misfits: dict[tuple[str, str], InputError] = {}
@@ -402,25 +417,29 @@ class Plan:
             for other, factor in itertools.product(others, factors):
                 yield from (run for run in self.reported(rung, scheme, other, factor, seeds) if run.key in finished)
 
-    @cached_property
+    @property
     def most(self) -> int:
         """How many runs there can be at most."""
-        study, found = self.study, 0
-        for rung in (rung for rung in study.rungs if rung in study.searches(rung)):
-            tuning = study.tuning_at(rung)
-            schemes, baselines = self._counts(rung)
-            found += schemes * tuning.runs + baselines * (tuning.baseline_runs - tuning.runs)
-            found += schemes * (tuning.finalists * len(tuning.judges) if tuning.finalists > 1 else 0)
-        for rung in self.rungs:
-            schemes, baselines = self._counts(rung)
-            found += len(study.seeds_at(rung)) * (schemes + baselines * len(study.longer_at(rung)))
-            found += sum(len(study.further_seeds(rung, name)) for name in self.schemes_at(rung))
-        return found
+        return sum(part.runs for part in self.at_most())
 
-    def _counts(self, rung: str) -> tuple[int, int]:
-        """How many schemes a size has, and how many of them are baselines."""
-        schemes = self.schemes_at(rung)
-        return len(schemes), len({*schemes} & {*self.study.baselines})
+    def at_most(self) -> Iterator[Part]:
+        """All runs that there can be, whatever the search finds."""
+        study = self.study
+        for rung, scheme in itertools.product(study.rungs, study.schemes):
+            if scheme not in self.schemes_at(rung):
+                continue
+            steps, baseline = self.steps[rung], scheme in study.baselines
+            if rung in study.searches(rung):
+                tuning = study.tuning_at(rung)
+                budget = tuning.baseline_runs if baseline else tuning.runs
+                yield Part(rung, scheme, budget, max(1, round(tuning.length * steps)))
+                if tuning.finalists > 1:
+                    yield Part(rung, scheme, tuning.finalists * len(tuning.judges), steps)
+            if rung in self.rungs:
+                seeds = len(study.seeds_at(rung))
+                yield Part(rung, scheme, seeds + len(study.further_seeds(rung, scheme)), steps)
+                for factor in study.longer_at(rung) if baseline else ():
+                    yield Part(rung, scheme, seeds, round(factor * steps))
 
     def _misfit(self, rung: str, entry: Entry) -> InputError | None:
         """Why a scheme cannot be built at a size; None where it can."""
