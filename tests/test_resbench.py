@@ -480,6 +480,16 @@ def test_intervals_that_are_narrow_by_luck(rows, answers):
     assert p * 172 > 1  # answers
 
 
+def test_the_noise_of_a_difference(rows):
+    noise = {
+        rung: statistics.median(
+            row.difference("residual", "tokens").estimate.deviation for name, row in here.items() if name != "residual"
+        )
+        for rung, here in (("0.1M", rows["0.1M"] | rows["0.1M-muon"]), ("0.3M", rows["0.3M"]))
+    }
+    assert {rung: round(deviation, 3) for rung, deviation in noise.items()} == {"0.1M": 0.012, "0.3M": 0.020}
+
+
 def test_one_difference_may_have_two_verdicts(study, rows):
     asked = [answer for answer in study.answers if answer.difference and answer.difference.estimate]
     twice = [

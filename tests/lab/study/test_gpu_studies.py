@@ -1,0 +1,53 @@
+"""The studies for a GPU can be planned, and take the time that docs/study.md says."""
+
+import pytest
+
+from residua.lab.data import PreparedData
+from residua.lab.study.engine import forecast
+from residua.lab.study.plan import Plan, load_study
+from residua.records.statistics import Estimate
+from support.pages import EXPERIMENTS, records
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """A function that plans a study on data with a vocabulary and so many tokens, in place of data on disk."""
+
+    def plan(name, vocabulary, tokens, schemes=None, rungs=None):
+        facts = records("resbench/records.jsonl")[0]["facts"]["data"]
+        data = PreparedData(EXPERIMENTS, vocabulary, 0, "", facts, range(tokens), range(10**5), 1)
+        monkeypatch.setattr(PreparedData, "open", lambda folder: data)
+        return Plan(load_study(str(EXPERIMENTS / name)).only(schemes), "data", rungs)
+
+    return plan
+
+
+def test_ten_million_parameters_take_25_minutes(planned):
+    tokens = records("resbench/records.jsonl")[0]["facts"]["data"]["train_tokens"]
+    plan = planned("resbench-gpu.yaml", 2048, tokens)
+    (size,) = forecast(plan, 100e12)
+    assert 15 < 60 * size.hours < 25
+    assert (size.runs, size.schemes) == (9 + 6, 3)
+    config = plan.config("10M", "residual")
+    assert config.train.sequence_length == config.model.max_position_embeddings == 1024
+    assert 10e6 < size.tokens / plan.study.tokens_per_parameter < 11e6
+    assert size.tokens > tokens
+
+
+@pytest.mark.slow
+def test_the_larger_study_takes_a_day(planned):
+    small, rest = (
+        planned("resbench-gpu-day.yaml", 50257, 10**9 * 9, schemes, [rung])
+        for schemes, rung in ((None, "20M"), (["residual+tc", "ddl-tc-write-only"], "125M"))
+    )
+    sizes = *forecast(small, 150e12), forecast(rest, 150e12)[-1]
+    assert [size.rung for size in sizes] == ["20M", "125M"]
+    assert 20 < sum(size.hours for size in sizes) < 24
+    assert [size.runs for size in sizes] == [12 + 8, 9]
+    totals = [size.tokens / per for size, per in zip(sizes, (20, 10))]
+    assert totals == pytest.approx([40e6, 124e6], rel=0.02)
+
+
+@pytest.mark.parametrize(("seeds", "deviations"), [(5, 1.7), (3, 3.1), (2, 10.0)])
+def test_the_deviations_that_seeds_can_see(seeds, deviations):
+    assert round(Estimate(0.0, 1.0, seeds).detectable, 1) == deviations
