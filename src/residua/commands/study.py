@@ -136,7 +136,7 @@ def _forecast(plan: "Plan", arguments: Arguments) -> None:
         for size in sizes
     ]
     print_table(["size", "schemes", "runs at most", "tokens of a run", "PFLOP", "hours", "sees"], rows)
-    print(f"\nabout {total:,.2f} hours, {arguments.processes} at a time; what is no matrix product comes on top")
+    print(f"\nabout {total:,.2f} hours, {arguments.processes} at a time; a scheme's elementwise work comes on top")
     print(
         "sees: the difference that four of five such studies show before a correction, in standard deviations of the "
         "difference between two runs with one seed"
