@@ -18,6 +18,7 @@ import residua
 from residua import Residual, Scheme
 from residua.commands.cli import main
 from residua.connections import describe, registry, resolve
+from residua.connections.names import canonical
 
 MODULE = """
 from dataclasses import dataclass
@@ -285,6 +286,14 @@ def declare(tmp_path, monkeypatch, names):
     return declare
 
 
+def test_a_package_that_was_installed_a_moment_ago_is_looked_for(declare):
+    with pytest.raises(ValueError, match="no preset is called 'half'"):
+        canonical("half")
+    declare("new", "half = half_new:Half")
+    assert canonical("half:expand=conv") == "half:expand=conv"
+    assert type(resolve("HALF")).__name__ == "Half"
+
+
 def test_a_record_opens_with_the_scheme_of_its_own_package_alone(declare):
     """However the scheme of the record and the one that is here were registered."""
     ours = declare("ours")
@@ -297,7 +306,7 @@ def test_a_record_opens_with_the_scheme_of_its_own_package_alone(declare):
             resolve({key: "half", "package": "theirs"})
         with pytest.raises(ValueError, match="the package 'theirs', got that of 'residua'"):
             resolve({key: "residual", "package": "theirs"})
-    with pytest.raises(ValueError, match="'half': package must be the name of a package, got 3"):
+    with pytest.raises(ValueError, match="must be the scheme 'half' of the package 3, got that of 'half_ours'"):
         resolve({"scheme": "half", "package": 3})
 
 

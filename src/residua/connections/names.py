@@ -145,10 +145,13 @@ def canonical(text: str) -> str:
     """
     registry = sys.modules.get("residua.connections.registry")
     registered = () if registry is None else registry.PRESETS
-    name, _, options = text.partition(":")
-    preset = meaning(name, registered)
-    if preset.partition(":")[0] not in {*PRESETS, *registered, *(point.name for point in entry_points())}:
-        raise unknown("preset", name, registered or PRESETS)
+    typed, _, options = text.partition(":")
+    preset = meaning(typed, registered)
+    name = preset.partition(":")[0]
+    if name not in {*PRESETS, *registered}:
+        forget()
+        if all(point.name != name for point in entry_points()):
+            raise unknown("preset", name, registered or PRESETS)
     return preset + (("," if ":" in preset else ":") + options if options else "")
 
 

@@ -198,8 +198,6 @@ def _find(key: str, name: Any, package: Any) -> Any:
     schemes: Mapping[str, Any] = PRESETS if key == "preset" else SCHEMES
     if not isinstance(name, str):
         raise names.unknown(key, name, schemes)
-    if package is not None and not isinstance(package, str):
-        raise ValueError(f"connection {name!r}: package must be the name of a package, got {package!r}")
     if name not in schemes:
         names.forget()  # perhaps it was installed meanwhile
     packages = sorted({package_of(point) for point in entry_points() if point.name == name})
@@ -240,20 +238,23 @@ def _load(name: str, package: str) -> None:
     Raises:
         ValueError: the object that it declares under `name` cannot be imported or is not a scheme.
     """
-    loaded = []
+    loaded, errors = [], {}
     for point in entry_points():
         if package_of(point) == package:
             try:
                 loaded.append((point.name, point.load()))
             except Exception as error:
-                if point.name == name:
-                    raise _unusable(name, package, error) from error
+                errors[point.name] = error
     for other, scheme in sorted(loaded, key=lambda pair: (not isinstance(pair[1], type), pair[0])):
         try:
             register(other, scheme)
         except (TypeError, ValueError) as error:
-            if other == name:
-                raise _unusable(name, package, error) from error
+            errors[other] = error
+    if name in errors:
+        reason = f"{type(errors[name]).__name__}: {errors[name]}"
+        raise ValueError(
+            f"connection: the scheme {name!r} of the package {package!r} cannot be used: {reason}"
+        ) from errors[name]
 
 
 def _kind(scheme: Any) -> type:
@@ -264,8 +265,3 @@ def _package(kind: type) -> str | None:
     """Return the top-level module that a scheme comes from; None for residua's own."""
     top = kind.__module__.partition(".")[0]
     return None if top == "residua" else top
-
-
-def _unusable(name: str, package: str, error: Exception) -> ValueError:
-    reason = f"{type(error).__name__}: {error}"
-    return ValueError(f"connection: the scheme {name!r} of the package {package!r} cannot be used: {reason}")
