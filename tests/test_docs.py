@@ -69,6 +69,12 @@ def test_the_python_of_a_page_runs(page, tmp_path):
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=one_thread, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    for line in re.findall(r"^ *print\(.*\)\n# (.*)$", code, flags=re.MULTILINE):
+        assert line in done.stdout.splitlines()
+    if page == "docs/tutorial.md":
+        losses, printed = re.findall(r"last loss (\d\.\d+) ", done.stdout), re.search(r"# such as (.*)", code)[1]
+        for loss, about in zip(losses, re.findall(r"\d\.\d+", printed), strict=True):
+            assert abs(float(loss) - float(about)) < 0.15
 
 
 @pytest.mark.processes
