@@ -24,6 +24,14 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
+# Their options of a connection, without "ddl_", and the defaults.
+_OPTIONS = {
+    "value_channels": None, "state_shortconv_kernel_size": None, "k_eps": 1e-5, "beta_init": 1.0, "v_sigmoid": True,
+    "v_sigmoid_scale": 4.0, "v_constant": False, "v_constant_value": 2.0, "v_dim1_constant": False,
+    "v_dim1_constant_value": 2.0,
+}  # fmt: skip
+
+
 def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> ResiduaForCausalLM:
     """Build our model with the authors' parameters: the same function, without their defects.
 
@@ -70,10 +78,7 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
         if settings.pop(name, None):
             raise ValueError(f"{name}: not supported (the authors' baseline and Deep Delta models leave it off)")
     vocab_size, hidden_size = state["transformer.wte.weight"].shape
-    declared = settings.pop("num_hidden_layers", num_layers)
-    if declared != num_layers:
-        raise ValueError(f"num_hidden_layers must be {num_layers} as in the state_dict, got {declared}")
-    for name, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+    for name, size in {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}.items():
         if settings.pop(name, size) != size:
             raise ValueError(f"{name} must be {size} as in the state_dict, got {config[name]}")
     heads = settings.pop("num_attention_heads", None)
@@ -118,51 +123,37 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
 
 def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
     """Infer the scheme from parameter names and shapes; remove the keys that it reads from `settings`."""
-    declared = {name: settings.pop(f"ddl_{name}", None) for name in ("value_channels", "state_shortconv_kernel_size")}
-    k_eps, beta_init = settings.pop("ddl_k_eps", 1e-5), settings.pop("ddl_beta_init", 1.0)
-    sigmoid, scale = settings.pop("ddl_v_sigmoid", True), settings.pop("ddl_v_sigmoid_scale", 4.0)
-    constants = {
-        name: (settings.pop(f"ddl_{name}", False), settings.pop(f"ddl_{name}_value", 2.0))
-        for name in ("v_constant", "v_dim1_constant")
-    }
+    declared = {name: settings.pop(f"ddl_{name}", default) for name, default in _OPTIONS.items()}
     if not any(".ddl_" in name for name in state):
         return Residual()
-
     read = _find(state, "compress.read", "readout.read")
-    token = _find(state, "compress.shortconv.weight", "readout.shortconv.weight")
-    channel = _find(state, "compress.weight", "readout.weight")
     embed = _find(state, "input_embed.conv.weight")
     beta_in = _find(state, ".beta_in.weight")
-    weights = channel if token is None else token
-    if read is not None and weights is None:
-        raise ValueError("state_dict must have the weights of the compressors beside their read vectors, got none")
-    if read is None or weights is None:
-        value_channels, kernel = 1, None
-        if declared["value_channels"] not in (None, 1):
-            raise ValueError(f"ddl_value_channels must be 1 as in the state_dict, got {declared['value_channels']}")
-    else:
-        value_channels = declared["value_channels"] or read.numel()
-        kernel = declared["state_shortconv_kernel_size"] or weights.shape[-1]
-    constant, constant_value = constants["v_dim1_constant" if read is None else "v_constant"]
+    options: dict[str, Any] = {}
+    if embed is not None:
+        options |= {"expand": "conv", "expand_kernel": embed.shape[-1]}
+    if beta_in is not None:
+        options |= {"beta_head": "mlp", "beta_hidden": beta_in.shape[0]}
     # Their configuration also has numbers for options that are not used.
-    value: dict[str, Any]
-    if constant:
-        value = {"v_activation": "constant", "v_constant": float(constant_value)}
+    constant = "v_dim1_constant" if read is None else "v_constant"
+    if declared[constant]:
+        options |= {"v_activation": "constant", "v_constant": float(declared[f"{constant}_value"])}
     else:
-        value = {"v_scale": float(scale)} if sigmoid else {"v_activation": "linear"}
-    return DeepDelta(
-        value_channels=value_channels,
-        compress=None if read is None else "channel" if token is None else "token",
-        compress_kernel=kernel,
-        expand="repeat" if embed is None else "conv",
-        expand_kernel=4 if embed is None else embed.shape[-1],
-        k_eps=float(k_eps),
-        beta_init=min(max(float(beta_init), 0.0), 2.0),
-        beta_head="linear" if beta_in is None else "mlp",
-        beta_hidden=128 if beta_in is None else beta_in.shape[0],
-        **value,
-        init="authors",
-    )
+        options |= (
+            {"v_scale": float(declared["v_sigmoid_scale"])} if declared["v_sigmoid"] else {"v_activation": "linear"}
+        )
+    if read is not None:
+        token = _find(state, "compress.shortconv.weight", "readout.shortconv.weight")
+        weights = _find(state, "compress.weight", "readout.weight") if token is None else token
+        if weights is None:
+            raise ValueError("state_dict must have the weights of the compressors beside their read vectors, got none")
+        options["compress"] = "channel" if token is None else "token"
+        options["value_channels"] = declared["value_channels"] or read.numel()
+        options["compress_kernel"] = declared["state_shortconv_kernel_size"] or weights.shape[-1]
+    elif declared["value_channels"] not in (None, 1):
+        raise ValueError(f"ddl_value_channels must be 1 as in the state_dict, got {declared['value_channels']}")
+    beta_init = min(max(float(declared["beta_init"]), 0.0), 2.0)
+    return DeepDelta(k_eps=float(declared["k_eps"]), beta_init=beta_init, init="authors", **options)
 
 
 def _find(state: Mapping[str, Tensor], *endings: str) -> Tensor | None:

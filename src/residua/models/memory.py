@@ -153,51 +153,55 @@ def memories(
     slots: CacheSlots,
     cache: Cache | None,
     padding: Tensor | None,
+    documents: Tensor | None,
     x: Tensor,
     *,
-    documents: Tensor | None = None,
-    hidden_states: bool = False,
+    hidden_states: bool,
 ) -> Memories:
     """Return one memory per slot; None for all if there is neither a cache nor padding nor documents.
-
-    Unused convolution states get an empty tensor once, because `Cache.crop` slices all of them.
 
     Raises:
         ValueError: a cache without convolution states, such as `DynamicCache()` without a configuration; hidden states
             are asked for, and the cache holds tokens whose readouts were not.
     """
     if cache is not None and slots.per_layer:
-        layers: list[Any] = cache.layers
-        room = [getattr(layer, "number_of_states", 0) for layer in layers]
-        used = [slot for slot in (*slots.parts, *slots.readouts) if slot]
-        if any(slot.layer >= len(room) or slot.conv_state >= room[slot.layer] for slot in used):
-            raise ValueError(
-                "cache must be a cache that keeps convolution states, as DynamicCache(config=model.config) "
-                f"does, got {type(cache).__name__} without them"
-            )
-        contents = [_content(layers[slot.layer], slot.conv_state) for slot in slots.readouts if slot]
-        if hidden_states and EMPTY in contents:
-            raise ValueError(
-                "output_hidden_states: the readout looks back at earlier tokens, and the cache holds tokens that were "
-                "computed without; ask for hidden states from the first token"
-            )
-        # Once begun, they go on: tokens that are left out now would be missing later.
-        hidden_states = hidden_states or FILLED in contents
-        used = [slot for slot in (*slots.parts, *(slots.readouts if hidden_states else ())) if slot]
-        for index, layer in enumerate(layers):
-            for state in range(getattr(layer, "number_of_states", 0)):
-                if _content(layer, state) != NOTHING:
-                    continue
-                if layer.is_conv_states_initialized[state] and not layer.conv_states[state].shape[1]:
-                    layer.is_conv_states_initialized[state] = False  # the cache was reset, and may be used otherwise
-                if CacheSlot(index, state) not in used:
-                    cache.update_conv_state(x.new_zeros(x.shape[0], 0, 1), index, state_idx=state, conv_kernel_size=1)
-
+        hidden_states = _expect_readouts(slots, cache, hidden_states)
+        _fill_unused(cache, {*slots.parts, *(slots.readouts if hidden_states else ())}, x)
     parts, readouts = (
         [memory_at(slot, cache, padding, documents) for slot in some]
         for some in (slots.parts, slots.readouts if hidden_states else [])
     )
     return Memories(parts, readouts)
+
+
+def _expect_readouts(slots: CacheSlots, cache: Any, hidden_states: bool) -> bool:
+    """Return whether the cache takes readouts, from now on or as before; raise ValueError as `memories`."""
+    room = [getattr(layer, "number_of_states", 0) for layer in cache.layers]
+    used = [slot for slot in (*slots.parts, *slots.readouts) if slot]
+    if any(slot.layer >= len(room) or slot.conv_state >= room[slot.layer] for slot in used):
+        raise ValueError(
+            "cache must be a cache that keeps convolution states, as DynamicCache(config=model.config) "
+            f"does, got {type(cache).__name__} without them"
+        )
+    contents = [_content(cache.layers[slot.layer], slot.conv_state) for slot in slots.readouts if slot]
+    if hidden_states and EMPTY in contents:
+        raise ValueError(
+            "output_hidden_states: the readout looks back at earlier tokens, and the cache holds tokens that were "
+            "computed without; ask for hidden states from the first token"
+        )
+    return hidden_states or FILLED in contents  # once begun, they go on: a token that is left out would be missing
+
+
+def _fill_unused(cache: Any, used: set[CacheSlot | None], x: Tensor) -> None:
+    """Give unused convolution states an empty tensor once, because `Cache.crop` slices all of them."""
+    for index, layer in enumerate(cache.layers):
+        for state in range(getattr(layer, "number_of_states", 0)):
+            if _content(layer, state) != NOTHING:
+                continue
+            if layer.is_conv_states_initialized[state] and not layer.conv_states[state].shape[1]:
+                layer.is_conv_states_initialized[state] = False  # the cache was reset, and may be used otherwise
+            if CacheSlot(index, state) not in used:
+                cache.update_conv_state(x.new_zeros(x.shape[0], 0, 1), index, state_idx=state, conv_kernel_size=1)
 
 
 def memory_at(

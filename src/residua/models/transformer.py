@@ -141,6 +141,22 @@ class Layer(GradientCheckpointingLayer):
         return Passed(x, last, [penalty for penalty in penalties if penalty is not None], state)
 
 
+class Call(NamedTuple):
+    """The inputs of a call of the trunk beside the embeddings, checked and complete.
+
+    attentions: fills with the weights of each layer; None if they are not asked for. use_cache: whether the output has
+    the cache. padding: (batch, seq), 0 at padding and 1 at tokens; documents: (batch, seq), the number of each token's
+    document; None without any.
+    """
+
+    attention: AttentionContext
+    attentions: list[Tensor] | None
+    cache: Cache | None
+    use_cache: bool
+    padding: Tensor | None
+    documents: Tensor | None
+
+
 def recomputed(checkpoint: Callable, run: Callable, x: Any, carry: Carry, *others: Any) -> Passed:
     """Return `run(x, carry, *others)` of a layer, which the backward pass recomputes by means of `checkpoint`."""
     # The layer's input is kept anyway. Recomputing it would run the layer before, with weights that may be absent.
@@ -150,6 +166,7 @@ def recomputed(checkpoint: Callable, run: Callable, x: Any, carry: Carry, *other
 
 
 class ResiduaPreTrainedModel(PreTrainedModel):
+    config: ResiduaConfig
     config_class = ResiduaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -241,91 +258,110 @@ class ResiduaModel(ResiduaPreTrainedModel):
                 raise TypeError(f"{type(self).__name__}.forward() takes no keyword argument {name!r}")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        config: ResiduaConfig = self.config  # type: ignore[assignment]
-        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        output_attentions = config.output_attentions if output_attentions is None else output_attentions
-        depth = config.num_hidden_layers  # fewer while an early exit drafts for assisted decoding
-        if depth > len(self.layers):
-            raise ValueError(f"num_hidden_layers must be at most the {len(self.layers)} that were built, got {depth}")
-        chosen = chosen_states(output_hidden_states, depth + 1)
-        embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if position_ids is not None and position_ids.dim() != 2:
-            raise ValueError(f"position_ids must be (1 or batch, seq), got {tuple(position_ids.shape)}")
         if past_key_values is not None and CACHE == "cache" and not torch.compiler.is_compiling():
             warnings.warn("`past_key_values` is deprecated; use `cache` instead", FutureWarning, stacklevel=2)
-        cache, pages = cache_of({**kwargs, "cache": cache, "past_key_values": past_key_values})
-        if any(map(window_of, self.stream.parts)):
-            expect_no_pages(kwargs)
-        documents = documents_of(
-            embeddings, attention_mask, position_ids, kwargs, cached=bool(use_cache) or cache is not None
-        )
-        self._expect_told_apart(attention_mask, documents)
-        if documents is not None and position_ids is None:
-            position_ids = positions_in(documents)
-        if use_cache is None:
-            use_cache = config.use_cache and not self.training and documents is None
-        if (use_cache or cache is not None) and self.gradient_checkpointing and self.training:
-            # A recomputed layer would add its tokens to the cache a second time.
-            if cache is not None and cache.get_seq_length():
-                raise ValueError("cache: gradient checkpointing needs the whole sequence, got a filled cache")
-            logger.warning_once("gradient checkpointing does not keep a cache: use_cache is set to False")
-            use_cache = False
-            cache = None
-        if use_cache and cache is None:
-            cache = DynamicCache(config=config)
+        config = self.config
+        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        caches = cache_of({**kwargs, "cache": cache, "past_key_values": past_key_values})
+        call = self._call(embeddings, attention_mask, position_ids, caches, use_cache, output_attentions, kwargs)
+        chosen = chosen_states(output_hidden_states, config.num_hidden_layers + 1)
+        return self._run(embeddings, call, chosen, output_states, watch or list)
 
-        mask, padding, positions = self._masks(embeddings, attention_mask, position_ids, cache)
-        attentions: list[Tensor] | None = [] if output_attentions else None
-        rotary = Rotary.at(positions, config, embeddings.dtype)
-        options = {**kwargs, "position_ids": positions}
-        if output_attentions:
-            options["output_attentions"] = True
-        if pages is not None and CACHE != "cache":  # before transformers 5.24, attention functions wrote to the pages
-            options["cache"], pages = pages, None
-        keep_weights = None if attentions is None else attentions.append
-        context = AttentionContext(
-            rotary, mask, cache if pages is None else pages, embeddings.dtype, keep_weights, options
-        )
-        remembered = memories(
-            cache_slots(self.stream, depth),
-            cache,
-            padding,
-            embeddings,
-            documents=documents,
-            hidden_states=bool(chosen),
-        )
-
-        connections = [*self.stream.connections[: 2 * depth], Readout(self.stream.collapse)]
-        readers = list(map(Reader, connections if watch is None else watch(connections), remembered.parts[1:]))
+    def _run(
+        self,
+        embeddings: Tensor,
+        call: Call,
+        chosen: set[int],
+        output_states: bool,
+        watch: Callable[[list[Connection | Readout]], Sequence[Connection | Readout]],
+    ) -> ResiduaModelOutput:
+        """Run the trunk. chosen: the indices of the hidden states to return; the others are as in `forward`."""
+        config = self.config
+        depth = config.num_hidden_layers  # fewer while an early exit drafts for assisted decoding
+        slots = cache_slots(self.stream, depth)
+        remembered = memories(slots, call.cache, call.padding, call.documents, embeddings, hidden_states=bool(chosen))
+        connections = watch([*self.stream.connections[: 2 * depth], Readout(self.stream.collapse)])
+        readers = list(map(Reader, connections, remembered.parts[1:]))
         state_dtype = getattr(torch, config.state_dtype) if config.state_dtype else embeddings.dtype
         state = self.stream.expand(embeddings.to(state_dtype), remembered.parts[0])
-        states = [state]
+        states, penalties = [state], []
         hidden_states: list[Tensor | None] = [embeddings]
-        penalties: list[Tensor] = []
 
         x, carry = readers[0].connection.read(state, readers[0].memory)
         for i, layer in enumerate(self.layers[:depth]):
             reads_out = i < len(remembered.readouts)
             around = Readers(*readers[2 * i : 2 * i + 3])
-            x, carry, layer_penalties, state = layer(x, carry, around, context, reads_out or output_states)
+            x, carry, layer_penalties, state = layer(x, carry, around, call.attention, reads_out or output_states)
             penalties += layer_penalties
             states.append(state)
-            if reads_out and (i + 1 in chosen or remembered.readouts[i]):
-                hidden_states.append(self.stream.collapse(state, remembered.readouts[i]).to(embeddings.dtype))
-            else:
-                hidden_states.append(None)
-        hidden = self.norm(x.to(embeddings.dtype))
-        hidden_states[-1] = hidden
+            wanted = reads_out and (i + 1 in chosen or remembered.readouts[i])
+            hidden = self.stream.collapse(state, remembered.readouts[i]).to(embeddings.dtype) if wanted else None
+            hidden_states.append(hidden)
+        hidden_states[-1] = last = self.norm(x.to(embeddings.dtype))
 
-        selected = tuple(state if i in chosen else None for i, state in enumerate(hidden_states))
+        selected = tuple(hidden if i in chosen else None for i, hidden in enumerate(hidden_states))
         return ResiduaModelOutput(
-            last_hidden_state=hidden,
-            penalty=total_penalty(penalties, padding),
+            last_hidden_state=last,
+            penalty=total_penalty(penalties, call.padding),
             hidden_states=selected if chosen else None,  # type: ignore[arg-type]  # as transformers, None if not chosen
-            attentions=tuple(attentions) if attentions is not None else None,
+            attentions=None if call.attentions is None else tuple(call.attentions),
             states=tuple(states) if output_states else None,
-            **{CACHE: cache if use_cache else None},
+            **{CACHE: call.cache if call.use_cache else None},
         )
+
+    def _call(
+        self,
+        embeddings: Tensor,
+        attention_mask: Tensor | dict[str, Tensor | None] | None,
+        position_ids: Tensor | None,
+        caches: tuple[Cache | None, Any],
+        use_cache: bool | None,
+        output_attentions: bool | None,
+        options: dict[str, Any],
+    ) -> Call:
+        """Check the inputs of `forward` and complete them. caches: as from `cache_of`; options: the other keywords."""
+        if position_ids is not None and position_ids.dim() != 2:
+            raise ValueError(f"position_ids must be (1 or batch, seq), got {tuple(position_ids.shape)}")
+        if any(map(window_of, self.stream.parts)):
+            expect_no_pages(options)
+        cache, pages = caches
+        cached = bool(use_cache) or cache is not None
+        documents = documents_of(embeddings, attention_mask, position_ids, options, cached=cached)
+        self._expect_told_apart(attention_mask, documents)
+        if documents is not None and position_ids is None:
+            position_ids = positions_in(documents)
+        cache, use_cache = self._cache(cache, use_cache, packed=documents is not None)
+        mask, padding, positions = self._masks(embeddings, attention_mask, position_ids, cache)
+
+        options = {**options, "position_ids": positions}
+        attentions: list[Tensor] | None = [] if output_attentions else None
+        if attentions is not None:
+            options["output_attentions"] = True
+        if pages is not None and CACHE != "cache":  # before transformers 5.24, attention functions wrote to the pages
+            options["cache"], pages = pages, None
+        context = AttentionContext(
+            Rotary.at(positions, self.config, embeddings.dtype),
+            mask,
+            cache if pages is None else pages,
+            embeddings.dtype,
+            None if attentions is None else attentions.append,
+            options,
+        )
+        return Call(context, attentions, cache, use_cache, padding, documents)
+
+    def _cache(self, cache: Cache | None, use_cache: bool | None, *, packed: bool) -> tuple[Cache | None, bool]:
+        """Return the cache to read and fill, a new one if none is given, and whether the output has it."""
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not packed
+        if (use_cache or cache is not None) and self.gradient_checkpointing and self.training:
+            # A recomputed layer would add its tokens to the cache a second time.
+            if cache is not None and cache.get_seq_length():
+                raise ValueError("cache: gradient checkpointing needs the whole sequence, got a filled cache")
+            logger.warning_once("gradient checkpointing does not keep a cache: use_cache is set to False")
+            return None, False
+        return DynamicCache(config=self.config) if use_cache and cache is None else cache, use_cache
 
     def _expect_told_apart(self, mask: Tensor | dict[str, Tensor | None] | None, documents: Tensor | None) -> None:
         """Raise ValueError if a part that reads earlier tokens could read across padding or packed documents, or
