@@ -261,41 +261,45 @@ def float32_mappings(adapter: Adapter) -> None:
     exact = Pair(adapter, scale=0.5)
     expect(not _in_steps(exact), "the mapping or the mixing is computed in bfloat16, whatever the dtype of the state")
     pair = Pair(adapter, dtype=torch.float32, scale=0.5)
-    values = {name: value.detach() for name, value in pair.ours.items()}
-    wide = {name: value.to(exact.dtype) for name, value in values.items()}
-    for narrow in (False, True):
-        dtype = torch.bfloat16 if narrow else torch.float32
-        state = tree_map(lambda x: x.to(dtype), pair.state())  # noqa: B023
-        cast = nullcontext() if narrow else torch.autocast("cpu", torch.bfloat16)
-        where = "beside a bfloat16 state" if narrow else "under autocast"
-        results, inputs = {}, {}
-        with torch.no_grad():
-            for side in ("reference", "candidate"):
-                for precise, case, weights in ((True, exact, wide), (False, pair, values)):
-                    calls, sublayer = ([], case.sublayers()) if pair.whole else quiet(case.dtype if precise else dtype)
-                    start = tree_map(lambda x: x.to(exact.dtype) if precise else x.clone(), state)  # noqa: B023
-                    try:
-                        with nullcontext() if precise else cast:
-                            results[side, precise] = tensors(getattr(case, side)(weights, start, sublayer))
-                    except RuntimeError as error:
-                        if narrow and "dtype" in str(error):
-                            raise NotChecked(
-                                f"a bfloat16 state with float32 parameters is an error: {error}"
-                            ) from error
-                        raise
-                    inputs[side, precise] = calls
-        sides = [[*results[key], *inputs[key]] for key in results]
-        for our_truth, ours, truth, got in zip(*sides):
-            if narrow and got.dtype != ours.dtype:
-                raise CheckFailed(f"{where} the result is {got.dtype}, expected {ours.dtype}")
+    for narrow, where in ((False, "under autocast"), (True, "beside a bfloat16 state")):
+        ours, theirs = (_exact_and_narrow(side, exact, pair, narrow) for side in ("reference", "candidate"))
+        for (our_truth, our), (truth, got) in zip(zip(*ours), zip(*theirs)):
+            if narrow and got.dtype != our.dtype:
+                raise CheckFailed(f"{where} the result is {got.dtype}, expected {our.dtype}")
             # A norm may hand its result on in the dtype of autocast. A float64 cast does not hide that rounding.
             rounding = 2e-3 * rms(truth) if got.dtype == torch.bfloat16 else 0.0
-            error, usual = rms(got.double() - truth), rms(ours.double() - our_truth)
+            error, usual = rms(got.double() - truth), rms(our.double() - our_truth)
             if error > 3 * usual + rounding + 2e-6 * rms(truth):
                 raise CheckFailed(
                     f"the mapping or the mixing is computed in bfloat16 {where}: error {error:.2g}, "
                     f"ours {usual:.2g}; keep gates and mappings in float32, weights and inputs"
                 )
+
+
+@torch.no_grad()
+def _exact_and_narrow(side: str, exact: Pair, pair: Pair, narrow: bool) -> list[list[Tensor]]:
+    """Return results and inputs of sublayers of one side, in the dtype of `exact`, then with the parameters of `pair`:
+    beside a state in bfloat16 if `narrow`, otherwise under autocast.
+    """
+    dtype = torch.bfloat16 if narrow else torch.float32
+    state = tree_map(lambda x: x.to(dtype), pair.state())
+    runs = []
+    for case, start_dtype, cast in (
+        (exact, exact.dtype, nullcontext()),
+        (pair, dtype, nullcontext() if narrow else torch.autocast("cpu", torch.bfloat16)),
+    ):
+        inputs, sublayer = ([], case.sublayers()) if pair.whole else quiet(start_dtype)
+        weights = {name: value.detach().to(case.dtype) for name, value in pair.ours.items()}
+        start = tree_map(lambda x: x.clone().to(start_dtype), state)  # noqa: B023
+        try:
+            with cast:
+                results = getattr(case, side)(weights, start, sublayer)
+        except RuntimeError as error:
+            if narrow and "dtype" in str(error):
+                raise NotChecked(f"a bfloat16 state with float32 parameters is an error: {error}") from error
+            raise
+        runs.append([*tensors(results), *inputs])
+    return runs
 
 
 def _in_steps(pair: Pair) -> bool:
