@@ -176,7 +176,7 @@ def test_the_shortcut_is_the_update_of_x_and_x0(name):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"r": float("nan")}, ["r", "a finite number or None", "nan"]),
+        ({"r": float("nan")}, ["r", "a finite number", "nan"]),
         ({"p": "one"}, ["p", "a number or null", "'one'"]),
         ({"norm": "post"}, ["r", "None with norm='post'", "1.0"]),
         ({"norm": "post", "r": None}, ["z", "None with norm='post'", "0.0"]),

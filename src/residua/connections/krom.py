@@ -6,7 +6,7 @@ h_res is doubly stochastic exactly, without iteration, from 2 log2(n) numbers.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from residua.connections.ends import MeanStreams, SumStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.norm import norms
-from residua.connections.options import Factor, require_option
+from residua.connections.options import Factor, Range, at_most
 from residua.connections.stream_logits import StreamLogits, reading_biases
 from residua.ops import kronecker_mixture
 
@@ -41,14 +41,12 @@ class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
     paper: ClassVar[str] = "arXiv 2601.21579"
     constraint: ClassVar[str] = "doubly stochastic"
 
+    num_streams: Annotated[
+        int, Range("a power of 2, at least 2", lambda n: n >= 2 and n & (n - 1) == 0), at_most(256)
+    ] = 4
     scale_init: Factor = 0.01
     head: Literal["sum", "mean"] = "sum"
     start: Literal["published", "residual"] = "published"
-
-    def __post_init__(self):
-        super().__post_init__()
-        n = self.num_streams
-        require_option(self, "num_streams", n >= 2 and n & (n - 1) == 0, "a power of 2, at least 2")
 
     def preserving(self) -> "KroneckerHyperConnections":
         """Return this scheme with start="residual", and the mean as its head: the sum is n times the residual."""
