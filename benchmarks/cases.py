@@ -17,7 +17,7 @@ from residua.connections import Connection, named, resolve
 from residua.connections.base import as_inputs
 from residua.errors import InputError
 from residua.lab.cost.settings import perturb
-from residua.ops.write_read import channel_boundary, token_boundary
+from residua.ops.write_read import boundary
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 KERNEL = 4  # taps over the tokens
@@ -147,15 +147,15 @@ def _rms_norm(sizes: Sizes, draw: Draw) -> Case:
     return Case(ops.rms_norm, inputs, frozenset({"weight"}))
 
 
-def _boundary(function: Callable[..., Any], taps: str, sizes: Sizes, draw: Draw) -> Case:
+def _boundary(kernel: tuple[int, ...], sizes: Sizes, draw: Draw) -> Case:
     n, d = sizes.channels, sizes.dim
     shared = {
-        taps: draw.coefficients(*([KERNEL] if taps == "taps" else []), n, d),
+        "weights": draw.coefficients(*kernel, n, d),
         "gain": 1 + 0.1 * draw.coefficients(d),
         "gate_weight": draw.coefficients(d) / math.sqrt(d),
         "value_weight": draw.coefficients(n, d) / math.sqrt(d),
     }
-    return Case(function, {**_write_inputs(sizes, draw), **shared}, frozenset(shared))
+    return Case(boundary, {**_write_inputs(sizes, draw), **shared}, frozenset(shared))
 
 
 class Around(nn.Module):
@@ -196,8 +196,8 @@ CASES: dict[str, Callable[[Sizes, Draw], Case]] = {
     "delta_write": _delta_write,
     "stream_read": _stream_read,
     "causal_read": _causal_read,
-    "channel_boundary": partial(_boundary, channel_boundary, "weights"),
-    "token_boundary": partial(_boundary, token_boundary, "taps"),
+    "channel_boundary": partial(_boundary, ()),
+    "token_boundary": partial(_boundary, (KERNEL,)),
     "hyper_read": _hyper_read,
     "hyper_write": _hyper_write,
     "sinkhorn": _sinkhorn,

@@ -9,15 +9,15 @@ import torch
 from residua.errors import InputError
 from residua.ops import delta_write, dispatch, hyper_mix, hyper_read, hyper_write, sinkhorn
 from residua.ops.dispatch import choose
-from residua.ops.write_read import channel_boundary, token_boundary
+from residua.ops.write_read import boundary
 
 STATE = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
 K, V, BETA = STATE[:, :, 0], STATE[..., 0], STATE[:, :, 0, 0]
 READER = (STATE[0, 0, 0], STATE[0, 0, 1], STATE[0, 1])  # gain, gate_weight, value_weight
 OPS = {  # the op, its arguments, and where its kernel is
     "delta_write": (delta_write, (STATE, K, V, BETA), "delta"),
-    "channel_boundary": (channel_boundary, (STATE, K, V, BETA, STATE[0, 0], *READER), "channel_boundary"),
-    "token_boundary": (token_boundary, (STATE, K, V, BETA, STATE[0], *READER), "token_boundary"),
+    "channel_boundary": (boundary, (STATE, K, V, BETA, STATE[0, 0], *READER), "channel_boundary"),
+    "token_boundary": (boundary, (STATE, K, V, BETA, STATE[0], *READER), "token_boundary"),
     "hyper_read": (hyper_read, (STATE, V), "streams"),
     "hyper_mix": (hyper_mix, (STATE, STATE[..., :4]), "streams"),
     "hyper_write": (hyper_write, (STATE, K, None, V), "streams"),

@@ -22,7 +22,7 @@ from residua.ops import (
 from residua.ops.derived import derive, flattened
 from residua.ops.norm import layer_norm, mean_square
 from residua.ops.precision import linear
-from residua.ops.write_read import channel_boundary, token_boundary
+from residua.ops.write_read import boundary
 from support.variants import normal
 
 BATCH, SEQ, STREAMS, DIM, WRITES = 2, 5, 3, 8, 9
@@ -163,7 +163,6 @@ def test_boundaries_take_part(tokens):
         state, loss = start, 0.0
         k, v, beta = (normal(BATCH, SEQ, *width, seed=3, dtype=torch.float32) for width in ((DIM,), (STREAMS,), ()))
         for _ in range(6):
-            boundary = token_boundary if tokens else channel_boundary
             state, k, beta, v = boundary(state, k, v, beta, weights, *others, recompute_every=every)
             loss = loss + k.square().mean() + v.square().mean()
         assert state.grad_fn.age == (1 if every == 1 else 2)

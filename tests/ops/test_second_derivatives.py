@@ -7,7 +7,7 @@ from residua import ops
 from residua.connections import DeepDelta
 from residua.ops.derived import derive, flattened
 from residua.ops.norm import layer_norm
-from residua.ops.write_read import channel_boundary, token_boundary
+from residua.ops.write_read import boundary
 from support.delta_cases import direction, generator, normal
 
 G = generator(0)
@@ -27,8 +27,8 @@ CASES = {
     },
     "delta_write_v1": (ops.delta_write_v1, WRITE),
     "delta_inverse": (ops.delta_inverse, WRITE),
-    "channel_boundary": (lambda *x: channel_boundary(*x)[1:], (*WRITE, normal(G, 2, 3), *SMALL)),
-    "token_boundary": (lambda *x: token_boundary(*x)[1:], (*WRITE, normal(G, 3, 2, 3), *SMALL)),
+    "channel_boundary": (lambda *x: boundary(*x)[1:], (*WRITE, normal(G, 2, 3), *SMALL)),
+    "token_boundary": (lambda *x: boundary(*x)[1:], (*WRITE, normal(G, 3, 2, 3), *SMALL)),
     "stream_read": (ops.stream_read, (STATE, normal(G, 2, 3))),
     "causal_read": (ops.causal_read, (STATE, normal(G, 3, 2, 3))),
     "causal_expand": (ops.causal_expand, (WIDE, normal(G, 3, 2, 3))),

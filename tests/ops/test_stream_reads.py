@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import channel_taps, linear_at_least_float32, rms_norm, stream_read
-from residua.ops.write_read import channel_boundary
+from residua.ops.write_read import boundary
 from support.delta_cases import generator, normal
 from support.tolerances import assert_close
 
@@ -110,6 +110,6 @@ def test_a_boundary_takes_nothing_that_would_be_broadcast(changed, words):
         "gate_weight": torch.ones(4),
         "value_weight": torch.ones(3, 4),
     }
-    channel_boundary(**given)
+    boundary(**given)
     with pytest.raises(ValueError, match=words):
-        channel_boundary(**given | changed)
+        boundary(**given | changed)

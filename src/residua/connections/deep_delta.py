@@ -23,7 +23,7 @@ from residua.connections.options import Beta, Count, Finite, Positive, expect_us
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
 from residua.ops.dispatch import Implementation, choose
-from residua.ops.write_read import channel_boundary, token_boundary
+from residua.ops.write_read import boundary
 
 
 class DeltaCoefficients(NamedTuple):
@@ -261,17 +261,14 @@ class DeltaConnection(ChannelConnection):
             return None
         state, (beta, v, _) = carry
         k = y if self.k_proj is None else self.k_proj(y)
-        gate = following.beta.out.weight[0]
-        inputs = (state, k, v, beta, compressor.weights(), norm.weight, gate, project.weight)
+        maps = (following.beta.out.weight[0], project.weight)
+        inputs = (state, k, v, beta, compressor.weights(), norm.weight, *maps)
         if choose(scheme.implementation, *inputs) == "reference":
             return None
         options = {**scheme.write_options, "norm_eps": norm.eps, "value_input": scheme.v_input}
-        write_read = token_boundary if scheme.compress == "token" else channel_boundary
-        boundary = write_read(*inputs, **options, implementation="triton")
-        coefficients = DeltaCoefficients(
-            following.beta.opened(boundary.gate), following.value.activated(boundary.value), None
-        )
-        return boundary.context, Carry(boundary.state, coefficients)
+        written, context, gate, value = boundary(*inputs, **options, implementation="triton")
+        coefficients = DeltaCoefficients(following.beta.opened(gate), following.value.activated(value), None)
+        return context, Carry(written, coefficients)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne:
         """Return every form of the write as X + beta k (v^T - k^T X), with |k| = 1 up to eps.

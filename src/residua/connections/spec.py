@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 
 @dataclass(frozen=True)
@@ -17,22 +18,9 @@ class TensorSpec:
 
 def expect_state(state: Any, spec: Any) -> None:
     """Raise ValueError unless the tensors of `state` end with the shapes of `spec`, a pytree of `TensorSpec`."""
-    if isinstance(spec, TensorSpec):
-        rank = len(spec.shape)
-        if isinstance(state, Tensor) and state.dim() >= rank and tuple(state.shape[-rank:]) == spec.shape:
-            return
-        expected = f"(batch, seq, {', '.join(map(str, spec.shape))})"
-    elif isinstance(spec, dict):
-        if isinstance(state, dict) and state.keys() == spec.keys():
-            for name, described in spec.items():
-                expect_state(state[name], described)
-            return
-        expected = f"a dict of {', '.join(map(str, spec))}"
-    else:
-        if isinstance(state, (tuple, list)) and len(state) == len(spec):
-            for part, described in zip(state, spec):
-                expect_state(part, described)
-            return
-        expected = f"a {type(spec).__name__} of {len(spec)} tensors"
-    got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
-    raise ValueError(f"state must be {expected}, from stream.expand or the connection before, got {got}")
+    (specs, structure), (leaves, built) = tree_flatten(spec), tree_flatten(state)
+    right = structure == built and all(isinstance(leaf, Tensor) for leaf in leaves)
+    if not right or any(x.shape[x.dim() - len(leaf.shape) :] != leaf.shape for x, leaf in zip(leaves, specs)):
+        needed = ", ".join(f"(batch, seq, {', '.join(map(str, leaf.shape))})" for leaf in specs)
+        got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
+        raise ValueError(f"state must be {needed}, from stream.expand or the connection before, got {got}")

@@ -26,7 +26,7 @@ class Boundary(NamedTuple):
     value: Tensor
 
 
-def channel_boundary(
+def boundary(
     state: Tensor,
     k: Tensor,
     v: Tensor,
@@ -47,80 +47,31 @@ def channel_boundary(
     gate_weight . c and the value's products value_weight x_in, or value_weight c with `value_input="context"`.
 
     state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), `recompute_every` and
-    `implementation` as in `delta_write`; weights: (value_channels, dim) as in `stream_read`, gain and gate_weight:
-    (dim,), value_weight: (value_channels, dim) belong to the sublayer that follows. Results in the dtype of `state`,
-    products in at least float32. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2, channel
-    compression.
+    `implementation` as in `delta_write`; weights: (value_channels, dim) as in `stream_read`, for channel compression,
+    or the taps (kernel, value_channels, dim) of `causal_read` on a state (..., seq, value_channels, dim), for token
+    compression; gain and gate_weight: (dim,), value_weight: (value_channels, dim) belong to the sublayer that follows.
+    Results in the dtype of `state`, products in at least float32. Other shapes and options raise ValueError. arXiv
+    2601.00417v2 section 4.2.
     """
-    expect_following(state, gain, gate_weight, value_weight, value_input)
-    tensors = (state, k, v, beta, weights, gain, gate_weight, value_weight)
-    if choose(implementation, *tensors) == "triton":
-        from residua.ops.kernels.channel_boundary import channel_boundary as kernel
-
-        expect_write(state, k, v, beta, k_norm)
-        expect_shape("weights", weights, state.shape[-2:], "(value_channels, dim)")
-        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, recompute_every))
-    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, recompute_every=recompute_every)
-    x = stream_read(written, weights)
-    return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
-
-
-def token_boundary(
-    state: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    taps: Tensor,
-    gain: Tensor,
-    gate_weight: Tensor,
-    value_weight: Tensor,
-    *,
-    k_norm: KNorm | None = "rms",
-    eps: float = 1e-5,
-    norm_eps: float = 1e-5,
-    value_input: ValueInput = "x_in",
-    recompute_every: int = 1,
-    implementation: Implementation = "reference",
-) -> Boundary:
-    """As `channel_boundary`, but x_in[t] = sum_{s, j} taps[s, j] X'[t - s, j] as in `causal_read`.
-
-    state: (..., seq, value_channels, dim) with the other arguments to match; taps: (kernel, value_channels, dim).
-    arXiv 2601.00417v2 section 4.2, token compression.
-    """
-    expect_following(state, gain, gate_weight, value_weight, value_input)
-    tensors = (state, k, v, beta, taps, gain, gate_weight, value_weight)
-    if choose(implementation, *tensors) == "triton":
-        from residua.ops.kernels.token_boundary import token_boundary as kernel
-
-        if state.dim() < 3:
-            raise ValueError(f"state must be (..., seq, value_channels, dim), got {tuple(state.shape)}")
-        expect_write(state, k, v, beta, k_norm)
-        expect_shape("taps", taps, (taps.shape[0], *state.shape[-2:]), "(kernel, value_channels, dim)")
-        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, recompute_every))
-    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, recompute_every=recompute_every)
-    x = causal_read(written, taps)
-    return _following(written, x, gain, gate_weight, value_weight, norm_eps, value_input)
-
-
-def expect_following(state: Tensor, gain: Tensor, gate_weight: Tensor, value_weight: Tensor, value_input: str) -> None:
-    """Check the norm, gate and value weights of the sublayer that follows; raise ValueError if they do not fit."""
     channels, dim = state.shape[-2:]
+    expect_write(state, k, v, beta, k_norm)
+    expect_shape("weights", weights, (*weights.shape[:-2], channels, dim), "(..., value_channels, dim)")
     expect_shape("gain", gain, (dim,), "(dim,)")
     expect_shape("gate_weight", gate_weight, (dim,), "(dim,)")
     expect_shape("value_weight", value_weight, (channels, dim), "(value_channels, dim)")
     if value_input not in ("x_in", "context"):
         raise ValueError(f"value_input must be 'x_in' or 'context', got {value_input!r}")
+    over_tokens = weights.dim() == 3
+    if over_tokens and state.dim() < 3:
+        raise ValueError(f"state must be (..., seq, value_channels, dim), got {tuple(state.shape)}")
+    tensors = (state, k, v, beta, weights, gain, gate_weight, value_weight)
+    if choose(implementation, *tensors) == "triton":
+        from residua.ops.kernels import channel_boundary, token_boundary
 
-
-def _following(
-    written: Tensor,
-    x: Tensor,
-    gain: Tensor,
-    gate_weight: Tensor,
-    value_weight: Tensor,
-    norm_eps: float,
-    value_input: ValueInput,
-) -> Boundary:
+        kernel = token_boundary.token_boundary if over_tokens else channel_boundary.channel_boundary
+        return Boundary(*kernel(*tensors, k_norm, eps, norm_eps, value_input, recompute_every))
+    written = delta_write(state, k, v, beta, k_norm=k_norm, eps=eps, recompute_every=recompute_every)
+    x = causal_read(written, weights) if over_tokens else stream_read(written, weights)
     context = rms_norm(x, gain, norm_eps)
     gate = linear_at_least_float32(context, gate_weight.unsqueeze(0)).squeeze(-1)
     value = linear_at_least_float32(x if value_input == "x_in" else context, value_weight)

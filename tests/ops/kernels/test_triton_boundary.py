@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from residua.ops import delta_write
-from residua.ops.write_read import channel_boundary
+from residua.ops.write_read import boundary
 from support.kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
 triton = pytest.importorskip("triton")
 
 from residua.ops.kernels.channel_boundary import channel_backward_op, channel_op  # noqa: E402
 
-kernel = partial(channel_boundary, implementation="triton")
+kernel = partial(boundary, implementation="triton")
 
 CASES = [  # batch, seq, value channels, dim
     (2, 3, 1, 64),
@@ -41,7 +41,7 @@ def arguments(batch: int, seq: int, channels: int, dim: int, dtype: torch.dtype)
 def test_as_good_as_the_plain_definition(case, dtype):
     value_input = "context" if case[2] in (2, 3) else "x_in"
     options = {"value_input": value_input, "norm_eps": 1e-3}
-    assert_as_good(partial(kernel, **options), partial(channel_boundary, **options), arguments(*case, dtype))
+    assert_as_good(partial(kernel, **options), partial(boundary, **options), arguments(*case, dtype))
 
 
 @pytest.mark.parametrize("k_norm", [None, "add"])
@@ -50,12 +50,12 @@ def test_other_norms_of_the_direction(k_norm):
     inputs = arguments(2, 4, 2, 48, torch.float32)
     inputs[1] = inputs[1] * torch.linspace(0, 0.2, 8, device=DEVICE).reshape(2, 4, 1)
     options = {"k_norm": k_norm, "eps": 0.5}
-    assert_as_good(partial(kernel, **options), partial(channel_boundary, **options), inputs)
+    assert_as_good(partial(kernel, **options), partial(boundary, **options), inputs)
 
 
 def test_low_precision_parameters_have_low_precision_gradients():
     inputs = [x.bfloat16() for x in arguments(1, 5, 2, 48, torch.bfloat16)]
-    assert_as_good(kernel, channel_boundary, inputs)
+    assert_as_good(kernel, boundary, inputs)
 
 
 def test_every_number_of_the_results_is_written(monkeypatch):
@@ -69,7 +69,7 @@ def test_results_that_nobody_uses_have_no_gradient():
     inputs = [x.requires_grad_() for x in arguments(1, 3, 2, 48, torch.float32)]
     for i in range(4):
         ours = torch.autograd.grad(kernel(*inputs)[i].sum(), inputs)
-        plain = torch.autograd.grad(channel_boundary(*inputs)[i].sum(), inputs, materialize_grads=True)
+        plain = torch.autograd.grad(boundary(*inputs)[i].sum(), inputs, materialize_grads=True)
         for a, b in zip(ours, plain):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
 
@@ -132,7 +132,7 @@ def test_what_the_kernel_does_not_take_is_an_error():
 
 def test_the_public_op_runs_the_kernel_also_while_compiling():
     inputs = arguments(1, 3, 2, 48, torch.float32)
-    chosen = partial(channel_boundary, implementation="triton")
+    chosen = partial(boundary, implementation="triton")
     torch.compiler.reset()
     for compute in (chosen, torch.compile(chosen, fullgraph=True, backend="aot_eager")):
         for actual, expected in zip(compute(*inputs), kernel(*inputs)):

@@ -15,10 +15,7 @@ from support.kernel_cases import DEVICE, normal
 
 pytest.importorskip("triton")
 
-delta_write, channel_boundary, token_boundary = (
-    partial(op, implementation="triton")
-    for op in (ops.delta_write, write_read.channel_boundary, write_read.token_boundary)
-)
+delta_write, boundary = (partial(op, implementation="triton") for op in (ops.delta_write, write_read.boundary))
 
 KERNELS = ["delta", "channel", "token"]
 CHANNELS, DIM = 3, 48
@@ -70,8 +67,7 @@ class Chain:
         if others:
             context, gate, value = others
             k, v, beta = k + context, v + value, beta + 0.1 * torch.tanh(gate)
-        kernel = channel_boundary if self.kernel == "channel" else token_boundary
-        state, *others = kernel(state, k, v, beta, *self.parameters, recompute_every=every)
+        state, *others = boundary(state, k, v, beta, *self.parameters, recompute_every=every)
         return state, tuple(others)
 
     def stretch(self, state: Tensor, others: tuple, low: int, high: int, every: int) -> tuple[Tensor, tuple]:
@@ -165,10 +161,10 @@ def test_kernels_and_plain_operations_in_one_chain(dtype):
                 write = delta_write if kind == "k" else ops.delta_write
                 state = write(*inputs, k_norm="rms", recompute_every=every)
             elif kind == "t":
-                state, *made = token_boundary(*inputs, taps, *others, recompute_every=every)
+                state, *made = boundary(*inputs, taps, *others, recompute_every=every)
                 total = total + sum(x.float().square().mean() for x in made)
             else:
-                state, *made = channel_boundary(*inputs, taps[1], *others, recompute_every=every)
+                state, *made = boundary(*inputs, taps[1], *others, recompute_every=every)
                 total = total + sum(x.float().square().mean() for x in made)
         return total + ops.causal_read(state, taps).float().square().mean()
 

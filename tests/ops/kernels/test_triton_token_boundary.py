@@ -5,14 +5,14 @@ from functools import partial
 import pytest
 import torch
 
-from residua.ops.write_read import token_boundary
+from residua.ops.write_read import boundary
 from support.kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
 
 triton = pytest.importorskip("triton")
 
 from residua.ops.kernels.token_boundary import token_backward_op, token_op  # noqa: E402
 
-kernel = partial(token_boundary, implementation="triton")
+kernel = partial(boundary, implementation="triton")
 
 CASES = [  # batch, seq, value channels, dim, kernel
     (1, 9, 1, 48, 4),  # chunks of 4 without a GPU: two whole ones and a piece
@@ -41,7 +41,7 @@ def arguments(batch: int, seq: int, channels: int, dim: int, kernel: int, dtype:
 def test_as_good_as_the_plain_definition(case, dtype):
     value_input = "context" if case[2] == 2 else "x_in"
     options = {"value_input": value_input, "norm_eps": 1e-3}
-    assert_as_good(partial(kernel, **options), partial(token_boundary, **options), arguments(*case, dtype))
+    assert_as_good(partial(kernel, **options), partial(boundary, **options), arguments(*case, dtype))
 
 
 @pytest.mark.parametrize("k_norm", [None, "add"])
@@ -50,7 +50,7 @@ def test_other_norms_of_the_direction(k_norm):
     inputs = arguments(2, 5, 2, 48, 3, torch.float32)
     inputs[1] = inputs[1] * torch.linspace(0, 0.2, 10, device=DEVICE).reshape(2, 5, 1)
     options = {"k_norm": k_norm, "eps": 0.5}
-    assert_as_good(partial(kernel, **options), partial(token_boundary, **options), inputs)
+    assert_as_good(partial(kernel, **options), partial(boundary, **options), inputs)
 
 
 def test_every_number_of_the_results_is_written(monkeypatch):
@@ -124,7 +124,7 @@ def test_what_the_kernel_does_not_take_is_an_error():
     inputs = arguments(1, 2, 2, 48, 2, torch.float32)
     with pytest.raises(TypeError, match=r"taps: .*float64"):
         kernel(*inputs[:4], inputs[4].double(), *inputs[5:])
-    with pytest.raises(ValueError, match=r"taps must be .*\(2, 2, 48\)"):
+    with pytest.raises(ValueError, match=r"weights must be .*\(2, 2, 48\)"):
         kernel(*inputs[:4], inputs[4][:, :1], *inputs[5:])
     with pytest.raises(ValueError, match=r"state must be \(..., seq, value_channels, dim\)"):
         kernel(*(x[0, 0] for x in inputs[:4]), *inputs[4:])
