@@ -1,8 +1,11 @@
-"""The hint to install an extra is given for its own packages alone."""
+"""The hint to install an extra is given for its own packages alone; a mapping from outside becomes a dataclass."""
+
+from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
-from residua.errors import extra
+from residua.errors import InputError, check_types, decoded, extra, require_all
 
 
 @pytest.mark.parametrize(("name", "package"), [("lab", "yaml"), ("eval", "lm_eval"), ("eval", "transformers")])
@@ -19,3 +22,36 @@ def test_an_error_inside_an_installed_package_comes_through(package):
     with pytest.raises(ModuleNotFoundError) as caught, extra("lab"):
         raise error
     assert caught.value is error
+
+
+@dataclass(frozen=True)
+class Lamp:
+    watts: int
+    colour: Literal["red", "white"] = "white"
+    height: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require_all(self, ["watts"], lambda watts: watts > 0, "above 0")
+
+
+def test_a_mapping_becomes_an_object():
+    assert decoded({"watts": 5, "height": 2}, Lamp) == Lamp(5, height=2)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (None, "room.lamp must be a mapping of keys to values, got None"),
+        ({}, "room.lamp.watts must be a whole number, got None"),
+        ({"watts": True}, "room.lamp.watts must be a whole number, got True"),
+        ({"watts": 0}, "room.lamp.watts must be above 0, got 0"),
+        ({"watts": 1, "color": "red"}, "unknown key room.lamp.color; did you mean colour?"),
+        ({"watts": 1, "colour": "blue"}, "room.lamp.colour must be one of red, white, got 'blue'"),
+        ({"watts": 1, "height": "low"}, "room.lamp.height must be a number or null, got 'low'"),
+    ],
+)
+def test_a_wrong_mapping_is_one_line_with_the_dotted_key(document, message):
+    with pytest.raises(InputError) as error:
+        decoded(document, Lamp, "room.lamp")
+    assert str(error.value) == message

@@ -2,10 +2,13 @@
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 _LAB = {
     *("datasets", "filelock", "huggingface_hub", "matplotlib", "numpy", "plotly", "pyarrow", "rich", "safetensors"),
@@ -84,6 +87,44 @@ def did_you_mean(
     if not close:
         return ""
     return f"; did you mean {close[0] if show is None else show[close[0]]}?"
+
+
+def decoded(document: Any, kind: type[T], where: str = "") -> T:
+    """Return the dataclass `kind` with the values of a mapping from a YAML or JSON file.
+
+    `kind` checks its values itself, with `check_types` and `require`, and names its fields alone; `where` is the dotted
+    key of the mapping, which errors put before them.
+
+    Raises:
+        InputError: it is not a mapping, a key is unknown or missing, or `kind` refuses a value.
+    """
+    require(isinstance(document, Mapping), where or "the document", "a mapping of keys to values", document)
+    prefix = f"{where}." if where else ""
+    items = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]  # every `kind` is a dataclass
+    for name in document:
+        if name not in items:
+            raise InputError(f"unknown key {prefix}{name}{did_you_mean(name, items)}")
+    for name, item in items.items():
+        required = item.default is MISSING and item.default_factory is MISSING
+        require(not required or name in document, f"{prefix}{name}", words(types_of(kind)[name]), None)
+    try:
+        return kind(**document)
+    except InputError as error:
+        raise InputError(f"{prefix}{error}") from error
+
+
+def check_types(values: Any) -> None:
+    """Raise InputError for the first field of a dataclass whose value is not of the type that it declares."""
+    for name, declared in types_of(type(values)).items():
+        value = getattr(values, name)
+        require(fits(value, declared), name, words(declared), value)
+
+
+def require_all(values: Any, names: Iterable[str], accepts: Callable[[Any], bool], expected: str) -> None:
+    """Raise InputError for the first attribute out of `names` whose value is not accepted."""
+    for name in names:
+        value = getattr(values, name)
+        require(accepts(value), name, expected, value)
 
 
 types_of = functools.cache(get_type_hints)

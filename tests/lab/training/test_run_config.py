@@ -115,7 +115,7 @@ MISTAKES = [
     (["--train.beta2=1"], "train.beta2 must be a number in [0, 1), got 1.0"),
     (["--train.min_lr_ratio=2"], "train.min_lr_ratio must be a number in [0, 1], got 2.0"),
     (["--train.warmup_steps=500"], "train.warmup_steps must be 0 to train.steps (400), got 500"),
-    (["--train.seed=-1"], "train.seed must be a whole number of at least 0, got -1"),
+    (["--train.seed=-1"], "train.seed must be at least 0, got -1"),
     (
         ["--train.optimizer=muon", "--train.parallel=fsdp"],
         "train.parallel must be auto, ddp or none with train.optimizer=muon, which needs whole matrices, got 'fsdp'",
@@ -143,7 +143,7 @@ MISTAKES = [
     ("", "configuration must be the sections model, data, train, got None"),
     (["--train.lr=1e400"], "train.lr must be a positive number, got inf"),
     (["--train.lr=.nan"], "train.lr must be a positive number, got nan"),
-    ([f"--train.seed={2**63}"], f"train.seed must be a whole number of at most 64 bits, got {2**63}"),
+    ([f"--train.seed={2**63}"], f"train.seed must be at most {2**63 - 1}, got {2**63}"),
     (["--data.vocab_size=1000000000000"], "data.vocab_size must be at most 16777216, got 1000000000000"),
     (["--model.num_hidden_layers=1000000"], "model.num_hidden_layers must be at most 16384, got 1000000"),
     (["--model.hidden_size=1000000000000"], "model.hidden_size must be at most 268435456, got 1000000000000"),

@@ -2,17 +2,17 @@
 
 import argparse
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from importlib import resources
+from math import inf
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from residua.connections.names import canonical
-from residua.errors import InputError, did_you_mean, fits, require, shown, types_of, words
+from residua.errors import InputError, check_types, decoded, did_you_mean, fits, require, require_all, shown, words
 from residua.records.reading import parse_yaml, read_text, write_yaml
 
 LARGEST_VOCABULARY = 2**24
@@ -25,30 +25,14 @@ def _setting(default: Any, explanation: str) -> Any:
     return field(default=default, metadata={"help": explanation})
 
 
-class _Section:
-    """One section of a configuration: it checks its values and names itself in errors."""
-
-    def _check(self, name: str, condition: bool, expected: str) -> None:
-        require(condition, f"{_NAMES[type(self)]}.{name}", expected, getattr(self, name))
-
-    def _check_types(self) -> None:
-        for name, kind in types_of(type(self)).items():
-            value = getattr(self, name)
-            self._check(name, fits(value, kind), words(kind))
-            if isinstance(value, int):
-                self._check(name, abs(value) < 2**63, "a whole number of at most 64 bits")
-
-    def _name_preset(self, connection: str | dict | None) -> None:
-        """Write a connection's name as files have it, "lambdas:compress=token" for "Lambdas+TC"."""
-        if isinstance(connection, str):
-            try:
-                object.__setattr__(self, "connection", canonical(connection))
-            except InputError as error:
-                raise InputError(f"model.{error}") from error
+def _name_preset(section: "ModelConfig | BaseModelConfig") -> None:
+    """Write a connection's name as files have it, "lambdas:compress=token" for "Lambdas+TC"."""
+    if isinstance(section.connection, str):
+        object.__setattr__(section, "connection", canonical(section.connection))
 
 
 @dataclass(frozen=True)
-class ModelConfig(_Section):
+class ModelConfig:
     """The fields of `residua.models.ResiduaConfig`, which checks them; a test keeps the two equal."""
 
     vocab_size: int | None = _setting(None, "rows of the embedding; null for the tokenizer's, rounded up")
@@ -85,12 +69,12 @@ class ModelConfig(_Section):
     use_cache: bool = _setting(True, "keep keys and values while generating")
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._name_preset(self.connection)
+        check_types(self)
+        _name_preset(self)
 
 
 @dataclass(frozen=True)
-class BaseModelConfig(_Section):
+class BaseModelConfig:
     """The section `model` of a run that trains a converted model of transformers: the one with the key `base`.
 
     Sizes, vocabulary and attention come from the base, so the keys of `ModelConfig` do not apply.
@@ -113,12 +97,12 @@ class BaseModelConfig(_Section):
     )
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._name_preset(self.connection)
+        check_types(self)
+        _name_preset(self)
 
 
 @dataclass(frozen=True)
-class DataConfig(_Section):
+class DataConfig:
     """The training data: a prepared folder, or a source that is prepared into the run folder."""
 
     path: str | None = _setting(None, "folder written by `residua prepare`")
@@ -131,14 +115,15 @@ class DataConfig(_Section):
     )
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._check("vocab_size", self.vocab_size >= 1, "at least 1")
-        self._check("vocab_size", self.vocab_size <= LARGEST_VOCABULARY, f"at most {LARGEST_VOCABULARY}")
-        self._check("validation_fraction", 0 < self.validation_fraction < 1, "a number between 0 and 1")
+        check_types(self)
+        require(self.vocab_size >= 1, "vocab_size", "at least 1", self.vocab_size)
+        require(self.vocab_size <= LARGEST_VOCABULARY, "vocab_size", f"at most {LARGEST_VOCABULARY}", self.vocab_size)
+        fraction = self.validation_fraction
+        require(0 < fraction < 1, "validation_fraction", "a number between 0 and 1", fraction)
 
 
 @dataclass(frozen=True)
-class TrainConfig(_Section):
+class TrainConfig:
     """How a model is trained. Tokens per step, over all processes: batch_size * gradient_accumulation *
     sequence_length. Several processes share the micro-batches of a step, and also their rows if there are fewer
     micro-batches than processes (`distributed.BatchShard`): any number of processes takes the same steps.
@@ -188,23 +173,20 @@ class TrainConfig(_Section):
     )
 
     def __post_init__(self) -> None:
-        self._check_types()
+        check_types(self)
         counts = ("steps", "batch_size", "sequence_length", "gradient_accumulation", "log_every", "evaluate_every")
-        for name in (*counts, "checkpoint_every", "keep_checkpoints"):
-            self._check(name, getattr(self, name) >= 1, "at least 1")
-        self._check("threads", self.threads is None or 1 <= self.threads <= 1024, "1 to 1024, or null")
-        self._check("connections_every", self.connections_every >= 0, "at least 0")
-        for name in ("lr", "connection_lr_factor", "adam_eps"):
-            self._check(name, 0 < getattr(self, name) < math.inf, "a positive number")
-        for name in ("weight_decay", "clip"):
-            self._check(name, 0 <= getattr(self, name) < math.inf, "a number of at least 0")
-        for name in ("beta1", "beta2"):
-            self._check(name, 0 <= getattr(self, name) < 1, "a number in [0, 1)")
+        require_all(self, (*counts, "checkpoint_every", "keep_checkpoints"), lambda n: n >= 1, "at least 1")
+        require_all(self, ("connections_every", "seed"), lambda n: n >= 0, "at least 0")
+        require_all(self, ("seed",), lambda n: n < 2**63, f"at most {2**63 - 1}")
+        require_all(self, ("threads",), lambda n: n is None or 1 <= n <= 1024, "1 to 1024, or null")
+        require_all(self, ("lr", "connection_lr_factor", "adam_eps"), lambda x: 0 < x < inf, "a positive number")
+        require_all(self, ("weight_decay", "clip"), lambda x: 0 <= x < inf, "a number of at least 0")
+        require_all(self, ("beta1", "beta2"), lambda x: 0 <= x < 1, "a number in [0, 1)")
+        require_all(self, ("min_lr_ratio",), lambda x: 0 <= x <= 1, "a number in [0, 1]")
+        require_all(self, ("warmup_steps",), lambda n: 0 <= n <= self.steps, f"0 to train.steps ({self.steps})")
         sharded = self.optimizer == "muon" and self.parallel == "fsdp"
-        self._check("parallel", not sharded, "auto, ddp or none with train.optimizer=muon, which needs whole matrices")
-        self._check("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "a number in [0, 1]")
-        self._check("warmup_steps", 0 <= self.warmup_steps <= self.steps, f"0 to train.steps ({self.steps})")
-        self._check("seed", self.seed >= 0, "a whole number of at least 0")
+        expected = "auto, ddp or none with train.optimizer=muon, which needs whole matrices"
+        require(not sharded, "parallel", expected, self.parallel)
 
 
 @dataclass(frozen=True)
@@ -275,17 +257,16 @@ class RunConfig:
         return write_yaml(asdict(self))
 
 
-SECTIONS: dict[str, type[_Section]] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
+SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
 BASE_SECTIONS = SECTIONS | {"model": BaseModelConfig}
 """The sections of a configuration with `model.base`."""
 
 
-def _keys(sections: Mapping[str, type[_Section]]) -> dict[str, Field]:
+def _keys(sections: Mapping[str, type]) -> dict[str, Field]:
     return {f"{name}.{item.name}": item for name, section in sections.items() for item in fields(section)}
 
 
 KEYS: dict[str, Field] = _keys(BASE_SECTIONS) | _keys(SECTIONS)
-_NAMES = {section: name for sections in (SECTIONS, BASE_SECTIONS) for name, section in sections.items()}
 
 
 def recipe_names() -> list[str]:
@@ -325,7 +306,7 @@ def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[
             raise InputError(f"{key} must not be set {with_base if has_base else 'without model.base'}")
         section, _, name = key.partition(".")
         nested[section][name] = _typed(key, value, keys[key].type)
-    return RunConfig(**{name: section(**nested[name]) for name, section in sections.items()})
+    return RunConfig(**{name: decoded(nested[name], section, name) for name, section in sections.items()})
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
