@@ -317,7 +317,7 @@ class Study:
             matched = [chosen[name].parameters_of for name in schemes if name in chosen]
             wanted = dict.fromkeys([*self.baselines, *schemes, *filter(None, matched)])
             order = [*[name for name in self.schemes if name in wanted], *[n for n in wanted if n not in self.schemes]]
-            chosen = {name: self.schemes.get(name, Entry(name, name)) for name in order}
+            chosen = {name: self.schemes.get(name) or Entry(name, canonical(name)) for name in order}
         needed = {one for name in rungs or self.rungs for one in (name, *self.searches(name))}
         return replace(self, schemes=chosen, rungs={name: rung for name, rung in self.rungs.items() if name in needed})
 
@@ -657,6 +657,9 @@ def load_study(source: str) -> Study:
     else:
         raise InputError(f"the study must be {known} or a YAML file, got {source!r}{did_you_mean(source, [known])}")
     study = read_study(parse_yaml(text, source), source)
+    # Here and not for a folder, whose report needs no package that brings a scheme.
+    entries = {name: replace(entry, connection=canonical(entry.connection)) for name, entry in study.schemes.items()}
+    study = replace(study, schemes=entries)
     for where, named in (
         *((f"questions.{one.name}.compare", one.schemes) for one in study.questions.values()),
         *((f"published.{one.name}.differences", tuple(one.differences)) for one in study.published.values()),
@@ -683,7 +686,7 @@ def read_study(document: Any, source: str) -> Study:
         keys = dict(_mapping(keys or {}, f"schemes.{name}"))
         connection, other = keys.pop("connection", name), keys.pop("parameters_of", None)
         require(isinstance(connection, str), f"schemes.{name}.connection", "a preset's name, with options", connection)
-        schemes[str(name)] = Entry(str(name), canonical(connection), keys, other)
+        schemes[str(name)] = Entry(str(name), connection, keys, other)
     tuning = _fields(values["tuning"], Tuning, "tuning")
     for name in ("over", "runs", "baseline_runs"):
         require(name in tuning, f"tuning.{name}", "a value", None)
