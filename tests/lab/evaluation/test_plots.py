@@ -1,7 +1,8 @@
 import pytest
 
 from residua.lab.evaluation.compare import compare
-from residua.lab.evaluation.plots import COLOURS, RESIDUAL_COLOUR, _differences, _losses, _styles, draw
+from residua.lab.evaluation.plots import RESIDUAL_COLOUR, _differences, _losses, _styles, draw
+from residua.records.figures import COLOURS
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -16,7 +16,7 @@ from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab.data import prepare
 from residua.lab.study.sweep import Outcome, Result, Sweep, parse_over, train_sweep
-from residua.records import jsonlines
+from residua.records import figures, jsonlines
 
 OPTIONS = (
     "--model.num_hidden_layers=1",
@@ -269,6 +269,21 @@ def test_its_status_says_which_signal_ended_it(data, tmp_path):
     said = process.communicate()[1]
     assert process.returncode == 143
     assert "interrupted; what is done is in" in said
+
+
+def test_the_picture_has_the_best_point_at_each_value_of_a_key(tmp_path, monkeypatch):
+    sweep = Sweep("tiny", (), {"model.connection": ("residual", "ddl"), "train.lr": (1e-3, 2e-3)}, seeds=2)
+    losses = {("ddl", 2e-3): 1.0, ("residual", 1e-3): 2.0, ("residual", 2e-3): 3.0, ("ddl", 1e-3): 4.0}
+    outcome = Outcome(sweep, tuple(Result(point, (loss, loss + 0.1)) for point, loss in losses.items()))
+    drawn = {}
+    monkeypatch.setattr(figures, "save", lambda pictures, folder: drawn.update(pictures))
+    outcome.draw(tmp_path / "sweep.png")
+    schemes, rates = drawn["sweep.png"].axes
+    lines = [
+        [line.get_ydata().tolist() for line in panel.lines if line.get_marker() == "o"] for panel in (schemes, rates)
+    ]
+    assert list(filter(None, lines[0])) == [[1.05], [2.05]]
+    assert list(filter(None, lines[1])) == [[4.05, 1.05], [2.05, 3.05]]
 
 
 def test_points_with_fewer_seeds_stand_below_the_others():

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from residua.errors import extra
 from residua.lab.study.results import Difference, Results, Row, gates_of
-from residua.records.figures import COLOURS, plain
+from residua.records import figures
+from residua.records.figures import COLOURS
 
 with extra("lab"):
     from matplotlib.axes import Axes
@@ -44,8 +45,8 @@ def draw(found: Results) -> Figure | None:
         return None
     if len(lines) == len(rows) + 1:
         lines.pop()
-    figure = Figure(figsize=(2.2 + 4.2 * len(baselines), 0.37 * len(lines) + 1.0), dpi=130, layout="constrained")
-    panels = figure.subplots(1, len(baselines), sharey=True, squeeze=False)[0]
+    size = 2.2 + 4.2 * len(baselines), 0.37 * len(lines) + 0.8
+    figure, (panels,) = figures.panels(1, len(baselines), size, grid="x", sharey=True)
     for panel, baseline in zip(panels, baselines):
         panel.axvline(0, color="#222222", linewidth=1.2)
         for number, measure in enumerate(found.measures):
@@ -59,10 +60,7 @@ def draw(found: Results) -> Figure | None:
             panel.axhline(place + 0.5, color="#999999", linewidth=0.6)
         panel.set_ylim(-0.7, len(lines) - 0.5)
         panel.set_xlabel(f"Loss minus that of {baseline} (nats per token)")
-        plain(panel, "x")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2 * len(baselines), frameon=False
-    )
+    figures.legend(figure, columns=2 * len(baselines), loc="outside upper right")
     figure.supxlabel(FILLED, fontsize=9)
     return figure
 
@@ -87,9 +85,8 @@ def draw_sizes(found: Results) -> Figure | None:
     if not baselines:
         return None
     shape = len(baselines), len(found.measures)
-    size = 2.0 + 2.5 * shape[1], shape[0] * (0.34 * len(names) + 0.5) + 0.7
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
-    panels = figure.subplots(*shape, sharex=True, sharey=True, squeeze=False)
+    size = 2.0 + 2.5 * shape[1], shape[0] * (0.34 * len(names) + 0.5) + 0.5
+    figure, panels = figures.panels(*shape, size, grid="x", sharex=True, sharey=True)
     for (baseline, measure), panel in zip(itertools.product(baselines, found.measures), panels.flat):
         panel.axvline(0, color="#222222", linewidth=1.2)
         for number, rung in enumerate(sizes):
@@ -101,7 +98,6 @@ def draw_sizes(found: Results) -> Figure | None:
             }
             _marks(panel, there, COLOURS[number % len(COLOURS)], "osD^vP"[number % 6], rung)
         panel.set_yticks(range(len(names)), names, family="monospace", fontsize=8.5)
-        plain(panel, "x")
     panels[0][0].set_xlim(_limits([one for (name, _), row in rows.items() if name in names for one in row.differences]))
     for panel, measure in zip(panels[0], found.measures):
         panel.set_title(f"equal {measure}", fontsize=10)
@@ -110,21 +106,16 @@ def draw_sizes(found: Results) -> Figure | None:
     figure.supxlabel(
         f"Loss minus that of the baseline (nats per token), 95 % intervals; left is better. {FILLED}", fontsize=10
     )
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper right", ncols=6, frameon=False)
+    figures.legend(figure, columns=6, loc="outside upper right")
     return figure
 
 
-def _marks(panel: Axes, there: Mapping[float, Difference | None], colour: str, mark: str, label: str) -> None:
+def _marks(panel: Axes, differences: Mapping[float, Difference | None], colour: str, marker: str, label: str) -> None:
     """Draw differences with their intervals at places on the y axis, those that are not clear of zero hollow."""
-    known = {y: d for y, d in there.items() if d and d.estimate and d.estimate.half_width is not None}
-    if not known:
-        return
-    x, half = zip(*((d.estimate.mean, d.estimate.half_width) for d in known.values()))
-    panel.errorbar(
-        x, [*known], xerr=half, fmt=mark, color=colour, markersize=4.5, linewidth=1.3, capsize=2.5, label=label
-    )
-    hollow = {y: d.estimate.mean for y, d in known.items() if not d.clear}
-    panel.plot([*hollow.values()], [*hollow], mark, color=colour, markersize=4.5, markerfacecolor="white", zorder=3)
+    shown = {y: d for y, d in differences.items() if d and d.estimate and d.estimate.half_width is not None}
+    hollow = [y for y, difference in shown.items() if not difference.clear]
+    estimates = {y: difference.estimate for y, difference in shown.items()}
+    figures.intervals(panel, estimates, hollow=hollow, marker=marker, color=colour, label=label)
 
 
 def draw_answers(found: Results) -> Figure | None:
@@ -145,8 +136,7 @@ def draw_answers(found: Results) -> Figure | None:
     lines.reverse()
     labels = ["" if isinstance(line, str) else f"{line[1]} − {line[2]}" for line in lines]
     size = 0.07 * max(map(len, labels)) + 2.2 * len(by_size), 0.21 * len(lines) + 1.0
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
-    panels = figure.subplots(1, len(by_size), sharey=True, squeeze=False)[0]
+    figure, (panels,) = figures.panels(1, len(by_size), size, grid="x", sharey=True)
     for panel, (rung, own) in zip(panels, by_size.items()):
         panel.axvline(0, color="#222222", linewidth=1.2)
         there = {lines.index((one.question.name, one.scheme, one.to)): one.difference for one in own}
@@ -155,7 +145,6 @@ def draw_answers(found: Results) -> Figure | None:
         panel.set_xlim(_limits(list(there.values())))
         panel.set_yticks(range(len(lines)), labels, family="monospace", fontsize=7.5)
         panel.tick_params(axis="y", length=0)
-        plain(panel, "x")
     panels[0].set_ylim(-0.7, len(lines) - 0.3)
     for place, line in enumerate(lines):
         if isinstance(line, str):  # over all panels, as it is longer than a label
@@ -200,19 +189,17 @@ def draw_gates(found: Results) -> Figure | None:
     if not lines:
         return None
     across = max(len(places) for _, _, places in lines)
-    figure = Figure(figsize=(1.6 + 1.5 * across, 0.6 + 1.7 * len(lines)), dpi=130, layout="constrained")
-    panels = figure.subplots(len(lines), across, sharex="row", sharey="row", squeeze=False)
+    size = 1.6 + 1.5 * across, 0.6 + 1.7 * len(lines)
+    figure, panels = figures.panels(len(lines), across, size, sharex="row", sharey="row")
     for row_of_panels, (one, gate, places) in zip(panels, lines):
         steps = [point["step"] for point in one["points"]]
         for place, panel in zip(places, row_of_panels):
             rows = [point["sublayers"][place] for point in one["points"]]
             low, middle, high = ([row[f"{gate}_{level}"] for row in rows] for level in LEVELS)
-            panel.fill_between(steps, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
-            panel.plot(steps, middle, color=COLOURS[0], linewidth=1.4)
+            figures.curve(panel, zip(steps, middle), band=(low, high), color=COLOURS[0])
             panel.axhline(0, color="#222222", linewidth=0.6)
             panel.set_title(rows[0]["sublayer"], fontsize=8)
             panel.tick_params(labelsize=7)
-            panel.spines[["top", "right"]].set_visible(False)
         for panel in row_of_panels[len(places) :]:
             panel.set_visible(False)
         seed = one.get("seed", found.study.seeds[0])

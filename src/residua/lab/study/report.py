@@ -44,17 +44,13 @@ def write_report(found: Results, out: str | Path) -> list[Path]:
         Path(out).mkdir(parents=True, exist_ok=True)
         for path, text in zip(paths, texts):
             write_text(path, text)
-        drawn = {
+        pictures = {
             "differences.png": draw(found),
             "sizes.png": draw_sizes(found),
             "answers.png": draw_answers(found),
             "gates.png": draw_gates(found),
         }
-        pictures = {name: figure for name, figure in drawn.items() if figure is not None}
-        for name in drawn.keys() - pictures.keys():
-            (Path(out) / name).unlink(missing_ok=True)
-        paths += save(pictures, out)
-    return paths
+        return paths + save(pictures, out)
 
 
 def markdown(found: Results) -> str:

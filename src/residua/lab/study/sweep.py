@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from residua.errors import Diverged, InputError, extra, require
+from residua.errors import Diverged, InputError, require
 from residua.lab.data import PreparedData
 from residua.lab.evaluation.loss import transition
 from residua.lab.experiment import open_or_prepare, run
@@ -249,14 +249,10 @@ class Outcome:
 
     def draw(self, path: Path) -> None:
         """Draw the loss against each swept key: a dot for every run, and a line along the best points of each group."""
-        with extra("lab"):
-            from matplotlib.figure import Figure
-
-            from residua.records.figures import save
+        from residua.records import figures
 
         keys, groups = self.sweep.keys, self.groups
-        figure = Figure(figsize=(max(5.0, 4.2 * len(keys)), 4.2), dpi=150, layout="constrained")
-        panels = figure.subplots(1, len(keys), sharey=True, squeeze=False)[0]
+        figure, (panels,) = figures.panels(1, len(keys), (max(5.0, 4.2 * len(keys)), 4.2), dpi=150, sharey=True)
         for place, panel in enumerate(panels):
             self._panel(panel, place, groups)
         losses = sorted(loss for results in groups.values() for result in results for loss in result.losses)
@@ -266,12 +262,12 @@ class Outcome:
         panels[0].set_ylabel("Validation loss (nats per token)")
         panels[-1].set_title("Dots: runs. Lines: best point at each value, ± 95 %.", loc="right", fontsize=8)
         if len(groups) > 1:
-            figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
-        save({path.name: figure}, path.parent)
+            figures.legend(figure)
+        figures.save({path.name: figure}, path.parent)
 
     def _panel(self, panel: Any, place: int, groups: Mapping[Point, Sequence[Result]]) -> None:
         """Draw one swept key. Groups stand beside each other at each value."""
-        from residua.records.figures import plain
+        from residua.records import figures
 
         numeric = place in self.sweep.numeric
         values = {frozen(result.point)[place]: result.point[place] for some in groups.values() for result in some}
@@ -279,28 +275,19 @@ class Outcome:
         at = {value: math.log2(value) if numeric else float(number) for number, value in enumerate(ordered)}
         for number, (group, results) in enumerate(groups.items()):
             aside = 0.05 * (number - (len(groups) - 1) / 2)
+            colour = figures.COLOURS[number % len(figures.COLOURS)]
+            places = [at[frozen(result.point)[place]] + aside for result in results]
             lowest: dict[float, Estimate] = {}
-            for result in results:  # the best first
-                lowest.setdefault(at[frozen(result.point)[place]] + aside, result.loss)
-            dots = [(at[frozen(result.point)[place]] + aside, loss) for result in results for loss in result.losses]
-            panel.scatter(*zip(*dots), s=12, facecolor="none", edgecolor=f"C{number % 10}", linewidth=0.6, alpha=0.6)
-            x = sorted(lowest)
-            panel.errorbar(
-                x,
-                [lowest[here].mean for here in x],
-                yerr=[lowest[here].half_width or 0.0 for here in x],
-                color=f"C{number % 10}",
-                marker="o",
-                markersize=4,
-                linewidth=1.3,
-                capsize=2.5,
-                label=", ".join(map(_text, group)),
-            )
+            for x, result in sorted(zip(places, results), key=itemgetter(0)):  # at each place the best comes first
+                lowest.setdefault(x, result.loss)
+            dots = [(x, loss) for x, result in zip(places, results) for loss in result.losses]
+            panel.scatter(*zip(*dots), s=12, facecolor="none", edgecolor=colour, linewidth=0.6, alpha=0.6)
+            label = ", ".join(map(_text, group))
+            figures.intervals(panel, lowest, upright=True, color=colour, linestyle="-", label=label)
         names = [_text(value) for value in ordered]
         panel.set_xticks(list(at.values()), names, rotation=45 if sum(map(len, names)) > 40 else 0)
         panel.set_xlim(min(at.values()) - 0.4, max(at.values()) + 0.4)
         panel.set_xlabel(self.sweep.keys[place])
-        plain(panel)
 
 
 def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
