@@ -473,8 +473,8 @@ def test_nothing_is_computed_and_thrown_away(name, context):
     (stream.collapse(state) * normal(2, 5, DIM, seed=3)).sum().backward()
     for i, coefficients in enumerate(kept):
         for symbol, value in coefficients._asdict().items():
-            if value is None:
-                assert (i, symbol) == (2, "h_post")
+            if value is None:  # without streams there is neither
+                assert (i, symbol) == (2, "h_post") or coefficients.h_pre is None
             elif (i, symbol) != (0, "h_pre"):  # its rows point one way at the start: only the eps tells them apart
                 assert value.grad.abs().flatten(0, 1).max(0).values.min() > 1e-6, (i, symbol)
 

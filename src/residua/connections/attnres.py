@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream
-from residua.connections.ends import OpenSources
+from residua.connections.ends import Copies
 from residua.connections.facts import EMBEDDING, DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
@@ -76,7 +76,7 @@ class AttentionResiduals(SourcesScheme):
         norm = norms(dim, norm_eps, norm)
         connections = [DepthConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         last = DepthRead(dim, eps=norm_eps, scale=self.scale, heads=self.heads) if num_sublayers else None
-        return Stream(OpenSources(), connections, DepthCollapse(last))
+        return Stream(Copies(1), connections, DepthCollapse(last))
 
 
 class DepthRead(nn.Module):

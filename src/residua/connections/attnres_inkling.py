@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from residua.connections.attnres import SourcesScheme, attention_weights, summed, with_output
 from residua.connections.base import Carry, Connection, Norm, State, Stream
-from residua.connections.ends import OpenSources
+from residua.connections.ends import Copies
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
@@ -63,7 +63,7 @@ class InklingAttentionResiduals(SourcesScheme):
         norm = norms(dim, norm_eps, norm)
         connections = [InklingConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         last = InklingRead(dim, eps=norm_eps) if num_sublayers else None
-        return Stream(OpenSources(), connections, InklingCollapse(last))
+        return Stream(Copies(1), connections, InklingCollapse(last))
 
 
 class InklingRead(nn.Module):

@@ -1,13 +1,13 @@
 """The state of Deep Delta Learning: value channels, read through a compressor (arXiv 2601.00417)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from residua.connections.base import Connection, State, Stream
-from residua.connections.compressing import CompressingConnection
+from residua.connections.base import State, Stream
+from residua.connections.compressing import CompressingConnection, connected
 from residua.connections.ends import (
     ChannelCompress,
     Collapse,
@@ -100,8 +100,11 @@ class ChannelScheme(RecomputingScheme):
         """Which sublayers share a compressor, if there is one."""
         return "separate" if self.compress is None else self.compress_sharing
 
-    def around(self, dim: int, connections: Sequence[Connection], readout: Compressor) -> Stream:
-        """Return the stream of these connections with its ends; `readout` is the compressor after the last sublayer."""
+    def stream(
+        self, dim: int, num_sublayers: int, compressor: Callable[[int], Compressor], connection: Callable[..., Any]
+    ) -> Stream:
+        """Return the stream of `connection(i, compress)` for each sublayer; `compressor(j)` makes compressor j."""
+        connections, readout = connected(num_sublayers, self.sharing, compressor, connection)
         if not self.has_stream_axis:
             return Stream(Same(), connections, Same())
         if self.expand == "conv":

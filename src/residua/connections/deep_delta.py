@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Connection, Norm, Readout, State, Stream
 from residua.connections.branches import Direction, Gate, Pool, Value
 from residua.connections.channels import ChannelConnection, ChannelScheme, Compressor
-from residua.connections.compressing import connected
 from residua.connections.ends import ChannelCompress, OnlyStream, TokenCompress
 from residua.connections.facts import RankOne
 from residua.connections.memory import Memory, current, remembered
@@ -135,13 +134,12 @@ class DeepDelta(ChannelScheme):
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         norm = norms(dim, norm_eps, norm)
-        connections, readout = connected(
+        return self.stream(
+            dim,
             num_sublayers,
-            self.sharing,
             lambda _: self.build_compress(dim, self.init),
             lambda i, compress: DeltaConnection(self, dim, norm(i), compress, norm_eps=norm_eps),
         )
-        return self.around(dim, connections, readout)
 
 
 class DeltaConnection(ChannelConnection):

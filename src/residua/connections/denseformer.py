@@ -2,7 +2,7 @@
 
     Y_i = sum_{j <= i} a_ij X_j,   X_0 = embedding,   X_{i+1} = block(Y_i) with its residuals inside
 
-A block is two sublayers, 2i and 2i + 1. The state is the tuple X_0, ..., X_i, the last of which may be half a block.
+A block is two sublayers, 2i and 2i + 1. The state is the tuple X_0, ..., X_i; X_i may be half a block.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream
-from residua.connections.ends import OpenSources
+from residua.connections.ends import Copies
 from residua.connections.facts import EMBEDDING, DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
@@ -59,7 +59,7 @@ class DenseFormer(Scheme):
         connections = [DenseConnection(self, i, norm(i)) for i in range(num_sublayers)]
         blocks = -(-num_sublayers // 2)
         taken = self.taken(blocks)
-        return Stream(OpenSources(), connections, BlockCollapse(DepthAverage(taken) if taken else None, blocks))
+        return Stream(Copies(1), connections, BlockCollapse(DepthAverage(taken) if taken else None, blocks))
 
 
 def block_outputs(boundary: int, dim: int) -> tuple[TensorSpec, ...]:

@@ -39,19 +39,10 @@ K_EPS = 1e-8
 
 
 class EDeltaCoefficients(NamedTuple):
-    """gamma, beta: (batch, seq), k, u, v: (batch, seq, num_streams); seq is 1 if the context is the sequence."""
+    """gamma, beta: (batch, seq), k, u, v: (batch, seq, num_streams); seq is 1 if the context is the sequence.
 
-    gamma: Tensor
-    beta: Tensor
-    k: Tensor
-    u: Tensor
-    v: Tensor
-
-
-class EDeltaStreamCoefficients(NamedTuple):
-    """As `EDeltaCoefficients`, with the weights h_pre, h_post: (batch, seq, num_streams) that read and write the rows.
-
-    The read is averaged over the rows and all rows get the same output, so the matrices in the equation reduce to these
+    Of the variant with streams the weights h_pre, h_post: (batch, seq, num_streams) that read and write the rows. The
+    read is averaged over the rows and all rows get the same output, so the matrices in the equation reduce to these
     vectors: h_pre is the mean of the rows of softmax(P, -1), h_post has the row sums of softmax(R, -2).
     h_post is None in the last sublayer, see `EDeltaStreamConnection`.
     """
@@ -61,8 +52,8 @@ class EDeltaStreamCoefficients(NamedTuple):
     k: Tensor
     u: Tensor
     v: Tensor
-    h_pre: Tensor
-    h_post: Tensor | None
+    h_pre: Tensor | None = None
+    h_post: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -265,21 +256,20 @@ class _HybridConnection(PooledConnection):
         super().__init__(scheme.context, norm, norm_eps=norm_eps)
         self.scheme = scheme
 
-    def penalty(self, coefficients: EDeltaCoefficients | EDeltaStreamCoefficients) -> Tensor | None:
+    def penalty(self, coefficients: EDeltaCoefficients) -> Tensor | None:
         if not self.scheme.penalty:
             return None
         return self.scheme.penalty * gate_penalty(coefficients.gamma)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
         """Return gamma Q + (1 - gamma) H as the matrix h_res, with the router's weights if there is one."""
-        gamma, beta, k, u, v, *routing = carry.coefficients
+        gamma, beta, k, u, v, h_pre, h_post = carry.coefficients
         n = k.shape[-1]
         identity = torch.eye(n, dtype=gamma.dtype, device=gamma.device).expand(*gamma.shape, n, n)
         gates = {"gamma": gamma, "cayley_beta": beta, "angle": cayley_angle(u, v, beta)}
         h_res = hybrid(identity, u, v, beta, k, gamma)
-        if not routing:
+        if h_pre is None:
             return Mixing(h_res, gates=gates)
-        h_pre, h_post = routing
         if h_post is None:
             return Mixing(h_res, h_pre, gamma.new_ones(n), gates, left_out=("h_post",))
         return Mixing(h_res, h_pre, h_post, gates)
@@ -355,7 +345,7 @@ class EDeltaStreamConnection(_HybridConnection):
         gamma = self.gamma(hidden)
         g = self.scheme.derive(hybrid, state, u, v, beta, k, gamma)
         h_pre, h_post = self.routing(g)
-        return self.norm(hyper_read(g, h_pre)), Carry(g, EDeltaStreamCoefficients(gamma, beta, k, u, v, h_pre, h_post))
+        return self.norm(hyper_read(g, h_pre)), Carry(g, EDeltaCoefficients(gamma, beta, k, u, v, h_pre, h_post))
 
     def write(self, y: Tensor, carry: Carry) -> State:
         g, h_post = carry.residual, carry.coefficients.h_post

@@ -29,14 +29,14 @@ class Same(nn.Module):
 
 
 class Copies(nn.Module):
-    """Make the first state from the embedding: x itself, or a tuple of `count` times x. x: (batch, seq, dim)."""
+    """Make the first state from the embedding x: (batch, seq, dim), a tuple of `count` times x."""
 
     def __init__(self, count: int):
         super().__init__()
         self.count = count
 
-    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor | tuple[Tensor, ...]:
-        return x if self.count == 1 else (x,) * self.count
+    def forward(self, x: Tensor, memory: Memory | None = None) -> tuple[Tensor, ...]:
+        return (x,) * self.count
 
 
 class OnlyStream(nn.Module):
@@ -225,10 +225,3 @@ class Collapse(nn.Module):
 
     def forward(self, state: Tensor, memory: Memory | None = None) -> Tensor:
         return self.compress(state, memory)
-
-
-class OpenSources(nn.Module):
-    """Make the first state, a tuple of only the embedding: (batch, seq, dim) -> a tuple of one such tensor."""
-
-    def forward(self, x: Tensor, memory: Memory | None = None) -> tuple[Tensor, ...]:
-        return (x,)

@@ -10,7 +10,7 @@ class RankOne(NamedTuple):
     """A shortcut that moves every row of the state along one direction: X -> X - beta (X k) k^T, then + beta v k^T.
 
     beta: (batch, seq); k: (batch, seq, dim), of length 1 up to its guard; readout = X k: (batch, seq, rows);
-    v: (batch, seq, rows), the target of the readout under the write, or None if beta does not gate what is written.
+    v: (batch, seq, rows), the target of the readout under the write, or None if beta does not gate the write.
     read_share: (rows,), the weight of each row in the sublayer's input, with sum 1; None without such weights.
     A sequence axis of size 1 means that all tokens share the coefficients.
     """

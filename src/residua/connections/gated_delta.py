@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.branches import Gate, Value
 from residua.connections.channels import ChannelConnection, ChannelScheme, Compressor
-from residua.connections.compressing import connected
 from residua.connections.facts import GateFacts, RankOne
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
@@ -136,17 +135,12 @@ class GatedDelta(ChannelScheme):
         head_dim = dim // self.heads
         require_option(self, "rank", self.rank <= head_dim, f"at most the {head_dim} features of a head")
         norm = norms(dim, norm_eps, norm)
-        connections, readout = connected(
+        return self.stream(
+            dim,
             num_sublayers,
-            self.sharing,
-            lambda j: self.compressor(dim, j),
+            lambda j: self.build_compress(dim, "average" if self.write == "value" else j % self.value_channels),
             lambda i, compress: GatedDeltaConnection(self, dim, norm(i), compress),
         )
-        return self.around(dim, connections, readout)
-
-    def compressor(self, dim: int, index: int) -> Compressor:
-        """Build the compressor with this index, which starts as one channel, or as the average for `write="value"`."""
-        return self.build_compress(dim, "average" if self.write == "value" else index % self.value_channels)
 
 
 class Parts(nn.Module):

@@ -1,4 +1,4 @@
-"""Gates of heads of features, in at least float32: for each token, the same for all tokens, or fixed."""
+"""Learned scales, and gates of heads of features: for each token, the same for all tokens, or fixed."""
 
 import math
 
@@ -12,6 +12,24 @@ from residua.ops import at_least_float32
 def logit(p: float) -> float:
     """Return log(p / (1 - p)) for 0 < p < 1."""
     return math.log(p) - math.log1p(-p)
+
+
+class Scale(nn.Module):
+    """A learned scale that starts at `start`: () or, for each feature, (dim,), in at least float32."""
+
+    def __init__(self, start: float, dim: int | None = None):
+        super().__init__()
+        self.start = start
+        self.weight = nn.Parameter(torch.empty(1 if dim is None else dim))  # FSDP2 shards no scalars
+        self.single = dim is None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.start)
+
+    def forward(self) -> Tensor:
+        weight = at_least_float32(self.weight)
+        return weight[0] if self.single else weight
 
 
 class TokenGate(nn.Module):

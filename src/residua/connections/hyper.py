@@ -16,8 +16,9 @@ from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import MeanStreams, SumStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.facts import Mixing
+from residua.connections.gates import Scale
 from residua.connections.memory import Memory
-from residua.connections.norm import Gain, norms
+from residua.connections.norm import norms
 from residua.connections.options import Factor, Rows
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.recomputing import RecomputingScheme
@@ -174,7 +175,7 @@ class WeightedConnection(MixingConnection):
         self.project = self.stream_norm = self.scales = None
         if scheme.dynamic:
             self.project = WideProjection(width, reads + n + 1, std=0.0)
-            self.stream_norm = Gain(width)
+            self.stream_norm = Scale(1.0, width)
             self.scales = nn.Parameter(torch.empty(2))
         self.reset_parameters()
 

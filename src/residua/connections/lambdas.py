@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.compressing import CompressingConnection
 from residua.connections.facts import GateFacts, Mixing
-from residua.connections.gates import TokenGate
+from residua.connections.gates import Scale, TokenGate
 from residua.connections.memory import Memory, window_of
 from residua.connections.norm import norms
 from residua.connections.options import Finite, expect_used, require_option
@@ -59,7 +59,7 @@ class Lambdas(SingleStreamScheme):
                    where that comes first; None: no backout
     norm           "pre": before a sublayer; "post": DeepNorm, x <- norm(alpha x + p h) with the constant alpha =
                    num_sublayers^(1/4), without r, z and backout; the sublayers' own small start is up to the model
-    gate           "token": p h is written less the share e of what it has along r x + z x0, e = tanh(w . c + b) of
+    gate           "token": p h is written less the share e of its part along r x + z x0, e = tanh(w . c + b) of
                    the normalised context c, 0 at the start, with when="read"; "none": all of p h
     """
 
@@ -147,24 +147,6 @@ class Lambdas(SingleStreamScheme):
         return {"r": ramp(self.r, self.r_last, self.r_every), "z": ramp(self.z, self.z_last, self.z_every), "p": self.p}
 
 
-class Scale(nn.Module):
-    """A learned scale that starts at `start`: () or, for each feature, (dim,), in at least float32."""
-
-    def __init__(self, start: float, dim: int | None):
-        super().__init__()
-        self.start = start
-        self.weight = nn.Parameter(torch.empty(1 if dim is None else dim))  # FSDP2 shards no scalars
-        self.single = dim is None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, self.start)
-
-    def forward(self) -> Tensor:
-        weight = at_least_float32(self.weight)
-        return weight[0] if self.single else weight
-
-
 class Backout(nn.Module):
     """The readout: x - b x_mid, or x without backout, through `compress`. (batch, seq, dim)."""
 
@@ -175,7 +157,7 @@ class Backout(nn.Module):
         self.single = scheme.kept == 1
         self.compress = compress
         self.window = window_of(compress)
-        self.backout = None if scheme.backout is None else Scale(scheme.backout, None)
+        self.backout = None if scheme.backout is None else Scale(scheme.backout)
 
     def forward(self, state: State, memory: Memory | None = None) -> Tensor:
         x = state if self.single else state[0]

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from residua.connections.base import Norm, Stream
 from residua.connections.ends import MeanStreams, Same
 from residua.connections.expanding import ExpandingScheme
+from residua.connections.gates import Scale
 from residua.connections.hyper import CutConnection, MixingCoefficients, MixingConnection, MixingScheme
-from residua.connections.norm import Gain, norms
+from residua.connections.norm import norms
 from residua.connections.options import Factor, Steps, expect_used, require_option
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.spec import TensorSpec
@@ -216,7 +217,7 @@ class SplitConnection(CutConnection):
         self.scheme: ManifoldHyperConnections = scheme
         self.pieces = scheme.num_streams
         self.norm_eps = norm_eps
-        self.state_norm = Gain(dim)
+        self.state_norm = Scale(1.0, dim)
         self.mappings = Mappings(scheme, dim // scheme.num_streams, offset=SPLIT_OFFSET, std=0.02)
         self.norm = norm
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from residua.connections.base import Carry, Norm, Scheme, State, Stream
 from residua.connections.denseformer import BlockCollapse, BlockConnection, block_outputs, outputs_of
-from residua.connections.ends import OpenSources
+from residua.connections.ends import Copies
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
@@ -75,13 +75,13 @@ class MultiwayDynamicDense(Scheme):
         connections = [MultiwayConnection(self, dim, i, norm, norm_eps=norm_eps) for i in range(num_sublayers)]
         blocks = -(-num_sublayers // 2)
         last = self.averages(dim, 1, blocks + 1, eps=norm_eps, expand=self.expand_last) if blocks else None
-        return Stream(OpenSources(), connections, BlockCollapse(last, blocks))
+        return Stream(Copies(1), connections, BlockCollapse(last, blocks))
 
 
 class MultiwayAverage(nn.Module):
     """The averages over n outputs, `ways` of them, by weights from the last output.
 
-    A tuple of n tensors (batch, seq, dim) -> `ways` tensors (batch, seq, dim), of which the last is the residual's; the
+    A tuple of n tensors (batch, seq, dim) -> `ways` tensors (batch, seq, dim), the residual's last; the
     outputs to go on with (normalised if asked); and the weights (batch, seq, ways, n) in at least float32.
     """
 

@@ -1,6 +1,5 @@
 """Norms: before a sublayer, and inside the maps of a connection."""
 
-import torch
 from torch import Tensor, nn
 
 from residua.connections.base import Norm
@@ -26,21 +25,6 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
-
-
-class Gain(nn.Module):
-    """The gain of an RMSNorm that is folded into the map behind it. Starts at 1; a call returns it, (dim,)."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self) -> Tensor:
-        return self.weight
 
 
 class LayerNorm(nn.LayerNorm):

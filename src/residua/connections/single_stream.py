@@ -42,7 +42,9 @@ class SingleStreamScheme(Scheme):
 
     def expander(self, dim: int, copies: int = 1) -> nn.Module:
         """Build the first part of a stream, (batch, seq, dim) -> the same, or a tuple of `copies` times the same."""
-        return ConvEmbedding(dim, self.expand_kernel, copies) if self.expand == "conv" else Copies(copies)
+        if self.expand == "conv":
+            return ConvEmbedding(dim, self.expand_kernel, copies)
+        return Same() if copies == 1 else Copies(copies)
 
     def connected(self, dim: int, num_sublayers: int, connection: Callable[..., C]) -> tuple[list[C], nn.Module]:
         """Return `connection(i, compress)` for each sublayer, and the compressor of the readout."""
@@ -62,10 +64,11 @@ class ConvEmbedding(ConvExpand):
 
     def __init__(self, dim: int, kernel: int, copies: int):
         super().__init__(dim, 1, kernel)
-        self.copies = Copies(copies)
+        self.copies = copies
 
     def forward(self, x: Tensor, memory: Memory | None = None) -> State:
-        return self.copies(super().forward(x, memory).squeeze(-2))
+        x = super().forward(x, memory).squeeze(-2)
+        return x if self.copies == 1 else (x,) * self.copies
 
 
 class TokenRead(TokenCompress):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ def expect_state(state: Any, spec: Any) -> None:
     (specs, structure), (leaves, built) = tree_flatten(spec), tree_flatten(state)
     right = structure == built and all(isinstance(leaf, Tensor) for leaf in leaves)
     if not right or any(x.shape[x.dim() - len(leaf.shape) :] != leaf.shape for x, leaf in zip(leaves, specs)):
-        needed = ", ".join(f"(batch, seq, {', '.join(map(str, leaf.shape))})" for leaf in specs)
-        got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
-        raise ValueError(f"state must be {needed}, from stream.expand or the connection before, got {got}")
+        shapes = tree_map(lambda leaf: f"(batch, seq, {', '.join(map(str, leaf.shape))})", spec)
+        needed = str(shapes).replace("'", "")
+        actual = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
+        raise ValueError(f"state must be {needed}, from stream.expand or the connection before, got {actual}")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from residua.connections.base import Connection, Norm, Stream
 from residua.connections.ends import MeanStreams
 from residua.connections.expanding import ExpandingScheme
-from residua.connections.gates import logit
+from residua.connections.gates import Scale, logit
 from residua.connections.hyper import MixingScheme
 from residua.connections.memory import Memory
-from residua.connections.norm import Gain, norms
+from residua.connections.norm import norms
 from residua.connections.options import Factor, NotNegative, expect_used, require_option
 from residua.connections.projection import WideProjection, project_normalised
 from residua.ops import at_least_float32, hyper_read
@@ -48,7 +48,7 @@ class StreamLogits(nn.Module):
         self.sizes = [len(group) for group in biases]
         self.scale_start = scale
         self.eps = eps
-        self.gain = Gain(num_streams * dim) if gain else None
+        self.gain = Scale(1.0, num_streams * dim) if gain else None
         self.project = WideProjection(num_streams * dim, sum(self.sizes), std=std)
         self.scale = nn.Parameter(torch.empty(len(biases)))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))

@@ -60,8 +60,8 @@ def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, 
     problems = [f"missing: {name}" for name in sorted(expected.keys() - state.keys())]
     problems += [f"unknown: {name}" for name in sorted(state.keys() - expected.keys() - unused)]
     for name, (_, shape) in expected.items():
-        if name in state and (got := _filters(state[name]).shape) != (needed_shape := _their_shape(shape, name)):
-            problems.append(f"{name} must have shape {tuple(needed_shape)}, got {tuple(got)}")
+        if name in state and (actual := _filters(state[name]).shape) != (needed_shape := _their_shape(shape, name)):
+            problems.append(f"{name} must have shape {tuple(needed_shape)}, got {tuple(actual)}")
     if problems:
         raise ValueError("the state_dict does not fit the configuration: " + "; ".join(problems))
     renamed = {

@@ -143,7 +143,7 @@ def _together(documents: Tensor, steps: int) -> Tensor:
 def _shifted(x: Tensor, kernel: int, documents: Tensor | None, *, ahead: bool) -> list[Tensor]:
     """Return x[t - s], or x[t + s] with `ahead`, for each tap s: (..., seq, 1, dim), zero beyond the ends.
 
-    All have one length, so that a compiler fuses what is done with them into one loop.
+    All have one length, so that a compiler fuses their uses into one loop.
     """
     length = x.shape[-2]
     padded = F.pad(x, (0, 0, 0, kernel - 1) if ahead else (0, 0, kernel - 1, 0)).unsqueeze(-2)

@@ -13,7 +13,7 @@ Check = Callable[[Any], None]
 
 
 class CheckFailed(AssertionError):
-    """A check failed; the message says what is wrong."""
+    """A check failed; the message names the mistake."""
 
 
 class NotChecked(Exception):

@@ -123,9 +123,7 @@ def declares_itself(scheme: Scheme) -> None:
     """A frozen dataclass with an equation and a source, which can be hashed, and built again from a file."""
     kind = type(scheme)
     frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    expect(
-        frozen and "__dataclass_fields__" in vars(kind), f"{kind.__name__} is no dataclass of its own that is frozen"
-    )
+    expect(frozen and "__dataclass_fields__" in vars(kind), f"{kind.__name__} must itself be a frozen dataclass")
     for name in ("equation", "paper"):
         text = getattr(scheme, name, None)
         expect(isinstance(text, str) and text, f"{name} must be a text in a ClassVar, got {text!r}")
@@ -153,7 +151,7 @@ def shapes(scheme: Scheme) -> None:
         for part in as_inputs(inputs):
             expect(part.shape == x.shape, f"read gives {tuple(part.shape)} for x of (batch, seq, dim) {tuple(x.shape)}")
         expect(isinstance(carry, Carry), f"read gives {type(carry).__name__} as its second result, expected a Carry")
-        expect(hasattr(carry.coefficients, "_fields"), "coefficients are no NamedTuple of the paper's symbols")
+        expect(hasattr(carry.coefficients, "_fields"), "coefficients must be a NamedTuple of the paper's symbols")
         state = connection.write(toy(inputs), carry)
         actual = [tuple(leaf.shape) for leaf in tensors(state)]
         described = scheme.state_spec(boundary, DIM)

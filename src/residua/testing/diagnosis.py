@@ -25,26 +25,26 @@ from residua.testing.inputs import bare_sublayers, normal, recorded
 Calls = list[tuple[Tensor, ...]]
 
 
-def of(pair: Pair, state: Any, got: Any, right: Any, actual: Calls, expected: Calls) -> str:
+def of(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expected: Calls) -> str:
     """Return in words why a module differs from the reference.
 
-    got, right: the results; actual, expected: the inputs of its sublayers and of ours.
+    result, reference: the results; actual, expected: the inputs of its sublayers and of ours.
     """
     with torch.no_grad():
-        variant = _variant(pair, state, got, actual)
+        variant = _variant(pair, state, result, actual)
         if variant is not None:
             return variant
-        wrong = (_of_stream if pair.whole else _of_connection)(pair, state, got, right, actual, expected)
+        wrong = (_of_stream if pair.whole else _of_connection)(pair, state, result, reference, actual, expected)
     return "; ".join(wrong)
 
 
-def _variant(pair: Pair, state: Any, got: Any, actual: Calls) -> str | None:
+def _variant(pair: Pair, state: Any, result: Any, actual: Calls) -> str | None:
     """Return the option of our scheme, or the parts of our parameters in another order, that explain all results."""
 
     def agrees(part: nn.Module, ours: dict[str, Tensor]) -> bool:
         sublayers, inputs = recorded(pair.sublayers())
-        result = pair.reference(ours, tree_map(torch.clone, state), sublayers, part)
-        theirs, others = ([*tensors(tree), *tensors(calls)] for tree, calls in ((got, actual), (result, inputs)))
+        variant = pair.reference(ours, tree_map(torch.clone, state), sublayers, part)
+        theirs, others = ([*tensors(tree), *tensors(calls)] for tree, calls in ((result, actual), (variant, inputs)))
         return len(theirs) == len(others) and all(agree(a, b, dtype=pair.dtype) for a, b in zip(theirs, others))
 
     for option, value in _other_values(pair.adapter.scheme):
@@ -93,22 +93,22 @@ def _swaps(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield f"the rows of H_pre and H_post in {' and '.join(swapped)} are swapped", {**pair.ours, **swapped}
 
 
-def _of_stream(pair: Pair, x: Tensor, got: Tensor, right: Tensor, actual: Calls, expected: Calls) -> list[str]:
+def _of_stream(pair: Pair, x: Tensor, result: Tensor, reference: Tensor, actual: Calls, expected: Calls) -> list[str]:
     for words, mistaken in _mistaken_stacks(pair):
-        if agree(got, mistaken(x), dtype=pair.dtype):
+        if agree(result, mistaken(x), dtype=pair.dtype):
             return [words]
     states = _states(pair, x)
     first = next((i for i, (a, b) in enumerate(zip(actual, expected)) if not _close(a, b, pair.dtype)), None)
     if first is None:
-        head = _head(pair, states[-1], got)
-        return [head or f"the head differs, all before it agrees: {_gap(pair, got, right)}"]
+        head = _head(pair, states[-1], result)
+        return [head or f"the head differs, all before it agrees: {_gap(pair, result, reference)}"]
     connection = pair.stream.connections[first]
     mistake = _known_read(pair, connection, states[first], actual[first], expected[first])  # type: ignore[arg-type]
     if mistake is not None:
         return [f"the read of connection {first} differs: {mistake}"]
     part = "the expansion or the read of" if first == 0 else f"the write of connection {first - 1} or the read of"
     wrong = [f"{part} connection {first} differs: its sublayer gets another input"]
-    return [*wrong, *_dtype_hint(pair, got, right)]
+    return [*wrong, *_dtype_hint(pair, result, reference)]
 
 
 def _states(pair: Pair, x: Tensor) -> list[Any]:
@@ -119,11 +119,11 @@ def _states(pair: Pair, x: Tensor) -> list[Any]:
     return states
 
 
-def _head(pair: Pair, state: Any, got: Tensor) -> str | None:
+def _head(pair: Pair, state: Any, result: Tensor) -> str | None:
     """Return the known mistake that explains the output of the head; None if there is none."""
     if isinstance(state, tuple):
         rows = torch.stack(state, -2)
-    elif state.dim() == got.dim() + 1:
+    elif state.dim() == result.dim() + 1:
         rows = state
     else:
         return None
@@ -133,7 +133,7 @@ def _head(pair: Pair, state: Any, got: Tensor) -> str | None:
         "the first": rows[..., 0, :],
         "the last": rows[..., -1, :],
     }.items():
-        if agree(got, mistaken, dtype=pair.dtype):
+        if agree(result, mistaken, dtype=pair.dtype):
             return f"the head reads {words} of the {'sources' if isinstance(state, tuple) else 'streams'}"
     return None
 
@@ -208,7 +208,7 @@ MIXING: dict[str, Callable[[Mixing, Tensor, Tensor], Tensor]] = {
 }
 
 
-def _of_connection(pair: Pair, state: Any, got: Any, right: Any, actual: Calls, expected: Calls) -> list[str]:
+def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expected: Calls) -> list[str]:
     connection = pair.connection
     inputs, carry = connection.read(state)
     y = pair.sublayers()(*as_inputs(inputs))
@@ -237,8 +237,8 @@ def _of_connection(pair: Pair, state: Any, got: Any, right: Any, actual: Calls, 
         else:
             wrong.append(f"the write differs: {_gap(pair, tensors(after)[-1], tensors(fixed)[-1])}")
     if not wrong:  # only together
-        wrong.append(f"the state differs: {_gap(pair, tensors(got)[-1], tensors(right)[-1])}")
-    return [*wrong, *_dtype_hint(pair, tensors(got)[-1], tensors(right)[-1])]
+        wrong.append(f"the state differs: {_gap(pair, tensors(result)[-1], tensors(reference)[-1])}")
+    return [*wrong, *_dtype_hint(pair, tensors(result)[-1], tensors(reference)[-1])]
 
 
 def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -> list[str]:
@@ -327,7 +327,7 @@ def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, e
     if len(actual) != 1 or len(expected) != 1:
         return None
     inputs, carry = connection.read(state)
-    (got,) = actual
+    (result,) = actual
     norm = getattr(connection, "norm", nn.Identity())
     mixtures: dict[str, Tensor] = {}
     if isinstance(state, tuple):
@@ -364,19 +364,21 @@ def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, e
                 shares = odds / odds.sum(-1, keepdim=True)
                 mixtures["H_pre is a softmax over the streams, not a sigmoid"] = (shares.unsqueeze(-1) * state).sum(-2)
             if shortcut.h_pre is not None and agree(
-                got, (shortcut.h_pre.unsqueeze(-1) * state).sum(-2), dtype=pair.dtype
+                result, (shortcut.h_pre.unsqueeze(-1) * state).sum(-2), dtype=pair.dtype
             ):
                 return "the norm before the sublayer is missing"
     for words, mixture in mixtures.items():
-        if agree(got, norm(mixture), dtype=pair.dtype):
+        if agree(result, norm(mixture), dtype=pair.dtype):
             return words
     gain = getattr(norm, "weight", None)
-    if isinstance(gain, Tensor) and agree(got * gain, expected[0], dtype=pair.dtype):
+    if isinstance(gain, Tensor) and agree(result * gain, expected[0], dtype=pair.dtype):
         return "the gain of the norm before the sublayer is missing"
     return None
 
 
-def _rank_one(pair: Pair, connection: Connection, state: Tensor, carry: Any, y: Tensor, after: Tensor, right: Tensor):
+def _rank_one(
+    pair: Pair, connection: Connection, state: Tensor, carry: Any, y: Tensor, after: Tensor, reference: Tensor
+):
     shortcut = connection.shortcut(state, carry, y)
     assert isinstance(shortcut, RankOne)
     beta, k, readout, v, _ = shortcut
@@ -389,7 +391,7 @@ def _rank_one(pair: Pair, connection: Connection, state: Tensor, carry: Any, y: 
     def step(values: Tensor, factor: float = 1.0) -> Tensor:
         return moved(factor * gate * values)
 
-    if v is not None and agree(step(v - readout), right, dtype=pair.dtype):
+    if v is not None and agree(step(v - readout), reference, dtype=pair.dtype):
         for words, mistaken in {
             "nothing is erased: agrees with X + beta k v^T": step(v),
             "nothing is written: agrees with X - beta k k^T X": step(-readout),
@@ -401,7 +403,7 @@ def _rank_one(pair: Pair, connection: Connection, state: Tensor, carry: Any, y: 
         }.items():
             if agree(after, mistaken, dtype=pair.dtype):
                 return words
-    return f"the write differs: {_gap(pair, after, right)}"
+    return f"the write differs: {_gap(pair, after, reference)}"
 
 
 class Detached(nn.Module):
@@ -451,10 +453,10 @@ def _close(actual: tuple, expected: tuple, dtype: torch.dtype) -> bool:
     return len(actual) == len(expected) and all(agree(a, b, dtype=dtype) for a, b in zip(actual, expected))
 
 
-def _gap(pair: Pair, got: Tensor, right: Tensor) -> str:
-    return disagreement(got, right, dtype=pair.dtype) or "it agrees"
+def _gap(pair: Pair, result: Tensor, reference: Tensor) -> str:
+    return disagreement(result, reference, dtype=pair.dtype) or "it agrees"
 
 
-def _dtype_hint(pair: Pair, got: Tensor, right: Tensor) -> list[str]:
-    close = pair.dtype == torch.float64 and agree(got, right, dtype=torch.float32, factor=0.1)
+def _dtype_hint(pair: Pair, result: Tensor, reference: Tensor) -> list[str]:
+    close = pair.dtype == torch.float64 and agree(result, reference, dtype=torch.float32, factor=0.1)
     return ["it agrees to float32: if your module casts to float32 inside, set dtype = torch.float32"] if close else []

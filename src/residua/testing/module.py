@@ -56,7 +56,7 @@ def check_module(adapter: Adapter, *, compiled: bool = False) -> Report:
 
     Raises:
         TypeError: `adapter` is not an adapter.
-        ValueError: its `index` is none of its sublayers.
+        ValueError: its `index` names no sublayer.
         AssertionError: one or more checks failed; the message has a line for each, which names the mistake.
     """
     if not isinstance(adapter, (ConnectionAdapter, StreamAdapter)):
@@ -162,17 +162,17 @@ def forward(adapter: Adapter) -> None:
     state = pair.state()
     (ours, expected), (theirs, actual) = recorded(pair.sublayers()), recorded(pair.sublayers())
     with torch.no_grad():
-        right = pair.reference(pair.ours, state, ours)
-        got = pair.candidate(pair.ours, state, theirs)
+        reference = pair.reference(pair.ours, state, ours)
+        result = pair.candidate(pair.ours, state, theirs)
     if len(expected) != len(actual):
         raise CheckFailed(f"sublayers were called {len(actual)} times, expected {len(expected)}")
-    if not same_structure(got, right):
-        shapes = [[tuple(leaf.shape) for leaf in tensors(tree)] for tree in (right, got)]
+    if not same_structure(result, reference):
+        shapes = [[tuple(leaf.shape) for leaf in tensors(tree)] for tree in (reference, result)]
         raise CheckFailed(f"the result must have the shapes {shapes[0]}, got {shapes[1]}")
-    flat = [*zip(flatten(actual), flatten(expected)), *zip(tensors(got), tensors(right))]
-    wrong = [disagreement(result, reference, dtype=pair.dtype) for result, reference in flat]
+    flat = [*zip(flatten(actual), flatten(expected)), *zip(tensors(result), tensors(reference))]
+    wrong = [disagreement(a, b, dtype=pair.dtype) for a, b in flat]
     if any(wrong):
-        raise CheckFailed(diagnosis.of(pair, state, got, right, actual, expected))
+        raise CheckFailed(diagnosis.of(pair, state, result, reference, actual, expected))
 
 
 def flatten(calls: list[tuple[Tensor, ...]]) -> list[Tensor]:
@@ -187,9 +187,9 @@ def agrees_forward(pair: Pair, *, dtype: torch.dtype | None = None) -> None:
     """Raise NotChecked unless the outputs agree to the rounding of `dtype`; the check `forward` reports them."""
     with torch.no_grad():
         state = pair.state()
-        got, right = (call(pair.ours, state, pair.sublayers()) for call in (pair.candidate, pair.reference))
-    if not same_structure(got, right) or any(
-        disagreement(a, b, dtype=dtype or pair.dtype) for a, b in zip(tensors(got), tensors(right))
+        result, reference = (call(pair.ours, state, pair.sublayers()) for call in (pair.candidate, pair.reference))
+    if not same_structure(result, reference) or any(
+        disagreement(a, b, dtype=dtype or pair.dtype) for a, b in zip(tensors(result), tensors(reference))
     ):
         raise NotChecked("the forward pass already differs")
 
@@ -199,10 +199,10 @@ def gradients(adapter: Adapter) -> None:
     """The gradients of the state and of every parameter, in our names."""
     pair = Pair(adapter)
     agrees_forward(pair)
-    right, got = (grads_of(pair, call) for call in (pair.reference, pair.candidate))
+    reference, result = (grads_of(pair, call) for call in (pair.reference, pair.candidate))
     wrong = []
-    for name, ours in right.items():
-        theirs = got[name]
+    for name, ours in reference.items():
+        theirs = result[name]
         if ours is None or not ours.any():
             continue
         if theirs is None or not theirs.any():
@@ -218,7 +218,8 @@ def gradients(adapter: Adapter) -> None:
     def agrees(call: Callable) -> bool:
         other = grads_of(pair, call)
         return all(
-            disagreement(value, got[name] if got[name] is not None else torch.zeros_like(value), factor=10) is None
+            disagreement(value, result[name] if result[name] is not None else torch.zeros_like(value), factor=10)
+            is None
             for name, value in other.items()
             if value is not None
         )
@@ -236,8 +237,8 @@ def grads_of(pair: Pair, call: Callable) -> dict[str, Tensor | None]:
     return dict(zip(names, torch.autograd.grad(loss, [*tensors(state), *pair.ours.values()], allow_unused=True)))
 
 
-def relative(got: Tensor, right: Tensor) -> str:
-    return f"{((got - right).abs().max() / right.abs().max()).item():.2g} of its largest entry"
+def relative(result: Tensor, reference: Tensor) -> str:
+    return f"{((result - reference).abs().max() / reference.abs().max()).item():.2g} of its largest entry"
 
 
 def weighted(result: Any) -> Tensor:
@@ -263,12 +264,12 @@ def float32_mappings(adapter: Adapter) -> None:
     pair = Pair(adapter, dtype=torch.float32, scale=0.5)
     for narrow, where in ((False, "under autocast"), (True, "beside a bfloat16 state")):
         ours, theirs = (_exact_and_narrow(side, exact, pair, narrow) for side in ("reference", "candidate"))
-        for (our_truth, our), (truth, got) in zip(zip(*ours), zip(*theirs)):
-            if narrow and got.dtype != our.dtype:
-                raise CheckFailed(f"{where} the result is {got.dtype}, expected {our.dtype}")
+        for (our_truth, our), (truth, result) in zip(zip(*ours), zip(*theirs)):
+            if narrow and result.dtype != our.dtype:
+                raise CheckFailed(f"{where} the result is {result.dtype}, expected {our.dtype}")
             # A norm may hand its result on in the dtype of autocast. A float64 cast does not hide that rounding.
-            rounding = 2e-3 * rms(truth) if got.dtype == torch.bfloat16 else 0.0
-            error, usual = rms(got.double() - truth), rms(our.double() - our_truth)
+            rounding = 2e-3 * rms(truth) if result.dtype == torch.bfloat16 else 0.0
+            error, usual = rms(result.double() - truth), rms(our.double() - our_truth)
             if error > 3 * usual + rounding + 2e-6 * rms(truth):
                 raise CheckFailed(
                     f"the mapping or the mixing is computed in bfloat16 {where}: error {error:.2g}, "
