@@ -52,6 +52,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 
 FEW = 8  # outputs of a linear map: up to here, once compiled, sums of products cost less than a matrix product
+FEW_TOKENS = 8  # of several streams: up to here, in eager mode, fewer operations matter more than fewer bytes
 
 
 def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -5,12 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residua.ops.dispatch import Implementation, choose
-from residua.ops.precision import at_least_float32, promote, without_autocast
+from residua.ops.precision import FEW_TOKENS, at_least_float32, promote, without_autocast
 from residua.ops.recompute import load_state, release, save_state
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied, transformed
-
-FEW_TOKENS = 8  # up to here fewer operations matter more than fewer bytes
 
 
 def stream_read(streams: Tensor, weights: Tensor) -> Tensor:
