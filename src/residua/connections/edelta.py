@@ -25,11 +25,11 @@ from residua.connections.ends import MeanStreams, Same
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.facts import Mixing
 from residua.connections.gates import logit
+from residua.connections.jpmhc import Router
 from residua.connections.memory import Memory
 from residua.connections.norm import LayerNorm, norms
 from residua.connections.options import Count, NotNegative, Positive, Range, SeveralRows, require_option
 from residua.connections.projection import Projection, WideProjection, project
-from residua.connections.router import Router
 from residua.ops import cayley_angle, gate_penalty, hybrid, hyper_read, hyper_write, unit
 from residua.ops.derived import derive, flattened
 
