@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -34,6 +35,22 @@ from support.converted_models import IDS, PLAIN, PRESERVING, VOCAB, WINDOWED, co
 from support.families import randomised, tiny
 from support.tiny_models import tiny_model
 from support.tolerances import assert_close
+
+
+def test_one_line_of_the_log_says_what_was_done(caplog, monkeypatch):
+    caplog.set_level("INFO", logger="residua")
+    model = llama()
+    size = model.num_parameters()
+    residua.convert(model, "hc")
+    added = model.num_parameters() - size
+    (line,) = caplog.messages
+    assert re.fullmatch(rf"LlamaForCausalLM: \d+ connections, \+{added:,} parameters to {size:,}, equal outputs", line)
+    monkeypatch.setenv("RANK", "1")
+    residua.convert(residua.unconvert(model), "ddl", start="fresh")
+    monkeypatch.setenv("RANK", "0")
+    residua.convert(residua.unconvert(model, lossy=True), "ddl", start="fresh")
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].endswith("new connections, to be trained")
 
 
 def test_the_plain_residual_changes_no_bit_and_no_name():

@@ -3,6 +3,8 @@
 These functions load transformers only when they are called.
 """
 
+import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -40,11 +42,21 @@ def convert(
     Raises:
         InputError: the model cannot be converted, or the scheme has no start that preserves it. The message has the
             reason; the model is left as it was.
+
+    The logger "residua" says in one line, at level INFO and in the first rank, what was done.
     """
     import residua.conversion.saving  # noqa: F401  from now on the Auto classes open what is saved
     from residua.conversion import convert_model
+    from residua.conversion.flow import layer_streams
 
-    return cast("Model", convert_model.convert(model, connection, start=start, inputs=inputs))
+    size = model.num_parameters() if hasattr(model, "num_parameters") else 0  # without, it is refused
+    convert_model.convert(model, connection, start=start, inputs=inputs)
+    if os.environ.get("RANK", "0") == "0":
+        count = sum(len(stream.connections) for stream in layer_streams(model))
+        added = f"{count} connections, {model.num_parameters() - size:+,} parameters to {size:,}"
+        outputs = "equal outputs" if start == "preserve" else "new connections, to be trained"
+        logging.getLogger("residua").info(f"{type(model).__name__}: {added}, {outputs}")
+    return model
 
 
 def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | None = None) -> Model:
