@@ -136,5 +136,5 @@ def test_shortened_keeps_proportions_and_refuses_zero_steps():
     assert half.warmup_steps == config.train.warmup_steps // 2
     assert half.evaluate_every == config.train.evaluate_every // 2
     assert shortened(config, 1).train.evaluate_every == 1
-    with pytest.raises(InputError, match=r"train\.steps"):
+    with pytest.raises(InputError, match="steps must be at least 1, got 0"):
         shortened(config, 0)

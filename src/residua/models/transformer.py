@@ -261,12 +261,15 @@ class ResiduaModel(ResiduaPreTrainedModel):
         if past_key_values is not None and CACHE == "cache" and not torch.compiler.is_compiling():
             warnings.warn("`past_key_values` is deprecated; use `cache` instead", FutureWarning, stacklevel=2)
         config = self.config
+        depth = config.num_hidden_layers
+        if depth > len(self.layers):
+            raise ValueError(f"num_hidden_layers must be at most the {len(self.layers)} that were built, got {depth}")
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         embeddings = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         caches = cache_of({**kwargs, "cache": cache, "past_key_values": past_key_values})
         call = self._call(embeddings, attention_mask, position_ids, caches, use_cache, output_attentions, kwargs)
-        chosen = chosen_states(output_hidden_states, config.num_hidden_layers + 1)
+        chosen = chosen_states(output_hidden_states, depth + 1)
         return self._run(embeddings, call, chosen, output_states, watch or list)
 
     def _run(

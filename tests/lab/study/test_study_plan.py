@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from residua.connections import resolve
+from residua.connections import Residual, register, registry, resolve
 from residua.errors import InputError
 from residua.lab.cost.counts import parameters
 from residua.lab.data import prepare
@@ -272,7 +272,9 @@ def test_the_sizes_of_resbench_are_what_they_are_called_and_its_schemes_are_caus
     assert all(resolve(entry.connection).causal for entry in found.schemes.values())
 
 
-def test_resbench_can_be_read_and_a_registered_scheme_joins_it():
+def test_resbench_can_be_read_and_a_registered_scheme_joins_it(monkeypatch):
+    monkeypatch.setattr(registry, "PRESETS", dict(registry.PRESETS))
+    register("mine", Residual())
     found = load_study("resbench")
     assert found.tokens_per_parameter == 20
     assert found.baselines[0] == "residual"
@@ -282,6 +284,8 @@ def test_resbench_can_be_read_and_a_registered_scheme_joins_it():
     assert list(chosen.rungs) == ["0.1M", "0.3M", "0.3M-deep"]
     with pytest.raises(InputError, match=r"did you mean 0\.3M"):
         found.only(rungs=["0.3"])
+    with pytest.raises(InputError, match="no preset is called 'thine'"):
+        found.only(["thine"])
 
 
 def test_further_seeds_of_a_question_come_last_and_only_with_all_that_it_compares(data):
