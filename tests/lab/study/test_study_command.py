@@ -304,7 +304,7 @@ def test_a_damaged_record_is_one_line(finished, tmp_path, capsys):
     with (folder / "records.jsonl").open("a") as file:
         file.write('{"key": "x", "kind": "report"}\n')
     assert main(["study", "report", str(folder)]) == 2
-    assert "the run 'x': rung must be text, got 'None'" in capsys.readouterr().err
+    assert "the run 'x' must be a record with key, kind, rung, scheme, connection, point" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 from residua.errors import InputError, require
 from residua.lab.cost.counts import products_per_token
 from residua.lab.study.cost import ROUNDS, WARMUP, measure, rate
-from residua.lab.study.folder import SHARED, plain, read_folder
+from residua.lab.study.folder import SHARED, plain, read_folder, read_runs
 from residua.lab.study.plan import Plan, Run, Study
-from residua.lab.study.records import checked_costs, checked_runs
 from residua.lab.study.sweep import train_point
 from residua.records import jsonlines
 from residua.records.durable import write_text
@@ -67,7 +66,7 @@ def run_study(
     out = Path(out)
     plan = Plan(study, study.data(data), rungs)
     with open_runs(out, {"title": study.title, "data": plan.facts["fingerprint"]}) as made:
-        checked_runs(list(made.finished.values()), str(out / "records.jsonl"), plan.facts["fingerprint"])
+        read_runs(out / "records.jsonl", plan.facts["fingerprint"])
         with writable(out):
             write_text(out / "study.json", json.dumps(asdict(joined(plan.study, out)), indent=1) + "\n")
         if costs:
@@ -174,9 +173,7 @@ def open_study(out: str | Path, data: str | None = None) -> tuple[Plan, Sequence
     """
     out = Path(out)
     plan = _plan(read_folder(out), out, data)
-    runs, costs = (out / name for name in ("records.jsonl", "costs.jsonl"))
-    records = checked_runs(jsonlines.read(runs), str(runs), plan.facts["fingerprint"])
-    return plan, records, checked_costs(jsonlines.read(costs), str(costs))
+    return plan, read_runs(out / "records.jsonl", plan.facts["fingerprint"]), jsonlines.read(out / "costs.jsonl")
 
 
 def _plan(study: Study, out: Path, data: str | None, rungs: Sequence[str] | None = None) -> Plan:
@@ -241,7 +238,7 @@ def measure_costs(
     Schemes of one size are measured in the same rounds, so one that joins brings the baselines once more.
     """
     path = out / "costs.jsonl"
-    rows = () if again else checked_costs(jsonlines.read(path), str(path))
+    rows = () if again else jsonlines.read(path)
     known = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
     for rung in plan.rungs:
         connections = {name: plan.study.schemes[name].connection for name in plan.schemes_at(rung)}

@@ -6,13 +6,16 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError
+from residua.errors import InputError, require, shown
 from residua.lab.study.plan import Study, read_study
+from residua.records import jsonlines
 from residua.records.folder import read_object
+from residua.records.jobs import Record
 
 AUDITS = "audits.jsonl"
 SHARED = ("config", "set", "tokens_per_parameter", "warmup", "evaluations")
 """What all runs of a study have in common."""
+KEYS_OF_A_RUN = ("key", "kind", "rung", "scheme", "connection", "point", "seed", "steps", "val_loss")
 
 
 def read_folder(out: Path) -> Study:
@@ -22,6 +25,18 @@ def read_folder(out: Path) -> Study:
             f"{out} must be the folder of a study, found no study.json; residua study run FILE --out DIR makes one"
         )
     return restore(read_object(out / "study.json"), str(out / "study.json"))
+
+
+def read_runs(path: Path, data: str | None) -> list[Record]:
+    """The records of a study's runs. Raises InputError for one that is not whole, or on data of another fingerprint."""
+    rows = jsonlines.read(path)
+    for row in rows:
+        name = f"{path}: the run {shown(row.get('key'))}"
+        missing = [key for key in KEYS_OF_A_RUN if key not in row]
+        require(not missing, name, f"a record with {', '.join(KEYS_OF_A_RUN)}", sorted(row))
+        fingerprint = ((row.get("facts") or {}).get("data") or {}).get("fingerprint", data)
+        require(data is None or fingerprint == data, name, f"of the data {data}", fingerprint)
+    return rows
 
 
 def restore(document: Mapping[str, Any], source: str) -> Study:

@@ -10,15 +10,13 @@ import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.errors import extra, fits
-from residua.lab.study.folder import AUDITS, read_folder
+from residua.lab.study.folder import AUDITS, read_folder, read_runs
 from residua.lab.study.plan import Study, chosen_points
 from residua.lab.study.questions import MEASURES, Published, Question
-from residua.lab.study.records import checked_audits, checked_costs, checked_runs
 from residua.records import jsonlines
 from residua.records.folder import read_object
 from residua.records.jobs import Record
@@ -262,15 +260,8 @@ def read_results(folder: str | Path) -> Results:
     """
     folder = Path(folder)
     study = read_folder(folder)
-    fingerprint = read_object(folder / "settings.json").get("data")
-    runs, costs, audits = (
-        check(jsonlines.read(folder / name), str(folder / name))
-        for name, check in (
-            ("records.jsonl", partial(checked_runs, data=fingerprint)),
-            ("costs.jsonl", checked_costs),
-            (AUDITS, checked_audits),
-        )
-    )
+    runs = read_runs(folder / "records.jsonl", read_object(folder / "settings.json").get("data"))
+    costs, audits = (jsonlines.read(folder / name) for name in ("costs.jsonl", AUDITS))
     return results(study, runs, costs).with_audits(audits)
 
 
