@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from residua.errors import InputError, did_you_mean, fits, require
+from residua.errors import decoded, fits, require
 
 MEASURES = ("tokens", "FLOPs", "seconds", "compiled seconds")
 
@@ -27,6 +27,18 @@ class Question:
     at: Sequence[str] = ("tokens",)
     seeds: Sequence[int] = ()
 
+    def __post_init__(self) -> None:
+        require(fits(self.ask, str), "ask", "a sentence", self.ask)
+        pairs, at, seeds = self.compare, self.at, self.seeds
+        pairs_fit = fits(pairs, list | tuple) and len(pairs) > 0 and all(map(_is_pair, pairs))
+        require(pairs_fit, "compare", "a list of pairs of schemes", pairs)
+        measures_fit = fits(at, list | tuple) and len(at) > 0 and all(measure in MEASURES for measure in at)
+        require(measures_fit, "at", f"some of {', '.join(MEASURES)}", at)
+        integers = fits(seeds, list | tuple) and all(fits(seed, int) for seed in seeds)
+        require(integers and len(set(seeds)) == len(seeds), "seeds", "a list of different integers", seeds)
+        reason = "tokens, as longer runs of the baselines have no further seeds"
+        require(not seeds or list(at) == ["tokens"], "at", reason, at)
+
     @property
     def schemes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for pair in self.compare for name in pair))
@@ -44,64 +56,37 @@ class Published:
     source: str
     differences: Mapping[str, float]
 
+    def __post_init__(self) -> None:
+        require(fits(self.source, str), "source", "where it was published", self.source)
+        values = self.differences.values() if isinstance(self.differences, Mapping) else [None]
+        numbers = all(fits(value, float) and math.isfinite(value) for value in values)
+        require(numbers, "differences", "a number for each scheme", self.differences)
+
 
 def read_questions(document: Any, baselines: Sequence[str]) -> dict[str, Question]:
-    """The questions of a study's document. Raises InputError for what is none."""
+    """The questions of a study's document. Raises InputError if a question is not written as `Question` says."""
     require(isinstance(baselines, list | tuple), "baselines", "a list, of text each", baselines)
-    found = {}
+    questions = {}
     for name, values in _entries(document, "questions"):
-        where = f"questions.{name}"
-        values = {"at": ["tokens"], "seeds": [], **_keys(values, Question, where)}
-        require(fits(values.get("ask"), str), f"{where}.ask", "a sentence", values.get("ask"))
-        pairs = values.get("compare")
-        good = isinstance(pairs, list | tuple) and len(pairs) > 0 and all(_is_pair(pair) for pair in pairs)
-        require(good, f"{where}.compare", "a list of pairs of schemes", pairs)
-        at = values["at"]
-        good = isinstance(at, list | tuple) and len(at) > 0 and all(one in MEASURES for one in at)
-        require(good, f"{where}.at", f"some of {', '.join(MEASURES)}", at)
-        second = next((pair[1] for pair in pairs if pair[1] not in baselines), None)
-        more = second is None or list(at) == ["tokens"]
-        require(more, f"{where}.at", f"tokens, as {second} is no baseline and is trained for one length", at)
-        seeds = values["seeds"]
-        good = (
-            isinstance(seeds, list | tuple) and all(fits(seed, int) for seed in seeds) and len(set(seeds)) == len(seeds)
-        )
-        require(good, f"{where}.seeds", "a list of different integers", seeds)
-        alone = not seeds or list(at) == ["tokens"]
-        require(alone, f"{where}.at", "tokens, as longer runs of the baselines have no further seeds", at)
-        found[name] = Question(name, values["ask"], tuple(map(tuple, pairs)), tuple(at), tuple(seeds))
-    return found
+        question = decoded(values, Question, f"questions.{name}")
+        second = next((pair[1] for pair in question.compare if pair[1] not in baselines), None)
+        reason = f"tokens, as {second} is not a baseline and is trained for one length"
+        require(second is None or list(question.at) == ["tokens"], f"questions.{name}.at", reason, question.at)
+        questions[name] = question
+    return questions
 
 
 def read_published(document: Any) -> dict[str, Published]:
-    """The published rankings of a study's document. Raises InputError for what is none."""
-    found = {}
-    for name, values in _entries(document, "published"):
-        where = f"published.{name}"
-        values = _keys(values, Published, where)
-        require(fits(values.get("source"), str), f"{where}.source", "where it was published", values.get("source"))
-        differences = values.get("differences")
-        known = isinstance(differences, Mapping)
-        good = known and all(fits(value, float) and math.isfinite(value) for value in differences.values())
-        require(good, f"{where}.differences", "a number for each scheme", differences)
-        found[name] = Published(name, values["source"], {str(key): value for key, value in differences.items()})
-    return found
+    """The published rankings of a study's document. Raises InputError if one is not written as `Published` says."""
+    return {name: decoded(values, Published, f"published.{name}") for name, values in _entries(document, "published")}
 
 
 def _entries(document: Any, where: str) -> list[tuple[str, Any]]:
     require(isinstance(document, Mapping), where, "a mapping", document)
-    return [(str(name), values) for name, values in document.items()]
-
-
-def _keys(values: Any, kind: type, where: str) -> dict[str, Any]:
-    require(isinstance(values, Mapping), where, "a mapping", values)
-    known = [item.name for item in fields(kind)]
-    for name in values:
-        if name not in known:
-            raise InputError(
-                f"{where}: unknown key {name}{did_you_mean(str(name), known)}; it has {', '.join(known[1:])}"
-            )
-    return dict(values)
+    return [
+        (str(name), {**values, "name": str(name)} if isinstance(values, Mapping) else values)
+        for name, values in document.items()
+    ]
 
 
 def _is_pair(pair: Any) -> bool:
