@@ -7,7 +7,7 @@ taken seed by seed, which removes the noise that both share (the order of the da
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -260,32 +260,38 @@ def _notes(comparison: Comparison) -> list[str]:
             "lowers the loss: they cannot be compared."
         )
     for group in comparison.groups:
-        missing = [str(run.folder) for run in group.runs if not run.validation]
-        if missing:
-            notes.append(f"{group.name}: no validation loss in {', '.join(missing)}.")
-        diverged = [
-            run.seed for run in group.runs if any(not math.isfinite(p.loss) for p in (*run.training, *run.validation))
-        ]
-        if diverged:
-            notes.append(f"{group.name}: the loss is not finite with seed {', '.join(map(str, diverged))}.")
-        difference = comparison.final_difference(group)
-        if baseline is None or difference is None:
-            continue
-        if group.runs[0].settings.get("data") != baseline.runs[0].settings.get("data"):
-            notes.append(f"{group.name} and {baseline.name} saw different data: their losses cannot be compared.")
-        ends = {run.validation[-1].tokens for side in _matched(group, baseline) for run in side.values()}
-        if len(ends) > 1:
-            notes.append(
-                f"{group.name}: the difference is taken at {difference.at:,.0f} tokens, where the shortest run ends; "
-                "a longer run was still at a higher learning rate there."
-            )
-        if difference.count == 0:
-            notes.append(f"{group.name} and {baseline.name} share no seed: the means are compared.")
-        elif difference.count < (seeds := max(len(group.runs), len(baseline.runs))):
-            notes.append(
-                f"{group.name}: the difference is over the {difference.count} of {seeds} seeds that are shared."
-            )
+        notes += [*_notes_of_runs(group), *_notes_of_difference(comparison, group)]
     return notes
+
+
+def _notes_of_runs(group: Group) -> Iterator[str]:
+    missing = [str(run.folder) for run in group.runs if not run.validation]
+    if missing:
+        yield f"{group.name}: no validation loss in {', '.join(missing)}."
+    diverged = [
+        run.seed for run in group.runs if any(not math.isfinite(p.loss) for p in (*run.training, *run.validation))
+    ]
+    if diverged:
+        yield f"{group.name}: the loss is not finite with seed {', '.join(map(str, diverged))}."
+
+
+def _notes_of_difference(comparison: Comparison, group: Group) -> Iterator[str]:
+    baseline, difference = comparison.baseline, comparison.final_difference(group)
+    if baseline is None or difference is None:
+        return
+    if group.runs[0].settings.get("data") != baseline.runs[0].settings.get("data"):
+        yield f"{group.name} and {baseline.name} saw different data: their losses cannot be compared."
+    ends = {run.validation[-1].tokens for side in _matched(group, baseline) for run in side.values()}
+    if len(ends) > 1:
+        yield (
+            f"{group.name}: the difference is taken at {difference.at:,.0f} tokens, where the shortest run ends; "
+            "a longer run was still at a higher learning rate there."
+        )
+    seeds = max(len(group.runs), len(baseline.runs))
+    if difference.count == 0:
+        yield f"{group.name} and {baseline.name} share no seed: the means are compared."
+    elif difference.count < seeds:
+        yield f"{group.name}: the difference is over the {difference.count} of {seeds} seeds that are shared."
 
 
 def _matched(group: Group, baseline: Group) -> tuple[dict[int, Run], dict[int, Run]]:
