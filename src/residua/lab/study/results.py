@@ -8,7 +8,7 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -349,27 +349,39 @@ def _answers(
     sizes = begun(study, rows.values()) or list(study.rungs)[:1]
     for question, rung in itertools.product(study.questions.values(), sizes):
         for scheme, to in question.compare:
-            row, base = rows.get((rung, scheme)), rows.get((rung, to))
-            known: dict[str, Difference] = {}
-            waiting = [name for name, one in ((scheme, row), (to, base)) if one is None or not one.whole]
-            if row is not None and base is not None and not waiting:
-                if question.seeds and all(set(question.seeds) <= one.all_losses.keys() for one in (row, base)):
-                    known = {"tokens": _at_all_seeds(row, base, question.seeds)}
-                else:
-                    known = {d.measure: d for d in _differences(row, base, longer.get((rung, to), []))}
-            for measure in question.at:
-                difference, missing = known.get(measure), None
-                if not waiting and difference is None:
-                    missing = _not_measured(measure, scheme, to)
-                elif not waiting and (difference.estimate is None or difference.estimate.count < row.seeds):
-                    missing = f"{to} has no runs {difference.cost:.2f} times as long as {scheme}, or one diverged"
-                there = None if missing else difference
-                answers.append(Answer(question, rung, scheme, to, measure, there, waiting, missing))
-    there = [place for place, answer in enumerate(answers) if answer.difference and answer.difference.p is not None]
-    for place, value in zip(there, holm([answers[place].difference.p for place in there])):
+            answers += _answers_of_pair(question, rung, scheme, to, rows, longer.get((rung, to), []))
+    tested = [place for place, answer in enumerate(answers) if answer.difference and answer.difference.p is not None]
+    for place, value in zip(tested, holm([answers[place].difference.p for place in tested])):
         answer = answers[place]
         answers[place] = answer._replace(difference=answer.difference._replace(holm=value))
     return answers
+
+
+def _answers_of_pair(
+    question: Question,
+    rung: str,
+    scheme: str,
+    to: str,
+    rows: Mapping[tuple[str, str], Row],
+    longer: Sequence[Record],
+) -> Iterator[Answer]:
+    """Yield the answer of two schemes at a size for every measure of a question, not yet corrected."""
+    row, base = rows.get((rung, scheme)), rows.get((rung, to))
+    waiting = [name for name, side in ((scheme, row), (to, base)) if side is None or not side.whole]
+    if row is None or base is None or waiting:
+        yield from (Answer(question, rung, scheme, to, measure, None, waiting) for measure in question.at)
+        return
+    if question.seeds and all(set(question.seeds) <= side.all_losses.keys() for side in (row, base)):
+        differences = {"tokens": _at_all_seeds(row, base, question.seeds)}
+    else:
+        differences = {difference.measure: difference for difference in _differences(row, base, longer)}
+    for measure in question.at:
+        difference, missing = differences.get(measure), None
+        if difference is None:
+            missing = _not_measured(measure, scheme, to)
+        elif difference.estimate is None or difference.estimate.count < row.seeds:
+            missing = f"{to} has no runs {difference.cost:.2f} times as long as {scheme}, or one diverged"
+        yield Answer(question, rung, scheme, to, measure, None if missing else difference, waiting, missing)
 
 
 def _not_measured(measure: str, scheme: str, to: str) -> str:
