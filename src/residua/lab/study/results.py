@@ -278,42 +278,54 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
     for cost in costs:
         measured.setdefault((cost["rung"], cost["scheme"], cost["connection"]), []).append(cost)
     rows, longer, unfinished = [], {}, []
-    for rung in study.rungs.values():
-        for name, entry in study.schemes.items():
-            at = {
-                size: [record for record in by_row.get((size, name), []) if record["connection"] == entry.connection]
-                for size in (rung.name, *study.searches(rung.name))
-            }
-            own, tuning, best = at[rung.name], [], [{}]
-            for size in study.searches(rung.name):
-                tuning_here, best = _searched(study, size, at[size], best)
-                tuning += tuning_here
-            known = [r for r in own if r["kind"] in ("report", "longer") and r["seed"] in study.seeds_at(rung.name)]
-            point = next((r["point"] for r in known if r["point"] in best), None)
-            reported = [r for r in known if r["kind"] == "report" and r["point"] == point]
-            if not reported:
-                unfinished.append(f"{name} at {rung.name}")
-                continue
-            own_costs = measured.get((rung.name, name, entry.connection), [])
-            row = _row(study, rung.name, name, reported, tuning, own_costs)
-            seeds = study.further_seeds(rung.name, name)
-            row.further = [r for r in own if r["kind"] == "report" and r["point"] == point and r["seed"] in seeds]
-            if name in study.baselines:
-                more = [r for r in known if r["kind"] == "longer" and r["point"] == point]
-                longer[rung.name, name] = more
-                row.runs = [*row.runs, *more]
-            if not row.whole:
-                unfinished.append(f"{name} at {rung.name}: {len(row.losses)} of {row.seeds} seeds")
-            rows.append(row)
-    found = {(row.rung, row.scheme): row for row in rows}
-    for row in rows:
-        for baseline in study.baselines:
-            base = found.get((row.rung, baseline))
-            if base is not None and base is not row:
-                row.differences += _differences(row, base, longer[base.rung, baseline])
-                row.curves[baseline] = _curve(row, base)
+    for rung, name in itertools.product(study.rungs, study.schemes):
+        costs_here = measured.get((rung, name, study.schemes[name].connection), [])
+        row, more = _gathered_row(study, rung, name, by_row, costs_here)
+        if row is None:
+            unfinished.append(f"{name} at {rung}")
+            continue
+        if name in study.baselines:
+            longer[rung, name] = more
+            row.runs = [*row.runs, *more]
+        if not row.whole:
+            unfinished.append(f"{name} at {rung}: {len(row.losses)} of {row.seeds} seeds")
+        rows.append(row)
+    by_name = {(row.rung, row.scheme): row for row in rows}
+    for row, baseline in itertools.product(rows, study.baselines):
+        base = by_name.get((row.rung, baseline))
+        if base is not None and base is not row:
+            row.differences += _differences(row, base, longer[base.rung, baseline])
+            row.curves[baseline] = _curve(row, base)
     _correct(rows)
-    return _gathered(study, rows, unfinished, _answers(study, found, longer))
+    return _gathered(study, rows, unfinished, _answers(study, by_name, longer))
+
+
+def _gathered_row(
+    study: Study,
+    rung: str,
+    name: str,
+    records: Mapping[tuple[str, str], Sequence[Record]],
+    costs: Sequence[Record],
+) -> tuple[Row | None, list[Record]]:
+    """The row of a scheme at a size, None without a reported run, and its runs that were trained for longer."""
+    connection = study.schemes[name].connection
+    at = {
+        size: [record for record in records.get((size, name), []) if record["connection"] == connection]
+        for size in (rung, *study.searches(rung))
+    }
+    tuning: list[Record] = []
+    best: list[Any] = [{}]
+    for size in study.searches(rung):
+        searched, best = _searched(study, size, at[size], best)
+        tuning += searched
+    ended = [r for r in at[rung] if r["kind"] in ("report", "longer") and r["seed"] in study.seeds_at(rung)]
+    point = next((record["point"] for record in ended if record["point"] in best), None)
+    reported = [record for record in ended if record["kind"] == "report" and record["point"] == point]
+    if not reported:
+        return None, []
+    row, seeds = _row(study, rung, name, reported, tuning, costs), study.further_seeds(rung, name)
+    row.further = [r for r in at[rung] if r["kind"] == "report" and r["point"] == point and r["seed"] in seeds]
+    return row, [record for record in ended if record["kind"] == "longer" and record["point"] == point]
 
 
 def _fact(run: Record, name: str) -> Any:
