@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -34,6 +35,8 @@ class WideIslands(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.float and not args[0].dtype.is_floating_point:  # positions, in older versions of transformers
+            return args[0].double()
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
@@ -245,7 +248,12 @@ def tiny(case: Case) -> nn.Module:
         pytest.skip(f"transformers {transformers.__version__} has no model {case.model_type}")
     package = importlib.import_module(f"transformers.models.{case.model_type}")
     torch.manual_seed(0)
-    config = getattr(package, case.config)(**(TINY | case.options))
+    try:
+        config = getattr(package, case.config)(**(TINY | case.options))
+    except Exception as error:
+        if "layer" not in str(error) or Version(transformers.__version__) >= Version("5.23"):
+            raise
+        pytest.skip(f"transformers {transformers.__version__} has other kinds of layers for {case.model_type}")
     config._attn_implementation = config._experts_implementation = "eager"
     return perturbed(getattr(package, case.trunk)(config).double(), scale=0.2).eval()
 

@@ -15,7 +15,7 @@ Whatever else it would do to its residual, such as normalising it, is not define
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -230,9 +230,14 @@ class Flow:
     __truediv__ = __sub__ = __rsub__ = __getitem__ = __neg__ = __matmul__ = _refuse
 
 
-register_pytree_node(
-    Flow, lambda flow: ([flow.state], flow.lead), lambda children, lead: Flow(next(iter(children))).seen(lead)
-)
+def _unflatten(children: Iterable[Any], lead: tuple[int, ...] | None) -> Flow:
+    """Return a flow of the state; some versions of torch put other things in its place, so nothing here looks at it."""
+    flow = Flow(*children)
+    flow.lead = lead
+    return flow
+
+
+register_pytree_node(Flow, lambda flow: ([flow.state], flow.lead), _unflatten)
 
 
 def is_number(factor: Any) -> bool:

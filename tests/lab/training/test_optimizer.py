@@ -6,7 +6,6 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import residua
-from residua.errors import InputError
 from residua.lab.training import (
     hidden_matrices,
     learning_rate_factor,
@@ -177,9 +176,3 @@ def test_an_update_of_muon_is_as_large_as_one_of_adamw():
     optimizer.step()
     rms = (model.hidden.weight - before).square().mean().sqrt() / 0.01
     assert 0.2 * 0.5 < rms < 0.2 * 1.5
-
-
-def test_a_torch_without_muon_is_one_line(monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(InputError, match=r"^train\.optimizer must be adamw, or torch 2\.9 or newer.*got 'muon'$"):
-        make_optimizer(ToyModel(), toy_config(optimizer="muon"))

@@ -9,7 +9,7 @@ from torch import nn
 
 from residua.connections import Stream
 from residua.conversion.flow import LayerStream
-from residua.errors import extra, require
+from residua.errors import extra
 from residua.models.mup import learning_rate_factors
 from residua.models.transformer import ResiduaForCausalLM
 
@@ -111,13 +111,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
     An update of Muon is scaled to the size of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so that both
     take the same learning rate. Like a fused optimizer it leaves everything as it is while `found_inf` is not zero;
     Muon cannot do that on the device, so a step waits for it.
-
-    Raises:
-        InputError: this torch has no Muon.
     """
 
     def __init__(self, groups: list[dict[str, Any]], matrices: Sequence[nn.Parameter], config: "TrainConfig"):
-        require(hasattr(torch.optim, "Muon"), "train.optimizer", "adamw, or torch 2.9 or newer, which has Muon", "muon")
         matrix_ids = {id(parameter) for parameter in matrices}
         first, second = _part(groups, matrix_ids, inside=True), _part(groups, matrix_ids, inside=False)
         self._parts: list[torch.optim.Optimizer] = []
