@@ -113,9 +113,10 @@ def decoded(document: Any, kind: type[T], where: str = "") -> T:
         raise InputError(f"{prefix}{error}") from error
 
 
-def check_types(values: Any) -> None:
-    """Raise InputError for the first field of a dataclass whose value is not of the type that it declares."""
-    for name, declared in types_of(type(values)).items():
+def check_types(values: Any, kind: type | None = None) -> None:
+    """Raise InputError for the first field of a dataclass whose value is not of the type that its class, or the base
+    class `kind`, declares."""
+    for name, declared in types_of(kind or type(values)).items():
         value = getattr(values, name)
         require(fits(value, declared), name, words(declared), value)
 

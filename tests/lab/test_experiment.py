@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import residua.lab.experiment
-from residua import Carry, Connection, Scheme, Stream
+from residua import Carry, Connection, Residual, Scheme, Stream
 from residua.commands.cli import main
 from residua.connections import PRESETS, SCHEMES, RMSNorm
 from residua.connections.ends import Same
 from residua.errors import InputError
 from residua.lab.data import PreparedData, prepare
 from residua.lab.evaluation.records import Run
-from residua.lab.experiment import build_model, evaluate, open_run, run, trace_run
+from residua.lab.experiment import build_model, evaluate, open_run, resolved, run, trace_run
 from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
 
 STEPS = 6
@@ -109,6 +109,26 @@ def test_a_new_scheme_needs_its_class_and_a_line_in_schemes(config, tmp_path, mo
     norms = {"state_norm", "input_norm", "output_norm", "change_norm"}
     assert found.values.keys() == norms | {"token_ids", "token_loss"}
     assert not (tmp_path / "run" / "connections.jsonl").exists()
+
+
+@dataclass(frozen=True)
+class Counted(Residual):
+    """Each instance is a description that was turned into a scheme."""
+
+    __module__ = "residua.connections.counted"
+    instances: ClassVar[list[Scheme]] = []
+
+    def __post_init__(self) -> None:
+        self.instances.append(self)
+
+
+def test_a_connection_becomes_an_object_once(prepared, monkeypatch):
+    """At the boundary; there it is also described and that description tried. The model reads its own configuration."""
+    monkeypatch.setitem(SCHEMES, "counted", Counted)
+    Counted.instances.clear()
+    given = load_config("tiny", [f"--data.path={prepared.folder}", '--model.connection={"scheme": "counted"}'])
+    build_model(resolved(given), prepared)
+    assert len(Counted.instances) == 3
 
 
 def test_a_function_is_told_the_steps_and_nothing_is_shown(config, text, tmp_path, monkeypatch, capsys):

@@ -50,7 +50,7 @@ def test_generation_and_saving_with_a_narrow_state(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["float16", torch.bfloat16, 16])
 def test_other_dtypes_are_refused(wrong):
-    with pytest.raises(ValueError, match="state_dtype must be 'float32', 'bfloat16' or None"):
+    with pytest.raises(ValueError, match="state_dtype must be one of float32, bfloat16 or null"):
         tiny_config(state_dtype=wrong)
 
 

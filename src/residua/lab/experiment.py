@@ -1,5 +1,6 @@
 """One experiment from its parts: data, a model, the training loop, evaluation and telemetry."""
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from residua.connections import describe, resolve
+from residua.connections import describe
 from residua.conversion.base_model import (
     base_connection,
     base_sha256,
@@ -41,7 +42,7 @@ from residua.lab.training import (
 )
 from residua.lab.training.checkpoint import Checkpoint, best_checkpoint, open_checkpoint, saved_steps
 from residua.lab.training.distributed import ALONE, BatchShard, Ranks, join
-from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.models import ResiduaForCausalLM
 from residua.records.durable import remove, unfinished
 from residua.records.folder import read_object, writable
 from residua.records.progress import say
@@ -180,7 +181,9 @@ def resolved(config: RunConfig) -> RunConfig:
         sha256 = base_sha256(base) if model.base_sha256 is None else model.base_sha256
         connection = base_connection(base) if model.connection is None else model.connection
         model = replace(model, base=str(base), base_sha256=sha256, connection=connection)
-    description = describe(resolve(model.connection))
+        description = describe(model.scheme)
+    else:
+        description = model.architecture.connection
     if "package" in description:  # names what to install before the run is opened elsewhere
         model = replace(model, connection=description)
     return replace(config, model=model, data=data)
@@ -256,16 +259,16 @@ def build_model(
 
 
 def _built_from_scratch(config: ModelConfig, data: PreparedData | SavedTokenizer) -> ResiduaForCausalLM:
-    settings = asdict(config)
-    if settings["vocab_size"] is None:
-        settings["vocab_size"] = _rounded_up(data.vocab_size)
-    if settings["vocab_size"] < data.vocab_size:
+    architecture = copy.deepcopy(config.architecture)
+    architecture.vocab_size = _rounded_up(data.vocab_size) if config.vocab_size is None else config.vocab_size
+    if architecture.vocab_size < data.vocab_size:
         raise InputError(
             f"model.vocab_size must be at least the {data.vocab_size} tokens of the data in {data.folder}, "
-            f"got {settings['vocab_size']}; leave it out to take the data's"
+            f"got {architecture.vocab_size}; leave it out to take the data's"
         )
-    special = {"eos_token_id": data.eos_token_id, "pad_token_id": data.eos_token_id, "bos_token_id": None}
-    return ResiduaForCausalLM(ResiduaConfig(**settings, **special))
+    architecture.eos_token_id = architecture.pad_token_id = data.eos_token_id
+    architecture.bos_token_id = None
+    return ResiduaForCausalLM(architecture)
 
 
 def _built_on_base(

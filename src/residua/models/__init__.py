@@ -4,7 +4,7 @@ import logging
 
 from residua.errors import extra
 from residua.models.authors import load_authors_checkpoint
-from residua.models.configuration import MODEL_FIELDS, ResiduaConfig
+from residua.models.configuration import ResiduaConfig
 from residua.models.sizes import SIZES
 from residua.models.transformer import ResiduaForCausalLM, ResiduaModel
 
@@ -33,7 +33,6 @@ AutoModel.register(ResiduaConfig, ResiduaModel)
 AutoModelForCausalLM.register(ResiduaConfig, ResiduaForCausalLM)
 
 __all__ = [
-    "MODEL_FIELDS",
     "SIZES",
     "ResiduaConfig",
     "ResiduaForCausalLM",

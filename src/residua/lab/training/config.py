@@ -4,16 +4,22 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, FrozenInstanceError, asdict, dataclass, field, fields
+from functools import cached_property
 from importlib import resources
 from math import inf
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from residua.connections.names import canonical
 from residua.errors import InputError, check_types, decoded, did_you_mean, fits, require, require_all, shown, words
+from residua.model_fields import ModelFields, setting
 from residua.records.reading import parse_yaml, read_text, write_yaml
+
+if TYPE_CHECKING:
+    from residua.connections import Scheme
+    from residua.models import ResiduaConfig
 
 LARGEST_VOCABULARY = 2**24
 SMALL = 2**17
@@ -21,8 +27,29 @@ SMALL = 2**17
 up to 1.7 times as long as two threads on a quiet machine; beside two busy processes two take 3 to 7 times as long."""
 
 
-def _setting(default: Any, explanation: str) -> Any:
-    return field(default=default, metadata={"help": explanation})
+@dataclass
+class ModelConfig(ModelFields):
+    """The section `model` of a run from scratch. It cannot change once it is part of a `RunConfig`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _name_preset(self)
+
+    @cached_property
+    def architecture(self) -> "ResiduaConfig":
+        """The configuration of the model, with its connection resolved. Raises InputError if there is no such model."""
+        from residua.models import ResiduaConfig  # imported here so that `--help` does not load transformers
+
+        settings = {name: value for name, value in asdict(self).items() if (name, value) != ("vocab_size", None)}
+        try:
+            return ResiduaConfig(**settings)
+        except ValueError as error:
+            raise _about_connection(error) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "architecture" in vars(self):
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
 
 
 def _name_preset(section: "ModelConfig | BaseModelConfig") -> None:
@@ -31,46 +58,9 @@ def _name_preset(section: "ModelConfig | BaseModelConfig") -> None:
         object.__setattr__(section, "connection", canonical(section.connection))
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """The fields of `residua.models.ResiduaConfig`, which checks them; a test keeps the two equal."""
-
-    vocab_size: int | None = _setting(None, "rows of the embedding; null for the tokenizer's, rounded up")
-    hidden_size: int = _setting(768, "width d")
-    num_hidden_layers: int = _setting(12, "blocks of attention and MLP, two sublayers each")
-    num_attention_heads: int = _setting(6, "heads")
-    head_dim: int | None = _setting(None, "width of a head; null for hidden_size / num_attention_heads")
-    intermediate_size: int | None = _setting(None, "width of the SwiGLU; null for floor(8 hidden_size / 3)")
-    max_position_embeddings: int = _setting(1024, "longest sequence the model is meant for")
-    connection: str | dict = _setting(  # noqa: RUF009
-        "ddl", """the residual scheme: a preset's name, or {"preset": name, **options}"""
-    )
-    state_dtype: Literal["float32", "bfloat16"] | None = _setting(
-        None, "dtype of the residual state; null for the embeddings', which is float32 under autocast"
-    )
-    qk_norm: Literal["post_rope", "pre_rope"] | None = _setting(
-        "post_rope", "norm of queries and keys: post_rope (the authors' order), pre_rope, or null for none"
-    )
-    rope_theta: float = _setting(10000.0, "base of the rotary frequencies")
-    rope_ratio: float = _setting(1.0, "fraction of each head that is rotated")
-    attention_output_gate: bool = _setting(
-        False, "heads are normalised and gated by SiLU(W_g x) before the output projection"
-    )
-    rms_norm_eps: float = _setting(1e-5, "epsilon of every norm")
-    embedding_init_std: float = _setting(0.02, "standard deviation of the embedding at the start")
-    hidden_init_std_factor: float = _setting(
-        0.5,
-        "projections start with standard deviation factor / sqrt(hidden_size), projections that write into the "
-        "residual with another 1 / sqrt(num_hidden_layers)",
-    )
-    tie_word_embeddings: bool = _setting(True, "the head's weights are the embedding's")
-    mup: bool = _setting(False, "scale logits by mup_base_width / hidden_size, and learning rates by the rules of muP")
-    mup_base_width: int = _setting(1024, "the width at which muP changes nothing")
-    use_cache: bool = _setting(True, "keep keys and values while generating")
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        _name_preset(self)
+def _about_connection(error: ValueError) -> InputError:
+    text = str(error)
+    return InputError(f"model.{text}" if text.startswith("connection") else f"model.connection: {text}")
 
 
 @dataclass(frozen=True)
@@ -83,18 +73,28 @@ class BaseModelConfig:
     base: str = field(
         metadata={"help": "folder with a model of transformers and its tokenizer, plain or converted, to train on"}
     )
-    base_sha256: str | None = _setting(
+    base_sha256: str | None = setting(
         None, "digest of the base's weights and config.json; null for the base as it is, whose digest the run notes"
     )
-    connection: str | dict | None = _setting(  # noqa: RUF009
+    connection: str | dict | None = setting(  # noqa: RUF009
         None, "the residual scheme that a plain base gets; null for the one that the base has"
     )
-    start: Literal["preserve", "fresh"] = _setting(
+    start: Literal["preserve", "fresh"] = setting(
         "preserve", "the start of a plain base's connections: preserve what it computes, or fresh as in a new model"
     )
-    freeze_base: bool = _setting(
+    freeze_base: bool = setting(
         False, "train the connections alone; checkpoints then hold them alone and need the base"
     )
+
+    @cached_property
+    def scheme(self) -> "Scheme | None":
+        """The residual scheme of `connection`, None for the base's. Raises InputError if there is no such scheme."""
+        from residua.connections import resolve  # imported here so that `--help` does not load torch
+
+        try:
+            return None if self.connection is None else resolve(self.connection)
+        except ValueError as error:
+            raise _about_connection(error) from error
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -105,12 +105,12 @@ class BaseModelConfig:
 class DataConfig:
     """The training data: a prepared folder, or a source that is prepared into the run folder."""
 
-    path: str | None = _setting(None, "folder written by `residua prepare`")
-    source: str | None = _setting("stdlib", "used if path is null: stdlib, a text file or a folder of text")
-    tokenizer: str = _setting("bpe", "bpe, byte, or a tokenizer's folder")
-    vocab_size: int = _setting(2048, "entries of a trained BPE tokenizer")
-    validation_fraction: float = _setting(0.05, "fraction of the text that is held out")
-    further_validation: str | None = _setting(
+    path: str | None = setting(None, "folder written by `residua prepare`")
+    source: str | None = setting("stdlib", "used if path is null: stdlib, a text file or a folder of text")
+    tokenizer: str = setting("bpe", "bpe, byte, or a tokenizer's folder")
+    vocab_size: int = setting(2048, "entries of a trained BPE tokenizer")
+    validation_fraction: float = setting(0.05, "fraction of the text that is held out")
+    further_validation: str | None = setting(
         None, "folder written by `residua prepare` with the same tokenizer; its held-out text is evaluated too"
     )
 
@@ -132,43 +132,43 @@ class TrainConfig:
         InputError: a value is of another type or outside its range.
     """
 
-    steps: int = _setting(400, "optimizer steps")
-    batch_size: int = _setting(16, "sequences per micro-batch")
-    sequence_length: int = _setting(128, "tokens per sequence")
-    gradient_accumulation: int = _setting(1, "micro-batches per step")
-    lr: float = _setting(1e-3, "peak learning rate")
-    connection_lr_factor: float = _setting(
+    steps: int = setting(400, "optimizer steps")
+    batch_size: int = setting(16, "sequences per micro-batch")
+    sequence_length: int = setting(128, "tokens per sequence")
+    gradient_accumulation: int = setting(1, "micro-batches per step")
+    lr: float = setting(1e-3, "peak learning rate")
+    connection_lr_factor: float = setting(
         1.0, "factor on the learning rate of the connections' own parameters, norms left out"
     )
-    min_lr_ratio: float = _setting(0.05, "last learning rate as a fraction of the peak")
-    warmup_steps: int = _setting(0, "steps of linear warmup")
-    optimizer: Literal["adamw", "muon"] = _setting(
+    min_lr_ratio: float = setting(0.05, "last learning rate as a fraction of the peak")
+    warmup_steps: int = setting(0, "steps of linear warmup")
+    optimizer: Literal["adamw", "muon"] = setting(
         "adamw", "muon for the matrices of attention and MLP, at the same learning rate, and adamw for the rest"
     )
-    weight_decay: float = _setting(0.1, "decoupled weight decay, on matrices only")
-    beta1: float = _setting(0.9, "AdamW's first")
-    beta2: float = _setting(0.95, "AdamW's second")
-    adam_eps: float = _setting(1e-8, "AdamW's epsilon")
-    clip: float = _setting(1.0, "largest gradient norm; 0 for no clipping")
-    seed: int = _setting(0, "seed of the initial weights and the order of the data")
-    precision: Literal["float32", "bfloat16"] = _setting("float32", "bfloat16 runs under autocast, weights in float32")
-    compile: bool = _setting(False, "torch.compile the model; layer by layer if several processes train")
-    activation_checkpointing: bool = _setting(False, "keep only the inputs of layers and recompute the rest")
-    parallel: Literal["auto", "ddp", "fsdp", "none"] = _setting(
+    weight_decay: float = setting(0.1, "decoupled weight decay, on matrices only")
+    beta1: float = setting(0.9, "AdamW's first")
+    beta2: float = setting(0.95, "AdamW's second")
+    adam_eps: float = setting(1e-8, "AdamW's epsilon")
+    clip: float = setting(1.0, "largest gradient norm; 0 for no clipping")
+    seed: int = setting(0, "seed of the initial weights and the order of the data")
+    precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16 runs under autocast, weights in float32")
+    compile: bool = setting(False, "torch.compile the model; layer by layer if several processes train")
+    activation_checkpointing: bool = setting(False, "keep only the inputs of layers and recompute the rest")
+    parallel: Literal["auto", "ddp", "fsdp", "none"] = setting(
         "auto", "under torchrun: replicate the model (ddp, the choice of auto) or shard it (fsdp)"
     )
-    threads: int | None = _setting(
+    threads: int | None = setting(
         None, "threads of PyTorch on the CPU; null for one if the model is small, else for PyTorch's choice"
     )
-    device: Literal["auto", "cpu", "cuda"] = _setting("auto", "auto picks cuda if available")
-    log_every: int = _setting(1, "steps between two rows of metrics")
-    evaluate_every: int = _setting(100, "steps between two evaluations; the last step has one")
-    checkpoint_every: int = _setting(100, "steps between two checkpoints; the last step has one")
-    keep_checkpoints: int = _setting(2, "newest checkpoints to keep")
-    keep_best: bool = _setting(False, "keep the checkpoint with the lowest validation loss too")
-    tensorboard: bool = _setting(True, "write TensorBoard events too")
-    wandb: str | None = _setting(None, "Weights & Biases project that also gets the rows; needs the package wandb")
-    connections_every: int = _setting(
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto picks cuda if available")
+    log_every: int = setting(1, "steps between two rows of metrics")
+    evaluate_every: int = setting(100, "steps between two evaluations; the last step has one")
+    checkpoint_every: int = setting(100, "steps between two checkpoints; the last step has one")
+    keep_checkpoints: int = setting(2, "newest checkpoints to keep")
+    keep_best: bool = setting(False, "keep the checkpoint with the lowest validation loss too")
+    tensorboard: bool = setting(True, "write TensorBoard events too")
+    wandb: str | None = setting(None, "Weights & Biases project that also gets the rows; needs the package wandb")
+    connections_every: int = setting(
         0, "steps between two rows of connections.jsonl, the gates of schemes that have such; 0 for none"
     )
 
@@ -209,34 +209,18 @@ class RunConfig:
             self._check_model(self.model)
 
     def _check_base(self, model: BaseModelConfig) -> None:
-        from residua.connections import resolve  # imported here so that `--help` does not load torch
-
-        if model.connection is not None:
-            try:
-                resolve(model.connection)
-            except ValueError as error:
-                raise InputError(f"model.connection: {str(error).removeprefix('connection: ')}") from error
+        _ = model.scheme  # raises if there is no such scheme
         is_new = self.data.path is None and self.data.tokenizer in ("bpe", "byte")
         require(not is_new, "data.tokenizer", "the folder of model.base, whose tokenizer it is", self.data.tokenizer)
 
     def _check_model(self, model: ModelConfig) -> None:
-        from residua.models import ResiduaConfig  # imported here so that `--help` does not load transformers
-
         longest = model.max_position_embeddings
         muon = self.train.optimizer == "muon"
         require(not (model.mup and muon), "train.optimizer", "adamw with model.mup, whose rates are for Adam", "muon")
-        settings = {name: value for name, value in asdict(model).items() if (name, value) != ("vocab_size", None)}
-        try:
-            ResiduaConfig(**settings)
-        except ValueError as error:
-            names_field = str(error).startswith(tuple(settings))  # otherwise the error is about an option of a scheme
-            raise InputError(f"model.{error}" if names_field else f"model.connection: {error}") from error
-        require(
-            self.train.sequence_length <= longest,
-            "train.sequence_length",
-            f"at most model.max_position_embeddings ({longest})",
-            self.train.sequence_length,
-        )
+        expected = f"at most model.max_position_embeddings ({longest})"
+        length = self.train.sequence_length
+        require(length <= longest, "train.sequence_length", expected, length)
+        _ = model.architecture  # raises if there is no such model
 
     @property
     def small(self) -> bool:
