@@ -7,16 +7,24 @@ import pytest
 import torch
 
 import residua
-from experiments import pictures
+from experiments.delta_write import delta_write
 from residua.commands.schemes import added, state
 from residua.connections import PRESETS, SCHEMES
 from residua.lab.study.plan import load_study
 from residua.lab.study.results import results
+from residua.records.statistics import paired
 from support.pages import records
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TEXT = README.replace("\n", " ").replace("   ", " ")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """ResBench at 0.3 million parameters, by scheme."""
+    study = results(load_study("resbench"), records("resbench/records.jsonl"), records("resbench/costs.jsonl"))
+    return {row.scheme: row for row in study.rows if row.rung == "0.3M" and row.whole}
 
 
 def test_the_counts_of_its_first_sentence():
@@ -42,13 +50,12 @@ def test_the_parameters_of_the_table_are_those_of_the_command(page):
         assert f"{added(residua.resolve(name))['small']:,}" == count, name
 
 
-def test_the_step_times_of_a_page_are_those_of_resbench():
-    study = results(load_study("resbench"), records("resbench/records.jsonl"), records("resbench/costs.jsonl"))
-    times = {row.scheme: f"{row.cost['time_ratio']['median']:.2f}" for row in study.rows if row.rung == "0.3M"}
+def test_the_step_times_of_a_page_are_those_of_resbench(rows):
+    times = {name: f"{row.cost['time_ratio']['median']:.2f}" for name, row in rows.items()}
     which, answers = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("which.md", "faq.md"))
-    rows = re.findall(r"^\| [^|]* \| `([\w+-]+)` \| [\d,]+ \| [^|]* \| (\d\.\d\d) \|$", which, flags=re.MULTILINE)
-    assert len(rows) == 6
-    assert all(times[name] == ratio for name, ratio in rows)
+    listed = re.findall(r"^\| [^|]* \| `([\w+-]+)` \| [\d,]+ \| [^|]* \| (\d\.\d\d) \|$", which, flags=re.MULTILINE)
+    assert len(listed) == 6
+    assert all(times[name] == ratio for name, ratio in listed)
     text = f"`ddl-tc` takes {times['ddl-tc']} times as long .* and `lambdas\\+tc` {times['lambdas+tc']} times"
     assert re.search(text, answers.replace("\n", " "))
 
@@ -61,16 +68,15 @@ def test_the_states_of_a_page_are_those_of_the_command():
         assert state(residua.resolve(name)) == size, name
 
 
-def test_the_gains_of_the_convolution_are_those_of_the_picture():
-    gains = {name: f"{-estimate.mean:.2f}" for name, estimate in pictures.differences().items()}
+def test_the_gains_of_the_convolution_are_those_of_resbench(rows):
+    gains = {name: f"{-paired(row.losses, rows['residual'].losses).mean:.2f}" for name, row in rows.items()}
     assert f"gives {gains['residual+tc']} of the {gains['ddl-tc']} nats per token that `ddl-tc` gains" in TEXT
     assert f"(`ddl-tc-write-only`) the gain is {gains['ddl-tc-write-only']}." in TEXT
 
 
-def test_the_pictures_are_drawn(tmp_path):
-    for figure in (pictures.delta_write(), pictures.convolution()):
-        figure.savefig(tmp_path / "picture.png")
-        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+def test_the_picture_of_the_delta_write_is_drawn(tmp_path):
+    delta_write().savefig(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_released_models_are_those_of_the_schemes():
