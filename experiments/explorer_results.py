@@ -72,10 +72,10 @@ def row(name: str, kind: str, source: str, value: Any, causal: bool | None, seed
 
 
 def published_rows(name: str, measure: str) -> list[dict[str, Any]]:
-    """The published rows and the references at the same sizes; on the reflection those of 500 training vectors."""
+    """The published rows and the references at the same sizes."""
     rows = []
     for entry in published(name):
-        if entry.get(measure) is None or entry.get("num_train", 500) != 500:
+        if entry.get(measure) is None:
             continue
         kind = "older" if entry["older"] else "published"
         source = "research" if measure == "norm_deviation" else kind

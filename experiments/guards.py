@@ -13,6 +13,7 @@ converted    five families of transformers with six connections: logits, gradien
 authors      the checkpoints in tests/models/authors, with gradients
 training     ten steps of every preset by `residua train`: float32, bfloat16, checkpointing; and what they wrote
 ranks        ten steps on two gloo ranks
+geometry     twenty steps of every task, model and operator of the geometry benchmarks: their records
 
 Both commits run on this machine with this interpreter, because the last bit depends on the processor and on torch: a
 record of bits would hold for one kind of processor. What `--write numbers` keeps is compared within a tolerance, by
@@ -84,6 +85,14 @@ TRAINED = {
     "bfloat16": "--train.precision bfloat16",
     "checkpointing": "--train.activation_checkpointing true",
 }
+
+GEOMETRY = (
+    "reflection",
+    "quick --device cpu --tasks gyroscope",
+    "quick --device cpu --tasks gyroscope --models hc edelta-stream attnres edelta-token:gamma_init=0.5",
+    "quick --device cpu --tasks stability near-pi near-pi-multi reflection --models residual jpmhc edelta-sequence",
+)
+BY_CLOCK = ("seconds", "circumstances")
 
 Tensors = dict[str, Tensor]
 Results = Iterator[tuple[str, Tensors]]
@@ -323,6 +332,18 @@ def ranks(names: tuple[str, ...] = ("residual", "ddl-tc", "mhc", "attnres-block"
             yield name, written(run)
 
 
+def geometry() -> Results:
+    with tempfile.TemporaryDirectory() as folder:
+        for number, options in enumerate(GEOMETRY):
+            out = Path(folder) / str(number)
+            fixed = ["--seeds", "42", "--steps", "20", "--workers", "1", "--out", str(out)]
+            command("study", "geometry", *shlex.split(options), *fixed)
+            for line in (out / "records.jsonl").read_text(encoding="utf-8").splitlines():
+                record = {key: value for key, value in json.loads(line).items() if key not in BY_CLOCK}
+                text = json.dumps(record, sort_keys=True)  # a number's text is the number, to its last bit
+                yield record["key"], {"record": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
 def train(name: str, data: Path, run: Path, options: str = "") -> list[str]:
     places = ["--run-dir", str(run), "--data.path", str(data), "--model.connection", name]
     return ["train", *places, *shlex.split(OPTIONS + options)]
@@ -366,6 +387,7 @@ PARTS: dict[str, Callable[[], Results]] = {
     "authors": authors,
     "training": training,
     "ranks": ranks,
+    "geometry": geometry,
 }
 
 

@@ -249,11 +249,10 @@ def sequences_table(*sources: str) -> str:
 def reflection_table() -> str:
     rows = []
     for row in geometry("reflection", "reflection", "ours", "published"):
-        if row["num_train"] == 500:
-            style = ".3f" if row["source"] == "ours" else "g"  # no more digits than were published
-            numbers = [plus_minus(row.get(key), style) for key in ("cosine", "beta", "gamma")]
-            parameters = f"{row['parameters']:,}" if "parameters" in row else "–"
-            rows.append([row["source"], row["name"], parameters, *numbers])
+        style = ".3f" if row["source"] == "ours" else "g"  # no more digits than were published
+        numbers = [plus_minus(row.get(key), style) for key in ("cosine", "beta", "gamma")]
+        parameters = f"{row['parameters']:,}" if "parameters" in row else "–"
+        rows.append([row["source"], row["name"], parameters, *numbers])
     return markdown(["source", "operator", "parameters", "cosine with -x", "beta", "gamma"], rows)
 
 

@@ -115,7 +115,7 @@ def shortened(command: list[str]) -> list[str]:
     match command[1:3]:
         case ["demo", *_]:
             return ["--steps", "2"]
-        case ["study", "geometry"] if "sizes" not in command:
+        case ["study", "geometry"]:
             return ["--steps", "4", "--seeds", "42", "--workers", "1"]
         case ["study", "tune"]:
             return recipe

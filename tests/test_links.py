@@ -30,7 +30,7 @@ GEOMETRY = [
     "study",
     "geometry",
     "reflection",
-    *("--models", "linear", "--samples", "8", "--steps", "1", "--seeds", "1"),
+    *("--models", "linear", "--steps", "1", "--seeds", "1"),
 ]
 COMMANDS = {
     "train": ("run", ["train", "--run", "run", "--resume"]),

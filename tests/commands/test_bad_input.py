@@ -38,7 +38,6 @@ STARTS = [
     ["cost", "memory", "--presets", NOWHERE, "{}"],
     ["study", "geometry", "reflection", "--models", NOWHERE, "{}"],
     ["study", "geometry", "quick", "--models", NOWHERE, "{}"],
-    ["study", "geometry", "sizes", "--models", NOWHERE, "{}"],
     ["{}"],
 ]
 VALUES = [

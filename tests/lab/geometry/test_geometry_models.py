@@ -2,31 +2,31 @@ import pytest
 import torch
 from torch import nn
 
-from residua.connections import PRESETS, EDelta, Residual
+from residua.connections import PRESETS, EDelta
 from residua.errors import InputError
 from residua.lab.geometry.measure import causality, stream_norms
-from residua.lab.geometry.models import MODELS, LinearModel, RegressionModel, Sizes, match, row
-from residua.lab.geometry.study import QUICK
+from residua.lab.geometry.models import MODELS, Architecture, match, row
 from support.variants import perturbed
 
-SMALL = [name for name in MODELS if MODELS[name].layers == 0]
-MATCHED = [name for name in MODELS if name not in SMALL]
+MATCHED = [name for name in MODELS if MODELS[name].layers != 0]
+PUBLISHED = {"dim": 128, "layers": 9, "heads": 4}
+QUICK = {"dim": 64, "layers": 3, "heads": 4}
 
 
 def architecture(name, **changes):
-    return match(name, **{"features": 6, "length": 5, "sizes": Sizes(32, 2, 4), **changes})
+    return match(name, **{"features": 6, "length": 5, "dim": 32, "layers": 2, "heads": 4, **changes})
 
 
 def test_the_plain_residual_has_the_published_parameters():
     # 12 d^2 + 2 d in each layer, the last norm, and the wrapper: in, 255 positions, out.
     expected = 9 * (12 * 128**2 + 2 * 128) + 128 + (16 * 128 + 128) + 255 * 128 + (128 * 16 + 16)
-    assert match("residual", features=16, length=255, sizes=Sizes()).parameters == expected == 1_808_784
+    assert match("residual", features=16, length=255, **PUBLISHED).parameters == expected == 1_808_784
 
 
 @pytest.mark.parametrize("name", MATCHED)
 @pytest.mark.parametrize("features", [16, 64])
 def test_models_match_the_plain_residual_with_the_wrapper_counted(name, features):
-    found = match(name, features=features, length=32, sizes=QUICK.sizes)
+    found = match(name, features=features, length=32, **QUICK)
     assert abs(found.ratio - 1) <= 0.03
     model = found.build()
     assert sum(parameter.numel() for parameter in model.parameters()) == found.parameters
@@ -44,7 +44,7 @@ def test_models_match_the_plain_residual_with_the_wrapper_counted(name, features
     ],
 )
 def test_published_models_have_the_published_layers_and_width(name, layers, width):
-    found = match(name, features=16, length=255, sizes=Sizes())
+    found = match(name, features=16, length=255, **PUBLISHED)
     assert (found.layers, found.width) == (layers, width)
     assert abs(found.ratio - 1) <= 0.01
 
@@ -53,14 +53,14 @@ def test_published_models_have_the_published_layers_and_width(name, layers, widt
 def test_rows_are_causal_unless_they_say_sequence(name):
     # An EDelta-Stream sees its context as its preset says: each token.
     torch.manual_seed(0)
-    model = perturbed(match(name, features=6, length=5, sizes=QUICK.sizes).build(), scale=0.1)
+    model = perturbed(match(name, features=6, length=5, **QUICK).build(), scale=0.1)
     assert causality(model, 6, 5).causal == (not name.endswith("-sequence"))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_gets_a_gradient(name):
     torch.manual_seed(0)
-    model = perturbed(match(name, features=6, length=5, sizes=QUICK.sizes).build(), scale=0.1)
+    model = perturbed(match(name, features=6, length=5, **QUICK).build(), scale=0.1)
     coefficients = []
     loss = model(torch.randn(3, 5, 6), coefficients=coefficients).square().mean()
     penalty = model.penalty(coefficients)
@@ -70,11 +70,11 @@ def test_every_parameter_gets_a_gradient(name):
 
 def test_it_starts_as_published():
     torch.manual_seed(0)
-    model = RegressionModel(Residual(), features=64, length=50, dim=128, num_layers=4)
-    attention, mlp = model.sublayers[:2]
-    for weight in (model.input.weight, model.positions, attention.qkv.weight, mlp.up.weight, model.output.weight):
+    model = Architecture("residual", MODELS["residual"], 64, 50, dim=128, layers=4, heads=4, hidden=512).build()
+    attention, (up, _, down) = model.sublayers[:2]
+    for weight in (model.input.weight, model.positions, attention.qkv.weight, up.weight, model.output.weight):
         assert weight.std().item() == pytest.approx(0.02, rel=0.05)
-    for weight in (attention.out.weight, mlp.out.weight):
+    for weight in (attention.out.weight, down.weight):
         assert weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
     assert not model.input.bias.any()
     assert not model.output.bias.any()
@@ -120,14 +120,8 @@ def test_attention_over_depth_is_matched_and_trains(name):
     assert all(parameter.grad.any() for parameter in model.parameters())
 
 
-def test_a_state_without_rows_cannot_be_wide():
-    for name in ("residual", "attnres"):
-        with pytest.raises(ValueError, match="wide needs a scheme whose state is one tensor of several rows"):
-            RegressionModel(PRESETS[name], features=6, length=5, dim=8, num_layers=1, wide=True)
-
-
 def test_a_wide_model_writes_and_reads_every_row_of_the_state():
-    found = match("jpmhc", features=6, length=5, sizes=QUICK.sizes)
+    found = match("jpmhc", features=6, length=5, **QUICK)
     model, states = found.build(), []
     model(torch.randn(2, 5, 6), states=states)
     assert states[0].shape == (2, 5, 4, 64)
@@ -135,12 +129,8 @@ def test_a_wide_model_writes_and_reads_every_row_of_the_state():
     assert model.output.in_features == model.norm.weight.numel() == found.width == 256
 
 
-def test_the_zero_layer_network_and_the_linear_map_are_what_they_say():
-    assert match("zero-layer", features=64, length=128, sizes=Sizes()).parameters == 33_088
-    linear = architecture("linear").build()
-    assert isinstance(linear, LinearModel)
-    x = torch.randn(2, 5, 6)
-    assert torch.equal(linear(x), linear.output(x))
+def test_the_zero_layer_network_has_no_layers():
+    assert match("zero-layer", features=64, length=128, **PUBLISHED).parameters == 33_088
 
 
 def test_any_preset_and_any_option_can_be_named():
@@ -150,14 +140,13 @@ def test_any_preset_and_any_option_can_be_named():
     assert row("ddl-cc:v_activation=linear,k_proj=true").connection["v_activation"] == "linear"
     model = architecture("edelta-token:num_streams=8").build()
     assert model.connections[0].scheme == EDelta(num_streams=8)
-    assert row("jpmhc:wide=false").wide is False
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("edelta-tokn", "did you mean edelta-token?"),
-        ("nothing-like-it", "known: residual"),
+        ("nothing-like-it", "residual"),
         ("ddl:beta_int=1", "beta_init"),
         ("ddl:beta_init=3", "beta_init"),
         ("ddl:beta_init", "OPTION=VALUE"),
@@ -165,17 +154,14 @@ def test_any_preset_and_any_option_can_be_named():
         ("edelta-token:num_streams=1", "num_streams"),
         ("edelta-token:num_streams=5", "divisor"),
         ("mhc:wide=true", "wide"),
-        ("linear:x=1", "no options"),
     ],
 )
-def test_what_cannot_be_built_is_told(name, expected):
+def test_what_cannot_be_built_is_an_error(name, expected):
     with pytest.raises(InputError, match="model") as raised:
         architecture(name)
     assert expected in str(raised.value)
 
 
-def test_sizes_that_do_not_fit_are_told():
-    with pytest.raises(InputError, match="attention heads"):
-        architecture("ddl", sizes=Sizes(30, 2, 4))
+def test_sizes_that_do_not_fit_are_an_error():
     with pytest.raises(InputError, match="larger width"):
-        architecture("jpmhc", sizes=Sizes(8, 1, 4))
+        architecture("jpmhc", dim=8, layers=1)

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from residua.lab.geometry import published as quoted
+from residua.lab.geometry.models import MODELS
 from residua.lab.geometry.references import references
-from residua.lab.geometry.report import DASH, TITLES, groups, summary, table, write_tables
+from residua.lab.geometry.report import DASH, TITLES, groups, is_causal, summary, table, write_tables
 from residua.lab.geometry.tasks import TASKS, task
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -35,21 +36,16 @@ def run(model="residual", seed=42, name="gyroscope", loss=4e-3, **changes):
         "curve": [[step, loss * (1 + math.exp(-step / 20))] for step in steps],
         "gates": {"gamma": [[step, 0.5] for step in steps], "beta": [[step, 1.0] for step in steps]},
         "seconds": 10.0,
-        "settings": {"steps": 100, "dim": 64, "seed": seed},
+        "settings": {"steps": 100, "dim": 64},
     }
     return record | changes
 
 
-def reflection(model="hybrid", seed=42, num_train=500, controls=None, **changes):
+def reflection(model="hybrid", seed=42, **changes):
     record = run(model, seed, "reflection", 0.09)
     for key in ("online_loss", "position0_loss", "by_position", "online_by_position", "norm_deviation", "stream_norms"):
         del record[key]
-    return (
-        record
-        | {"causal": None, "cosine": 0.956, "beta": None, "gamma": 0.055}
-        | {"num_train": num_train, "controls": controls or {}}
-        | changes
-    )
+    return record | {"causal": None, "cosine": 0.956, "beta": None, "gamma": 0.055} | changes
 
 
 @pytest.fixture
@@ -63,7 +59,7 @@ def records():
             leaky = {"causal": False, "causality_change": 0.3, "position0_leak": name == "gyroscope"}
             found.append(run("edelta-sequence", seed, name, 2e-3 * factor, online_loss=5e-3 * factor, **leaky))
     found += references(task("reflection"))
-    found += [reflection(seed=seed, num_train=count) for seed in (1, 2) for count in (100, 500)]
+    found += [reflection(seed=seed) for seed in (1, 2)]
     return found
 
 
@@ -103,10 +99,9 @@ def test_means_and_sample_deviations_over_seeds(records):
     rows = {row["model"]: row for row in cells_by_model(records, "gyroscope")}
     ours = rows["residual"]
     assert ours["seeds"] == 3
-    assert ours["seed_list"] == [42, 123, 456]
     assert ours["loss"] == pytest.approx((4e-3, 4e-4))
     text = next(row for row in cells(records, "gyroscope") if row["model"] == "label of residual")
-    assert text["MSE, full sequence"] == "4.00e-3 ± 0.40e-3"
+    assert text["MSE, full sequence"] == "4.00e-03 ± 4.0e-04"
     assert text["seeds"] == "3"
     assert text["parameters"] == "1,234"
     assert text["norm deviation"] == "0.25 ± 0"
@@ -122,23 +117,21 @@ def test_full_online_position_0_and_the_badge_stand_beside_each_other(records):
     assert causal["causal"] == "causal"
     assert causal["MSE, full sequence"] == causal["MSE, online"]
     assert leaky["causal"] == "not causal"
-    assert leaky["MSE, full sequence"] == "2.00e-3 ± 0.20e-3"
-    assert leaky["MSE, online"] == "5.00e-3 ± 0.50e-3"
+    assert leaky["MSE, full sequence"] == "2.00e-03 ± 2.0e-04"
+    assert leaky["MSE, online"] == "5.00e-03 ± 5.0e-04"
     assert leaky["MSE, position 0"].endswith("(leak)")
     assert "leak" not in causal["MSE, position 0"]
 
 
 def test_one_seed_that_saw_the_future_takes_the_badge_from_all():
     records = [run(seed=1), run(seed=2, causal=False), run(seed=3, causal=None)]
-    assert groups(records, "gyroscope")[0].causal is False
-    assert groups([run(causal=None)], "gyroscope")[0].causal is None
+    assert is_causal(groups(records, "gyroscope")[0]) is False
+    assert is_causal(groups([run(causal=None)], "gyroscope")[0]) is None
 
 
 def test_runs_of_different_settings_are_never_averaged():
     records = [run(seed=seed, settings={"steps": steps, "dim": 64}) for seed in (1, 2) for steps in (100, 200)]
-    found = groups(records, "gyroscope")
-    assert [group.name for group in found] == ["label of residual (steps 100)", "label of residual (steps 200)"]
-    assert [len(group.runs) for group in found] == [2, 2]
+    assert [len(group.runs) for group in groups(records, "gyroscope")] == [2, 2]
 
 
 def test_a_seed_counts_once_by_its_last_record():
@@ -150,7 +143,7 @@ def test_a_single_seed_has_no_deviation_and_what_is_missing_is_a_dash():
     record = run()
     del record["norm_deviation"], record["position0_loss"]
     row = next(row for row in cells([record, run("b", norm_deviation=0.1)], "gyroscope") if row["source"] == "ours")
-    assert row["MSE, full sequence"] == "4.00e-3"
+    assert row["MSE, full sequence"] == "4.00e-03"
     assert row["norm deviation"] == DASH
     assert row["MSE, position 0"] == DASH
 
@@ -161,16 +154,10 @@ def test_a_run_that_diverged_is_seen(tmp_path):
     rows = cells([run(seed=1), lost, run("b", seed=1, loss=float("nan"))], "gyroscope")
     row = next(row for row in rows if row["model"] == "label of residual")
     assert row["seeds"] == "2 (1 diverged)"
-    assert row["MSE, full sequence"] == "4.00e-3"
+    assert row["MSE, full sequence"] == "4.00e-03"
     assert next(row for row in rows if row["model"] == "label of b")["MSE, full sequence"] == "nan"
     write_tables([run(seed=1), lost, run("b", seed=1, loss=float("nan"))], tmp_path)
     assert "NaN" not in (tmp_path / "tables.json").read_text(encoding="utf-8")
-
-
-def test_controls_tell_rows_of_one_label_apart():
-    records = [reflection(controls={"gate_bias": bias, "penalty": 0.5}) for bias in (-1.5, 0.0)]
-    names = [group.name for group in groups(records, "reflection")]
-    assert names == ["label of hybrid (gate bias -1.5)", "label of hybrid (gate bias 0)"]
 
 
 def test_the_reflection_table_puts_ours_beside_the_published(records):
@@ -181,13 +168,9 @@ def test_the_reflection_table_puts_ours_beside_the_published(records):
         ("-0.3", DASH, DASH),
         ("0.96", DASH, "0.051 ± 0.005"),
     ]
-    ours = [row for row in rows if row["source"] == "ours"]
-    assert [row["training vectors"] for row in ours] == ["500", "100"]
-    assert ours[0]["γ"] == "0.055 ± 0.000"
-    older = [row for row in rows if row["source"] == "published (older)"]
-    assert len(older) == 12
-    assert older[0]["training vectors"] == "500"
-    assert older[-1]["training vectors"] == "10"
+    (ours,) = (row for row in rows if row["source"] == "ours")
+    assert ours["γ"] == "0.055 ± 0.000"
+    assert len([row for row in rows if row["source"] == "published (older)"]) == 2
 
 
 def test_the_files(records, tmp_path):
@@ -205,11 +188,6 @@ def test_the_files(records, tmp_path):
     ours = next(row for row in values["tasks"]["gyroscope"] if row["source"] == "ours")
     assert ours["loss"]["mean"] == pytest.approx(4e-3)
     assert ours["loss"]["std"] == pytest.approx(4e-4)
-
-
-def test_an_unknown_task_is_refused():
-    with pytest.raises(ValueError, match=r"task 'x' is unknown.*gyroscope"):
-        table([], "x")
 
 
 @pytest.mark.slow
@@ -233,28 +211,18 @@ def test_pictures_of_next_to_nothing(tmp_path):
     lost = run(curve=[[0, None], [20, float("nan")]], gates={}, stream_norms=[1.0], by_position=[None, None])
     assert draw([lost | {"online_by_position": None, "causal": False}], tmp_path) == []
     assert draw([reflection(gates={}, curve=[[0, None]])], tmp_path) == []
-    assert [path.name for path in draw([reflection(gates={}, curve=[[0, 1.0]])], tmp_path)] == ["reflection.png"]
+    assert draw([reflection(gates={}, curve=[[0, 1.0]])], tmp_path) == []
+    points = [[0, 1.0], [20, 0.5]]
+    assert [path.name for path in draw([reflection(gates={}, curve=points)], tmp_path)] == ["reflection.png"]
 
 
 def test_no_two_models_look_alike():
     pytest.importorskip("matplotlib")
     from residua.lab.geometry.pictures import _styles
 
-    models = [
-        "residual",
-        "ddl",
-        "ddl-cc",
-        "pooled-householder",
-        "pooled-householder-sequence",
-        "hc",
-        "mhc",
-        "mhc-split",
-    ]
-    models += ["jpmhc", "edelta-token", "edelta-cumulative", "edelta-sequence", "edelta-stream", "zero-layer", "linear"]
-    models += [f"family{i}" for i in range(12)]
-    styles = _styles([groups([run(model) for model in models], "gyroscope")])
+    models = [*MODELS, *(f"scheme{i}" for i in range(20))]
+    styles = _styles(models)
     assert len({repr(sorted(style.items(), key=str)) for style in styles.values()}) == len(models)
-    assert styles["label of edelta-token"]["color"] == styles["label of edelta-sequence"]["color"]
 
 
 def test_the_published_numbers():
@@ -263,19 +231,16 @@ def test_the_published_numbers():
         "stability": 10,
         "near-pi": 10,
         "near-pi-multi": 10,
-        "reflection": 15,
+        "reflection": 5,
     }
-    losses = quoted.LOSSES
     # The ratios that the publication claims, from the numbers it gives.
-    stability = {model: value.mean for model, value in losses["stability"].items()}
-    assert stability["residual"] / stability["edelta-sequence"] == pytest.approx(3.8, abs=0.05)
-    assert stability["jpmhc"] / stability["edelta-sequence"] == pytest.approx(1.9, abs=0.05)
-    near_pi = {model: value.mean for model, value in losses["near-pi"].items()}
-    assert near_pi["jpmhc"] / near_pi["edelta-sequence"] == pytest.approx(4.5, abs=0.05)
-    deviation = quoted.NORM_DEVIATION
-    assert deviation["residual"] / deviation["edelta-sequence"] == pytest.approx(474)
+    residual, _, _, jpmhc, edelta = (value.mean for value in quoted.LOSSES["stability"])
+    assert residual / edelta == pytest.approx(3.8, abs=0.05)
+    assert jpmhc / edelta == pytest.approx(1.9, abs=0.05)
+    _, _, _, jpmhc, edelta = (value.mean for value in quoted.LOSSES["near-pi"])
+    assert jpmhc / edelta == pytest.approx(4.5, abs=0.05)
+    assert quoted.NORM_DEVIATIONS[0] / quoted.NORM_DEVIATIONS[-1] == pytest.approx(474)
     for row in quoted.published("reflection") + quoted.published("gyroscope"):
-        assert row["kind"] == "published"
         assert "2605.06729" in row["source"]
         assert "783e727" in row["source"]
     assert [row["causal"] for row in quoted.published("gyroscope")[:5]] == [True, False, True, True, False]

@@ -1,7 +1,7 @@
 """What no training is needed for: predictors that see the inputs up to t and nothing else, and the floors they imply.
 
 Each takes inputs (trajectories, length, dim) and returns predictions of the same shape; prediction t uses inputs up to
-t, except where `Reference.causal` is False. A learned model that does worse than one of these has learned little.
+t. A learned model that does worse than one of these has learned little.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,6 @@ from residua.lab.geometry.tasks import Task, expected_cosine_and_sine, near_pi_p
 Predictor = Callable[[Tensor], Tensor]
 
 
-def zero(inputs: Tensor) -> Tensor:
-    return torch.zeros_like(inputs)
-
-
-def copy(inputs: Tensor) -> Tensor:
-    """x_t."""
-    return inputs.clone()
-
-
-def negate(inputs: Tensor) -> Tensor:
-    """-x_t."""
-    return -inputs
-
-
 def running_mean(inputs: Tensor) -> Tensor:
     """Return the mean of x_s over s <= t: on stability nearly the best that can be done."""
     counts = torch.arange(1, inputs.shape[1] + 1, device=inputs.device, dtype=torch.float64)
@@ -39,10 +25,10 @@ def running_mean(inputs: Tensor) -> Tensor:
 def true_rotation(task: Task) -> Predictor:
     """R x_t with the one rotation of a near-pi task."""
     first, second, angle = near_pi_planes(task)
-    one = torch.eye(task.dim, dtype=torch.float64)
+    axes = torch.eye(task.dim, dtype=torch.float64)
     planes = first.expand(task.dim, -1), second.expand(task.dim, -1)
     # Row i of the points after one step is R e_i: the transpose of R.
-    transposed = rotate(one, *planes, torch.tensor([[angle]], dtype=torch.float64), 1)[:, 1]
+    transposed = rotate(axes, *planes, torch.tensor([[angle]], dtype=torch.float64), 1)[:, 1]
     return lambda inputs: (inputs.double() @ transposed.to(inputs.device)).to(inputs.dtype)
 
 
@@ -96,23 +82,22 @@ def solved_rotation(inputs: Tensor) -> Tensor:
 class Reference(NamedTuple):
     label: str
     predict: Predictor
-    causal: bool = True
 
 
 def predictors(task: Task) -> dict[str, Reference]:
     """Return the references of a task by key; "solved" is the best that can be done, where its closed form is known."""
-    found = {
-        "zero": Reference("predict 0", zero),
-        "copy": Reference("copy x_t", copy),
-        "negate": Reference("negate: −x_t", negate),
+    references = {
+        "zero": Reference("predict 0", torch.zeros_like),
+        "copy": Reference("copy x_t", torch.clone),
+        "negate": Reference("negate: −x_t", torch.neg),
     }
     if task.length > 1:
-        found["running-mean"] = Reference("running mean", running_mean)
+        references["running-mean"] = Reference("running mean", running_mean)
     if task.name == "gyroscope":
-        found["solved"] = Reference("rotation from two points", solved_rotation)
+        references["solved"] = Reference("rotation from two points", solved_rotation)
     if task.name.startswith("near-pi"):
-        found["solved"] = Reference("the true rotation", true_rotation(task))
-    return found
+        references["solved"] = Reference("the true rotation", true_rotation(task))
+    return references
 
 
 def references(task: Task) -> list[dict[str, Any]]:
@@ -122,24 +107,20 @@ def references(task: Task) -> list[dict[str, Any]]:
     adds to the mean over positions, so the "causal-floor" is the lowest expected loss of any causal model.
     """
     inputs, targets = task.data()[2:]
-    records = []
-    for key, reference in predictors(task).items():
-        predictions = reference.predict(inputs)
+    records: list[dict[str, Any]] = []
+    for key, (label, predict) in predictors(task).items():
+        predictions = predict(inputs)
         by_position = (predictions.double() - targets).square().mean((0, 2))
-        record = _record(task, key, reference.label, reference.causal, by_position.mean().item())
+        record = {"model": key, "label": label, "causal": True, "loss": by_position.mean().item()}
         record |= {"position0_loss": by_position[0].item(), "by_position": by_position.tolist()}
         if task.name == "reflection" and key != "zero":
             record["cosine"] = cosine_similarity(predictions, targets, dim=-1).mean().item()
         records.append(record)
     if task.name == "gyroscope":
-        floors = {
-            "causal-floor": ("expected floor of position 0, causal", True, causal_floor(task.dim)),
-            "plane-known-floor": ("expected floor of position 0, plane known", False, plane_known_floor(task.dim)),
-        }
-        for key, (label, causal, floor) in floors.items():
-            records.append(_record(task, key, label, causal, floor / task.length) | {"position0_loss": floor})
-    return records
-
-
-def _record(task: Task, key: str, label: str, causal: bool, loss: float) -> dict[str, Any]:
-    return {"kind": "reference", "task": task.name, "model": key, "label": label, "causal": causal, "loss": loss}
+        for key, label, floor in (
+            ("causal-floor", "expected floor of position 0, causal", causal_floor(task.dim)),
+            ("plane-known-floor", "expected floor of position 0, plane known", plane_known_floor(task.dim)),
+        ):
+            loss = {"loss": floor / task.length, "position0_loss": floor}
+            records.append({"model": key, "label": label, "causal": key == "causal-floor", **loss})
+    return [{"kind": "reference", "task": task.name, **record} for record in records]

@@ -1,28 +1,25 @@
-"""Train one model on one sequence task by the recipe of arXiv 2605.06729, and measure the result."""
+"""Train one model on one task, by the recipe of arXiv 2605.06729, and measure the result."""
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from residua.errors import require
-from residua.lab.geometry.checkpoint import load_checkpoint, save_checkpoint
-from residua.lab.geometry.measure import causality, full_and_online, norm_deviation, position0, stream_norms
-from residua.lab.geometry.models import Architecture, Sizes, match
+from residua.lab.geometry import measure
+from residua.lab.geometry.models import Architecture, match
+from residua.lab.geometry.operators import Gates, operator
 from residua.lab.geometry.tasks import Data, Task, task
 from residua.records.jobs import Job
 from residua.records.jsonlines import finite
 
 REPORT_STEPS = 10  # between two looks at the loss, which make a GPU wait
-CHECKPOINT_SECONDS = 10.0
-GATES = ("gamma", "beta")
+Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -60,26 +57,16 @@ class Settings:
     online_trajectories: int = 64
     online_stride: int = 4
 
-    def __post_init__(self) -> None:
-        whole = ("steps", "batch_size", "dim", "layers", "heads", "evaluate_every", "online_stride")
-        for name in whole:
-            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        require(self.dim % self.heads == 0, "dim", f"a multiple of the {self.heads} attention heads", self.dim)
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(self.dim, self.layers, self.heads)
-
     def task(self, name: str) -> Task:
         """Return the task `name` in the sizes of this study. Raises InputError for an unknown one.
 
         The reflection keeps its single position and its few vectors, which are what it asks about.
         """
-        chosen = task(name)
-        changed = {"dim": self.features}
+        published = task(name)
+        sizes = {"dim": self.features}
         if name != "reflection":
-            changed |= {key: getattr(self, key) for key in ("length", "num_train", "num_val")}
-        return replace(chosen, **{key: value for key, value in changed.items() if value is not None})
+            sizes |= {key: getattr(self, key) for key in ("length", "num_train", "num_val")}
+        return replace(published, **{key: value for key, value in sizes.items() if value is not None})
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of step 1, 2, ..., `steps`."""
@@ -108,17 +95,35 @@ QUICK = Settings(
 )
 
 
+@dataclass(frozen=True)
+class OperatorSettings:
+    """The published recipe of the operators: AdamW without a schedule."""
+
+    steps: int = 2000
+    batch_size: int = 32
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    num_train: int = 500
+    evaluate_every: int = 100
+    clip: ClassVar[float] = math.inf
+
+    def learning_rate(self, step: int) -> float:
+        return self.lr
+
+
 def job(model: str, task_name: str, seed: int, settings: Settings, device: torch.device) -> Job:
     """Describe the run of one model, task and seed. Raises InputError where they do not exist or fit."""
-    chosen = settings.task(task_name)
-    architecture = match(model, features=chosen.dim, length=chosen.length, sizes=settings.sizes)
-    return Job(
-        key=f"{task_name}+{model}+seed{seed}",
-        function=train,
-        arguments=(architecture, chosen, seed, settings, str(device)),
-        steps=settings.steps,
-        cost=architecture.row.cost,
-    )
+    sized = settings.task(task_name)
+    sizes = {"dim": settings.dim, "layers": settings.layers, "heads": settings.heads}
+    architecture = match(model, features=sized.dim, length=sized.length, **sizes)
+    arguments = architecture, sized, seed, settings, str(device)
+    return Job(f"{task_name}+{model}+seed{seed}", train, arguments, settings.steps, architecture.row.cost)
+
+
+def operator_job(name: str, seed: int, settings: OperatorSettings) -> Job:
+    """Describe the run of one operator and seed on the reflection. Raises InputError for an unknown name."""
+    key = f"reflection+{name}+{settings.num_train}+seed{seed}"
+    return Job(key, train_operator, (name, seed, settings), settings.steps, operator(name).cost)
 
 
 def train(
@@ -129,133 +134,189 @@ def train(
     device: str,
     *,
     place: Path | None = None,
-    report: Callable[[int], None] = lambda step: None,
+    report: Report = lambda step: None,
 ) -> dict[str, Any]:
     """Train a model and return its record (see `report`).
 
-    Deterministic in its arguments, up to the order of sums in a GPU's kernels. Where the file `place` holds a
-    checkpoint, the run resumes there and ends as if it had never stopped. A run whose loss is not finite ends early.
+    Deterministic in its arguments, up to the order of sums in a GPU's kernels. A run whose loss is not finite ends
+    early. It takes seconds at the quick sizes and keeps no state in `place`.
     """
-    data = _data(task, device)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = architecture.build()
-    model.to(device)
-    optimizer = _optimizer(model, settings)
-    step, curve, gates, seconds = 0, [], {}, 0.0
-    if place is not None and place.exists():
-        saved = load_checkpoint(place, model, optimizer)
-        step, curve, gates, seconds = saved["step"], saved["curve"], saved["gates"], saved["seconds"]
+    data = Data(*(part.to(device) for part in task.data()))
+    model = _drawn(seed, architecture.build).to(device)
 
-    report(step)
-    started = time.monotonic() - seconds
-    last_saved = time.monotonic()
-    good = True
-    while step < settings.steps and good:
-        step += 1
-        loss = _step(model, optimizer, data, seed, step, settings)
-        last = step == settings.steps
-        if step % REPORT_STEPS == 0 or last:
-            good = math.isfinite(loss.item())
-            report(step)
-        if good and (step % settings.evaluate_every == 0 or last):
-            _evaluate(model, data, step, curve, gates)
-            good = curve[-1][1] is not None
-        if place is not None and step % REPORT_STEPS == 0 and good and not last:
-            now = time.monotonic()
-            if now - last_saved >= CHECKPOINT_SECONDS:
-                save_checkpoint(place, model, optimizer, step=step, curve=curve, gates=gates, seconds=now - started)
-                last_saved = now
-    seconds = time.monotonic() - started
+    def evaluate() -> dict[str, float]:
+        total, gates = 0.0, {}
+        for inputs, targets in zip(*(part.split(measure.BATCH) for part in (data.val_inputs, data.val_targets))):
+            coefficients: list[Any] = []
+            total += F.mse_loss(model(inputs, coefficients=coefficients), targets, reduction="sum").item()
+            gates = gates or _gate_means(coefficients)
+        return {"loss": total / data.val_targets.numel(), **gates}
+
+    fit = _fit(
+        model,
+        _optimizer(model, settings),
+        data,
+        settings,
+        lambda step: Generator().manual_seed(seed * 1_000_003 + step),
+        evaluate,
+        report,
+    )
     record = {
-        "kind": "run",
-        "task": task.name,
-        "model": architecture.name,
-        "label": architecture.name,
-        "seed": seed,
+        **fit.record(task.name, architecture.name, architecture.name, seed),
+        **(_measure(model, task, data, settings) if fit.converges else _NOTHING),
         "parameters": architecture.parameters,
-        **(_measure(model, task, data, settings) if good else _NOTHING),
-        "best_loss": min((loss for _, loss in curve if loss is not None), default=None),
-        "diverged": not good,
-        "steps_done": step,
-        "curve": curve,
-        "gates": gates,
-        "seconds": seconds,
+        "steps_done": fit.steps,
         "architecture": architecture.describe(),
         "data": asdict(task),
         "settings": asdict(settings),
     }
     if task.name == "reflection":
-        record |= {"num_train": task.num_train, "controls": {}}
-        record |= {gate: gates[gate][-1][1] if gate in gates else None for gate in ("beta", "gamma")}
+        record |= {"num_train": task.num_train, "controls": {}} | {gate: fit.last(gate) for gate in Gates._fields}
     return record
 
 
-@lru_cache(maxsize=1)
-def _data(task: Task, device: str) -> Data:
-    return Data(*(part.to(device) for part in task.data()))
+def train_operator(
+    name: str,
+    seed: int,
+    settings: OperatorSettings,
+    *,
+    place: Path | None = None,
+    report: Report = lambda step: None,
+) -> dict[str, Any]:
+    """Train the operator `name` on the reflection and return its record, as `train` does."""
+    row = operator(name)
+    data = Data(*(part.squeeze(1) for part in replace(task("reflection"), num_train=settings.num_train).data()))
+    model = _drawn(seed, lambda: row.build(**row.options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
+    batches = Generator().manual_seed(seed)
+
+    def evaluate() -> dict[str, float]:
+        coefficients: list[Gates] = []
+        predictions = model(data.val_inputs, coefficients=coefficients)
+        gates = coefficients[0]._asdict() if coefficients else {}
+        return {
+            "loss": F.mse_loss(predictions, data.val_targets).item(),
+            "cosine": F.cosine_similarity(predictions, data.val_targets, dim=-1).mean().item(),
+            **{gate: value[:100].mean().item() for gate, value in gates.items() if value is not None},
+        }
+
+    fit = _fit(model, optimizer, data, settings, lambda step: batches, evaluate, report, before=True)
+    return {
+        **fit.record("reflection", name.partition(":")[0], row.label, seed),
+        **{score: fit.last(score) for score in ("loss", "cosine", *Gates._fields)},
+        "causal": None,
+        "causality_change": None,
+        "cosines": fit.curves["cosine"],
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "num_train": settings.num_train,
+        "controls": dict(row.options) if row.is_control else {},
+        "settings": asdict(settings),
+    }
+
+
+class _Fit(NamedTuple):
+    """A training: its steps, whether all losses were finite, and by score its curve [[step, value], ...]."""
+
+    steps: int
+    converges: bool
+    seconds: float
+    curves: dict[str, list[list[Any]]]
+
+    def last(self, score: str) -> float | None:
+        """Return the value at the end, None where the model has none or diverged."""
+        return self.curves[score][-1][1] if self.converges and score in self.curves else None
+
+    def record(self, task: str, model: str, label: str, seed: int) -> dict[str, Any]:
+        """Return what the records of all runs have."""
+        return {
+            "kind": "run",
+            "task": task,
+            "model": model,
+            "label": label,
+            "seed": seed,
+            "best_loss": min((loss for _, loss in self.curves.get("loss", []) if loss is not None), default=None),
+            "diverged": not self.converges,
+            "curve": self.curves.get("loss", []),
+            "gates": {gate: self.curves[gate] for gate in Gates._fields if gate in self.curves},
+            "seconds": self.seconds,
+        }
+
+
+def _fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Data,
+    settings: Settings | OperatorSettings,
+    generator: Callable[[int], Generator],
+    evaluate: Callable[[], dict[str, float]],
+    report: Report,
+    *,
+    before: bool = False,
+) -> _Fit:
+    """Train until a loss is not finite. `generator(step)` draws the batch; with `before`, evaluate also at step 0."""
+    curves: dict[str, list[list[Any]]] = {}
+
+    def evaluated(step: int) -> bool:
+        with torch.no_grad():
+            scores = evaluate()
+        for score, value in scores.items():
+            curves.setdefault(score, []).append([step, finite(value)])
+        return math.isfinite(scores["loss"])
+
+    report(0)
+    if before:
+        evaluated(0)
+    started = time.monotonic()
+    step, converges = 0, True
+    while converges and step < settings.steps:
+        step += 1
+        rows = torch.randint(len(data.train_inputs), (settings.batch_size,), generator=generator(step))
+        inputs, targets = (part[rows.to(part.device)] for part in (data.train_inputs, data.train_targets))
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate(step)
+        coefficients: list[Any] = []
+        loss = F.mse_loss(model(inputs, coefficients=coefficients), targets)
+        penalty = model.penalty(coefficients)
+        optimizer.zero_grad()
+        (loss if penalty is None else loss + penalty).backward()
+        if math.isfinite(settings.clip):
+            nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        last = step == settings.steps
+        if last or step % REPORT_STEPS == 0:
+            converges = math.isfinite(loss.item())
+            report(step)
+        if converges and (last or step % settings.evaluate_every == 0):
+            converges = evaluated(step)
+    return _Fit(step, converges, time.monotonic() - started, curves)
+
+
+def _drawn(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()
+
+
+def _gate_means(coefficients: list[Any]) -> dict[str, float]:
+    """Return the mean of each gate that the connections of a model have."""
+    values = {gate: [getattr(part, gate, None) for part in coefficients] for gate in Gates._fields}
+    means = {gate: [part.mean().item() for part in parts if part is not None] for gate, parts in values.items()}
+    return {gate: sum(parts) / len(parts) for gate, parts in means.items() if parts}
 
 
 def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    decayed = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    decayed |= {id(model.positions)} if hasattr(model, "positions") else set()
+    decayed = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)} | {id(model.positions)}
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if id(p) in decayed], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=1e-8,
-        fused=True,
-    )
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), fused=True)
 
 
-def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, seed: int, step: int, settings: Settings
-) -> Tensor:
-    """Do one update; return its loss. The batch follows from seed and step alone, so that there is no state to keep."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    chosen = torch.randint(len(data.train_inputs), (settings.batch_size,), generator=generator)
-    chosen = chosen.to(data.train_inputs.device)
-    for group in optimizer.param_groups:
-        group["lr"] = settings.learning_rate(step)
-    coefficients: list[Any] = []
-    loss = F.mse_loss(model(data.train_inputs[chosen], coefficients=coefficients), data.train_targets[chosen])
-    penalty = model.penalty(coefficients)
-    optimizer.zero_grad()
-    (loss if penalty is None else loss + penalty).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-    optimizer.step()
-    return loss.detach()
-
-
-@torch.no_grad()
-def _evaluate(model: nn.Module, data: Data, step: int, curve: list, gates: dict[str, list]) -> None:
-    """Append the validation loss to `curve`, and the means of the model's gates to `gates`."""
-    total, found = 0.0, {}
-    for first in range(0, len(data.val_inputs), 256):
-        coefficients: list[Any] = []
-        inputs, targets = data.val_inputs[first : first + 256], data.val_targets[first : first + 256]
-        total += F.mse_loss(model(inputs, coefficients=coefficients), targets, reduction="sum").item()
-        if first == 0:
-            for name in GATES:
-                values = [getattr(one, name, None) for one in coefficients]
-                values = [value.mean().item() for value in values if value is not None]
-                if values:
-                    found[name] = sum(values) / len(values)
-    curve.append([step, finite(total / data.val_targets.numel())])
-    for name, value in found.items():
-        gates.setdefault(name, []).append([step, finite(value)])
-
-
+# What is measured of a model, without numbers where it diverged or the task has a single position.
 _NOTHING: dict[str, Any] = dict.fromkeys(
-    (
-        *("loss", "online_loss", "online_difference", "online_difference_error", "by_position", "online_by_position"),
-        *("causal", "causality_change", "position0_loss", "norm_deviation", "stream_norms"),
-    )
+    (*measure.Scores._fields, *measure.Causality._fields, "position0_loss", "norm_deviation", "stream_norms")
 )
 
 
@@ -264,37 +325,20 @@ def _measure(model: nn.Module, task: Task, data: Data, settings: Settings) -> di
     states: list[Tensor] = []
     with torch.no_grad():
         model(data.val_inputs[:64], states=states)
+        norms = measure.stream_norms(states)
         if task.length == 1:  # nothing comes before or after: no order to keep, no prefix to score
-            predicted = model(data.val_inputs)
-            return _NOTHING | {
-                "loss": F.mse_loss(predicted, data.val_targets).item(),
-                "cosine": F.cosine_similarity(predicted, data.val_targets, dim=-1).mean().item(),
-                "stream_norms": stream_norms(states) if states else None,
-            }
+            predictions = model(data.val_inputs)
+            loss = F.mse_loss(predictions, data.val_targets).item()
+            cosine = F.cosine_similarity(predictions, data.val_targets, dim=-1).mean().item()
+            return _NOTHING | {"loss": loss, "cosine": cosine, "stream_norms": norms}
     data = Data(*(part.cpu() for part in data))  # scores are summed there, wherever the model is
-    seen = causality(model, task.dim, task.length)
-    scores = full_and_online(
-        model,
-        data.val_inputs,
-        data.val_targets,
-        trajectories=settings.online_trajectories,
-        stride=min(settings.online_stride, task.length),
-    )
-    found = {
-        "loss": scores.full,
-        "online_loss": scores.online,
-        "online_difference": scores.difference,
-        "online_difference_error": scores.difference_error,
-        "by_position": scores.by_position,
-        "online_by_position": [list(row) for row in scores.online_by_position],
-        "causal": seen.causal,
-        "causality_change": seen.relative,
+    sample = {"trajectories": settings.online_trajectories, "stride": settings.online_stride}
+    scores = measure.full_and_online(model, data.val_inputs, data.val_targets, **sample)
+    return {
+        **scores._asdict(),
+        **measure.causality(model, task.dim, task.length)._asdict(),
+        **(measure.position0(model, data)._asdict() if task.name == "gyroscope" else {}),
         "position0_loss": scores.by_position[0],
-        "norm_deviation": norm_deviation(model, task.dim, length=min(100, task.length)),
-        "stream_norms": stream_norms(states) if states else None,
+        "norm_deviation": measure.norm_deviation(model, task.dim, length=min(100, task.length)),
+        "stream_norms": norms,
     }
-    if task.name == "gyroscope":
-        first = position0(model, data)
-        found |= {"position0_leak": first.leak, "position0_floor": first.floor}
-        found |= {"position0_difference": first.difference, "position0_difference_error": first.difference_error}
-    return found

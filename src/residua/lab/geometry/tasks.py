@@ -46,20 +46,6 @@ class Task:
     seed: int = 42
     val_seed: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.name not in _DRAW:
-            raise _unknown(self.name)
-        for field in ("dim", "length", "num_train", "num_val"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"task {self.name}: {field} must be a whole number of at least 1, got {value!r}")
-        if self.name in ("gyroscope", "near-pi") and self.dim < 2:
-            raise InputError(f"task {self.name}: dim must be at least 2, a rotation has a plane; got {self.dim}")
-        if self.name == "near-pi-multi" and self.dim % 2:
-            raise InputError(f"task {self.name}: dim must be even, every axis is in one plane; got {self.dim}")
-        if self.name == "reflection" and self.length != 1:
-            raise InputError(f"task {self.name}: its inputs are single vectors, length must be 1; got {self.length}")
-
     def data(self) -> Data:
         """Return training and validation data; equal fields give equal numbers."""
         draw = _DRAW[self.name]
@@ -75,12 +61,8 @@ class Task:
 def task(name: str) -> Task:
     """Return the task of this name at its published size. Raises InputError, with all names, for an unknown one."""
     if name not in TASKS:
-        raise _unknown(name)
+        raise InputError(f"a task must be one of {', '.join(TASKS)}, got {name!r}{did_you_mean(name, TASKS)}")
     return TASKS[name]
-
-
-def _unknown(name: str) -> InputError:
-    return InputError(f"task {name!r} is unknown, must be one of {', '.join(_DRAW)}{did_you_mean(name, _DRAW)}")
 
 
 def rotate(start: Tensor, first: Tensor, second: Tensor, angle: Tensor, steps: int) -> Tensor:

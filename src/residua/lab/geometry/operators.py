@@ -1,0 +1,182 @@
+"""The operators of the reflection experiment of arXiv 2605.06729: learn y = -x on R^64 without a network around them.
+
+The published comparison has three operators: the pooled Householder ("DDL" there, without the delta write), the gated
+mixture of rotation and reflection ("hybrid"), and a truncated Cayley map ("JPmHC"), whose start from I keeps it from
+ever reaching the eigenvalue -1. The comparison leaves out, and this one adds: the exact rotation alone, the Cayley
+map from its own start and exact, x + MLP(x), one linear map, and the hybrid from other gates and penalties.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from residua.errors import InputError, did_you_mean
+from residua.ops import cayley_apply, cayley_transform, gate_penalty, householder, hybrid, iterative_cayley, unit
+
+DIM, HIDDEN = 64, 128
+
+
+class Gates(NamedTuple):
+    """beta and gamma: (batch,), None where the operator has none."""
+
+    beta: Tensor | None = None
+    gamma: Tensor | None = None
+
+
+class Operator(nn.Module):
+    """(batch, DIM) -> (batch, DIM). `forward` also appends its `Gates` to `coefficients`, as a model's does."""
+
+    gate_penalty = 0.0
+
+    def penalty(self, coefficients: list[Gates]) -> Tensor | None:
+        """Return what the loss adds for the `coefficients` that `forward` collected, or None."""
+        if not self.gate_penalty:
+            return None
+        return self.gate_penalty * gate_penalty(coefficients[0].gamma).mean()
+
+
+def _network(outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(DIM, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, outputs))
+
+
+class Householder(Operator):
+    """(I - beta k k^T) x with k and beta = 2 sigmoid computed from x."""
+
+    def __init__(self):
+        super().__init__()
+        self.k = _network(DIM)
+        self.beta = _network(1)
+
+    def forward(self, x: Tensor, coefficients: list[Gates]) -> Tensor:
+        beta = 2 * self.beta(x).squeeze(-1).sigmoid()
+        coefficients.append(Gates(beta))
+        return householder(x.unsqueeze(-1), unit(self.k(x)), beta).squeeze(-1)
+
+
+class Rotation(Operator):
+    """Q x, the exact Cayley rotation of one plane, with u, v and beta = softplus computed from x; no reflection."""
+
+    def __init__(self):
+        super().__init__()
+        self.u = _network(DIM)
+        self.v = _network(DIM)
+        self.beta = _network(1)
+
+    def plane(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return two orthogonal unit vectors, so that the angle of the rotation is beta's alone, and beta."""
+        u = unit(self.u(x))
+        v = self.v(x)
+        return u, unit(v - (u * v).sum(-1, keepdim=True) * u), F.softplus(self.beta(x).squeeze(-1))
+
+    def forward(self, x: Tensor, coefficients: list[Gates]) -> Tensor:
+        u, v, beta = self.plane(x)
+        coefficients.append(Gates(beta))
+        return cayley_apply(x.unsqueeze(-1), u, v, beta).squeeze(-1)
+
+
+class Hybrid(Rotation):
+    """gamma Q x + (1 - gamma)(x - 2 k k^T x) with a gate gamma = sigmoid(w x + gate_bias), w = 0 at the start."""
+
+    def __init__(self, gate_bias: float = -1.5, penalty: float = 0.5):
+        super().__init__()
+        self.k = _network(DIM)
+        self.gate = nn.Linear(DIM, 1)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.constant_(self.gate.bias, gate_bias)
+        self.gate_penalty = penalty
+
+    def forward(self, x: Tensor, coefficients: list[Gates]) -> Tensor:
+        u, v, beta = self.plane(x)
+        gamma = self.gate(x).squeeze(-1).sigmoid()
+        coefficients.append(Gates(beta, gamma))
+        return hybrid(x.unsqueeze(-1), u, v, beta, unit(self.k(x)), gamma).squeeze(-1)
+
+
+class SkewCayley(Operator):
+    """Y x, Y a Cayley map of a skew matrix W = S - S^T whose S is computed from x.
+
+    mode: "identity", the iteration from Y = I as in the published experiment; "linear", from Y = I + alpha W as JPmHC
+    defines it; "exact", a solve.
+    """
+
+    def __init__(self, mode: str = "identity", alpha: float = 0.1):
+        super().__init__()
+        self.s = _network(DIM * DIM)
+        self.mode, self.alpha = mode, alpha
+
+    def forward(self, x: Tensor, coefficients: list[Gates]) -> Tensor:
+        s = self.s(x).unflatten(-1, (DIM, DIM))
+        w = s - s.mT
+        if self.mode == "exact":
+            y = cayley_transform(w, self.alpha)
+        else:
+            y = iterative_cayley(w, self.alpha, steps=2, start=self.mode)
+        return (y @ x.unsqueeze(-1)).squeeze(-1)
+
+
+class Additive(Operator):
+    """x + MLP(x)."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = _network(DIM)
+
+    def forward(self, x: Tensor, coefficients: list[Gates]) -> Tensor:
+        return x + self.mlp(x)
+
+
+class Linear(Operator):
+    """One linear map."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, coefficients: list[Gates]) -> Tensor:
+        return self.map(x)
+
+
+class OperatorRow(NamedTuple):
+    """A row of the table: its label, its class and options, and the cost of a step in units of the linear map's.
+
+    `is_control`: its options are what it is a control for.
+    """
+
+    label: str
+    build: Callable[..., Operator]
+    cost: float = 1.0
+    options: Mapping[str, Any] = {}
+    is_control: bool = False
+
+
+# The published setting of the hybrid, a gate from -1.5 and a penalty of 0.5, is the row "hybrid" itself.
+CONTROLS = [(bias, penalty) for bias in (-1.5, 0.0, 1.5) for penalty in (0.0, 0.5) if (bias, penalty) != (-1.5, 0.5)]
+OPERATORS: dict[str, OperatorRow] = {
+    "householder": OperatorRow("pooled Householder, published as DDL", Householder, 3),
+    "hybrid": OperatorRow("EDelta hybrid, gate from -1.5, penalty 0.5", Hybrid, 7),
+    "jpmhc": OperatorRow("truncated Cayley from Y = I, published as JPmHC", SkewCayley, 10),
+    "jpmhc-linear": OperatorRow("truncated Cayley from Y = I + alpha W", SkewCayley, 12, {"mode": "linear"}),
+    "jpmhc-exact": OperatorRow("exact Cayley of the same W", SkewCayley, 20, {"mode": "exact", "alpha": 1.0}),
+    "cayley": OperatorRow("exact Cayley rotation of one plane alone", Rotation, 5),
+    "mlp": OperatorRow("x + MLP(x)", Additive, 1.5),
+    "linear": OperatorRow("one linear map", Linear),
+} | {
+    f"hybrid:gate_bias={bias:g},penalty={penalty:g}": OperatorRow(
+        f"EDelta hybrid, gate from {bias:g}, penalty {penalty:g}",
+        Hybrid,
+        7,
+        {"gate_bias": bias, "penalty": penalty},
+        is_control=True,
+    )
+    for bias, penalty in CONTROLS
+}
+
+
+def operator(name: str) -> OperatorRow:
+    """Return the row called `name`. Raises InputError, with the nearest name, for an unknown one."""
+    if name not in OPERATORS:
+        names = ", ".join(OPERATORS)
+        raise InputError(f"an operator must be one of {names}, got {name!r}{did_you_mean(name, OPERATORS)}")
+    return OPERATORS[name]
