@@ -9,20 +9,36 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from importlib import import_module
 from typing import Any
 
 from residua.connections import names
+from residua.connections.altup import AlternatingUpdates
+from residua.connections.attnres import AttentionResiduals
+from residua.connections.attnres_inkling import InklingAttentionResiduals
 from residua.connections.base import Norm, Scheme, Stream
+from residua.connections.deep_delta import DeepDelta
+from residua.connections.delta_attnres import DeltaAttentionResiduals
+from residua.connections.denseformer import DenseFormer
+from residua.connections.edelta import EDelta, EDeltaStream
+from residua.connections.frac import FracConnections
+from residua.connections.gated_delta import GatedDelta
+from residua.connections.gated_orthogonal import GatedOrthogonal
+from residua.connections.gated_residual import GatedResidual
+from residua.connections.hyper import HyperConnections
+from residua.connections.ihc import IndependentHyperConnections
+from residua.connections.jpmhc import JacobianHyperConnections
+from residua.connections.krom import KroneckerHyperConnections
+from residua.connections.lambdas import Lambdas
+from residua.connections.mhc import ManifoldHyperConnections
+from residua.connections.mhc_deepseek import DeepSeekHyperConnections
+from residua.connections.mudd import MultiwayDynamicDense
 from residua.connections.names import entry_points, package_of
 from residua.connections.options import check_options, named, nearest
+from residua.connections.pooled_householder import PooledHouseholder
+from residua.connections.residual import Residual
+from residua.connections.siamese import SiameseNorm
 
 RESERVED = ("preset", "scheme", "package")  # keys of a description that are not options
-
-
-def _class(place: str) -> type[Scheme]:
-    module, _, name = place.partition(":")
-    return getattr(import_module(f"residua.connections.{module}"), name)
 
 
 def _preset(text: str) -> Scheme:
@@ -35,7 +51,36 @@ def _built(kind: type[Scheme], options: Mapping[str, Any]) -> Scheme:
     return kind(**options)
 
 
-SCHEMES: dict[str, type[Scheme]] = {name: _class(place) for name, place in names.SCHEMES.items()}
+# Imported above, not by the texts of `names`, so that exported code brings them along.
+_CLASSES = {
+    kind.__name__: kind
+    for kind in (
+        AlternatingUpdates,
+        AttentionResiduals,
+        DeepDelta,
+        DeepSeekHyperConnections,
+        DeltaAttentionResiduals,
+        DenseFormer,
+        EDelta,
+        EDeltaStream,
+        FracConnections,
+        GatedDelta,
+        GatedOrthogonal,
+        GatedResidual,
+        HyperConnections,
+        IndependentHyperConnections,
+        InklingAttentionResiduals,
+        JacobianHyperConnections,
+        KroneckerHyperConnections,
+        Lambdas,
+        ManifoldHyperConnections,
+        MultiwayDynamicDense,
+        PooledHouseholder,
+        Residual,
+        SiameseNorm,
+    )
+}
+SCHEMES: dict[str, type[Scheme]] = {name: _CLASSES[place.partition(":")[2]] for name, place in names.SCHEMES.items()}
 PRESETS: dict[str, Scheme] = {name: _preset(text) for name, text in names.PRESETS.items()}
 
 

@@ -270,7 +270,7 @@ def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
     if isinstance(node, ast.Import) or node.module.partition(".")[0] != "residua":
         # transformers refuses a model with an import that fails, unless it stands in a try statement.
         return ["try:", textwrap.indent(ast.unparse(node), "    "), "except ImportError:", "    raise"], []
-    names: list[str] = []
+    names: dict[str, list[str]] = {}  # by the module that defines them
     lines: list[str] = []
     modules: list[str] = []
     for alias in node.names:
@@ -281,8 +281,19 @@ def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
             lines += [f"from .{_file(inner)} import __name__ as {name}", f"{name} = __import__('sys').modules[{name}]"]
             modules.append(inner)
         else:
-            names.append(ast.unparse(alias))
-    if names:
-        lines.append(f"from .{_file(node.module)} import {', '.join(names)}")
-        modules.append(node.module)
-    return lines, modules
+            names.setdefault(_offered(node.module).get(alias.name, node.module), []).append(ast.unparse(alias))
+    lines += [f"from .{_file(module)} import {', '.join(chosen)}" for module, chosen in names.items()]
+    return lines, [*modules, *names]
+
+
+def _offered(module: str) -> dict[str, str]:
+    """Return by name the modules from which a lazy package offers its names: what it imports for type checkers."""
+    source = _source(module)
+    if source is None or source.name != "__init__.py":
+        return {}
+    statements = ast.parse(source.read_text(encoding="utf-8")).body
+    blocks = (
+        block.body for block in statements if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+    )
+    imports = (statement for block in blocks for statement in block if isinstance(statement, ast.ImportFrom))
+    return {alias.name: statement.module or "" for statement in imports for alias in statement.names}

@@ -68,7 +68,7 @@ def test_a_run_needs_its_base_only_to_begin(config, base, tmp_path, rows):
     config = changed(config, base=str(elsewhere))
     whole = run(config, tmp_path / "run", progress=False)
     config = load_config(str(tmp_path / "run" / "config.yaml"))
-    assert list(config.model.__dict__) == ["base", "base_sha256", "connection", "start", "freeze_base"]
+    assert list(asdict(config.model)) == ["base", "base_sha256", "connection", "start", "freeze_base"]
     logged = rows(tmp_path / "run")
     shutil.rmtree(elsewhere)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{STEPS}")
