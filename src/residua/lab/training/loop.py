@@ -89,12 +89,44 @@ def train(
             the device is not available.
         RunError: a loss or gradient is not finite, or the folder cannot be written. Older checkpoints stay.
     """
-    if not isinstance(folder, RunFolder):
-        with claim(folder, {"train": asdict(config)}, resume=resume) as run:
-            return train(
-                model, batches, config, run, evaluate=evaluate, observe=observe, facts=facts, progress=progress
-            )
-    run = folder
+    arguments = model, batches, config
+    options = _Options(evaluate, observe, dict(facts or {}), progress, ranks)
+    if isinstance(folder, RunFolder):
+        return _train(*arguments, folder, options)
+    with claim(folder, {"train": asdict(config)}, resume=resume) as run:
+        return _train(*arguments, run, options)
+
+
+class _Options(NamedTuple):
+    """The optional arguments of `train`."""
+
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None
+    observe: Callable[[nn.Module, Tensor], Mapping[str, Any]] | None
+    facts: dict[str, Any]
+    progress: bool | Callable[[int], None]
+    ranks: Ranks
+
+
+class _Due(NamedTuple):
+    """What follows a step."""
+
+    validating: bool
+    logging: bool
+    saving: bool
+
+    @classmethod
+    def at(cls, step: int, config: "TrainConfig", *, evaluating: bool, stopping: bool) -> "_Due":
+        last = step == config.steps
+        validating = evaluating and (last or step % config.evaluate_every == 0)
+        logging = last or validating or step % config.log_every == 0
+        return cls(validating, logging, saving=last or stopping or step % config.checkpoint_every == 0)
+
+
+def _train(
+    model: nn.Module, batches: IndexedBatches, config: "TrainConfig", run: RunFolder, options: _Options
+) -> dict[str, Any]:
+    """Train into a folder that is claimed, as `train` says."""
+    evaluate, observe, facts, progress, ranks = options
     with ranks.raise_together():
         device = pick_device(config.device)
         settings = _decisive_settings(run, facts)
@@ -112,16 +144,9 @@ def train(
     observe_every = config.connections_every if observe is not None else 0
     with ExitStack() as stack:
         if ranks.first:
-            size = sum(parameter.numel() for parameter in updates.parameters)
-            run_facts = {"parameters": size, "data": dict(facts or {})}
-            process_facts = {"device": device, "processes": ranks.world_size, "parallel": updates.model.kind}
-            if checkpoint and checkpoint.settings["train.steps"] != config.steps:
-                process_facts["steps_before"] = checkpoint.settings["train.steps"]
             with saver.writing(start):
-                logs = stack.enter_context(_Logs(run, config, checkpoint, observing=bool(observe_every)))
-                write_facts(run, run_facts, step=start, **process_facts)
-            name = run.path.resolve().name
-            display = stack.enter_context(Display(name, done=start, steps=config.steps, enabled=progress))
+                logs = stack.enter_context(_Logs(run, config, checkpoint, bool(observe_every), progress))
+                _write_facts(run, config, updates, checkpoint, facts)
         stop = stack.enter_context(_stop_signals(twice=not ranks.joined))
         clock = stack.enter_context(_Clock(checkpoint.seconds if checkpoint else 0.0, start * tokens_per_step))
         for step in range(start + 1, config.steps + 1):
@@ -133,11 +158,9 @@ def train(
                     with saver.writing(step):
                         logs.connections.write({"step": step, **gates})
 
-            last, stopping = step == config.steps, ranks.any(bool(stop) or saver.failed)
-            validating = evaluate is not None and (last or step % config.evaluate_every == 0)
-            logging = last or validating or step % config.log_every == 0
-            saving = last or stopping or step % config.checkpoint_every == 0
-            if not (logging or saving):
+            stopping = ranks.any(bool(stop) or saver.failed)
+            due = _Due.at(step, config, evaluating=evaluate is not None, stopping=stopping)
+            if not (due.logging or due.saving):
                 continue
 
             with ranks.report_once():
@@ -146,17 +169,13 @@ def train(
             row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks)}
             row |= {"tokens_per_second": speed, "seconds": seconds}
             with clock.paused():
-                if validating:
+                if due.validating:
                     with updates.autocast, evaluating(model):
                         row = {**row, **evaluate(model), **row}  # the row's names come first, its values win
                 if ranks.first:
                     with saver.writing(step):
-                        if logging:
-                            logs.metrics.write(row)
-                            display.show(row)
-                        if saving:
-                            logs.sync()
-                if saving:
+                        logs.write(row, due)
+                if due.saving:
                     with ranks.report_once():
                         saver.save(step, seconds=seconds, val_loss=row.get("val_loss"))
             if stopping:
@@ -169,6 +188,21 @@ def train(
             say(f"stopped after step {step}, which is saved; continue with: {run.resume_command}")
         result["signal"] = max(ranks.gather(stop[0] if stop else 0))
     return result
+
+
+def _write_facts(
+    run: RunFolder,
+    config: "TrainConfig",
+    updates: "_Updates",
+    checkpoint: Checkpoint | None,
+    facts: dict[str, Any],
+) -> None:
+    """Write facts.json: what the run is, and what this process of it is. Raises OSError."""
+    size = sum(parameter.numel() for parameter in updates.parameters)
+    process = {"device": updates.device, "processes": updates.ranks.world_size, "parallel": updates.model.kind}
+    if checkpoint and checkpoint.settings["train.steps"] != config.steps:
+        process["steps_before"] = checkpoint.settings["train.steps"]
+    write_facts(run, {"parameters": size, "data": facts}, step=checkpoint.step if checkpoint else 0, **process)
 
 
 class _Update(NamedTuple):
@@ -244,12 +278,20 @@ class _Updates:
 
 
 class _Logs(AbstractContextManager["_Logs"]):
-    """The rows that the first rank writes: `metrics`, and `connections` if they are observed. All may raise OSError.
+    """The rows that the first rank writes and shows: `metrics`, and `connections` if they are observed. All may raise
+    OSError.
 
     Opening reports the rows before `checkpoint` that a resumed run lacks; nothing writes them again.
     """
 
-    def __init__(self, run: RunFolder, config: "TrainConfig", checkpoint: Checkpoint | None, *, observing: bool):
+    def __init__(
+        self,
+        run: RunFolder,
+        config: "TrainConfig",
+        checkpoint: Checkpoint | None,
+        observing: bool,
+        progress: bool | Callable[[int], None],
+    ):
         step = checkpoint.step if checkpoint else 0
         if checkpoint:
             _say_missing_rows(run.metrics, "train.log_every", checkpoint)
@@ -260,16 +302,22 @@ class _Logs(AbstractContextManager["_Logs"]):
                 MetricsLog(run, step=step, tensorboard=config.tensorboard, wandb=config.wandb)
             )
             self.connections = stack.enter_context(Rows(run.connections, step=step)) if observing else None
+            name = run.path.resolve().name
+            self.display = stack.enter_context(Display(name, done=step, steps=config.steps, enabled=progress))
             self._stack = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
-    def sync(self) -> None:
-        """Wait until the rows are on the disk. Raises OSError."""
-        self.metrics.sync()
-        if self.connections:
-            self.connections.sync()
+    def write(self, row: dict[str, Any], due: _Due) -> None:
+        """Write and show a row if it is to be logged; before a checkpoint is saved, wait until all are on the disk."""
+        if due.logging:
+            self.metrics.write(row)
+            self.display.show(row)
+        if due.saving:
+            self.metrics.sync()
+            if self.connections:
+                self.connections.sync()
 
 
 def _say_missing_rows(path: Path, key: str, checkpoint: Checkpoint) -> None:
