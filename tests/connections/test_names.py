@@ -69,6 +69,8 @@ def test_an_alias_takes_no_name_of_a_preset_and_is_no_preset():
         ("lambdas:compress=token", "lambdas:compress=token"),
         ("Lambdas+TC", "lambdas:compress=token"),
         ("lambdas+tc:p=1.0", "lambdas:compress=token,p=1.0"),
+        ("lambdas+tc:compress=null", "lambdas:compress=null"),
+        ("gated-delta-4:value_channels=2,rank=2", "gated-delta:write_gate=true,value_channels=2,rank=2"),
     ],
 )
 def test_a_configuration_has_the_name_of_a_preset(typed, written):

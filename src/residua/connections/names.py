@@ -146,13 +146,15 @@ def canonical(text: str) -> str:
     registry = sys.modules.get("residua.connections.registry")
     registered = () if registry is None else registry.PRESETS
     typed, _, options = text.partition(":")
-    preset = meaning(typed, registered)
-    name = preset.partition(":")[0]
+    name, _, implied = meaning(typed, registered).partition(":")
     if name not in {*PRESETS, *registered}:
         forget()
         if all(point.name != name for point in entry_points()):
             raise unknown("preset", name, registered or PRESETS)
-    return preset + (("," if ":" in preset else ":") + options if options else "")
+    given = {option.partition("=")[0] for option in options.split(",")}  # they override those of an alias
+    parts = [option for option in implied.split(",") if option.partition("=")[0] not in given] if implied else []
+    parts += [options] if options else []
+    return f"{name}:{','.join(parts)}" if parts else name
 
 
 def unknown(kind: str, name: Any, choices: Iterable[str]) -> InputError:
