@@ -89,12 +89,11 @@ def train(
             the device is not available.
         RunError: a loss or gradient is not finite, or the folder cannot be written. Older checkpoints stay.
     """
-    arguments = model, batches, config
     options = _Options(evaluate, observe, dict(facts or {}), progress, ranks)
     if isinstance(folder, RunFolder):
-        return _train(*arguments, folder, options)
+        return _train(model, batches, config, folder, options)
     with claim(folder, {"train": asdict(config)}, resume=resume) as run:
-        return _train(*arguments, run, options)
+        return _train(model, batches, config, run, options)
 
 
 class _Options(NamedTuple):
