@@ -178,6 +178,29 @@ def test_the_converted_halves_of_a_model_are_saved_one_by_one(halves, tmp_path):
     assert torch.equal(opened(**inputs).logits, model(**inputs).logits)
 
 
+@pytest.mark.parametrize("part", ["model", "encoder", "decoder"])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_model_that_is_converted_in_part_is_not_saved_whole(part, given, tmp_path):
+    """Its configuration is a plain one: opened again, it would be a plain model, and a warning all that is said."""
+    model = llama() if part == "model" else whisper()
+    path = part if part == "model" else f"model.{part}"
+    lively(model.get_submodule(path), "hc", {"input_features": SOUND} if part == "encoder" else None)
+    weights = {"state_dict": model.state_dict()} if given else {}  # as trainers of sharded models do
+    with pytest.raises(InputError, match=rf"converted part; .*save_connection\(model\.{path}, FOLDER\)"):
+        model.save_pretrained(tmp_path, **weights)
+    assert not list(tmp_path.glob("*.safetensors"))
+    model.get_submodule(path).save_pretrained(tmp_path / "part")
+    residua.unconvert(model.get_submodule(path), lossy=True)
+    model.save_pretrained(tmp_path / "plain")
+
+
+def test_a_part_converted_beside_the_rest_is_not_saved_whole(tmp_path):
+    model = converted("hc")
+    model.side = lively(llama().model, "mhc")
+    with pytest.raises(InputError, match=r"save_connection\(model\.side, FOLDER\)"):
+        model.save_pretrained(tmp_path)
+
+
 def test_a_folder_without_the_head_is_no_language_model(tmp_path):
     lively(llama().model, "hc").save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"missing_keys: .*lm_head\.weight"):

@@ -14,7 +14,7 @@ from torch import nn
 
 from residua.connections import Scheme, describe, resolve
 from residua.conversion.anatomy import Anatomy, Sublayer
-from residua.conversion.flow import Swapped, swapped_class
+from residua.conversion.flow import KEY, Swapped, swapped_class
 from residua.errors import InputError, extra, first_line, shown
 from residua.models.configuration import usable
 
@@ -22,8 +22,6 @@ with extra("lab"):
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 MODEL_TYPE = "residua-converted"
-KEY = "residua"
-"""The attribute of a converted model's configuration that says how it was converted."""
 BASE = "base"
 """The entry beside how the model was converted: its own configuration."""
 REFUSAL = {"transformers_weights": "converted by residua; open it with residua.load(folder)"}

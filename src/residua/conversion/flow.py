@@ -15,6 +15,7 @@ Whatever else it would do to its residual, such as normalising it, is not define
 
 import inspect
 import math
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -28,11 +29,12 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 from residua.connections import Carry, Connection, Memory
 from residua.connections.base import State
 from residua.connections.residual import ResidualCoefficients
-from residua.errors import extra
+from residua.errors import InputError, extra
 from residua.ops.precision import under_autocast
 from residua.ops.recompute import cut
 
 with extra("lab"):
+    from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
 MEMORY = "residua_memory"
@@ -40,6 +42,9 @@ MEMORY = "residua_memory"
 
 STREAM = "stream"
 """The attribute of a converted layer that holds its part of the stream."""
+
+KEY = "residua"
+"""The attribute of a converted model's configuration that says how it was converted."""
 
 ADDITIONS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
 PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__)
@@ -270,11 +275,36 @@ class LayerStream(nn.Module):
         self.connections = nn.ModuleList(connections)
         self.collapse = collapse
         self.watched: Sequence[Any] | None = None  # what `convert.replaced` puts in place of the connections
+        self.register_state_dict_pre_hook(expect_saved_whole)
+
+    @property
+    def _tied_weights_keys(self) -> dict[str, str]:
+        """Asked by `save_pretrained` of every module, also where it is given the weights."""
+        expect_saved_whole(self)
+        return {}
 
     @property
     def parts(self) -> list[nn.Module]:
         """The modules of the stream that this layer owns, in order."""
         return [part for part in (self.expand, *self.connections, self.collapse) if part is not None]
+
+
+def expect_saved_whole(stream: LayerStream, *hook_arguments: Any) -> None:
+    """Raise InputError if `save_pretrained` writes a model that is converted only in part.
+
+    Its configuration says nothing of the connections: opened again it would be a plain model.
+    """
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code is PreTrainedModel.save_pretrained.__code__:
+            model = frame.f_locals["self"]
+            for name, part in model.named_modules():
+                config = vars(part).get("config")
+                if hasattr(config, KEY) and config is not model.config:
+                    raise InputError(
+                        f"{type(model).__name__} must be converted whole to be saved by save_pretrained, got one with "
+                        f"a converted part; save that alone: residua.save_connection(model.{name}, FOLDER)"
+                    )
+            return
 
 
 def layer_streams(model: nn.Module) -> list[LayerStream]:
