@@ -33,14 +33,14 @@ MARKED_FILES = {
     "ops/kernels/test_kernels_compile.py": "compiler",
     "ops/test_ops_compile.py": "compiler",
     "models/test_model_compile.py": "compiler",
-    "models/test_convert_families.py": "slow",
+    "conversion/test_convert_families.py": "slow",
     "models/test_foreign_tools.py": "slow",
     "models/test_transformers_testers.py": "slow",
 }
 MARKED_FIXTURES = {"browser": "browser", "start": "processes"}
 
 
-# In these folders `make check` tries every preset; elsewhere, of a test for every preset, those of `variants.KINDS`.
+# In these folders `make check` tries every preset; elsewhere, of a test for most presets, those of `variants.KINDS`.
 ALL_PRESETS = ("connections", "ops")
 
 
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(items):
         marks, few = files[item.path]
         fixtures = set(item.fixturenames) - _parameters(item).keys()  # a parameter may have the name of a fixture
         marks = marks | {mark for fixture, mark in MARKED_FIXTURES.items() if fixture in fixtures}
-        others = PRESETS.keys() - KINDS if few and tried[item.function] == PRESETS.keys() else set()
+        others = PRESETS.keys() - KINDS if few and len(tried[item.function]) > len(PRESETS) / 2 else set()
         if found & (variants | others):
             marks.add("variant")
         for mark in marks:

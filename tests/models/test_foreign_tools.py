@@ -42,16 +42,12 @@ def connection_maps(model: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 @torch.no_grad()
 @every_preset
-@pytest.mark.parametrize("way", ["cpu", "disk", "split", "whole connections"])
+@pytest.mark.parametrize("way", ["split", "whole connections"])
 def test_offloaded_weights_give_the_same_logits(name, way, tmp_path):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     model, ids, cpu = model_of(name), prompt(2, 6), torch.device("cpu")
     expected = model(ids, output_hidden_states=True)
-    if way == "cpu":
-        accelerate.cpu_offload(model, execution_device=cpu)
-    elif way == "disk":
-        accelerate.disk_offload(model, tmp_path, execution_device=cpu)
-    elif way == "split":
+    if way == "split":
         accelerate.dispatch_model(model, SPLIT, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
     else:
         classes = sorted({type(connection).__name__ for connection in model.model.stream.connections})
@@ -166,17 +162,16 @@ def test_dynamic_quantisation_takes_the_sublayers_and_leaves_the_connections(nam
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_preset
-def test_gates_and_mappings_stay_in_float32_in_a_narrow_model(name, dtype, tmp_path):
+def test_gates_and_mappings_stay_in_float32_in_a_narrow_model(name, tmp_path):
     model = model_of(name)
     model.save_pretrained(tmp_path)
-    narrow = ResiduaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    narrow = ResiduaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     dtypes = {name: parameter.dtype for name, parameter in narrow.model.stream.named_parameters()}
     wide = set(model.model.stream.float32_parameters())
     assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == wide
-    assert narrow.model.layers[0].mlp.up_proj.weight.dtype == dtype
-    assert narrow(prompt(2, 6)).logits.dtype == dtype
+    assert narrow.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert narrow(prompt(2, 6)).logits.dtype == torch.bfloat16
 
 
 @every_preset

@@ -14,7 +14,6 @@ from support.tiny_models import VOCAB, left_padded, prompt, tiny_config, tiny_mo
 from support.tolerances import assert_close
 from support.variants import ALL, PRESETS
 
-every_scheme = pytest.mark.parametrize("name", ALL)
 every_preset = pytest.mark.parametrize("name", PRESETS)
 
 
@@ -32,7 +31,7 @@ def test_a_plain_call_returns_the_logits_of_every_position():
 
 
 @torch.no_grad()
-@every_scheme
+@every_preset
 def test_hidden_states(name):
     """The embeddings, the scheme's own readout after every layer but the last, and the normalised end, as every decoder
     of transformers returns them; the same numbers as without asking."""
@@ -48,7 +47,7 @@ def test_hidden_states(name):
 
 
 @torch.no_grad()
-@every_scheme
+@every_preset
 def test_states(name):
     """The state before the first and after every layer, as the scheme keeps it, rebuilt from the parts."""
     model, ids = tiny_model(name), prompt(2, 5)
@@ -316,7 +315,7 @@ BEHIND_HEADS = (
 )
 
 
-@every_scheme
+@pytest.mark.parametrize("name", ALL)
 def test_every_parameter_learns_from_the_first_step(name):
     """Not perturbed: nothing but the above starts at a point without a slope."""
     torch.manual_seed(0)

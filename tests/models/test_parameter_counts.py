@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from residua.models import SIZES, ResiduaConfig, ResiduaForCausalLM
-from support.variants import ALL, PRESETS
+from support.variants import PRESETS
 
 COUNTS = {
     "residual": {"small": 123_590_400, "medium": 353_508_352},
@@ -36,13 +36,13 @@ def test_without_the_embedding():
         assert COUNTS["residual"][size] - 50304 * width == expected
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_model_is_its_backbone_and_its_stream(name):
     """At any size: what a scheme adds to the plain model is what its stream holds beyond the plain norms."""
     options = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
-    stream = sum(parameter.numel() for parameter in ALL[name].build(16, 6).parameters())
+    stream = sum(parameter.numel() for parameter in PRESETS[name].build(16, 6).parameters())
     norms = sum(parameter.numel() for parameter in PRESETS["residual"].build(16, 6).parameters())
-    assert count(ALL[name], **options) - count("residual", **options) == stream - norms
+    assert count(PRESETS[name], **options) - count("residual", **options) == stream - norms
 
 
 def test_options_of_the_backbone():

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from residua.models import ResiduaConfig, ResiduaForCausalLM, ResiduaModel
 from support.tiny_models import prompt, tiny_config, tiny_model
-from support.variants import ALL, PRESETS
+from support.variants import PRESETS
 
 every_preset = pytest.mark.parametrize("name", PRESETS)
 # One for every module that owns parameters of a kind of its own.
@@ -169,17 +169,17 @@ def test_a_shared_compressor_stays_shared_after_every_move(tmp_path):
             assert (second.read(state)[0] == 0).all(), how
 
 
-@pytest.mark.parametrize("name", ALL)
+@every_preset
 def test_the_configuration_survives_saving(name, tmp_path):
     """Every option of the scheme is in the file; loading and saving again changes nothing."""
     config = tiny_config(name, qk_norm="pre_rope", rope_ratio=0.5, mup=True)
     config.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["connection"] == config.connection
-    assert written["connection"].keys() == {"scheme", *(field.name for field in fields(ALL[name]))}
+    assert written["connection"].keys() == {"scheme", *(field.name for field in fields(PRESETS[name]))}
     for loaded in (ResiduaConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
         assert type(loaded) is ResiduaConfig
-        assert loaded.scheme == ALL[name]
+        assert loaded.scheme == PRESETS[name]
         assert loaded.to_dict() == config.to_dict() | {"_name_or_path": loaded.to_dict().get("_name_or_path")}
     loaded.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == written
