@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residua.ops import causal_expand, causal_read, causal_read_on, stream_read
+from residua.ops import causal_expand, causal_read, causal_read_on
 from support.delta_cases import generator, normal
 from support.tolerances import assert_close
 
@@ -55,31 +55,6 @@ def test_expand_and_read_are_adjoint_with_time_reversed(length, kernel, num_stre
     assert_close((causal_expand(x, taps) * streams).sum(), (x * backwards).sum())
 
 
-@given(lengths, kernels, widths, widths, seeds)
-def test_read_is_linear_in_streams_and_in_taps(length, kernel, num_streams, dim, seed):
-    g = generator(seed)
-    a, b = normal(g, 2, length, num_streams, dim), normal(g, 2, length, num_streams, dim)
-    p, q = normal(g, kernel, num_streams, dim), normal(g, kernel, num_streams, dim)
-    assert_close(causal_read(2 * a - b, p), 2 * causal_read(a, p) - causal_read(b, p))
-    assert_close(causal_read(a, 2 * p - q), 2 * causal_read(a, p) - causal_read(a, q))
-
-
-@given(lengths, kernels, seeds)
-def test_the_newest_tap_alone_is_repetition_and_an_average(length, kernel, seed):
-    x = normal(generator(seed), 2, length, 3)
-    repeat = torch.zeros(kernel, 4, 3, dtype=torch.float64)
-    repeat[0] = 1.0
-    streams = causal_expand(x, repeat)
-    assert torch.equal(streams, x.unsqueeze(-2).expand(-1, -1, 4, -1))
-    assert torch.equal(causal_read(streams, repeat / 4), x)
-
-
-def test_one_tap_is_a_stream_read():
-    g = generator(0)
-    streams, weights = normal(g, 2, 5, 3, 4), normal(g, 3, 4)
-    assert_close(causal_read(streams, weights.unsqueeze(0)), stream_read(streams, weights))
-
-
 @pytest.mark.parametrize("changed", [0, 3, 6])
 def test_earlier_tokens_are_bit_equal_when_a_later_one_changes(changed):
     g = generator(0)
@@ -111,19 +86,6 @@ def test_memory_layout_means_nothing():
     taps = normal(g, 6, 4, 3).permute(2, 1, 0)
     assert torch.equal(causal_expand(x, taps), causal_expand(x.contiguous(), taps.contiguous()))
     assert torch.equal(causal_read(streams, taps), causal_read(streams.contiguous(), taps.contiguous()))
-
-
-@pytest.mark.parametrize("length", [1, 2, 4])
-@pytest.mark.parametrize("num_streams", [1, 3])
-@pytest.mark.parametrize("dim", [1, 2])
-def test_convolution_gradcheck_to_second_order(length, num_streams, dim):
-    g = generator(0)
-    taps = normal(g, 3, num_streams, dim).requires_grad_()
-    x = normal(g, 2, length, dim).requires_grad_()
-    streams = normal(g, 2, length, num_streams, dim).requires_grad_()
-    for op, source in [(causal_expand, x), (causal_read, streams)]:
-        assert torch.autograd.gradcheck(op, (source, taps))
-        assert torch.autograd.gradgradcheck(op, (source, taps))
 
 
 @pytest.mark.parametrize("wanted", [0, 1])

@@ -11,9 +11,6 @@ from residua.ops import (
     delta_operator,
     delta_write,
     delta_write_v1,
-    determinant,
-    eigenvalues,
-    singular_values,
     unit,
 )
 from support.delta_cases import cases, direction, generator, normal, outer, product_form
@@ -90,13 +87,6 @@ def test_operator_and_composition_gradcheck():
     assert torch.autograd.gradcheck(delta_operator, (k, beta))
     assert torch.autograd.gradcheck(lambda k, beta: compose(k, beta).operator(), (k, beta))
     assert torch.autograd.gradcheck(lambda k, beta, x, v: compose(k, beta).write(x, v), (k, beta, state, v))
-
-
-def test_spectrum_gradcheck():
-    (beta,) = leaves(torch.tensor([0.2, 1.7], dtype=torch.float64))
-    assert torch.autograd.gradcheck(lambda b: eigenvalues(b, 3), beta)
-    assert torch.autograd.gradcheck(lambda b: singular_values(b, 3), beta)
-    assert torch.autograd.gradcheck(lambda b: determinant(b, 3), beta)
 
 
 @pytest.mark.parametrize("wanted", range(4))

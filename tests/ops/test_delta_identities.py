@@ -238,11 +238,6 @@ def test_v1_meets_the_unit_form_only_for_unit_k(case):
     assert_close(delta_write_v1(state, 2 * k, v, beta, eps=0.0), delta_write(*case) + (gate * outer(k, v)).mT)
 
 
-def test_v1_zero_direction_leaves_the_state():
-    state, k, v = normal(generator(0), 2, 3), torch.zeros(3, dtype=torch.float64), normal(generator(1), 2)
-    assert torch.equal(delta_write_v1(state, k, v, scalar(1.3)), state)
-
-
 # Composition
 
 
@@ -278,13 +273,6 @@ def test_composition_determinant_and_norm(sequence):
     operator = compose(k, beta).operator()
     assert_close(torch.linalg.det(operator), (1 - beta).prod(-1))
     assert (torch.linalg.matrix_norm(operator, 2) <= 1 + 1e-12).all()
-
-
-def test_composition_of_nothing_is_the_identity():
-    nothing = compose(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
-    state = normal(generator(0), 2, 4)
-    assert torch.equal(nothing.operator(), identity(4))
-    assert torch.equal(nothing.write(state, torch.zeros(0, 2, dtype=torch.float64)), state)
 
 
 # Special states and directions
@@ -331,13 +319,6 @@ def exponential(matrix):
         term = term @ matrix / n
         total = total + term
     return total
-
-
-def test_exponential():
-    for length in (0.02, 0.0478, 1.0, 9.0):
-        matrix = torch.tensor([[-length, length], [0.0, 0.0]], dtype=torch.float64)
-        decay = math.exp(-length)
-        assert_close(exponential(matrix), torch.tensor([[decay, 1 - decay], [0.0, 1.0]], dtype=torch.float64))
 
 
 @given(dims, st.integers(1, 3), st.floats(0.01, 3.0), st.floats(0.01, 3.0), seeds)

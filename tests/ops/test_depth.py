@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residua.ops import depth_mix, depth_read, rms_norm
+from residua.ops import depth_mix, depth_read
 from support.delta_cases import generator, normal
 from support.tolerances import assert_close
 
@@ -171,14 +171,6 @@ def test_the_backward_pass_keeps_the_sources_themselves_and_two_numbers_for_each
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         depth_read(sources, query)
     assert sum(storage.nbytes() for storage in own.values()) == 2 * n * tokens * max(4, dtype.itemsize)
-
-
-def test_norms_and_reads_agree_on_what_eps_is():
-    """A query along one axis has the RMSNorm of each source there as its logit."""
-    sources, _ = drawn(0, 3, 4)
-    axis = torch.eye(4).double()[1]
-    logits = torch.stack([rms_norm(source, eps=0.2)[..., 1] for source in sources], -1)
-    assert_close(depth_read(sources, axis, eps=0.2)[1], logits.softmax(-1))
 
 
 def test_wrong_shapes_are_refused():

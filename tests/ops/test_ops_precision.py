@@ -12,7 +12,6 @@ from residua.ops import (
     channel_taps,
     compose,
     delta_inverse,
-    delta_operator,
     delta_write,
     delta_write_v1,
     hyper_mix,
@@ -89,22 +88,6 @@ def results_and_gradients(op, inputs, grad):
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     out = op(*inputs)
     return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
-
-
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("name", OPS)
-def test_low_precision_is_at_most_twice_as_wrong_as_plain_pytorch(name, dtype):
-    op, plain, exact = OPS[name]
-    low = [x.to(dtype) for x in exact]
-    grad = torch.randn(plain(*exact).shape, generator=generator(1)).to(dtype)
-    truth = results_and_gradients(plain, [x.double() for x in low], grad.double())
-    ours, theirs = results_and_gradients(op, low, grad), results_and_gradients(plain, low, grad)
-    for i, (a, b, t) in enumerate(zip(ours, theirs, truth)):
-        assert a.dtype == dtype
-        error, allowed = (a - t).norm().item(), 2 * (b - t).norm().item()
-        assert error <= allowed, (
-            f"{'the result' if i == 0 else f'gradient {i - 1}'}: {error:.3g}, allowed {allowed:.3g}"
-        )
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -237,11 +220,6 @@ def test_composition_ignores_autocast_and_widens_low_precision():
     low = compose(k.bfloat16(), beta.bfloat16())
     assert low.t.dtype == torch.float32
     assert low.write(state.bfloat16(), v.bfloat16()).dtype == torch.bfloat16
-
-
-def test_delta_operator_keeps_float64():
-    k, beta = arguments((3, 4), (3,))
-    assert delta_operator(k, beta).dtype == torch.float64
 
 
 def test_shapes_can_be_computed_on_the_meta_device():

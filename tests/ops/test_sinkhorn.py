@@ -64,25 +64,6 @@ def test_error_decreases_with_the_iterations(n, seed, scale):
     assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(errors))
 
 
-def test_error_by_iterations_for_logits_of_unit_scale():
-    """The error falls by a constant factor for each iteration: 4 streams, 200 random matrices."""
-    logits = normal(generator(0), 200, 4, 4)
-    errors = [row_error(sinkhorn(logits, iterations)) for iterations in (1, 5, 10, 20, 40)]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[0] > 0.1
-    assert errors[3] < 1e-4
-    assert errors[4] < 1e-8
-
-
-@pytest.mark.slow
-@given(sizes, seeds)
-def test_every_scaling_of_rows_and_columns_has_the_same_limit(n, seed):
-    g = generator(seed)
-    logits, rows, columns = normal(g, n, n).clamp(-2, 2), normal(g, n, 1), normal(g, 1, n)
-    assert_close(sinkhorn(logits + rows + columns, 200), sinkhorn(logits, 200))
-    assert_close(sinkhorn(logits + rows, 3), sinkhorn(logits, 3))  # the first division undoes it
-
-
 @pytest.mark.slow
 @given(sizes, seeds, st.sampled_from([0.3, 1.0, 2.0]))
 def test_doubly_stochastic_mixing_never_grows_a_state_and_keeps_the_mean(n, seed, scale):
@@ -123,11 +104,6 @@ def test_large_gradients_of_large_logits_are_exact(form, compiled):
                 for call, leaf in ((function, logits.float().requires_grad_()), (form, logits.requires_grad_()))
             ]
             assert (found[0] - found[1]).norm() <= 1e-5 * found[1].norm(), (scale, size)
-
-
-def test_equal_logits_mix_evenly_and_a_strong_diagonal_keeps_the_streams():
-    assert_close(sinkhorn(torch.full((4, 4), 7.0)), torch.full((4, 4), 0.25))
-    assert_close(sinkhorn(40 * torch.eye(4).double()), torch.eye(4).double())
 
 
 @pytest.mark.parametrize(("shape", "iterations"), [((3, 3), 20), ((2, 4, 4), 1), ((2, 1, 2, 2), 7), ((1, 1), 3)])
@@ -229,12 +205,6 @@ def test_guarded_sinkhorn_keeps_the_logits_alone():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         guarded_sinkhorn(logits, 20)
     assert kept == [5 * 16]
-
-
-def test_guarded_sinkhorn_has_finite_gradients_where_logits_and_gradients_are_large():
-    logits = (50 * normal(generator(0), 200, 4, 4)).float().requires_grad_()
-    guarded_sinkhorn(logits).backward(1e4 * normal(generator(1), 200, 4, 4).float())
-    assert logits.grad.isfinite().all()
 
 
 @given(sizes, seeds, st.integers(1, 8))

@@ -46,13 +46,6 @@ def test_channel_taps_can_reach_every_weight():
         assert torch.linalg.matrix_rank(torch.cat(columns, -1)) == m
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_channel_taps_gradcheck(causal):
-    g = generator(0)
-    conv, read = normal(g, 3, 2).requires_grad_(), normal(g, 4).requires_grad_()
-    assert torch.autograd.gradcheck(lambda c, r: channel_taps(c, r, causal=causal), (conv, read))
-
-
 def test_a_kernel_longer_than_the_streams_is_an_error():
     with pytest.raises(ValueError, match="at most 4 taps, one for each stream, got 5"):
         channel_taps(torch.ones(5, 2), torch.ones(4))
@@ -65,13 +58,6 @@ def test_stream_read_is_the_weighted_sum(num_streams, dim, seed):
     assert_close(stream_read(streams, weights), torch.einsum("btjd,jd->btd", streams, weights))
     average = torch.full_like(weights, 1 / num_streams)
     assert_close(stream_read(streams, average), streams.mean(-2))
-
-
-def test_stream_read_gradcheck():
-    g = generator(0)
-    assert torch.autograd.gradcheck(
-        stream_read, (normal(g, 2, 3, 2).requires_grad_(), normal(g, 3, 2).requires_grad_())
-    )
 
 
 def test_weights_of_another_shape_are_named():

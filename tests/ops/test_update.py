@@ -37,13 +37,6 @@ def test_a_gate_of_one_is_orthogonal_to_the_state_up_to_eps(eps):
     assert_close(left, (H * X).sum(-1) * eps / (squared + eps))
 
 
-def test_pythagoras():
-    """The written part and what is dropped are orthogonal: |h|^2 = |h - p|^2 + |p|^2."""
-    written = orthogonal_update(X, H, torch.ones(1).double(), eps=1e-30) - X
-    dropped = H - written
-    assert_close(written.square().sum(-1) + dropped.square().sum(-1), H.square().sum(-1))
-
-
 def test_groups_are_updates_of_their_own_features():
     gates = normal(2, 3, 4, seed=3)
     whole = orthogonal_update(X, H, gates)
