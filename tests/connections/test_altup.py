@@ -128,19 +128,3 @@ def test_streams_part_in_training_from_the_preserving_start():
     pairs = streams[-1].unsqueeze(-2) - streams[-1].unsqueeze(-3)
     assert (pairs.norm(dim=-1) + torch.eye(4) > 1e-6).all(), "no two streams stay equal"
     assert all((grad.abs() > 1e-12).any() for grad in gradients(stream).values())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_streams": 1}, ["num_streams", "at least 2", "1"]),
-        ({"active": 4}, ["active", "0 to 3", "4"]),
-        ({"laurel_rank": -1}, ["laurel_rank", "0 or more"]),
-        ({"weight_std": 0.0}, ["weight_std", "positive"]),
-        ({"start": "residual"}, ["start", "ends='copies' and laurel_rank=0"]),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(options, words):
-    with pytest.raises(ValueError) as raised:
-        AlternatingUpdates(**options)
-    assert all(word in str(raised.value) for word in ["AlternatingUpdates", "must", "got", *words])

@@ -203,17 +203,3 @@ def test_second_derivatives_of_a_stack():
     stream, functions = stream_of(2, 3), bare_sublayers(DIM, 3)
     x = normal(1, 2, DIM).requires_grad_()
     assert torch.autograd.gradgradcheck(lambda x: stream(x, functions), (x,), fast_mode=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"block_size": 0}, ["block_size", "at least 1", "0"]),
-        ({"block_size": 1.5}, ["block_size", "a whole number", "1.5"]),
-        ({"heads": 0}, ["heads", "at least 1", "0"]),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(options, words):
-    with pytest.raises(ValueError) as raised:
-        AttentionResiduals(**options)
-    assert all(word in str(raised.value) for word in ["AttentionResiduals", "must", "got", *words])

@@ -98,13 +98,3 @@ def test_reads_are_float32_up_to_the_norm_in_a_bfloat16_model():
     assert seen == [torch.float32]
     assert x.dtype == torch.bfloat16
     assert carry.coefficients.weights.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"block_size": 0}, ["block_size", "at least 1"]), ({"separate_every": -1}, ["separate_every", "0 or more"])],
-)
-def test_a_wrong_option_is_one_clear_line(options, words):
-    with pytest.raises(ValueError) as raised:
-        InklingAttentionResiduals(**options)
-    assert all(word in str(raised.value) for word in ["InklingAttentionResiduals", "must", "got", *words])

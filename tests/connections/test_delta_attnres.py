@@ -97,21 +97,6 @@ def test_the_backward_pass_keeps_each_source_once_and_never_a_stack(dtype):
     assert ours.count(vector) == 1 + 2 * (sublayers - 1) + (dtype == torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"block_size": 0}, ["block_size", "at least 1", "0"]),
-        ({"heads": 0}, ["heads", "at least 1", "0"]),
-        ({"gate": "alpha"}, ["gate", "scalar", "alpha"]),
-        ({"null_source": 1}, ["null_source", "true or false", "1"]),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(options, words):
-    with pytest.raises(ValueError) as raised:
-        DeltaAttentionResiduals(**options)
-    assert all(word in str(raised.value) for word in ["DeltaAttentionResiduals", "must", "got", *words])
-
-
 def test_heads_that_do_not_divide_the_width_are_refused():
     with pytest.raises(ValueError, match="heads must be a divisor of dim = 8, got 3"):
         DeltaAttentionResiduals(heads=3).build(DIM, 4)

@@ -84,11 +84,3 @@ def test_the_backward_pass_keeps_each_output_once_and_never_a_stack(dtype):
     # PyTorch's norm, in float32, keeps what it returns before the gain: here of the embedding and of the middles.
     norms = 1 + sublayers // 2 if dtype == torch.float32 else 0
     assert ours.count(vector) == 1 + sublayers + norms
-
-
-@pytest.mark.parametrize("option", ["dilation", "period"])
-@pytest.mark.parametrize("value", [0, 1.5])
-def test_a_wrong_option_is_one_clear_line(option, value):
-    with pytest.raises(ValueError) as raised:
-        DenseFormer(**{option: value})
-    assert all(word in str(raised.value) for word in ["DenseFormer", option, "must", "got", str(value)])

@@ -509,33 +509,6 @@ def test_what_is_left_out_could_not_matter(n):
     assert_close(last.write(seen, carry).mean(2), carry.residual.mean(2) + seen)
 
 
-@pytest.mark.parametrize("scheme", [EDelta, EDeltaStream])
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_streams": 1}, ["num_streams", "at least 2", "1"]),
-        ({"num_streams": 0}, ["num_streams", "at least 2"]),
-        ({"num_streams": 4.0}, ["num_streams", "a whole number", "4.0"]),
-        ({"context": "mean"}, ["context", "token, cumulative, sequence", "'mean'"]),
-        ({"hidden": 0}, ["hidden", "at least 1", "0"]),
-        ({"gamma_init": 0}, ["gamma_init", "between 0 and 1", "0"]),
-        ({"gamma_init": 1.0}, ["gamma_init", "between 0 and 1", "1.0"]),
-        ({"gamma_init": float("nan")}, ["gamma_init", "nan"]),
-        ({"beta_init": 0.0}, ["beta_init", "positive", "0.0"]),
-        ({"beta_init": float("inf")}, ["beta_init", "positive", "inf"]),
-        ({"penalty": -0.1}, ["penalty", "0 or more", "-0.1"]),
-        ({"penalty": "strong"}, ["penalty", "a number", "'strong'"]),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(scheme, options, words):
-    with pytest.raises(ValueError) as raised:
-        scheme(**options)
-    message = str(raised.value)
-    assert message.startswith(scheme.__name__)
-    assert "\n" not in message
-    assert all(word in message for word in words), message
-
-
 def test_a_width_that_cannot_be_cut():
     with pytest.raises(ValueError, match=r"num_streams.*divisor.*dim = 10.*got 4"):
         EDelta().build(10, 2)

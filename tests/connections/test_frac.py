@@ -89,16 +89,3 @@ def test_a_width_that_the_fractions_do_not_divide():
         ValueError, match="FracConnections: num_fractions must be a divisor of the width dim = 6, got 4"
     ):
         FracConnections().build(6, 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_fractions": 0}, "num_fractions must be at least 1, got 0"),
-        ({"num_fractions": 0.5}, "num_fractions must be a whole number, got 0.5"),
-        ({"scale_init": 0.0}, "scale_init must be a finite number other than 0"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(ValueError, match=f"FracConnections: {words}"):
-        FracConnections(**options)

@@ -253,31 +253,6 @@ def test_no_shortcut_of_rank_one_where_there_are_several_or_none(name):
     assert stream.connections[0].shortcut(state, carry, context) is None
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"erase": "both"}, ["erase", "signed, positive, none", "'both'"]),
-        ({"scale": 0.0}, ["scale", "a number above 0, at most 2", "0.0"]),
-        ({"scale": 2.1}, ["scale", "a number above 0, at most 2", "2.1"]),
-        ({"erase": "none", "scale": 1.0}, ["scale", "2.0 unless erase is 'signed' or 'positive'", "1.0"]),
-        ({"erase": "none", "heads": 2}, ["heads", "1 unless there is a gate", "2"]),
-        ({"heads": 0}, ["heads", "at least 1", "0"]),
-        ({"k_eps": 0.0}, ["k_eps", "a positive number", "0.0"]),
-        ({"rank": 0}, ["rank", "at least 1", "0"]),
-        ({"erase": "coupled"}, ["erase", "another choice unless write is 'value'", "'coupled'"]),
-        ({"value_channels": 4}, ["value_channels", "1 unless write_gate, channel_gates", "4"]),
-        ({"channel_gates": True}, ["channel_gates", "unless something is erased from several", "True"]),
-        ({"write": "value", "write_gate": True}, ["write_gate", "False unless write is 'output'", "True"]),
-        ({"v_activation": "linear"}, ["v_activation", "unless write is 'value'", "'linear'"]),
-        ({"erase": "coupled", "write": "value", "scale": 1.0}, ["scale", "2.0 unless erase is", "1.0"]),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(options, words):
-    with pytest.raises(ValueError) as raised:
-        GatedDelta(**options)
-    assert all(word in str(raised.value) for word in ["GatedDelta", "must", "got", *words])
-
-
 def test_heads_must_divide_the_width():
     with pytest.raises(ValueError, match="heads must be a divisor of the width dim = 8, got 3"):
         GatedDelta(heads=3).build(DIM, 2)

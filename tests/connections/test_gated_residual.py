@@ -104,18 +104,3 @@ def test_streams_part_in_training_from_the_preserving_start():
     for index, (_, state) in enumerate(states(stream)):
         assert index == 0 or spread_over_streams(state) > 1e-4
     assert all((grad.abs() > 1e-9).any() for grad in gradients(stream).values())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_streams": 1}, ["num_streams", "at least 2", "1"]),
-        ({"rank": 0}, ["rank", "at least 1", "0"]),
-        ({"weight_std": -1.0}, ["weight_std", "0 or more"]),
-        ({"weight_std": 0.1, "start": "residual"}, ["weight_std", "start='published'"]),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(options, words):
-    with pytest.raises(ValueError) as raised:
-        GatedResidual(**options)
-    assert all(word in str(raised.value) for word in ["GatedResidual", "must", "got", *words])

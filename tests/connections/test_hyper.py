@@ -162,17 +162,3 @@ def test_parameters_of_a_sublayer(n):
     )
     assert dynamic == d + n * (n + 1) + d * (n + 1) + 1 + n + d + 1 + d
     assert static == n * (n + 1) + n + d
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_streams": 0}, "num_streams must be at least 1, got 0"),
-        ({"num_streams": 2.0}, "num_streams must be a whole number, got 2.0"),
-        ({"dynamic": "yes"}, "dynamic must be true or false"),
-        ({"scale_init": 0.0}, "scale_init must be a finite number other than 0"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(ValueError, match=words):
-        HyperConnections(**options)

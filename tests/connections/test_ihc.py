@@ -1,7 +1,5 @@
 """Independent hyper-connections (Hy4) against a plain form for one token, their start, and what training does."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -100,23 +98,3 @@ def test_streams_part_in_training_from_the_preserving_start():
     for index, (_, state) in enumerate(states(stream)):
         assert index == 0 or spread_over_streams(state) > 1e-4
     assert all((grad.abs() > 1e-9).any() for grad in gradients(stream).values())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_streams": 1}, ["num_streams", "at least 2", "1"]),
-        ({"magnitude": 1.0}, ["magnitude", "above 1"]),
-        ({"magnitude": math.inf}, ["magnitude", "inf"]),
-        ({"gate_eps": -1e-6}, ["gate_eps", "0 or more"]),
-        ({"gate_eps": 0.2}, ["gate_eps", "below 1 / num_streams"]),
-        ({"scale_init": 0.0}, ["scale_init", "other than 0"]),
-        ({"weight_std": -1.0}, ["weight_std", "0 or more"]),
-        ({"weight_std": 0.1, "start": "residual"}, ["weight_std", "start='published'"]),
-        ({"head": "sum"}, ["head", "sigmoid, mean"]),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(options, words):
-    with pytest.raises(ValueError) as raised:
-        IndependentHyperConnections(**options)
-    assert all(word in str(raised.value) for word in ["IndependentHyperConnections", "must", "got", *words])

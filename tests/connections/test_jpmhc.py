@@ -240,19 +240,3 @@ def test_parameters_of_a_sublayer(n):
     ]
     assert counts[1] == 2 * width + 3 * n**2 * width + 3 * n**2 + DIM
     assert counts[0] == counts[2] == 2 * width + 2 * n**2 * width + 2 * n**2 + DIM
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_streams": 0}, "num_streams must be at least 2, .*got 0"),
-        ({"num_streams": 1}, "num_streams must be at least 2, .*got 1"),
-        ({"alpha": 0.0}, "alpha must be a positive number, got 0.0"),
-        ({"alpha": math.inf}, "alpha must be a positive number, got inf"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"cayley": "solve"}, "cayley must be one of iterative, exact, got 'solve'"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(ValueError, match=words):
-        JacobianHyperConnections(**options)

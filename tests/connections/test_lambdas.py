@@ -173,26 +173,6 @@ def test_the_shortcut_is_the_update_of_x_and_x0(name):
         state = after
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"r": float("nan")}, ["r", "a finite number", "nan"]),
-        ({"p": "one"}, ["p", "a number or null", "'one'"]),
-        ({"norm": "post"}, ["r", "None with norm='post'", "1.0"]),
-        ({"norm": "post", "r": None}, ["z", "None with norm='post'", "0.0"]),
-        ({"r": None, "r_last": 1.0}, ["r_last", "None unless r is a number", "1.0"]),
-        ({"z": None, "z_every": "sublayer"}, ["z_every", "'block' unless z is a number"]),
-        ({"r": None, "z": None, "when": "write"}, ["when", "'read' unless r or z is a number"]),
-        ({"when": "write", "gate": "token"}, ["gate", "'none' with norm='post' or when='write'", "'token'"]),
-        ({"r": None, "z": None, "per_channel": True}, ["per_channel", "False unless there is a scale"]),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(options, words):
-    with pytest.raises(ValueError) as raised:
-        Lambdas(**options)
-    assert all(word in str(raised.value) for word in ["Lambdas", "must", "got", *words]), str(raised.value)
-
-
 def test_a_start_that_preserves_keeps_the_places():
     scheme = resolve("lambdas")
     assert scheme.preserving() == Lambdas(r=1.0, z=0.0, backout=0.0)

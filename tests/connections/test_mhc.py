@@ -320,23 +320,6 @@ def test_shapes_of_the_two_layouts():
     assert built(SPLIT).expand(x).shape == (2, 5, DIM)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_streams": 0}, "num_streams must be at least 2.*got 0"),
-        ({"num_streams": 1}, "num_streams must be at least 2.*got 1"),
-        ({"num_streams": 6, "mixing": "permutations"}, "num_streams must be at most 5 with mixing='permutations'"),
-        ({"layout": "tiles"}, "layout must be one of copies, split, got 'tiles'"),
-        ({"mixing": "softmax"}, "mixing must be one of sinkhorn, permutations"),
-        ({"iterations": 0}, "iterations must be at least 1, got 0"),
-        ({"alpha_init": 0.0}, "alpha_init must be a finite number other than 0"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(ValueError, match=words):
-        ManifoldHyperConnections(**options)
-
-
 def test_pieces_must_fit_the_width():
     with pytest.raises(ValueError, match="a divisor of the width dim = 8 with layout='split', got 3"):
         ManifoldHyperConnections(num_streams=3, layout="split").build(DIM, 2)

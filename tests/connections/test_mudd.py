@@ -159,18 +159,3 @@ def test_the_backward_pass_keeps_outputs_and_never_a_stack(dtype):
     assert max(ours) <= max(vector, hidden), "no stack of outputs"
     if dtype == torch.bfloat16:
         assert ours.count(vector) == 1 + sublayers
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"ways": "qkv"}, ["ways", "qkvr", "qkv"]),
-        ({"hidden_multiple": 0}, ["hidden_multiple", "at least 1", "0"]),
-        ({"expand_last": 0}, ["expand_last", "at least 1", "0"]),
-        ({"prepost_norm": 1}, ["prepost_norm", "true or false", "1"]),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(options, words):
-    with pytest.raises(ValueError) as raised:
-        MultiwayDynamicDense(**options)
-    assert all(word in str(raised.value) for word in ["MultiwayDynamicDense", "must", "got", *words])

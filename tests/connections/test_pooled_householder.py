@@ -210,21 +210,3 @@ def test_parameters_of_a_block(dim):
     assert found == 2 * dim + 2 * (0.75 * dim**2 + 1.75 * dim + 1)
     if dim == 128:
         assert found == 221_890 - 12 * 128**2
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"context": "mean"}, ["context", "token, cumulative, sequence", "'mean'"]),
-        ({"beta_init": 2.5}, ["beta_init", "[0, 2]", "2.5"]),
-        ({"beta_init": float("nan")}, ["beta_init", "[0, 2]", "nan"]),
-        ({"beta_init": "1"}, ["beta_init", "a number", "'1'"]),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(options, words):
-    with pytest.raises(ValueError) as raised:
-        PooledHouseholder(**options)
-    message = str(raised.value)
-    assert message.startswith("PooledHouseholder")
-    assert "\n" not in message
-    assert all(word in message for word in words), message

@@ -117,25 +117,6 @@ def test_generation_with_a_cache_and_left_padding_equals_the_full_pass(scheme):
         assert torch.equal(row[-len(text) :], text)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"expand": "sum"}, ["expand", "repeat, conv", "'sum'"]),
-        ({"expand": "conv", "expand_kernel": 0}, ["expand_kernel", "at least 1", "0"]),
-        ({"expand_kernel": 3}, ["expand_kernel", "4 unless expand is 'conv'", "3"]),
-        ({"expand_kernel": True}, ["expand_kernel", "a whole number", "True"]),
-        ({"compress": "channel"}, ["compress", "token", "'channel'"]),
-        ({"compress": "token", "compress_kernel": 0}, ["compress_kernel", "at least 1", "0"]),
-        ({"compress_kernel": 3}, ["compress_kernel", "4 unless compress is 'token'", "3"]),
-        ({"compress_sharing": "separate"}, ["compress_sharing", "'block' unless compress is 'token'", "separate"]),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(options, words):
-    with pytest.raises(ValueError) as raised:
-        Residual(**options)
-    assert all(word in str(raised.value) for word in ["Residual", "must", "got", *words])
-
-
 def test_a_convolution_wants_a_sequence():
     """A batch (batch, dim) would be taken for a text."""
     stream = Residual(compress="token", expand="conv").build(DIM, 2).double()
