@@ -526,21 +526,6 @@ def test_a_query_decides_what_is_read_and_a_click_takes_another(show):
     torch.testing.assert_close(weights(), torch.full((3,), 1 / 3).double())
 
 
-def test_copies_that_are_read_equally_never_part_and_others_do(show):
-    page = show("topic=streams")
-    found = {}
-    for name in ("copies, read equally", "one stream each", "gains", "strong mixing"):
-        page.locator(f"[data-preset='{name}']").click()
-        page.evaluate(FOLLOWED)
-        found[name] = {key: float(value) for key, value in page.evaluate(NOW)["readouts"].items()}
-    copies = found.pop("copies, read equally")
-    assert copies["end"] == pytest.approx(1, abs=1e-12)
-    assert copies["apart"] == 0
-    assert all(others["loss"] < 0.01 < copies["loss"] for others in found.values())
-    assert found["one stream each"]["end"] < 0.9
-    assert found["gains"]["apart"] > 10 * found["strong mixing"]["apart"]
-
-
 def test_who_runs_what_names_presets_models_and_sources(show, monkeypatch):
     """Models are those of the pages of the schemes, and those of transformers are there."""
     monkeypatch.syspath_prepend(DOCS)
