@@ -8,96 +8,79 @@ Run it in the root of a clone. What users measure too, training steps and their 
 """
 
 import sys
-from collections.abc import Mapping
-from functools import partial
-from typing import get_args
+from pathlib import Path
 
 from benchmarks import generate, ops, peers
-from benchmarks.cases import CASES, CONNECTIONS, Dtype
-from residua.commands.base import BAD_INPUT, FAILED, HelpShown, Parser, SubCommand, fail
-from residua.commands.cost import add_models, add_shared, measure
+from benchmarks.generate import GenerateSettings
+from benchmarks.ops import OpSettings
+from benchmarks.peers import PeerSettings
+from residua.commands.base import BAD_INPUT, FAILED, fail
+from residua.commands.cost import measure
+from residua.commands.signature import run_function
 from residua.errors import InputError, RunError
-from residua.lab.cost.settings import Precision
 
 
-def add_ops(parser: Parser) -> None:
-    parser.add_argument(
-        "--operations",
-        nargs="+",
-        default=ops.OpSettings.operations,
-        metavar="NAME",
-        help=f"of {', '.join(CASES)}, and {CONNECTIONS[0]} or another preset: the connection around a sublayer "
-        "(default: all, and some connections)",
-    )
-    parser.add_argument(
-        "--implementation",
-        dest="implementations",
-        nargs="+",
-        default=ops.OpSettings.implementations,
-        choices=get_args(ops.Implementation),
-        help="(default: auto)",
-    )
-    parser.add_argument(
-        "--dtypes", nargs="+", default=ops.OpSettings.dtypes, choices=get_args(Dtype), help="(default: float32)"
-    )
-    add_shared(parser, ops.OpSettings)
+def run_ops(settings: OpSettings, *, out: Path | None = None, json: bool = False) -> None:
+    """Time single operations against the bandwidth of a copy.
+
+    Forward and with backward, from cold caches, with the share of the bandwidth of a copy that they reach with the
+    bytes that they must move. Every implementation is checked against float64 first.
+
+    Examples:
+        python -m benchmarks ops --operations delta_write --implementations triton
+
+    Args:
+        out (FILE): append one JSON line for each result, once it is measured
+        json: print JSON instead of a table
+    """
+    measure(ops.benchmark, settings, out, json)
 
 
-def add_generate(parser: Parser) -> None:
-    add_models(parser, generate.GenerateSettings, "of the weights", "; with CUDA graphs on a CUDA device")
+def run_generate(settings: GenerateSettings, *, out: Path | None = None, json: bool = False) -> None:
+    """Time the writing of a token after a prompt under each scheme, relative to the plain residual.
+
+    With a cache of constant size, in the same rounds. All models are checked against float64 first.
+
+    Examples:
+        python -m benchmarks generate --presets ddl ddl-cc
+
+    Args:
+        out (FILE): append one JSON line for each result, once it is measured
+        json: print JSON instead of a table
+    """
+    measure(generate.benchmark, settings, out, json)
 
 
-def add_peers(parser: Parser) -> None:
-    packages = peers.PeerSettings.packages
-    names = f"of {', '.join(packages)} (default: all)"
-    parser.add_argument("--packages", nargs="+", default=packages, metavar="NAME", help=names)
-    add_shared(parser, peers.PeerSettings)
-    default = peers.PeerSettings.precision
-    parser.add_argument(
-        "--precision", default=default, choices=get_args(Precision), help="bfloat16 is autocast (default: %(default)s)"
-    )
+def run_peers(settings: PeerSettings, *, out: Path | None = None, json: bool = False) -> None:
+    """Check other packages against the paper's scheme, and time the right ones beside ours.
+
+    The kit of residua.testing says what differs. Those that agree are timed, forward and backward, with what they keep,
+    beside ours with the same parameters. A package that is not installed is named.
+
+    Examples:
+        python -m benchmarks peers --packages hyper-connections
+
+    Args:
+        out (FILE): append one JSON line for each result, once it is measured
+        json: print JSON instead of a table
+    """
+    measure(peers.benchmark, settings, out, json)
 
 
-BENCHMARKS: Mapping[str, SubCommand] = {
-    "ops": SubCommand(
-        "single operations against the bandwidth of a copy",
-        "Time operations, forward and with backward, from cold caches, and say what share of the bandwidth of a copy "
-        "they reach with the bytes that they must move. Check every implementation against float64 first.",
-        add_ops,
-        partial(measure, "benchmarks.ops", "OpSettings"),
-    ),
-    "generate": SubCommand(
-        "writing a token, after a prompt",
-        "Time the writing of a token under each scheme, with a cache of constant size, and its ratio to the plain "
-        "residual's in the same rounds. Check all models against float64 first.",
-        add_generate,
-        partial(measure, "benchmarks.generate", "GenerateSettings"),
-    ),
-    "peers": SubCommand(
-        "other packages' implementations beside ours",
-        "Check what other packages compute against the paper's scheme, with the kit of residua.testing, and say what "
-        "differs. Time the ones that agree, forward and backward, and count what they keep, beside ours with the same "
-        "parameters. A package that is not installed is named.",
-        add_peers,
-        partial(measure, "benchmarks.peers", "PeerSettings"),
-    ),
-}
+BENCHMARKS = {"ops": run_ops, "generate": run_generate, "peers": run_peers}
 
 
-def run(argv: list[str] | None = None) -> int:
+def run(argv: list[str]) -> int:
     """Run one benchmark; return 0. Raises InputError or RunError."""
-    parser = Parser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
-    parser.add_subcommands(BENCHMARKS)
-    arguments = parser.parse_args(argv)
-    return arguments.chosen(arguments)
+    if not argv or argv[0] not in BENCHMARKS:
+        raise InputError(f"one of {', '.join(BENCHMARKS)} must follow, got {argv[:1]}")
+    return run_function(f"python -m benchmarks {argv[0]}", BENCHMARKS[argv[0]], argv[1:]) or 0
 
 
 def main() -> int:
     """Return the exit status: 0, 1 for a failure at run time, 2 for bad input."""
     try:
-        return run()
-    except HelpShown:
-        return 0
+        return run(sys.argv[1:])
     except (InputError, RunError) as error:
         return fail(error, BAD_INPUT if isinstance(error, InputError) else FAILED)
 

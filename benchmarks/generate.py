@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from residua.errors import RunError, extra
-from residua.lab.cost.settings import BASELINE, Precision, Settings, expect_at_least, in_float64, many_graphs
+from residua.lab.cost.models import in_float64, many_graphs, model_and_tokens
+from residua.lab.cost.settings import BASELINE, Precision, Settings, expect_at_least
 from residua.lab.cost.timing import Timing, compare
 from residua.records.provenance import circumstances
 from residua.records.threads import threads
@@ -20,15 +21,16 @@ with extra("lab"):
 TOLERANCES: Mapping[Precision, float] = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerateSettings(Settings):
     """The models to measure, and how (`Settings`).
 
-    prompt_length  tokens of the prompt; reading them does not count
-    new_tokens     tokens to generate in one measurement, greedily
-    batch_sizes    sequences to generate at once; each size is a comparison of its own
-    precision      the dtype of weights and activations
-    compile        as in `Settings`; on a CUDA device replayed as a CUDA graph
+    Args:
+        prompt_length: tokens of the prompt; reading them does not count
+        new_tokens: tokens to generate in one measurement, greedily
+        batch_sizes: sequences to generate at once; each size is a comparison of its own
+        precision: the dtype of weights and activations
+        compile: every model through torch.compile; with CUDA graphs on a CUDA device
     """
 
     prompt_length: int = 64
@@ -58,7 +60,7 @@ class Decoding:
         self.preset = preset
         self.settings = settings
         self.device = torch.device(settings.device)
-        model, tokens = settings.model(preset, batch, settings.positions)
+        model, tokens = model_and_tokens(settings, preset, batch, settings.positions)
         self.tokens = tokens.to(self.device)
         self.model = model.to(self.device, getattr(torch, settings.precision)).eval()
         self.forward: Callable[..., Any] = self.model

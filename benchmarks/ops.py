@@ -16,7 +16,7 @@ from benchmarks.roofline import TRAFFIC
 from residua.connections import TensorSpec, resolve
 from residua.errors import InputError, RunError, require
 from residua.lab.cost.settings import Measuring, expect_at_least
-from residua.lab.cost.timing import Clock, Quartiles, Timing, cold, compare
+from residua.lab.cost.timing import Clock, Quartiles, Timing, compare, cuda_clock
 from residua.ops.dispatch import choose
 from residua.records.provenance import circumstances
 from residua.records.threads import threads
@@ -51,15 +51,20 @@ def _bytes_per_token(operation: str, sizes: Sizes) -> tuple[int, ...]:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpSettings(Measuring):
     """What to measure, and how: every operation at every combination of sizes and dtypes.
 
-    operations       names of `CASES`, or "connection:PRESET": a whole connection around a sublayer
-    implementations  "reference": the plain definition; "compiled": the same through `torch.compile`; "triton": the
-                     kernel; "auto": the library's choice
-    tokens, dims, channels, dtypes   sizes
-    sequence_length  tokens in a sequence; all tokens if there are fewer
+    Args:
+        operations: of `benchmarks.cases.CASES`, or connection:PRESET for a whole connection around a sublayer
+            (default: all, and some connections)
+        implementations: reference is the plain definition, compiled the same through torch.compile, triton the kernel,
+            auto the library's choice
+        tokens: tokens of all sequences together
+        dims: widths
+        channels: value channels, or streams
+        dtypes: of the tensors
+        sequence_length: tokens in a sequence; all tokens if there are fewer
     """
 
     operations: tuple[str, ...] = (*CASES, *CONNECTIONS)
@@ -333,3 +338,21 @@ def check(case: Case, reference: Case, grads: Sequence[Tensor]) -> float:
     # A gradient that is small beside the others may be nothing but rounding.
     floors = [0.0] * number + [1e-6 * total] * len(gradients)
     return max(math.sqrt(gap / max(size, floor, 1e-300)) for (gap, size), floor in zip(squares, floors))
+
+
+def cold(clock: Clock, device: torch.device) -> Clock:
+    """Return `clock` with empty caches before each call: in training, a sublayer runs in between.
+
+    On a CUDA device the call is launched while the caches are still being emptied, which hides launches as a training
+    step does; `clock` is not used there.
+    """
+    if device.type != "cuda":
+        sweep = torch.empty(2**24)  # 64 MiB: more than the last level of cache that a core can fill
+
+        def cold_clock(call: Callable[[], None]) -> float:
+            sweep.zero_()
+            return clock(call)
+
+        return cold_clock
+    sweep = torch.empty(2**28, device=device)  # 1 GiB, a quarter of a millisecond to write
+    return partial(cuda_clock, before=sweep.zero_)

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from benchmarks.adapters import PEERS, Peer, PeerAdapter
 from residua.errors import require
 from residua.lab.cost.measured_memory import storages_kept
-from residua.lab.cost.settings import Measuring, Precision, expect_at_least, perturb
+from residua.lab.cost.models import perturb
+from residua.lab.cost.settings import Measuring, Precision, expect_at_least
 from residua.lab.cost.timing import Timing, compare
 from residua.records.provenance import circumstances, version
 from residua.records.threads import threads
@@ -25,14 +26,17 @@ GATE = ("parameters", "forward", "gradients")
 PACKAGES = tuple(dict.fromkeys(peer.package for peer in PEERS))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PeerSettings(Measuring):
     """Which packages to measure beside ours, and how: a chain of connections around sublayers that cost nothing.
 
-    packages   of `PEERS`
-    layers     connections in the chain, two for each layer
-    dim, sequence_length, batch_size   of the state, in float32
-    precision  "bfloat16": autocast around the forward pass
+    Args:
+        packages: of `benchmarks.adapters.PEERS` (default: all)
+        layers: of two connections each, in the chain
+        dim: width of the state, which is in float32
+        sequence_length: tokens in a sequence
+        batch_size: sequences
+        precision: bfloat16 is autocast around the forward pass
     """
 
     packages: tuple[str, ...] = PACKAGES

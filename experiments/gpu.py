@@ -114,7 +114,7 @@ def _benchmarks(place: Place) -> Iterator[Step]:
     def presets(*names: str) -> tuple[str, ...]:
         return "--presets", *names
 
-    ops_of = ("--implementation", "reference", "triton", *["compiled"] * (not place.dry))
+    ops_of = ("--implementations", "reference", "triton", *["compiled"] * (not place.dry))
     for name in operations:
         yield Step(f"ops {name}", "an operation beside its definition", bench("ops", "--operations", name, *ops_of), 75)
     for pair in _chunks(both, 4):

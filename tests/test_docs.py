@@ -135,7 +135,7 @@ def test_the_commands_that_need_more_than_a_laptop_exist(capsys):
     assert len(lines) >= 3
     for line in (shlex.split(line, comments=True) for line in dict.fromkeys(lines)):
         command = line[line.index("residua") + 1 :]
-        assert main([*command[: 2 if command[0] in ("cost", "study") else 1], "--help"]) == 0
+        assert main([*command[: 2 if command[0] in ("cost", "study") else 1], "--help-all"]) == 0
         told = capsys.readouterr().out
         assert {option for option in command if option.startswith("--")} <= set(re.findall(r"--[\w.-]+", told)), line
 

@@ -1,6 +1,5 @@
 """`make gpu`: each step is tried within its time, once, and what is said at the end is what the records say."""
 
-import importlib
 import importlib.util
 import json
 import os
@@ -12,7 +11,7 @@ import pytest
 
 from benchmarks.__main__ import BENCHMARKS
 from residua.commands import cost
-from residua.commands.base import Parser
+from residua.commands.signature import call, command_parser
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "experiments").is_dir(), reason="experiments/ is not in this archive")
@@ -95,24 +94,24 @@ def test_tests_are_counted_and_named(gpu, tmp_path):
 
 
 @pytest.mark.parametrize("dry", [False, True])
-def test_every_benchmark_is_one_that_its_command_takes(dry, gpu, tmp_path):
+def test_every_benchmark_is_one_that_its_command_takes(dry, gpu, tmp_path, monkeypatch):
     place = gpu.Place(tmp_path, dry)
     steps = gpu.steps(place)
     assert len({step.name for step in steps}) == len(steps)
     commands = [step.command[2:] for step in steps if {"cost", "benchmarks"} & set(step.command)]
-    kinds = set()
+    for module in ("residua.commands.cost", "benchmarks.__main__"):
+        monkeypatch.setattr(f"{module}.measure", lambda benchmark, settings, out, json: steps_of.append(settings.steps))
+    steps_of, kinds = [], set()
     for command in commands:
         inside = command[:2] == ("residua", "cost")
         kind, *options = command[2 if inside else 1 :]
         kinds.add(kind)
-        subcommand = (cost.SUBCOMMANDS if inside else BENCHMARKS)[kind]
-        parser = Parser()
-        subcommand.add_arguments(parser)
-        arguments = parser.parse_args(options)
+        function = getattr(cost, kind) if inside else BENCHMARKS[kind]
+        arguments = command_parser(kind, function).parse_args(options)
         assert arguments.device == place.device
         arguments.device = "cpu"  # otherwise refused here
-        module, settings = subcommand.run.args
-        assert cost.chosen(arguments, getattr(importlib.import_module(module), settings)).steps > 0
+        call(function, arguments)
+        assert steps_of.pop() > 0
     assert kinds == {"ops", "step", "memory", "generate", "peers"}
     for step in steps:
         if step.tests:

@@ -65,9 +65,11 @@ def test_importing_residua_loads_nothing_until_it_is_asked():
         ["schemes", "nosch"],
         ["train", "--config", "tiny", "--model.connection", "nosch", "--run", "run"],
         ["cost", "count", "--config", "tiny", "--model.connection", "nosch"],
+        ["cost", "step", "--presets", "nosch"],
+        ["cost", "memory", "--presets", "nosch"],
         ["convert", "model", "--connection", "nosch", "--out", "out"],
     ],
-    ids=lambda command: command[0],
+    ids=lambda command: "-".join(command[:2]),
 )
 def test_a_typo_of_a_scheme_does_not_load_torch(command):
     assert "torch" not in loaded_by(f"from residua.commands.cli import main; assert main({command}) == 2")
@@ -113,7 +115,7 @@ def test_the_help_of_a_command_loads_neither_torch_nor_transformers():
         "import contextlib, io\n"
         "from residua.commands.cli import COMMANDS, main\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
-        "    assert [main([name, '--help']) for name in COMMANDS] == [0] * len(COMMANDS)"
+        "    assert [main([*name.split(), '--help']) for name in COMMANDS] == [0] * len(COMMANDS)"
     )
     assert loaded_by(code) & {"torch", "transformers", "numpy", "rich"} == set()
 

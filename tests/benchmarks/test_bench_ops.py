@@ -92,7 +92,7 @@ def wrong(fault):
 def test_a_wrong_operation_gets_no_speed(monkeypatch, capsys, tmp_path, fault):
     monkeypatch.setitem(CASES, "delta_write", wrong(fault))
     with pytest.raises(RunError, match=r"^delta_write, reference, float32 must be .* what is wrong has no speed$"):
-        command("--operations", "delta_write", "--implementation", "reference", "--out", str(tmp_path / "out.jsonl"))
+        command("--operations", "delta_write", "--implementations", "reference", "--out", str(tmp_path / "out.jsonl"))
     assert capsys.readouterr().out == ""
     assert (tmp_path / "out.jsonl").read_text() == ""
 
@@ -114,7 +114,7 @@ def test_bytes_count_every_token_and_both_passes():
 
 def test_records_are_complete(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    operations = ("--operations", "stream_read", "hyper_read", "--implementation", "auto", "reference")
+    operations = ("--operations", "stream_read", "hyper_read", "--implementations", "auto", "reference")
     assert command(*operations, "--dtypes", "float32", "bfloat16", "--out", str(out), "--json") == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert json.loads(capsys.readouterr().out) == records
@@ -158,7 +158,7 @@ def test_settings_of_operations_that_cannot_be_used_are_refused(arguments, messa
 
 
 def test_an_operation_without_a_kernel_is_left_out_in_one_line(capsys):
-    assert command("--operations", "rms_norm", "hybrid", "--implementation", "reference", "triton") == 0
+    assert command("--operations", "rms_norm", "hybrid", "--implementations", "reference", "triton") == 0
     printed = capsys.readouterr()
     assert [line.split()[0] for line in printed.out.splitlines()[2:]] == ["rms_norm", "rms_norm", "hybrid", "hybrid"]
     assert printed.err.splitlines() == ["rms_norm has no kernel", "hybrid has no kernel"]
@@ -177,7 +177,7 @@ def test_each_record_is_written_before_the_next_is_measured(tmp_path, monkeypatc
     monkeypatch.setattr(ops, "_measure", measure)
     with pytest.raises(KeyboardInterrupt):
         command(
-            "--operations", "hyper_read", "sinkhorn", "rms_norm", "--implementation", "reference", "--out", str(out)
+            "--operations", "hyper_read", "sinkhorn", "rms_norm", "--implementations", "reference", "--out", str(out)
         )
     assert seen == [0, 2, 4]
     assert [json.loads(line)["operation"] for line in out.read_text().splitlines()[::2]] == ["hyper_read", "sinkhorn"]

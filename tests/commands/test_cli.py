@@ -1,17 +1,20 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from residua import Residual, __version__
 from residua.commands.cli import COMMANDS, main
+from residua.commands.signature import command_parser
 from residua.connections import PRESETS, registry
 
 SMALL = [
@@ -65,14 +68,24 @@ def error(capsys, argv, status=2):
 def test_version_and_overview(capsys):
     assert output(capsys, ["--version"]) == f"residua {__version__}\n"
     overview = output(capsys, ["--help"])
-    assert all(f"  {name} " in overview for name in COMMANDS)
+    assert all(f"  {name.split()[0]} " in overview for name in COMMANDS)
+    assert output(capsys, ["help"]) == overview
 
 
-@pytest.mark.parametrize("name", list(COMMANDS))
-def test_every_command_explains_itself_with_examples_that_it_understands(capsys, name):
-    text = output(capsys, [name, "--help"])
+@pytest.mark.parametrize("name", [*COMMANDS, "study", "study geometry", "cost"])
+def test_every_command_explains_itself_in_80_columns_with_examples_that_it_understands(capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = output(capsys, [*name.split(), "--help"])
     assert f"usage: residua {name}" in text
-    assert f"  residua {name}" in text.partition("examples:")[2]
+    examples, _, _ = text.partition("examples:")[2].partition("\n\n")
+    assert f"  residua {name}" in examples
+    assert output(capsys, ["help", *name.split()]) == text
+    assert max(map(len, (text + output(capsys, [*name.split(), "--help-all"])).splitlines())) <= 80
+    for line in examples.replace("\\\n", "").splitlines():
+        example = next((words for words in COMMANDS if f" {words} " in f"{line} "), None)
+        if example is not None:
+            argv = shlex.split(line.partition(f"residua {example}")[2].partition(" > ")[0])
+            command_parser(f"residua {example}", resolve_name(f"residua.commands.{COMMANDS[example]}")).parse_args(argv)
 
 
 def test_without_a_command_the_overview_is_an_error(capsys):
@@ -83,7 +96,9 @@ def test_without_a_command_the_overview_is_an_error(capsys):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["trian"], "did you mean train?"),
+        (["trian"], "there is no command trian; did you mean train?"),
+        (["study"], "residua study: a command must follow; it has run, report, verify, tune, geometry"),
+        (["study", "rnu"], "residua study: there is no command rnu; did you mean run?"),
         (["generate"], "RUN|HF_DIR, --prompt"),
         (["generate", "x", "--prompt", "a", "--temprature", "1"], "did you mean --temperature?"),
         (["generate", "x", "--prompt", "a", "--seed", "one"], "--seed"),
@@ -95,13 +110,13 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         (["evaluate", "x", "--published", "small"], "--published needs --tasks beside it"),
         (["evaluate", "x", "--include-path", "x"], "--include-path needs --tasks beside it"),
         (["compare", "no-such-folder"], "give a run folder"),
-        (["train", "--run", "x"], "--config"),
-        (["cost", "count"], "--config NAME|FILE.yaml must say which run"),
+        (["train", "--run", "x"], "--config NAME|FILE.yaml must say what to train"),
+        (["cost", "count"], "--config NAME|FILE.yaml must say the run to count"),
         (
             ["cost", "count", "--config", "tiny", "--gpus", "7"],
             "residua: --gpus: torchrun must start a number of processes",
         ),
-        (["generate", "x", "--prompt", "a", "--temperature", "0"], "got 0; for the most probable text use --greedy"),
+        (["generate", "x", "--prompt", "a", "--temperature", "0"], "(--greedy takes the most probable token), got '0'"),
         (["train", "--config", "tiny"], "--run DIR"),
         (["train", "--run", "no-such-folder", "--resume"], "must be a run to resume"),
         (["train", "--run", "x", "--config", "tyny"], "did you mean tiny?"),
@@ -129,6 +144,7 @@ def test_schemes_explains_one(capsys):
     for words in (kind.title, kind.equation, kind.source, "+132,268 at small", "a state of 4d", "(default: None; "):
         assert words in text
     assert "compress = channel  (default: None; 'token', 'channel', None)" in text
+    assert "compress_kernel = 4  (default: None; int at least 1" in text
     assert " ".join(kind.users.split()) in " ".join(text.split())
     assert all(option["meaning"] in " ".join(text.split()) for option in record["all_options"])
     assert {"scheme": "ddl-cc", "small, 1-shot": "49.13 (v2)"}.items() <= record["published"][1].items()
@@ -174,14 +190,14 @@ def test_a_scheme_that_cannot_be_built_ends_no_listing(capsys, monkeypatch):
 
 
 def test_print_config_shows_the_resolved_configuration_and_trains_nothing(capsys, tmp_path):
-    text = output(capsys, ["train", "--config", "tiny", "--train.lr", "0.5", "--print_config"])
+    text = output(capsys, ["train", "--config", "tiny", "--train.lr", "0.5", "--print-config"])
     (tmp_path / "mine.yaml").write_text(text)
     assert "lr: 0.5" in text
-    assert output(capsys, ["train", "--config", tmp_path / "mine.yaml", "--print_config"]) == text
+    assert output(capsys, ["train", "--config", tmp_path / "mine.yaml", "--print-config"]) == text
 
 
 def test_cost_count_prints_the_configuration_that_it_would_count(capsys):
-    argv = ["--config", "tiny", "--train.lr", "0.5", "--print_config"]
+    argv = ["--config", "tiny", "--train.lr", "0.5", "--print-config"]
     assert output(capsys, ["cost", "count", *argv]) == output(capsys, ["train", *argv])
 
 
@@ -209,7 +225,7 @@ def test_evaluate_the_best_checkpoint(capsys, prepared, tmp_path):
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"val_loss": loss}))
     argv = ["evaluate", tmp_path / "run", "--json", "--checkpoint"]
     assert json.loads(output(capsys, [*argv, "best"]))["step"] == 2
-    assert "must be the number of a step or best, got 'worst'" in error(capsys, [*argv, "worst"])
+    assert "must be a whole number of at most 64 bits or best, got 'worst'" in error(capsys, [*argv, "worst"])
     for manifest in (tmp_path / "run").glob("checkpoints/*/manifest.json"):
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"val_loss": None}))
     assert "must hold a checkpoint with a validation loss" in error(capsys, [*argv, "best"])

@@ -1,32 +1,41 @@
 """The command `residua`: run a command by its name, and report any error in one line."""
 
-import importlib
 import sys
 import textwrap
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from pkgutil import resolve_name
+from typing import Any
 
 from residua import __version__
-from residua.commands.base import BAD_INPUT, FAILED, INTERRUPTED, Command, HelpShown, Parser, fail, stopped_by
+from residua.commands.base import BAD_INPUT, FAILED, INTERRUPTED, fail, stopped_by
 from residua.commands.process import MISPLACED, discard_output, in_one_line, interrupts, lasting_messages
+from residua.commands.signature import HELP, examples, run_function, summary
 from residua.errors import InputError, ReportedElsewhere, did_you_mean
 from residua.records.terminal import printable_output
 
-COMMANDS = (
-    "train",
-    "evaluate",
-    "generate",
-    "compare",
-    "explore",
-    "study",
-    "prepare",
-    "convert",
-    "export",
-    "schemes",
-    "cost",
-    "demo",
-)
-"""The names in the order of the overview; each has a module in `residua.commands`."""
+COMMANDS = {
+    "train": "train:train",
+    "evaluate": "evaluate:evaluate",
+    "generate": "generate:generate",
+    "compare": "compare:compare",
+    "explore": "explore:explore",
+    "study run": "study:run",
+    "study report": "study:report",
+    "study verify": "study:verify",
+    "study tune": "tune:tune",
+    "study geometry reflection": "geometry:reflection",
+    "study geometry quick": "geometry:quick",
+    "prepare": "prepare:prepare",
+    "convert": "convert:convert",
+    "export": "export:export",
+    "schemes": "schemes:schemes",
+    "cost count": "cost:count",
+    "cost step": "cost:step",
+    "cost memory": "cost:memory",
+    "demo": "demo:demo",
+}
+"""Every command in the order of the overview, and its function in a module here. The docstring of the module `study`
+explains the word that several commands begin with, and so for other words."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,42 +68,73 @@ def _guarded(argv: list[str], signals: list[int]) -> int:
 
 
 def _dispatch(argv: list[str]) -> int | None:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_overview(), file=sys.stdout if argv else sys.stderr)
-        return 0 if argv else BAD_INPUT
-    if argv[0] == "--version":
+    if not argv:
+        print(_overview(), file=sys.stderr)
+        return BAD_INPUT
+    if argv == ["--version"]:
         print(f"residua {__version__}")
         return 0
-    name, *rest = argv
-    if name not in COMMANDS:
-        raise InputError(f"there is no command {name}{did_you_mean(name, COMMANDS)}; residua --help lists them")
-    command = _command(name)
-    parser = Parser(
-        prog=f"residua {name}",
-        description=command.HELP,
-        epilog="examples:\n" + textwrap.indent(command.EXAMPLES.rstrip(), "  "),
-        formatter_class=RawDescriptionHelpFormatter,
-    )
-    command.add_arguments(parser)
-    try:
-        arguments = parser.parse_args(rest)
-    except HelpShown:
-        return 0
-    return command.run(arguments)
+    if argv[0] == "help":
+        argv = [*argv[1:], "--help"]
+    words: list[str] = []
+    while " ".join(words) not in COMMANDS:
+        choices = _words_after(words)
+        word, *argv = argv or [""]
+        if word in HELP:
+            print(_help(words) if words else _overview())
+            return 0
+        if word not in choices:
+            prog = " ".join(["residua", *words])
+            wrong = f"there is no command {word}{did_you_mean(word, choices)}" if word else "a command must follow"
+            raise InputError(f"{prog}: {wrong}; it has {', '.join(choices)}")
+        words.append(word)
+    return run_function(" ".join(["residua", *words]), _explained(words), argv)
 
 
-def _command(name: str) -> Command:
-    return importlib.import_module(f"residua.commands.{name.replace('-', '_')}")
+def _words_after(words: list[str]) -> list[str]:
+    """Return the words that may follow these, in the order of the overview."""
+    below = [name.split()[len(words) :] for name in COMMANDS if name.split()[: len(words)] == words]
+    return list(dict.fromkeys(rest[0] for rest in below))
+
+
+def _explained(words: list[str]) -> Any:
+    """Return the function of a command, or the module that explains the first words of several."""
+    return resolve_name(f"residua.commands.{COMMANDS.get(' '.join(words), words[-1])}")
 
 
 def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  {name:{width}}  {_command(name).HELP}" for name in COMMANDS)
-    return f"""usage: residua COMMAND [options]
+    return f"""\
+usage: residua COMMAND [options]
 
 Residual connections for PyTorch, and the laboratory around them.
 
 commands:
-{lines}
+{_table([])}
 
-residua COMMAND --help explains a command; residua --version prints the version."""
+residua help COMMAND explains a command, and residua COMMAND --help-all all of
+its options. residua --version prints the version."""
+
+
+def _help(words: list[str]) -> str:
+    """Return the help of words that several commands begin with: the first example of each, and what each does."""
+    prog = " ".join(["residua", *words])
+    below = [name.split() for name in COMMANDS if name.split()[: len(words)] == words]
+    lines = "\n".join(examples(_explained(name)).partition("\n")[0] for name in below)
+    return f"""\
+usage: {prog} COMMAND [options]
+
+{summary(_explained(words))}.
+
+examples:
+{textwrap.indent(lines, "  ")}
+
+commands:
+{_table(words)}
+
+{prog} COMMAND --help explains a command."""
+
+
+def _table(words: list[str]) -> str:
+    choices = _words_after(words)
+    width = max(map(len, choices))
+    return "\n".join(f"  {word:{width}}  {summary(_explained([*words, word]))}" for word in choices)

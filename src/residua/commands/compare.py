@@ -1,11 +1,11 @@
 """The command `residua compare`."""
 
-import json
 from importlib import import_module
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from residua.commands.base import Arguments, Parser, add_json, print_json
+from residua.commands.base import print_json
 from residua.errors import extra
 from residua.records.table import print_table
 from residua.records.terminal import one_line
@@ -13,36 +13,35 @@ from residua.records.terminal import one_line
 if TYPE_CHECKING:
     from residua.lab.evaluation.compare import Comparison
 
-HELP = "compare runs over seeds with a baseline, as a table and as pictures"
-EXAMPLES = """\
-residua compare runs/residual-* runs/ddl-*
-residua compare runs/a runs/b --baseline 'residual train.lr=0.002' --out figures/"""
 
+def compare(runs: tuple[str, ...], *, baseline: str | None = None, out: Path | None = None, json: bool = False) -> None:
+    """Compare runs over seeds with a baseline, as a table and as pictures.
 
-def add_arguments(parser: Parser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs")
-    parser.add_argument("--baseline", metavar="NAME", help="a name from the table (default: the plain residual)")
-    parser.add_argument("--out", metavar="DIR", help="write the pictures, comparison.md and comparison.json here")
-    add_json(parser)
+    Examples:
+        residua compare runs/residual-* runs/ddl-*
+        residua compare runs/a runs/b --baseline residual --out figures/
 
-
-def run(arguments: Arguments) -> None:
-    if arguments.out is not None:
+    Args:
+        runs (RUN): folders of runs
+        baseline: a name from the table (default: the plain residual)
+        out (DIR): write the pictures, comparison.md and comparison.json here
+        json: print JSON instead of a table
+    """
+    if out is not None:
         with extra("lab"):  # raises before any run is read
             import_module("matplotlib")
     from residua.lab.evaluation.compare import compare
 
-    comparison = compare(arguments.runs, baseline=arguments.baseline)
+    comparison = compare(runs, baseline=baseline)
     files = []
-    if arguments.out is not None:
+    if out is not None:
         from residua.lab.evaluation.plots import draw
         from residua.records.durable import write_text
 
-        out = Path(arguments.out)
         files = [*draw(comparison, out), out / "comparison.md", out / "comparison.json"]
         write_text(out / "comparison.md", comparison.to_markdown())
-        write_text(out / "comparison.json", json.dumps(comparison.to_json(), indent=2) + "\n")
-    if arguments.json:
+        write_text(out / "comparison.json", dumps(comparison.to_json(), indent=2) + "\n")
+    if json:
         print_json(comparison.to_json())
         return
     print_comparison(comparison)

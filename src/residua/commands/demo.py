@@ -3,28 +3,28 @@
 import shlex
 import textwrap
 
-from residua.commands.base import INTERRUPTED, Arguments, Parser, fail, whole
+from residua.commands.base import INTERRUPTED, fail
 from residua.commands.compare import print_comparison
 
-HELP = "train the plain residual, ddl-tc and its control side by side and compare them"
-EXAMPLES = "residua demo\nresidua demo --steps 50 --out runs/quick"
 
+def demo(*, out: str = "runs/demo", steps: int | None = None) -> int:
+    """Train ddl-tc, the plain residual and a control, and compare.
 
-def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--out", default="runs/demo", metavar="DIR", help="folder of the runs (default: runs/demo)")
-    parser.add_argument(
-        "--steps", type=whole(), metavar="N", help="training steps of each run (default: as in the recipes)"
-    )
+    Examples:
+        residua demo
+        residua demo --steps 50 --out runs/quick
 
-
-def run(arguments: Arguments) -> int:
+    Args:
+        out (DIR): folder of the runs
+        steps: training steps of each run (default: as in the recipes)
+    """
     try:
         from residua.lab.demo import demonstrate
 
-        result = demonstrate(arguments.out, steps=arguments.steps)
+        result = demonstrate(out, steps=steps)
     except KeyboardInterrupt:
-        steps = [] if arguments.steps is None else ["--steps", str(arguments.steps)]
-        command = shlex.join(["residua", "demo", "--out", arguments.out, *steps])
+        shortened = [] if steps is None else ["--steps", str(steps)]
+        command = shlex.join(["residua", "demo", "--out", out, *shortened])
         return fail(f"interrupted; resume with: {command}", INTERRUPTED)
     print_comparison(result.comparison)
     for path in result.pictures:
@@ -32,5 +32,5 @@ def run(arguments: Arguments) -> int:
     print(f"open in a browser: {result.page}")
     for name, text in result.texts.items():
         print(f"\n{name} writes:")
-        print("\n".join(f"  {line}" for line in textwrap.wrap(text, 100)[:3]))
+        print("\n".join(f"  {line}" for line in textwrap.wrap(text, 78)[:3]))
     return 0

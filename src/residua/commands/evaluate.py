@@ -1,17 +1,14 @@
 """The command `residua evaluate`."""
 
 from pathlib import Path
+from typing import Annotated, Literal
 
-from residua.commands.base import Arguments, Parser, add_checkpoint, add_data, add_json, opens_model, print_json, whole
+from residua.commands.base import Checkpoint, opens_model, print_json
+from residua.commands.signature import between
+from residua.connections.options import Count
 from residua.errors import InputError
 from residua.records.table import print_table
 
-HELP = "validation loss, perplexity and bits per byte of a run, or its scores on tasks"
-EXAMPLES = """\
-residua evaluate runs/ddl
-residua evaluate runs/ddl --checkpoint 200 --json
-residua evaluate runs/ddl --tasks paper --num-fewshot 1
-residua evaluate a-folder --tasks mine --include-path my-tasks/"""
 NAMES = {
     "step": "step",
     "val_loss": "validation loss (nats per token)",
@@ -23,76 +20,98 @@ NAMES = {
 }
 
 
-def add_arguments(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN|HF_DIR", help="folder of a run, or with --tasks of a transformers model")
-    add_checkpoint(parser)
-    add_data(parser)
-    group = parser.add_argument_group("tasks, by lm-evaluation-harness")
-    group.add_argument(
-        "--tasks", metavar="paper|NAME,NAME", help="the paper's eight or any others, in place of the validation loss"
-    )
-    group.add_argument("--num-fewshot", type=whole(0, 1000), metavar="N", help="solved examples in the prompt (0)")
-    group.add_argument("--batch-size", type=whole(1, 2**20), metavar="N", help="changes speed and no result (8)")
-    group.add_argument("--include-path", metavar="DIR", help="a folder of local task files; needs no network")
-    group.add_argument("--limit", type=whole(1), metavar="N", help="only the first documents of each task")
-    group.add_argument(
-        "--published", choices=("small", "medium"), help="show the paper's rows of this size (default: if it matches)"
-    )
-    add_json(parser)
+def evaluate(
+    run: str,
+    *,
+    checkpoint: Checkpoint | None = None,
+    data: str | None = None,
+    json: bool = False,
+    tasks: str | None = None,
+    num_fewshot: Annotated[int, between(0, 1000)] | None = None,
+    batch_size: Annotated[int, between(1, 2**20)] | None = None,
+    include_path: str | None = None,
+    limit: Count | None = None,
+    published: Literal["small", "medium"] | None = None,
+) -> None:
+    """Print the validation loss of a run, or its scores on tasks.
 
+    Examples:
+        residua evaluate runs/ddl
+        residua evaluate runs/ddl --checkpoint 200 --json
+        residua evaluate runs/ddl --tasks paper --num-fewshot 1
+        residua evaluate a-folder --tasks mine --include-path my-tasks/
 
-def run(arguments: Arguments) -> None:
-    if arguments.tasks is not None:
-        _score(arguments)
+    Args:
+        run (RUN|HF_DIR): folder of a run, or with --tasks of a Hugging Face model
+        checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
+        data (DIR): the run's prepared data, if they have moved
+        json: print JSON instead of a table
+
+    Tasks, by lm-evaluation-harness:
+        tasks (paper|NAME,NAME): the paper's eight or any others, in place of the validation loss
+        num_fewshot: solved examples in the prompt (default: 0)
+        batch_size: changes speed and no result (default: 8)
+        include_path (DIR): a folder of local task files; needs no network
+        limit: only the first documents of each task
+        published: show the paper's rows of this size (default: if it matches)
+    """
+    if tasks is None:
+        of_tasks = {
+            "num-fewshot": num_fewshot,
+            "batch-size": batch_size,
+            "include-path": include_path,
+            "limit": limit,
+            "published": published,
+        }
+        for name, value in of_tasks.items():
+            if value is not None:
+                raise InputError(f"--{name} needs --tasks beside it, got none; give --tasks paper")
+        _evaluate(run, checkpoint, data, json)
         return
-    for option in ("num_fewshot", "batch_size", "include_path", "limit", "published"):
-        if getattr(arguments, option) is not None:
-            raise InputError(f"--{option.replace('_', '-')} needs --tasks beside it, got none; give --tasks paper")
-    from residua.lab.experiment import evaluate, is_model_folder, open_run
-    from residua.records.jsonlines import finite
-
-    if is_model_folder(arguments.run):
-        raise InputError(f"{arguments.run}: this model has no validation text of its own; give --tasks paper")
-    opened = open_run(arguments.run, arguments.checkpoint, data=arguments.data)
-    result = {"step": opened.step, **evaluate(opened)}
-    if arguments.json:
-        print_json(finite(result))
-        return
-    cells = {key: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for key, value in result.items()}
-    print_table(["what", arguments.run], [[name, cells[key]] for key, name in NAMES.items() if key in cells])
-
-
-def _score(arguments: Arguments) -> None:
     from residua.lab.evaluation.harness import score
     from residua.lab.evaluation.published import comparable
     from residua.lab.experiment import open_model, open_run
 
-    if opens_model(arguments.run, arguments.checkpoint):
-        (model, tokenizer), bfloat16 = open_model(arguments.run), False
+    if opens_model(run, checkpoint):
+        (model, tokenizer), bfloat16 = open_model(run), False
     else:
-        opened = open_run(arguments.run, arguments.checkpoint, data=arguments.data)
+        opened = open_run(run, checkpoint, data=data)
         model, tokenizer, bfloat16 = opened.model, opened.tokenizer, opened.config.train.precision == "bfloat16"
-    num_fewshot = arguments.num_fewshot or 0
     report = score(
         model,
         tokenizer,
-        name=Path(arguments.run).name,
-        tasks=arguments.tasks.split(","),
-        num_fewshot=num_fewshot,
-        batch_size=arguments.batch_size or 8,
-        include_path=arguments.include_path,
-        limit=arguments.limit,
+        name=Path(run).name,
+        tasks=tasks.split(","),
+        num_fewshot=num_fewshot or 0,
+        batch_size=batch_size or 8,
+        include_path=include_path,
+        limit=limit,
         bfloat16=bfloat16,
     )
-    tasks = [result.task for result in report.scores]
-    published = comparable(model.config, tasks, num_fewshot, size=arguments.published)
-    if arguments.json:
-        print_json(report.to_json(published))
+    rows = comparable(model.config, [result.task for result in report.scores], num_fewshot or 0, size=published)
+    if json:
+        print_json(report.to_json(rows))
         return
-    print_table(*report.table(published))
+    print_table(*report.table(rows))
     versions = ", ".join(f"{result.task} {result.version}" for result in report.scores)
     metrics = ", ".join(f"{result.task} {result.metric}" for result in report.scores)
-    print(f"\n{num_fewshot}-shot, percent; ours: {metrics}; the paper does not name its metrics")
+    print(f"\n{num_fewshot or 0}-shot, percent; ours: {metrics}; the paper does not name its metrics")
     print(f"lm_eval {report.harness}; task versions: {versions}")
-    if arguments.limit is not None:
-        print(f"note: only the first {arguments.limit} documents of each task: do not compare this with anything")
+    if limit is not None:
+        print(f"note: only the first {limit} documents of each task: do not compare this with anything")
+
+
+def _evaluate(run: str, checkpoint: Checkpoint | None, data: str | None, json: bool) -> None:
+    """Print the validation loss of a run."""
+    from residua.lab.experiment import evaluate, is_model_folder, open_run
+    from residua.records.jsonlines import finite
+
+    if is_model_folder(run):
+        raise InputError(f"{run}: this model has no validation text of its own; give --tasks paper")
+    opened = open_run(run, checkpoint, data=data)
+    result = {"step": opened.step, **evaluate(opened)}
+    if json:
+        print_json(finite(result))
+        return
+    cells = {key: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for key, value in result.items()}
+    print_table(["what", run], [[name, cells[key]] for key, name in NAMES.items() if key in cells])

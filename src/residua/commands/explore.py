@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residua.commands.base import Arguments, Parser, add_checkpoint, add_data, add_json, print_json, whole
+from residua.commands.base import Checkpoint, print_json
 from residua.errors import InputError
 from residua.records.table import print_table
 from residua.records.terminal import one_line
@@ -11,73 +11,74 @@ from residua.records.terminal import one_line
 if TYPE_CHECKING:
     from residua.lab.explorer.collect import Source
 
-HELP = "see what connections do: tables, and a page to play, inspect trained ones and compare"
-EXAMPLES = """\
-residua explore
-residua explore runs/residual runs/ddl runs/ddl-cc-ec --out runs.html
-residua explore runs/ddl --prompt 'The function returns' --no-page
-residua explore runs/ddl --all-checkpoints --json"""
 PAGE = "explorer.html"
 
 
-def add_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        metavar="RUN|TRACE|HF_DIR",
-        help="folders of runs, of models (with --prompt, the first time), and traces, which are kept in them and not "
-        "made again unless options say what to read; without any, the page has its simulations alone",
-    )
-    page = parser.add_mutually_exclusive_group()
-    page.add_argument("--out", metavar="FILE.html", help=f"the page to write (default: {PAGE}; none with --json)")
-    page.add_argument("--no-page", action="store_true", help="print tables, and write no page")
-    checkpoints = parser.add_mutually_exclusive_group()
-    add_checkpoint(checkpoints)
-    checkpoints.add_argument("--all-checkpoints", action="store_true", help="every checkpoint, one trace each")
-    parser.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        help="the text to read; '' for a new document (default: the beginning of the run's validation data)",
-    )
-    add_data(parser)
-    parser.add_argument(
-        "--tokens",
-        type=whole(),
-        metavar="N",
-        help="at most so many (default: the run's train.sequence_length, or the prompt)",
-    )
-    add_json(parser)
+def explore(
+    paths: tuple[str, ...] = (),
+    *,
+    out: str | None = None,
+    no_page: bool = False,
+    json: bool = False,
+    prompt: str | None = None,
+    tokens: int | None = None,
+    checkpoint: Checkpoint | None = None,
+    all_checkpoints: bool = False,
+    data: str | None = None,
+) -> None:
+    """See what connections do, as tables and as a page to play with.
 
+    Examples:
+        residua explore
+        residua explore runs/residual runs/ddl runs/ddl-cc-ec --out runs.html
+        residua explore runs/ddl --prompt 'The function returns' --no-page
+        residua explore runs/ddl --all-checkpoints --json
 
-def run(arguments: Arguments) -> None:
+    Args:
+        paths (RUN|TRACE|HF_DIR): folders of runs, of models (with --prompt, the first time), and traces, which are
+            kept in them and not made again unless options say what to read; without any, the page has only its
+            simulations
+        out (FILE.html): the page to write (default: explorer.html, or none with --json)
+        no_page: print tables, and write no page
+        json: print JSON instead of a table
+
+    What to read:
+        prompt (TEXT): '' for a new document (default: the beginning of the run's validation data)
+        tokens: at most so many (default: the run's train.sequence_length, or the prompt)
+        checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
+        all_checkpoints: every checkpoint, one trace each
+        data (DIR): the run's prepared data, if they have moved
+    """
+    if out is not None and no_page:
+        raise InputError("--out is not allowed with --no-page")
+    if checkpoint is not None and all_checkpoints:
+        raise InputError("--checkpoint is not allowed with --all-checkpoints")
     from residua.lab.explorer.collect import Reading, collect, page_of
     from residua.lab.explorer.page import write_page
 
-    out = None if arguments.no_page or (arguments.json and arguments.out is None) else Path(arguments.out or PAGE)
-    if out is None and not arguments.paths:
+    page_file = None if no_page or (json and out is None) else Path(out or PAGE)
+    if page_file is None and not paths:
         raise InputError("RUN must be given, unless a page is written")
-    if out is not None and out.is_dir():
-        raise InputError(f"--out must be a file, got the folder {out}; write {out / PAGE}")
-    if out is not None and not out.parent.is_dir():
-        raise InputError(f"--out must be a file in a folder that is there, got {out}; make {out.parent} first")
-    reading = Reading(
-        arguments.prompt, arguments.tokens, arguments.checkpoint, arguments.all_checkpoints, arguments.data
-    )
-    if reading.again and not arguments.paths:
+    if page_file is not None and page_file.is_dir():
+        raise InputError(f"--out must be a file, got the folder {out}; write {page_file / PAGE}")
+    if page_file is not None and not page_file.parent.is_dir():
+        raise InputError(f"--out must be a file in a folder that exists, got {out}; make {page_file.parent} first")
+    reading = Reading(prompt, tokens, checkpoint, all_checkpoints, data)
+    if reading.again and not paths:
         raise InputError("RUN must be given with --prompt, --data, --tokens and checkpoints")
-    sources, comparison = collect(arguments.paths, reading)
-    page = None if out is None else page_of(sources, comparison)
+    sources, comparison = collect(paths, reading)
+    page = None if page_file is None else page_of(sources, comparison)
     traces = [trace for source in sources for trace in (*source.earlier, source)]
-    if arguments.json:
+    if json:
         print_json([_record(source) for source in traces])
     else:
         for number, source in enumerate(traces):
             print("\n" * (number > 0), end="")
             _print(source)
-    if out is not None and page is not None:
-        page_file = write_page(out, *page)
-        if not arguments.json:
-            print(f"open in a browser: {page_file}")
+    if page_file is not None and page is not None:
+        written = write_page(page_file, *page)
+        if not json:
+            print(f"open in a browser: {written}")
 
 
 def _record(source: "Source") -> dict[str, Any]:

@@ -1,23 +1,22 @@
 """The command `residua export`."""
 
-from residua.commands.base import Arguments, Parser, add_run
-
-HELP = "write a run as a Hugging Face folder: weights, tokenizer, model card"
-EXAMPLES = "residua export runs/ddl exported/ddl\nresidua export runs/ddl exported/ddl --remote-code"
+from residua.commands.base import Checkpoint
 
 
-def add_arguments(parser: Parser) -> None:
-    add_run(parser)
-    parser.add_argument("out", metavar="DIR", help="a new or empty folder")
-    parser.add_argument(
-        "--remote-code",
-        action="store_true",
-        help="add the model's code: it then loads where residua is not installed (converted models: not imported)",
-    )
+def export(run: str, out: str, *, checkpoint: Checkpoint | None = None, remote_code: bool = False) -> None:
+    """Write a run as a Hugging Face folder.
 
+    Examples:
+        residua export runs/ddl exported/ddl
+        residua export runs/ddl exported/ddl --remote-code
 
-def run(arguments: Arguments) -> None:
+    Args:
+        run (RUN): folder of a run
+        out (DIR): a new or empty folder
+        checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
+        remote_code: add the model's code: it then loads where residua is not installed (converted models: not imported)
+    """
     from residua.lab.export import export, loading
 
-    folder = export(arguments.run, arguments.out, checkpoint=arguments.checkpoint, remote_code=arguments.remote_code)
-    print(f"load it with: {loading(folder, remote_code=arguments.remote_code)}")
+    folder = export(run, out, checkpoint=checkpoint, remote_code=remote_code)
+    print(f"load it with: {loading(folder, remote_code=remote_code)}")

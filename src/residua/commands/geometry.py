@@ -1,11 +1,13 @@
-"""The command `residua study geometry`: the benchmarks of arXiv 2605.06729, with controls and references."""
+"""Run the geometric benchmarks of arXiv 2605.06729, with controls."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from residua.commands.base import Arguments, Parser, SubCommand, add_json, whole
+from residua.commands.base import Workers
+from residua.commands.signature import between
+from residua.connections.options import Count
 from residua.errors import extra
 from residua.records.table import print_table
 
@@ -15,107 +17,119 @@ if TYPE_CHECKING:
     from residua.lab.geometry.tasks import Task
     from residua.records.jobs import Job
 
-HELP = "the geometric benchmarks of arXiv 2605.06729, with controls and references"
-EXAMPLES = """\
-residua study geometry reflection
-residua study geometry quick --tasks gyroscope --models residual ddl edelta-token:num_streams=8
-residua study geometry quick --full --device cuda --out runs/full"""
-SEEDS = (42, 123, 456)
 NOT_QUICK = ("hc", "edelta-stream")
 """Models that `quick` trains only when asked: they are not in the publication."""
+Seed = Annotated[int, between(0, 2**32 - 1)]
 
 
-def add_arguments(parser: Parser) -> None:
-    parser.add_subcommands(SUBCOMMANDS)
+def reflection(
+    *,
+    models: tuple[str, ...] | None = None,
+    seeds: tuple[Seed, ...] = (42, 123, 456),
+    steps: Count | None = None,
+    out: str = "runs/geometry/reflection",
+    workers: Workers | None = None,
+    json: bool = False,
+) -> None:
+    """Learn y = -x on R^64 with one operator, in about 2 minutes.
 
+    The published operators, exact ones, a linear map, and the hybrid from other gates and penalties. Ours are printed
+    beside the published numbers.
 
-def run(arguments: Arguments) -> int | None:
-    return arguments.chosen(arguments)
+    Examples:
+        residua study geometry reflection
+        residua study geometry reflection --models linear householder --seeds 1
 
-
-def _reflection_arguments(parser: Parser) -> None:
-    from residua.lab.geometry.operators import OPERATORS
-
-    _add_names(parser, "--models", list(OPERATORS))
-    _add_runs(parser, SEEDS, "runs/geometry/reflection")
-
-
-def _quick_arguments(parser: Parser) -> None:
-    from residua.lab.geometry.models import MODELS
-    from residua.lab.geometry.tasks import TASKS
-
-    _add_names(parser, "--models", [name for name in MODELS if name not in NOT_QUICK])
-    _add_names(parser, "--tasks", list(TASKS))
-    parser.add_argument("--full", action="store_true", help="the published sizes and steps")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: cuda if there)")
-    _add_runs(parser, SEEDS[:2], "runs/geometry/quick, or full with --full")
-
-
-def _add_names(parser: Parser, option: str, names: list[str]) -> None:
-    parser.add_argument(option, nargs="+", default=names, metavar="NAME", help=f"(default: {' '.join(names)})")
-
-
-def _add_runs(parser: Parser, seeds: Sequence[int], out: str) -> None:
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=whole(0, 2**32 - 1),
-        default=seeds,
-        metavar="N",
-        help=f"of weights and batches (default: {' '.join(map(str, seeds))})",
-    )
-    parser.add_argument("--steps", type=whole(1), metavar="N", help="of each run (default: as the recipe has it)")
-    parser.add_argument("--out", metavar="DIR", help=f"a new folder, or one to resume (default: {out})")
-    parser.add_argument(
-        "--workers", type=whole(1, 1024), metavar="N", help="runs at the same time (default: one for each core)"
-    )
-    add_json(parser)
-
-
-def _reflection(arguments: Arguments) -> int:
+    Args:
+        models: operators (default: all; an unknown name lists them)
+        seeds (N): of weights and batches
+        steps: of each run (default: as in the publication)
+        out (DIR): a new folder, or one to resume
+        workers: runs at the same time (default: one for each core)
+        json: print JSON instead of tables
+    """
     import torch
 
+    from residua.lab.geometry.operators import OPERATORS
     from residua.lab.geometry.study import OperatorSettings, operator_job
     from residua.lab.geometry.tasks import task
 
-    recipe = OperatorSettings(steps=arguments.steps or OperatorSettings.steps)
-    names, seeds = map(dict.fromkeys, (arguments.models, arguments.seeds))
-    jobs = [operator_job(name, seed, recipe) for name in names for seed in seeds]
+    recipe = OperatorSettings(steps=steps or OperatorSettings.steps)
+    jobs = [
+        operator_job(name, seed, recipe) for name in dict.fromkeys(models or OPERATORS) for seed in dict.fromkeys(seeds)
+    ]
     settings = {"experiment": "reflection"} | {k: v for k, v in asdict(recipe).items() if k != "num_train"}
-    out = Path(arguments.out or "runs/geometry/reflection")
-    return _study(arguments, out, settings, jobs, [task("reflection")], torch.device("cpu"))
+    _study(Path(out), settings, jobs, [task("reflection")], torch.device("cpu"), workers, json)
 
 
-def _quick(arguments: Arguments) -> int:
+def quick(
+    *,
+    models: tuple[str, ...] | None = None,
+    tasks: tuple[str, ...] | None = None,
+    full: bool = False,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    seeds: tuple[Seed, ...] = (42, 123),
+    steps: Count | None = None,
+    out: str | None = None,
+    workers: Workers | None = None,
+    json: bool = False,
+) -> None:
+    """Train schemes on all tasks at reduced sizes, in 20 minutes.
+
+    In the published wrapper at matched parameters; measured are causality, the loss online, norms inside the residual
+    stream and more.
+
+    Examples:
+        residua study geometry quick --tasks gyroscope --models residual ddl
+        residua study geometry quick --full --device cuda --out runs/full
+
+    Args:
+        models (SCHEME): schemes, and controls (default: those of the publication; an unknown name lists all)
+        tasks: (default: all; an unknown name lists them)
+        full: the published sizes and steps, which want a GPU
+        device: auto is cuda if available
+        seeds (N): of weights and batches
+        steps: of each run (default: as the recipe has it)
+        out (DIR): a new folder, or one to resume (default: runs/geometry/quick, or full with --full)
+        workers: runs at the same time (default: one for each core)
+        json: print JSON instead of tables
+    """
+    from residua.lab.geometry.models import MODELS
     from residua.lab.geometry.study import FULL, QUICK, job
     from residua.lab.geometry.tasks import TASKS
     from residua.lab.training import pick_device
 
-    settings = FULL if arguments.full else QUICK
-    settings = replace(settings, steps=arguments.steps or settings.steps)
-    device = pick_device(arguments.device, "--device")
-    tasks, models, seeds = map(dict.fromkeys, (arguments.tasks, arguments.models, arguments.seeds))
-    jobs = [job(model, task, seed, settings, device) for task in tasks for model in models for seed in seeds]
-    out = Path(arguments.out or f"runs/geometry/{'full' if arguments.full else 'quick'}")
+    settings = FULL if full else QUICK
+    settings = replace(settings, steps=steps or settings.steps)
+    place = pick_device(device, "--device")
+    chosen = models or [name for name in MODELS if name not in NOT_QUICK]
+    jobs = [
+        job(model, task, seed, settings, place)
+        for task in dict.fromkeys(tasks or TASKS)
+        for model in dict.fromkeys(chosen)
+        for seed in dict.fromkeys(seeds)
+    ]
+    folder = Path(out or f"runs/geometry/{'full' if full else 'quick'}")
     facts = {"experiment": "sequences", **asdict(settings)}
-    return _study(arguments, out, facts, jobs, [settings.task(name) for name in TASKS], device)
+    _study(folder, facts, jobs, [settings.task(name) for name in TASKS], place, workers, json)
 
 
 def _study(
-    arguments: Arguments,
     out: Path,
     settings: dict[str, Any],
     jobs: "Sequence[Job]",
     tasks: "Sequence[Task]",
     device: "torch.device",
-) -> int:
+    workers: int | None,
+    json: bool,
+) -> None:
     """Make the runs, then the tables and pictures of all runs in the folder."""
     from residua.lab.geometry.references import references
     from residua.lab.geometry.report import table, write_tables
     from residua.records.jobs import open_runs, run_jobs
     from residua.records.provenance import available_cores, circumstances
 
-    workers = arguments.workers or min(available_cores(), 4 if device.type == "cuda" else 1024)
+    workers = workers or min(available_cores(), 4 if device.type == "cuda" else 1024)
     with extra("lab"):  # raises before hours of training
         from residua.lab.geometry.pictures import draw
     facts = {"circumstances": circumstances(device) | {"threads": 1}}
@@ -127,31 +141,12 @@ def _study(
         for task in tasks:
             records += references(task)
         paths = [runs.path, *write_tables(records, out), *draw(records, out)]
-    if arguments.json:
+    if json:
         print((out / "tables.json").read_text(encoding="utf-8"), end="")
-        return 0
+        return
     for task in tasks:
         print(f"{task.name}:")
         print_table(*table(records, task.name))
         print()
     for path in paths:
         print(f"written: {path}")
-    return 0
-
-
-SUBCOMMANDS = {
-    "reflection": SubCommand(
-        "learn y = -x with one operator, with gate controls and baselines; about 2 minutes",
-        "Learn y = -x on R^64 with one operator: the published ones, exact ones, a linear map, and the hybrid from "
-        "other gates and penalties. Print ours beside the published numbers.",
-        _reflection_arguments,
-        _reflection,
-    ),
-    "quick": SubCommand(
-        "train residual schemes on all tasks at reduced sizes; 20 minutes",
-        "Train every scheme in the published wrapper at matched parameters, and measure causality, the loss online, "
-        "norms inside the residual stream and more. --full is the published size, which wants a GPU.",
-        _quick_arguments,
-        _quick,
-    ),
-}

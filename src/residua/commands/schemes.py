@@ -7,55 +7,57 @@ from functools import cache
 from inspect import cleandoc
 from textwrap import TextWrapper, indent
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from residua.commands.base import Arguments, Parser, add_json, print_json
+from residua.commands.base import print_json
 from residua.connections.names import canonical
-from residua.errors import InputError, first_line, types_of
+from residua.connections.options import Range
+from residua.errors import InputError, first_line
 from residua.records.table import print_table
 
 if TYPE_CHECKING:
     from residua.connections import Scheme
 
-HELP = "list the residual schemes, or explain one: equation, options, cost, who runs it, results"
-EXAMPLES = "residua schemes\nresidua schemes ddl-cc\nresidua schemes --json"
-WRAP = TextWrapper(100, break_on_hyphens=False)
+WRAP = TextWrapper(79, break_on_hyphens=False)
 PAPER_SIZES = {"small": (768, 24), "medium": (1024, 48)}
 """Width and sublayers of the models of arXiv 2601.00417. `residua.models.SIZES` has more, and needs transformers."""
 
 
-def add_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="explain this one, also with options: ddl:beta_init=0.5"
-    )
-    add_json(parser)
+def schemes(name: str | None = None, *, json: bool = False) -> None:
+    """List the residual schemes, or explain one.
 
+    Examples:
+        residua schemes
+        residua schemes ddl-cc
+        residua schemes --json
 
-def run(arguments: Arguments) -> None:
-    if arguments.name is not None:
-        _explain(arguments.name, arguments.json)
+    Args:
+        name (SCHEME): explain this one, also with options: ddl:beta_init=0.5
+        json: print JSON instead of text
+    """
+    if name is not None:
+        _explain(name, json)
         return
     from residua.connections import schemes
 
     records = [_record(name, scheme) for name, scheme in schemes().items()]
-    if arguments.json:
+    if json:
         print_json(records)
         return
     rows = [
         [
             record["name"],
-            record["equation"],
             record["state_per_token"] or "-",
             *("-" if count is None else f"{count:+,}" for count in record["parameters_added"].values()),
             record["paper"],
-            " ".join(f"{key}={value}" for key, value in record["options"].items()),
         ]
         for record in records
     ]
-    print_table(["name", "equation", "state", *PAPER_SIZES, "paper", "options"], rows)
+    print_table(["name", "state", *PAPER_SIZES, "paper"], rows)
     print(
-        "\nstate: numbers per token, d the width, from the first to the last of 24 sublayers; "
-        f"{' and '.join(PAPER_SIZES)}: parameters added to the plain residual."
+        "\nstate: numbers per token, d the width, from the first to the last of 24 sublayers\n"
+        f"{' and '.join(PAPER_SIZES)}: parameters added to the plain residual\n"
+        "residua schemes NAME explains one: equation, options, cost, who runs it, results"
     )
     for record in records:
         if record["not_built"]:
@@ -113,13 +115,11 @@ def _explain(name: str, as_json: bool) -> None:
     for paragraph in about(kind):
         print(paragraph if paragraph.startswith("    ") else WRAP.fill(paragraph), end="\n\n")
     print(f"paper: {scheme.source}")
-    if record["not_built"]:
-        print(f"cost: it cannot be built here: {record['not_built']}")
-    else:
+    cost = f"it cannot be built here: {record['not_built']}"
+    if not record["not_built"]:
         counts = " and ".join(f"{count:+,} at {size}" for size, count in record["parameters_added"].items())
-        print(
-            f"cost: a state of {record['state_per_token']} per token, d the width; parameters beside residual: {counts}"
-        )
+        cost = f"a state of {record['state_per_token']} per token, d the width; parameters beside residual: {counts}"
+    print(WRAP.fill(f"cost: {cost}"))
     print(WRAP.fill(f"who runs it: {kind.users or 'not known'}"))
     for option in record["all_options"]:
         choices = ", ".join(option["values"])
@@ -184,8 +184,8 @@ def meanings(kind: "type[Scheme]") -> dict[str, str]:
 
 
 def values(kind: "type[Scheme]", option: str) -> list[str]:
-    """Return the choices of an option, or the types of its values."""
-    return _values(types_of(kind)[option])
+    """Return the choices of an option, or the types of its values and their ranges."""
+    return _values(get_type_hints(kind, include_extras=True)[option])
 
 
 def _values(annotation: Any) -> list[str]:
@@ -193,6 +193,9 @@ def _values(annotation: Any) -> list[str]:
         return [repr(choice) for choice in get_args(annotation)]
     if get_origin(annotation) in (Union, UnionType):
         return [value for part in get_args(annotation) for value in _values(part)]
+    if get_origin(annotation) is Annotated:
+        ranges = [part.words for part in annotation.__metadata__ if isinstance(part, Range)]
+        return [" ".join([*_values(get_args(annotation)[0]), *ranges])]
     return ["None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))]
 
 

@@ -1,53 +1,38 @@
 """The command `residua train`."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from residua.commands.base import Arguments, Parser, stopped_by
+from residua.commands.base import stopped_by
+from residua.commands.configuration import Configuration
 from residua.errors import InputError
 
-HELP = "train a language model into a run folder, or resume one"
-EXAMPLES = """\
-residua train --config tiny --run runs/residual
-residua train --config tiny --model.connection ddl-cc --train.lr 2e-3 --run runs/ddl-cc
-residua train --config tiny --config mine.yaml --run runs/mine
-residua train --run runs/ddl-cc --resume
-residua train --config tiny --print_config > mine.yaml
-torchrun --nproc-per-node 8 --max-restarts 3 -m -- residua train --config small --run runs/small --train.parallel fsdp
-"""
 
+def train(*, run: str | None = None, resume: bool = False, configuration: Configuration) -> int:
+    """Train a language model into a run folder, or resume one.
 
-def add_arguments(parser: Parser) -> None:
-    from residua.lab.training import add_config_arguments
+    Examples:
+        residua train --config tiny --run runs/residual
+        residua train --config tiny --model.connection ddl-cc --run runs/ddl-cc
+        residua train --config tiny mine.yaml --run runs/mine
+        residua train --run runs/ddl-cc --resume
+        residua train --config tiny --print-config > mine.yaml
+        torchrun --nproc-per-node 8 -m -- residua train --config small --run runs/s
 
-    parser.usage = "residua train --run DIR [--config NAME|FILE.yaml ...] [--resume] [--print_config] [--KEY VALUE ...]"
-    parser.add_argument(
-        "--run",
-        "--run-dir",
-        metavar="DIR",
-        help="a new folder for the run, or with --resume the folder of one; torchrun takes --run for an option of its "
-        "own, unless -m -- stands before residua",
-    )
-    parser.add_argument("--resume", action="store_true", help="resume the run at its newest checkpoint")
-    add_config_arguments(parser)
-
-
-def run(arguments: Arguments) -> int:
-    from residua.lab.training import load_config
-
-    sources = arguments.config
-    if sources is None and arguments.resume and arguments.run is not None:
-        settings = Path(arguments.run) / "config.yaml"
+    Args:
+        run (DIR): a new folder for the run, or with --resume the folder of one
+        resume: resume the run at its newest checkpoint
+    """
+    if not configuration.config and resume and run is not None:
+        settings = Path(run) / "config.yaml"
         if not settings.is_file():
-            raise InputError(f"{arguments.run} must be a run to resume, found no config.yaml; start one with --config")
-        sources = [str(settings)]
-    if sources is None and not arguments.print_config:
-        raise InputError("give --config NAME|FILE.yaml for a new run, or --resume; residua train --help explains")
-    config = load_config(sources, arguments.overrides)
-    if arguments.print_config:
-        print(config.to_yaml(), end="")
+            raise InputError(f"{run} must be a run to resume, found no config.yaml; start one with --config")
+        configuration = replace(configuration, config=(str(settings),))
+    config = configuration.load(needed="what to train, or --resume which run goes on")
+    if config is None:
         return 0
-    if arguments.run is None:
+    if run is None:
         raise InputError("give --run DIR, the folder for the run")
 
     from residua.lab import experiment
@@ -55,12 +40,12 @@ def run(arguments: Arguments) -> int:
     from residua.records.threads import threads
 
     with threads(1 if config.small and "OMP_NUM_THREADS" not in os.environ else None):
-        result = experiment.run(config, arguments.run, resume=arguments.resume)
+        result = experiment.run(config, run, resume=resume)
     if result["interrupted"]:
         return stopped_by(result["signal"])
     if is_first():
         print(
-            f"{arguments.run}: step {result['step']}, validation loss {result['val_loss']:.4f}, "
+            f"{run}: step {result['step']}, validation loss {result['val_loss']:.4f}, "
             f"{result['bits_per_byte']:.4f} bits per byte"
         )
     return 0

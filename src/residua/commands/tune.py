@@ -3,89 +3,71 @@
 import importlib
 from pathlib import Path
 
-from residua.commands.base import Arguments, Parser, add_json, print_json, whole
+from residua.commands.base import print_json
+from residua.commands.configuration import Configuration
+from residua.connections.options import Count
 from residua.errors import InputError, extra
 from residua.records.table import print_table
 
-HELP = "tune keys of a training configuration over grids, seeds and neighbours"
-EXAMPLES = """\
-residua study tune --config tiny --over train.lr=1e-3,2e-3,4e-3 --seeds 3 --processes 2 --out sweeps/residual
-residua study tune --config tiny --over model.connection=residual,ddl --over train.lr=2e-3,4e-3 --out sweeps/two
-residua study tune --config tiny --model.connection ddl --over train.lr=2e-3,4e-3 --neighbours --out sweeps/ddl"""
 
+def tune(
+    *,
+    out: str | None = None,
+    over: tuple[str, ...] = (),
+    seeds: Count = 1,
+    neighbours: bool = False,
+    finalists: Count | None = None,
+    processes: Count = 1,
+    keep_runs: bool = False,
+    json: bool = False,
+    configuration: Configuration,
+) -> None:
+    """Tune keys of a configuration over grids, seeds and neighbours.
 
-def add_arguments(parser: Parser) -> None:
-    """Add the arguments to the parser of `residua study tune`."""
-    from residua.lab.training import add_config_arguments
+    Keys whose values are not positive numbers, such as model.connection, make groups that are tuned by themselves.
 
-    parser.usage = (
-        "residua study tune --out DIR --over KEY=VALUE,VALUE,... [--over ...] [--config NAME|FILE.yaml ...] "
-        "[--seeds N] [--neighbours] [--finalists N] [--processes N] [--keep-runs] [--json] [--KEY VALUE ...]"
-    )
-    parser.add_argument("--out", metavar="DIR", help="a new folder, or the folder of a sweep to continue")
-    parser.add_argument(
-        "--over",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE,...",
-        help="a key and the values to try; may be given several times. Keys whose values are not positive numbers, "
-        "such as model.connection, make groups that are tuned by themselves",
-    )
-    parser.add_argument("--seeds", type=whole(1), default=1, metavar="N", help="runs of each point (default: 1)")
-    parser.add_argument(
-        "--neighbours",
-        action="store_true",
-        help="continue from the best point of the grid: train its neighbours, each number halved and doubled, until "
-        "none is better",
-    )
-    parser.add_argument(
-        "--finalists",
-        type=whole(1),
-        metavar="N",
-        help="points of each group that get more than one seed, the best ones (default: all, or 3 with --neighbours)",
-    )
-    parser.add_argument(
-        "--processes",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="runs at the same time, each with one thread (default: 1)",
-    )
-    parser.add_argument("--keep-runs", action="store_true", help="keep the run folders and their last checkpoints")
-    add_json(parser)
-    add_config_arguments(parser)
+    Examples:
+        residua study tune --config tiny --over train.lr=1e-3,2e-3 --out sweeps/lr
+        residua study tune --config tiny --out sweeps/two --seeds 3 --processes 2 \\
+            --over model.connection=residual,ddl train.lr=2e-3,4e-3
+        residua study tune --config tiny-ddl --over train.lr=2e-3 --neighbours --out s
 
-
-def run(arguments: Arguments) -> None:
-    """Train the missing runs and show the results. Raises InputError and RunError."""
-    from residua.lab.training import load_config
-
-    if arguments.print_config:
-        print(load_config(arguments.config, arguments.overrides).to_yaml(), end="")
+    Args:
+        out (DIR): a new folder, or the folder of a sweep to continue
+        over (KEY=VALUE,...): keys and the values to try
+        seeds: runs of each point
+        neighbours: continue from the best point of the grid: train its neighbours, each number halved and doubled,
+            until none is better
+        finalists: best points of each group that get more than one seed (default: all, or 3 with --neighbours)
+        processes: runs at the same time, each with one thread
+        keep_runs: keep the run folders and their last checkpoints
+        json: print JSON instead of a table
+    """
+    if configuration.print_config:
+        configuration.load(needed="")
         return
-    if arguments.out is None:
+    if out is None:
         raise InputError("give --out DIR, the folder of the sweep")
     with extra("lab"):  # raises before hours of training
         importlib.import_module("matplotlib")
     from residua.lab.study.sweep import Sweep, parse_over, train_sweep
 
-    finalists = 3 if arguments.neighbours and arguments.finalists is None else arguments.finalists
     sweep = Sweep(
-        arguments.config,
-        tuple(arguments.overrides),
-        parse_over(arguments.over),
-        seeds=arguments.seeds,
-        neighbours=arguments.neighbours,
-        finalists=finalists,
+        configuration.config or None,
+        configuration.overrides,
+        parse_over(over),
+        seeds=seeds,
+        neighbours=neighbours,
+        finalists=3 if neighbours and finalists is None else finalists,
     )
-    outcome = train_sweep(sweep, arguments.out, processes=arguments.processes, keep=arguments.keep_runs)
-    if arguments.json:
+    outcome = train_sweep(sweep, out, processes=processes, keep=keep_runs)
+    if json:
         print_json(outcome.to_json())
         return
     print_table(*outcome.table())
     for note in outcome.notes:
         print(f"note: {note}")
     for name in ("records.jsonl", "sweep.json", *(["sweep.png"] if outcome.best else [])):
-        print(f"written: {Path(arguments.out) / name}")
+        print(f"written: {Path(out) / name}")
     if outcome.best:
         print(f"train the best with: {outcome.command()}")

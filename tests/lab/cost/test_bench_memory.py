@@ -5,17 +5,12 @@ import pytest
 import torch
 
 from residua.commands import cost
-from residua.commands.base import Parser
+from residua.commands.signature import run_function
 from residua.connections import PRESETS
 from residua.errors import InputError, RunError
 from residua.lab.cost import measured_memory as memory
-from residua.lab.cost.measured_memory import (
-    MemorySettings,
-    benchmark,
-    kept_bytes,
-    peak_bytes,
-    with_and_without_recompute,
-)
+from residua.lab.cost.measured_memory import benchmark, kept_bytes, peak_bytes
+from residua.lab.cost.settings import MemorySettings, with_and_without_recompute
 from residua.lab.cost.steps import TrainingStep
 
 TINY = {"layers": 2, "dim": 64, "heads": 2, "head_dim": 32, "sequence_length": 64, "vocab_size": 32}
@@ -25,18 +20,21 @@ def settings(*presets, **changes):
     return MemorySettings(presets=presets, **{**TINY, "peak": False, **changes})
 
 
+def above_baseline(settings):
+    """What each preset keeps above the plain residual, in vectors of the width for each token and layer."""
+    return {row["preset"]: row["vectors_above_baseline"] for row in benchmark(settings).records()}
+
+
 def command(*arguments):
     """Run `residua cost memory` with a tiny model."""
-    parser = Parser()
-    cost.add_arguments(parser)
     sizes = [text for name, value in TINY.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return cost.run(parser.parse_args(["memory", *sizes, *arguments]))
+    run_function("residua cost memory", cost.memory, [*sizes, *arguments])
 
 
 def test_recomputed_states_are_not_kept():
     """Eight sublayers of four channels: two states are kept of eight, or all, and then the values as well."""
-    result = benchmark(settings("ddl-cc", "ddl-cc:recompute=none", "ddl-cc:recompute_every=8", layers=4))
-    replayed, everything, rarely = (result.above_baseline(name) for name in list(result.kept)[1:])
+    found = above_baseline(settings("ddl-cc", "ddl-cc:recompute=none", "ddl-cc:recompute_every=8", layers=4))
+    _, replayed, everything, rarely = found.values()
     assert everything - replayed == pytest.approx(6 * 4 / 4 + 2 * 4 / TINY["dim"], abs=0.05)
     assert replayed - rarely == pytest.approx(1 * 4 / 4, abs=0.05)
     numbers = 2 * (2 * 4 + 4) / TINY["dim"]
@@ -46,9 +44,9 @@ def test_recomputed_states_are_not_kept():
 def test_a_state_of_several_tensors_is_kept_once():
     """Beside the plain residual: a source for each sublayer, and two numbers for each source of each read; less what is
     read and its norm, which are derived again."""
-    result = benchmark(settings("attnres", layers=4))
+    found = above_baseline(settings("attnres", layers=4))
     read = sum(1 + boundary for boundary in range(1, 9))
-    assert result.above_baseline("attnres") == pytest.approx((8 - 2 * 8 + 2 * read / TINY["dim"]) / 4, abs=0.05)
+    assert found["attnres"] == pytest.approx((8 - 2 * 8 + 2 * read / TINY["dim"]) / 4, abs=0.05)
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": "bfloat16"}, {"state_dtype": "bfloat16"}])
@@ -59,9 +57,8 @@ def test_counting_gives_the_same_number_again_and_leaves_no_gradient(changes):
 
 
 def test_a_narrow_state_keeps_less():
-    narrow = benchmark(settings("ddl-tc:recompute=none", state_dtype="bfloat16"))
-    wide = benchmark(settings("ddl-tc:recompute=none"))
-    assert narrow.above_baseline("ddl-tc:recompute=none") < 0.8 * wide.above_baseline("ddl-tc:recompute=none")
+    name = "ddl-tc:recompute=none"
+    assert above_baseline(settings(name, state_dtype="bfloat16"))[name] < 0.8 * above_baseline(settings(name))[name]
 
 
 def test_what_is_kept_grows_with_the_batch():
@@ -111,7 +108,7 @@ def test_a_wrong_step_gets_no_number(monkeypatch, capsys):
 
 def test_records_of_memory_are_complete(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    assert command("--presets", "ddl-cc", "--no-peak", "--out", str(out), "--json") == 0
+    command("--presets", "ddl-cc", "--no-peak", "--out", str(out), "--json")
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert json.loads(capsys.readouterr().out) == records
     base, record = records
@@ -125,7 +122,7 @@ def test_records_of_memory_are_complete(tmp_path, capsys):
 
 def test_the_table_of_memory_has_a_line_for_each_preset(monkeypatch, capsys):
     monkeypatch.setattr(memory, "peak_bytes", lambda preset, settings: 2**20 * len(preset))
-    assert command("--presets", "ddl") == 0
+    command("--presets", "ddl")
     header, rule, *rows = capsys.readouterr().out.splitlines()
     assert "above residual" in header
     assert [row.split()[0] for row in rows] == ["residual", "ddl"]
@@ -159,10 +156,10 @@ def test_a_converted_llama_is_compared_with_itself_before(capsys):
     found = []
     for dim in (64, 128):
         sizes = {"dim": dim, "layers": 4, "batch_size": 1}
-        found.append(benchmark(settings("residual", "hc", base="llama", **sizes)).above_baseline("hc"))
+        found.append(above_baseline(settings("residual", "hc", base="llama", **sizes))["hc"])
     numbers = 128 * (found[0] - found[1])
     assert 2 < found[1] - numbers / 128 <= 4.5
-    with pytest.raises(InputError, match="base must be residua or llama, got 'gpt'"):
+    with pytest.raises(InputError, match="base must be one of residua, llama, got 'gpt'"):
         settings(base="gpt")
     with pytest.raises(InputError, match="state_dtype must be None with base='llama'"):
         settings(base="llama", state_dtype="bfloat16")

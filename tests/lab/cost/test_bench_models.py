@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from residua.commands import cost
-from residua.commands.base import Parser
+from residua.commands.signature import run_function
 from residua.connections import PRESETS
 from residua.errors import InputError, RunError
 from residua.lab.cost import steps as models
-from residua.lab.cost.steps import ModelSettings, TrainingStep, benchmark
+from residua.lab.cost.settings import ModelSettings
+from residua.lab.cost.steps import TrainingStep, benchmark
 
 SIZES = {"layers": 1, "dim": 16, "heads": 2, "head_dim": 8, "sequence_length": 8, "vocab_size": 32}
 TINY = {**SIZES, "rounds": 2, "warmup": 1}
@@ -22,10 +23,8 @@ def settings(*presets, **changes):
 
 def command(*arguments):
     """Run `residua cost step` with a tiny model."""
-    parser = Parser()
-    cost.add_arguments(parser)
     sizes = [text for name, value in TINY.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return cost.run(parser.parse_args(["step", *sizes, *arguments]))
+    run_function("residua cost step", cost.step, [*sizes, *arguments])
 
 
 class Slightly(torch.nn.Module):
@@ -80,7 +79,7 @@ def test_compiled_steps_are_each_one_graph_however_many_there_are(monkeypatch):
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=1):
         result = benchmark(settings("ddl", compile=True, rounds=1, warmup=0))
-    assert result.timing.seconds.keys() == {"residual", "ddl"}
+    assert [row["preset"] for row in result.records()] == ["residual", "ddl"]
 
 
 def test_a_step_learns():
@@ -114,7 +113,7 @@ def test_a_loss_that_is_lost_on_the_way_is_reported(monkeypatch):
 def test_records_are_complete(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     for _ in range(2):
-        assert command("--presets", "ddl", "--out", str(out), "--json", "--seed", "3") == 0
+        command("--presets", "ddl", "--out", str(out), "--json", "--seed", "3")
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["preset"] for record in records] == ["residual", "ddl"] * 2  # appended
 
@@ -149,7 +148,7 @@ def test_records_are_complete(tmp_path, capsys):
 
 
 def test_the_table_has_a_line_for_each_preset(capsys):
-    assert command("--presets", "ddl", "ddl-cc") == 0
+    command("--presets", "ddl", "ddl-cc")
     header, rule, *rows = capsys.readouterr().out.splitlines()
     assert header.split("  ")[0] == "preset"
     assert "ratio to residual" in header
@@ -186,22 +185,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
         command("--out", str(tmp_path / "nowhere" / "out.jsonl"))
     with pytest.raises(InputError, match=r"must be a file to append to, got: Is a directory"):
         command("--out", str(tmp_path))
-
-
-@pytest.mark.parametrize("calls", [5, 6, 7])
-def test_what_is_interrupted_keeps_the_rounds_that_are_complete(calls):
-    """Of one round to warm up and three that count, two steps each."""
-    kept, done = [], []
-
-    def advance():
-        done.append(None)
-        if len(done) == calls:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        benchmark(settings("ddl", rounds=3), advance=advance, keep=kept.append)
-    assert [record["preset"] for record in kept] == ["residual", "ddl"]
-    assert [len(record["seconds"]) for record in kept] == [calls // 2 - 1] * 2
 
 
 @pytest.mark.interpreter

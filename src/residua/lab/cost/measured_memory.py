@@ -4,17 +4,17 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from residua.connections import PRESETS
 from residua.errors import InputError, RunError
-from residua.lab.cost.settings import BASELINE
-from residua.lab.cost.steps import Errors, ModelSettings, TrainingStep
+from residua.lab.cost.models import Measured, model_config
+from residua.lab.cost.settings import BASELINE, MemorySettings
+from residua.lab.cost.steps import TrainingStep
 from residua.records.provenance import circumstances
 from residua.records.threads import threads
 
@@ -22,99 +22,14 @@ MEBIBYTE = 2**20
 STATUS = Path("/proc/self/status")
 
 
-def with_and_without_recompute() -> tuple[str, ...]:
-    """Return all presets, and a variant with every state kept of those that recompute states."""
-    names = []
-    for preset, scheme in PRESETS.items():
-        names.append(preset)
-        if next(iter(scheme.ways_to_keep())) == "replay":
-            names.append(f"{preset}:recompute=none")
-    return tuple(names)
-
-
-@dataclass(frozen=True)
-class MemorySettings(ModelSettings):
-    """The models to measure (`ModelSettings`; one step is enough, so there are no rounds).
-
-    presets   by default all; those that recompute states also with every state kept
-    peak      whether to measure the peak of a training step too; on the CPU this needs Linux
-    """
-
-    presets: tuple[str, ...] = with_and_without_recompute()
-    peak: bool = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.peak and self.device == "cpu" and not STATUS.exists():
-            raise InputError("peak needs Linux, which records the peak of a process; measure without it")
-
-    @property
-    def steps(self) -> int:
-        return len(self.presets)
-
-
-@dataclass(frozen=True)
-class MemoryResult:
-    """kept: bytes kept for the backward pass by preset, with logits and loss, without parameters.
-
-    peak: most bytes in use during a training step by preset, with weights, gradients and the state of AdamW, or None if
-    not measured. On the CPU: the growth of a separate process.
-    """
-
-    settings: MemorySettings
-    kept: Mapping[str, int]
-    peak: Mapping[str, int] | None
-    errors: Mapping[str, Errors]
-    circumstances: Mapping[str, Any]
-
-    def vectors(self, preset: str) -> float:
-        """Return the memory kept per token and layer, in vectors of width dim in the dtype of the precision."""
-        settings = self.settings
-        size = settings.batch_size * settings.sequence_length * settings.layers * settings.dim
-        return self.kept[preset] / (size * getattr(torch, settings.precision).itemsize)
-
-    def above_baseline(self, preset: str) -> float:
-        return self.vectors(preset) - self.vectors(BASELINE)
-
-    def peak_ratio(self, preset: str) -> float | None:
-        return None if self.peak is None else self.peak[preset] / self.peak[BASELINE]
-
-    def records(self) -> list[dict[str, Any]]:
-        """Return one record for each preset, complete in itself."""
-        return [
-            {
-                "benchmark": "memory",
-                "preset": preset,
-                "baseline": BASELINE,
-                "kept_bytes": self.kept[preset],
-                "vectors": self.vectors(preset),
-                "vectors_above_baseline": self.above_baseline(preset),
-                "peak_bytes": None if self.peak is None else self.peak[preset],
-                "peak_ratio": self.peak_ratio(preset),
-                "errors": self.errors[preset]._asdict(),
-                "settings": asdict(self.settings),
-                **self.circumstances,
-            }
-            for preset in self.kept
-        ]
-
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the header and the rows of the table, as text."""
-        header = ["preset", "kept, MiB", "d-vectors", f"above {BASELINE}", "peak, MiB", "ratio"]
-        rows = []
-        for preset in self.kept:
-            ratio = self.peak_ratio(preset)
-            peak = ["", ""] if ratio is None else [f"{self.peak[preset] / MEBIBYTE:.1f}", f"{ratio:.3f}"]
-            rows.append(
-                [
-                    preset,
-                    f"{self.kept[preset] / MEBIBYTE:.1f}",
-                    f"{self.vectors(preset):.2f}",
-                    f"{self.above_baseline(preset):+.2f}",
-                    *peak,
-                ]
-            )
-        return header, rows
+COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
+    "preset": lambda row: row["preset"],
+    "kept, MiB": lambda row: f"{row['kept_bytes'] / MEBIBYTE:.1f}",
+    "d-vectors": lambda row: f"{row['vectors']:.2f}",
+    f"above {BASELINE}": lambda row: f"{row['vectors_above_baseline']:+.2f}",
+    "peak, MiB": lambda row: "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MEBIBYTE:.1f}",
+    "ratio": lambda row: "" if row["peak_ratio"] is None else f"{row['peak_ratio']:.3f}",
+}
 
 
 def benchmark(
@@ -122,30 +37,53 @@ def benchmark(
     *,
     advance: Callable[[], None] = lambda: None,
     keep: Callable[[Mapping[str, Any]], None] = lambda record: None,
-) -> MemoryResult:
+) -> Measured:
     """Check the training step of every preset against float64, count what it keeps, and measure the peak of a step.
+
+    vectors   kept for the backward pass per token and layer, of width dim in the dtype of the precision
+    peak      most bytes in use during a step, with weights, gradients and the state of AdamW, or None if not measured.
+              On the CPU: the growth of a separate process
 
     `advance` is called after every preset, `keep` with its record.
 
     Raises:
+        InputError: the peak cannot be measured here, or an option of a preset cannot be used.
         RunError: a step computes something wrong, or runs out of memory.
     """
-    kept: dict[str, int] = {}
-    peak: dict[str, int] = {}
-    errors: dict[str, Errors] = {}
+    if settings.peak and settings.device == "cpu" and not STATUS.exists():
+        raise InputError("the peak needs Linux, which records the peak of a process; give --no-peak")
+    for preset in settings.presets:
+        model_config(settings, preset)  # raises before anything is measured
+    records: list[dict[str, Any]] = []
+    vector = settings.dim * getattr(torch, settings.precision).itemsize
+    layers = settings.batch_size * settings.sequence_length * settings.layers
     with threads(settings.threads):
         conditions = circumstances(torch.device(settings.device))
-        result = MemoryResult(settings, kept, peak if settings.peak else None, errors, conditions)
         for preset in settings.presets:
             step = TrainingStep(preset, settings)
-            errors[preset] = step.check()
-            kept[preset] = kept_bytes(step)
+            errors = step.check()
+            kept = kept_bytes(step)
             del step
-            if settings.peak:
-                peak[preset] = peak_bytes(preset, settings)
-            keep(result.records()[-1])
+            peak = peak_bytes(preset, settings) if settings.peak else None
+            vectors = kept / (layers * vector)
+            baseline = records[0] if records else {"vectors": vectors, "peak_bytes": peak}
+            record = {
+                "benchmark": "memory",
+                "preset": preset,
+                "baseline": BASELINE,
+                "kept_bytes": kept,
+                "vectors": vectors,
+                "vectors_above_baseline": vectors - baseline["vectors"],
+                "peak_bytes": peak,
+                "peak_ratio": None if peak is None else peak / baseline["peak_bytes"],
+                "errors": errors._asdict(),
+                "settings": asdict(settings),
+                **conditions,
+            }
+            records.append(record)
+            keep(record)
             advance()
-    return result
+    return Measured(records, COLUMNS)
 
 
 def kept_bytes(step: TrainingStep) -> int:

@@ -1,31 +1,32 @@
-"""Sizes, names and PyTorch settings that the benchmarks of whole language models share."""
+"""What the benchmarks measure and how: the options of `residua cost`, without PyTorch."""
 
-import copy
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from residua.connections import PRESETS
-from residua.errors import InputError, require
+from residua.connections.names import PRESETS, canonical
+from residua.errors import InputError, check_types, require
 from residua.lab.cost.timing import Clock, cuda_clock, process_clock, wall_clock
-from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.model_fields import ModelFields
 
 BASELINE = "residual"
 Device = Literal["cpu", "cuda"]
 Precision = Literal["float32", "bfloat16"]
+Base = Literal["residua", "llama"]
+MOST_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measuring:
     """Where and how often to measure. Raises InputError for a value that cannot be used.
 
-    rounds, warmup   see `timing.compare`
-    threads          PyTorch's threads on the CPU. One: CPU time of the process is measured; more: wall-clock time
-    seed             for weights and inputs
+    Args:
+        device: cuda needs a GPU
+
+    Rarely:
+        rounds: times each candidate is measured
+        warmup: rounds before that which do not count
+        threads: of the CPU; with more than one, wall-clock time is measured in place of CPU time
+        seed: of weights and inputs
     """
 
     device: Device = "cpu"
@@ -35,11 +36,15 @@ class Measuring:
     seed: int = 0
 
     def __post_init__(self):
+        check_types(self)
         expect_at_least(1, self, "threads", "rounds")
         expect_at_least(0, self, "warmup")
-        require(self.device in get_args(Device), "device", " or ".join(get_args(Device)), self.device)
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise InputError("device needs a machine with a CUDA device, found none; use cpu")
+        require(self.threads <= MOST_THREADS, "threads", f"at most {MOST_THREADS}", self.threads)
+        if self.device == "cuda":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise InputError("device needs a machine with a CUDA device, found none; use cpu")
 
     @property
     def clock(self) -> Clock:
@@ -48,15 +53,23 @@ class Measuring:
         return process_clock if self.threads == 1 else wall_clock
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings(Measuring):
     """The models to measure and where to run them; the plain residual is always included.
 
-    presets      names of presets, with options if wanted: "ddl-cc:recompute=none"
-    layers, dim, heads, head_dim, vocab_size   the model
-    precision    the dtype of the computation
-    state_dtype  see `ResiduaConfig`
-    compile      the model through `torch.compile`, as one graph
+    Args:
+        presets (SCHEME): schemes to measure beside the plain residual, also with options, as in ddl-cc:recompute=none
+            (default: all that residua schemes lists)
+        layers: layers of attention and MLP
+        dim: width
+        precision: bfloat16 is autocast, with weights in float32
+        compile: every model through torch.compile, as one graph
+
+    Rarely:
+        heads: attention heads
+        head_dim: width of a head
+        vocab_size: rows of the embedding
+        state_dtype: of the residual state (default: as the embeddings)
     """
 
     presets: tuple[str, ...] = tuple(PRESETS)
@@ -72,46 +85,28 @@ class Settings(Measuring):
     warmup: int = 2
 
     def __post_init__(self):
-        object.__setattr__(self, "presets", tuple(dict.fromkeys([BASELINE, *self.presets])))
+        object.__setattr__(self, "presets", tuple(dict.fromkeys([BASELINE, *map(canonical, self.presets)])))
         super().__post_init__()
         expect_at_least(1, self, "layers")
-        require(self.precision in get_args(Precision), "precision", " or ".join(get_args(Precision)), self.precision)
-        for preset in self.presets:
-            self.config(preset)
+        ModelFields(**self.sizes)  # raises for sizes that cannot be used
 
     @property
     def positions(self) -> int:
         """The length of the longest sequence."""
         raise NotImplementedError
 
-    def config(self, preset: str) -> ResiduaConfig:
-        """Return the model of one preset. Raises InputError for an unknown preset or a size that cannot be used."""
-        try:
-            return ResiduaConfig(
-                vocab_size=self.vocab_size,
-                hidden_size=self.dim,
-                num_hidden_layers=self.layers,
-                num_attention_heads=self.heads,
-                head_dim=self.head_dim,
-                max_position_embeddings=self.positions,
-                connection=preset,
-                state_dtype=self.state_dtype,
-            )
-        except ValueError as error:
-            raise InputError(str(error)) from error
-
-    def build(self, preset: str) -> Any:
-        """Return the model of one preset, on the CPU, drawn from the global generator."""
-        return ResiduaForCausalLM(self.config(preset))
-
-    def model(self, preset: str, *shape: int) -> tuple[Any, Tensor]:
-        """Return the model of one preset, on the CPU, and random tokens of this shape; both follow from the seed."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            tokens = torch.randint(self.vocab_size, shape)
-            model = self.build(preset)
-            perturb(model)
-        return model, tokens
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The sizes of the models, as `ResiduaConfig` calls them."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.dim,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.positions,
+            "state_dtype": self.state_dtype,
+        }
 
     @property
     def steps(self) -> int:
@@ -119,10 +114,60 @@ class Settings(Measuring):
         return len(self.presets) * (self.warmup + self.rounds)
 
 
-def llama(config: ResiduaConfig) -> LlamaForCausalLM:
-    """Return a Llama with random weights and the sizes of `config`, without a cache."""
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    return LlamaForCausalLM(LlamaConfig(**{name: getattr(config, name) for name in sizes}, use_cache=False))
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """Training steps on random tokens.
+
+    Args:
+        sequence_length: tokens in a sequence
+        batch_size: sequences in a step
+        base: residua's model, or a Llama of transformers that residua.convert gives each scheme
+    """
+
+    sequence_length: int = 256
+    batch_size: int = 2
+    base: Base = "residua"
+
+    def __post_init__(self):
+        expect_at_least(1, self, "sequence_length", "batch_size")
+        super().__post_init__()
+        narrow = self.base == "llama" and self.state_dtype is not None
+        require(not narrow, "state_dtype", "None with base='llama'", self.state_dtype)
+
+    @property
+    def positions(self) -> int:
+        return self.sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings(ModelSettings):
+    """The memory of training steps. One step is enough, so there are no rounds.
+
+    Args:
+        presets (SCHEME): schemes to measure beside the plain residual, also with options, as in ddl-cc:recompute=none
+            (default: all, and those that recompute states also without that)
+        peak: only count what is kept, without running a step
+    """
+
+    presets: tuple[str, ...] = ()
+    peak: bool = True
+
+    def __post_init__(self):
+        if not self.presets:
+            object.__setattr__(self, "presets", with_and_without_recompute())
+        super().__post_init__()
+
+    @property
+    def steps(self) -> int:
+        return len(self.presets)
+
+
+def with_and_without_recompute() -> tuple[str, ...]:
+    """Return all presets, and a variant with every state kept of those that recompute states. It imports PyTorch."""
+    from residua.connections import PRESETS
+
+    variants = {name: next(iter(scheme.ways_to_keep())) == "replay" for name, scheme in PRESETS.items()}
+    return tuple(name + how for name, replayed in variants.items() for how in ("", ":recompute=none")[: 1 + replayed])
 
 
 def expect_at_least(least: int, settings: object, *names: str) -> None:
@@ -131,29 +176,3 @@ def expect_at_least(least: int, settings: object, *names: str) -> None:
         values = getattr(settings, name)
         for value in values if isinstance(values, tuple) else (values,):
             require(value >= least, name, f"at least {least}", value)
-
-
-def perturb(model: Any) -> None:
-    """Add noise to every parameter: gates and filters start with many zeros, which would hide a wrong term."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)
-
-
-def in_float64(model: Any) -> Any:
-    """Return a copy of a model that computes with the plain definitions, in float64 end to end."""
-    if not isinstance(model, ResiduaForCausalLM):  # a Hugging Face model, perhaps converted
-        return copy.deepcopy(model).double()
-    config = copy.deepcopy(model.config)
-    config.state_dtype = None
-    if "implementation" in config.connection:
-        config.connection = {**config.connection, "implementation": "reference"}
-    with torch.random.fork_rng(devices=[]):
-        reference = ResiduaForCausalLM(config)
-    reference.load_state_dict(model.state_dict())
-    return reference.to(model.device, torch.float64).train(model.training)
-
-
-def many_graphs(count: int) -> AbstractContextManager:
-    """Let `torch.compile` make `count` graphs of the same code; by default it gives up after a few."""
-    return torch._dynamo.config.patch(recompile_limit=4 * count)

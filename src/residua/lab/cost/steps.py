@@ -2,28 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from residua.conversion.convert_model import convert
-from residua.errors import RunError, require
-from residua.lab.cost.settings import (
-    BASELINE,
-    Precision,
-    Settings,
-    expect_at_least,
-    in_float64,
-    llama,
-    many_graphs,
-)
-from residua.lab.cost.timing import Timing, compare
+from residua.errors import RunError
+from residua.lab.cost.models import Measured, in_float64, many_graphs, model_and_tokens
+from residua.lab.cost.settings import BASELINE, ModelSettings, Precision
+from residua.lab.cost.timing import Quartiles, compare
 from residua.records.provenance import circumstances
 from residua.records.threads import threads
-
-Base = Literal["residua", "llama"]
 
 
 class Errors(NamedTuple):
@@ -38,54 +28,16 @@ TOLERANCES: Mapping[Precision, Errors] = {"float32": Errors(1e-5, 1e-4), "bfloat
 CHECKED_TOKENS = 4096  # at once
 
 
-@dataclass(frozen=True)
-class ModelSettings(Settings):
-    """The models to measure, and how (`Settings`).
-
-    sequence_length, batch_size   a batch of random tokens
-    precision      "bfloat16": autocast around the forward pass, as in training; weights stay in float32
-    base           "llama": a Llama of transformers as `residua.convert` makes it, in place of our model; "residual"
-                   is then the Llama itself
-    """
-
-    base: Base = "residua"
-
-    sequence_length: int = 256
-    batch_size: int = 2
-
-    def __post_init__(self):
-        expect_at_least(1, self, "sequence_length", "batch_size")
-        require(self.base in get_args(Base), "base", " or ".join(get_args(Base)), self.base)
-        if self.base == "llama":
-            require(self.state_dtype is None, "state_dtype", "None with base='llama'", self.state_dtype)
-        super().__post_init__()
-
-    def build(self, preset: str) -> Any:
-        if self.base == "residua":
-            return super().build(preset)
-        model = llama(self.config(preset))
-        if preset != BASELINE:
-            convert(model, preset, start="fresh")
-        return model
-
-    @property
-    def positions(self) -> int:
-        return self.sequence_length
-
-    @property
-    def tolerances(self) -> Errors:
-        return TOLERANCES["bfloat16" if "bfloat16" in (self.precision, self.state_dtype) else "float32"]
-
-
 class TrainingStep:
     """The model of one preset; a call runs one training step: forward, backward, fused AdamW."""
 
     def __init__(self, preset: str, settings: ModelSettings):
         self.preset = preset
         self.precision: Precision = settings.precision
-        self.tolerances = settings.tolerances
+        narrow = "bfloat16" in (settings.precision, settings.state_dtype)
+        self.tolerances = TOLERANCES["bfloat16" if narrow else "float32"]
         self.device = torch.device(settings.device)
-        model, tokens = settings.model(preset, settings.batch_size, settings.sequence_length + 1)
+        model, tokens = model_and_tokens(settings, preset, settings.batch_size, settings.sequence_length + 1)
         tokens = tokens.to(self.device)
         self.inputs, self.labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         self.model = model.to(self.device).train()
@@ -139,51 +91,13 @@ class TrainingStep:
         return forward(input_ids=inputs, labels=labels, shift_labels=labels).loss
 
 
-@dataclass(frozen=True)
-class ModelResult:
-    """The timing of all presets, and the parameter count and errors of each."""
-
-    settings: ModelSettings
-    timing: Timing
-    parameters: Mapping[str, int]
-    errors: Mapping[str, Errors]
-    circumstances: Mapping[str, Any]
-
-    def tokens_per_second(self, preset: str) -> float:
-        return self.settings.batch_size * self.settings.sequence_length / self.timing.median_seconds(preset)
-
-    def records(self) -> list[dict[str, Any]]:
-        """Return one complete record per preset: results, every round, settings and circumstances."""
-        return [
-            {
-                "benchmark": "models",
-                "preset": preset,
-                **self.timing.record(preset),
-                "median_seconds": self.timing.median_seconds(preset),
-                "tokens_per_second": self.tokens_per_second(preset),
-                "parameters": self.parameters[preset],
-                "errors": self.errors[preset]._asdict(),
-                "clock": self.settings.clock.__name__,
-                "settings": asdict(self.settings),
-                **self.circumstances,
-            }
-            for preset in self.timing.seconds
-        ]
-
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the header and the rows of the table, as text."""
-        header = ["preset", "ms per step", f"ratio to {self.timing.baseline}", "tokens/s", "parameters"]
-        rows = [
-            [
-                preset,
-                f"{1e3 * self.timing.median_seconds(preset):.2f}",
-                f"{self.timing.ratio(preset):.3f}",
-                f"{self.tokens_per_second(preset):,.0f}",
-                f"{self.parameters[preset]:,}",
-            ]
-            for preset in self.timing.seconds
-        ]
-        return header, rows
+COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
+    "preset": lambda row: row["preset"],
+    "ms per step": lambda row: f"{1e3 * row['median_seconds']:.2f}",
+    f"ratio to {BASELINE}": lambda row: f"{Quartiles(**row['ratio']):.3f}",
+    "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+    "parameters": lambda row: f"{row['parameters']:,}",
+}
 
 
 def benchmark(
@@ -191,11 +105,11 @@ def benchmark(
     *,
     advance: Callable[[], None] = lambda: None,
     keep: Callable[[Mapping[str, Any]], None] = lambda record: None,
-) -> ModelResult:
+) -> Measured:
     """Check the training step of every preset against float64, then time all of them in turns.
 
     `advance` is called after every timed or warm-up step, `len(presets) * (warmup + rounds)` times; `keep` with every
-    record once it is complete, or when the timing ends early, with the rounds that all presets have completed.
+    record at the end.
 
     Raises:
         RunError: a step computes something wrong, or its last loss is not finite.
@@ -204,23 +118,29 @@ def benchmark(
         steps = {preset: TrainingStep(preset, settings) for preset in settings.presets}
         errors = {preset: step.check() for preset, step in steps.items()}
         conditions = circumstances(torch.device(settings.device))
-        parameters = {preset: step.model.num_parameters() for preset, step in steps.items()}
-        seconds: dict[str, list[float]] = {}
         rounds = {"rounds": settings.rounds, "warmup": settings.warmup}
-        try:
-            compare(steps, BASELINE, **rounds, clock=settings.clock, advance=advance, seconds=seconds)
-        finally:
-            complete = min(map(len, seconds.values()), default=0)
-            timing = Timing(BASELINE, {preset: tuple(times[:complete]) for preset, times in seconds.items()})
-            result = ModelResult(settings, timing, parameters, errors, conditions)
-            failures = [preset for preset, step in steps.items() if not math.isfinite(step.last_loss.item())]
-            for record in result.records() if complete and not failures else ():
-                keep(record)
-        for preset in failures:
-            raise RunError(
-                f"{preset} must have a finite loss after the last step, got {steps[preset].last_loss.item()}"
-            )
-    return result
+        timing = compare(steps, BASELINE, **rounds, clock=settings.clock, advance=advance)
+    for preset, step in steps.items():
+        if not math.isfinite(loss := step.last_loss.item()):
+            raise RunError(f"{preset} must have a finite loss after the last step, got {loss}")
+    records = [
+        {
+            "benchmark": "models",
+            "preset": preset,
+            **timing.record(preset),
+            "median_seconds": timing.median_seconds(preset),
+            "tokens_per_second": step.inputs.numel() / timing.median_seconds(preset),
+            "parameters": step.model.num_parameters(),
+            "errors": errors[preset]._asdict(),
+            "clock": settings.clock.__name__,
+            "settings": asdict(settings),
+            **conditions,
+        }
+        for preset, step in steps.items()
+    ]
+    for record in records:
+        keep(record)
+    return Measured(records, COLUMNS)
 
 
 def _errors(loss: Tensor, expected: Tensor, model: torch.nn.Module, reference: torch.nn.Module) -> Errors:

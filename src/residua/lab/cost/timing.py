@@ -4,10 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
-
-import torch
 
 Clock = Callable[[Callable[[], None]], float]
 """A function that calls its argument once and returns the seconds it took."""
@@ -68,7 +65,6 @@ def compare(
     warmup: int,
     clock: Clock,
     advance: Callable[[], None] = lambda: None,
-    seconds: dict[str, list[float]] | None = None,
 ) -> Timing:
     """Time every candidate once a round, in rounds whose order is reversed every other time.
 
@@ -81,8 +77,6 @@ def compare(
         warmup: rounds before these that do not count.
         clock: times one call.
         advance: called after every call, warm-up included, outside the measured time.
-        seconds: an empty dictionary, filled with the result's `seconds` while measuring, so that they survive
-            a candidate that fails or an interrupt.
 
     Raises:
         ValueError: the baseline is not a candidate, `rounds` is below 1 or `warmup` below 0.
@@ -91,8 +85,7 @@ def compare(
         raise ValueError(f"baseline must be one of {', '.join(candidates)}, got {baseline!r}")
     if rounds < 1 or warmup < 0:
         raise ValueError(f"there must be at least 1 round and no negative warmup, got rounds={rounds}, warmup={warmup}")
-    seconds = {} if seconds is None else seconds
-    seconds |= {name: [] for name in candidates}
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for index in range(warmup + rounds):
         for name in reversed(candidates) if index % 2 else candidates:
             elapsed = clock(candidates[name])
@@ -120,6 +113,8 @@ def cuda_clock(call: Callable[[], None], before: Callable[[], Any] = lambda: Non
     """Measure time on the current CUDA device, from idle or the end of the work of `before`, until all work that `call`
     launched is done.
     """
+    import torch  # imported here, so that the options of `residua cost` do without it
+
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     before()
@@ -128,21 +123,3 @@ def cuda_clock(call: Callable[[], None], before: Callable[[], Any] = lambda: Non
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3
-
-
-def cold(clock: Clock, device: torch.device) -> Clock:
-    """Return `clock` with empty caches before each call: in training, a sublayer runs in between.
-
-    On a CUDA device the call is launched while the caches are still being emptied, which hides launches as a training
-    step does; `clock` is not used there.
-    """
-    if device.type != "cuda":
-        sweep = torch.empty(2**24)  # 64 MiB: more than the last level of cache that a core can fill
-
-        def cold_clock(call: Callable[[], None]) -> float:
-            sweep.zero_()
-            return clock(call)
-
-        return cold_clock
-    sweep = torch.empty(2**28, device=device)  # 1 GiB, a quarter of a millisecond to write
-    return partial(cuda_clock, before=sweep.zero_)

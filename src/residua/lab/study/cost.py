@@ -15,7 +15,7 @@ from residua.conversion.opening import new_model
 from residua.errors import extra
 from residua.lab.cost.counts import products_per_token, step_on_meta
 from residua.lab.cost.measured_memory import kept_bytes, peak_of
-from residua.lab.cost.settings import many_graphs
+from residua.lab.cost.models import many_graphs
 from residua.lab.cost.timing import compare, cuda_clock, process_clock
 from residua.lab.training import BaseModelConfig, RunConfig, make_optimizer, pick_device
 from residua.records.provenance import circumstances

@@ -399,7 +399,7 @@ def _answers_of_pair(
 def _not_measured(measure: str, scheme: str, to: str) -> str:
     if measure == "FLOPs":
         return f"{scheme} or {to} has no costs"
-    steps, option = ("compiled steps", " compiled") if measure == COMPILED else ("steps", "")
+    steps, option = ("compiled steps", " --compiled") if measure == COMPILED else ("steps", "")
     return f"{steps} of {scheme} and {to} were not timed in the same rounds (--measure{option})"
 
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         ModelConfig,
         RunConfig,
         TrainConfig,
-        add_config_arguments,
         load_config,
         recipe_names,
     )
@@ -36,7 +35,6 @@ __all__ = [
     "RunConfig",
     "RunFolder",
     "TrainConfig",
-    "add_config_arguments",
     "claim",
     "hidden_matrices",
     "latest_checkpoint",

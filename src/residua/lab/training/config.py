@@ -1,16 +1,13 @@
 """The configuration of a run: frozen dataclasses, read from recipes and YAML files that stack, and dotted overrides."""
 
-import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, FrozenInstanceError, asdict, dataclass, field, fields
+from dataclasses import Field, FrozenInstanceError, asdict, dataclass, field, fields
 from functools import cached_property
 from importlib import resources
 from math import inf
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal
 
 from residua.connections.names import canonical
 from residua.errors import InputError, check_types, decoded, did_you_mean, fits, require, require_all, shown, words
@@ -293,49 +290,6 @@ def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[
     return RunConfig(**{name: decoded(nested[name], section, name) for name, section in sections.items()})
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--config`, `--print_config` and one option per key, with its help and default, to a command.
-
-    The parser must have `allow_abbrev=False`; then `load_config(arguments.config, arguments.overrides)` is the
-    configuration.
-    """
-    names = ", ".join(recipe_names())
-    parser.add_argument(
-        "--config",
-        action="append",
-        metavar="NAME|FILE.yaml",
-        help=f"a recipe ({names}) or a YAML file; if given again, later ones override earlier ones",
-    )
-    parser.add_argument("--print_config", action="store_true", help="print the resolved configuration and stop")
-    group = parser.add_argument_group("configuration")
-    for key, item in KEYS.items():
-        default = "" if item.default is MISSING else f" (default: {_yaml_text(item.default)})"
-        group.add_argument(
-            f"--{key}",
-            dest="overrides",
-            action="append",
-            default=[],
-            type=f"--{key}={{}}".format,
-            metavar="|".join(_choices(item.type)) or key.rpartition(".")[2].upper(),
-            help=f"{item.metadata['help']}{default}".replace("%", "%%"),
-        )
-
-
-def _choices(kind: Any) -> list[str]:
-    """Return the values of a type that has only a few, as written in YAML; an empty list for other types."""
-    if kind is bool:
-        return ["true", "false"]
-    if get_origin(kind) is Literal:
-        return list(get_args(kind))
-    choices = [choice for option in get_args(kind) for choice in _choices(option)]
-    return [*choices, "null"] if choices and NoneType in get_args(kind) else choices
-
-
-def _yaml_text(value: Any) -> str:
-    """Return a value as written in YAML and in an override."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-
-
 def _values(source: str, chain: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the values of a recipe or file by dotted key, including its base's."""
     if source in chain:
@@ -386,7 +340,7 @@ def _nearest(key: str) -> str:
     if key in SECTIONS:
         return f": must have a dot, such as {key}.{fields(SECTIONS[key])[0].name}"
     names = {name.rpartition(".")[2]: name for name in KEYS} | {name: name for name in (*SECTIONS, *KEYS)}
-    return did_you_mean(key, names, show=names) or "; --print_config shows every key"
+    return did_you_mean(key, names, show=names) or "; --print-config shows every key"
 
 
 def _typed(key: str, value: Any, kind: Any) -> Any:

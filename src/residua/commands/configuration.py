@@ -1,0 +1,72 @@
+"""The options of commands that take the configuration of a run: recipes, YAML files, and one option for each key."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+from residua.commands.signature import Entry, Option
+from residua.errors import InputError
+from residua.lab.training.config import KEYS, load_config
+
+if TYPE_CHECKING:
+    from residua.lab.training import RunConfig
+
+COMMON = {
+    *("model.connection", "model.num_hidden_layers", "model.hidden_size", "data.path"),
+    *("train.steps", "train.batch_size", "train.sequence_length", "train.lr", "train.seed", "train.device"),
+}
+"""The keys that people change most; `--help-all` shows the others too."""
+
+
+def key_options() -> Iterator[Option]:
+    """Yield an option for each key of a configuration."""
+    for key, item in KEYS.items():
+        text = item.metadata["help"] + ("" if item.default is MISSING else f" (default: {_yaml_text(item.default)})")
+        entry = Entry(key.partition(".")[0], "|".join(_choices(item.type)), text, key not in COMMON)
+        yield Option(key, item.type, None, False, entry, override=True)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Where the values of a configuration come from; later ones override earlier ones.
+
+    Args:
+        config (NAME|FILE.yaml): a recipe (tiny, nano, small, medium, retrofit, ...) or a YAML file, or several
+        print_config: print the resolved configuration and stop
+        overrides: keys of the configuration and their values
+    """
+
+    config: tuple[str, ...] = ()
+    print_config: bool = False
+    overrides: Annotated[tuple[str, ...], key_options] = ()
+
+    def load(self, *, needed: str) -> "RunConfig | None":
+        """Return the configuration, or None once it is printed. `needed` says for what, if no recipe or file is given.
+
+        Raises:
+            InputError: a recipe, a file, a key or a value is wrong.
+        """
+        if not self.config and not self.print_config:
+            raise InputError(f"--config NAME|FILE.yaml must say {needed}")
+        config = load_config(self.config, self.overrides)
+        if not self.print_config:
+            return config
+        print(config.to_yaml(), end="")
+        return None
+
+
+def _choices(kind: Any) -> list[str]:
+    """Return the values of a type that has only a few, as written in YAML; an empty list for other types."""
+    if kind is bool:
+        return ["true", "false"]
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    choices = [choice for option in get_args(kind) for choice in _choices(option)]
+    return [*choices, "null"] if choices and NoneType in get_args(kind) else choices
+
+
+def _yaml_text(value: Any) -> str:
+    """Return a value as written in YAML and in an override."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

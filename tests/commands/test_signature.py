@@ -1,0 +1,115 @@
+"""A command line from a signature and a docstring."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+
+from residua.commands.signature import between, call, command_parser, run_function
+from residua.connections.options import Count
+from residua.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes.
+
+    Args:
+        dim: the width
+        peak: leave out the peak
+
+    Rarely:
+        heads: attention heads
+    """
+
+    dim: int = 8
+    heads: Count = 2
+    peak: bool = True
+
+
+def measure(
+    place: Path,
+    others: tuple[str, ...] = (),
+    *,
+    name: str,
+    sizes: Sizes,
+    share: float | None = None,
+    step: Annotated[int, between(0, 9)] | Literal["best"] | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
+    seeds: tuple[Count, ...] = (1, 2),
+    json: bool = False,
+):
+    """Measure 100 % of a thing.
+
+    Twice.
+
+    Examples:
+        residua measure here --name x
+
+    Args:
+        place (DIR): where it is
+        others: more of them
+        name: its name
+        share: of all
+        step (STEP|best): which
+        device: where it runs
+        seeds (N): of the runs
+
+    Output:
+        json: print JSON
+    """
+    return place, others, name, sizes, share, step, device, seeds, json
+
+
+def run(*argv):
+    return call(measure, command_parser("residua measure", measure).parse_args([str(word) for word in argv]))
+
+
+def test_what_is_not_given_has_the_default_of_the_signature():
+    assert run("here", "--name", "x") == (Path("here"), (), "x", Sizes(), None, None, "cpu", (1, 2), False)
+
+
+def test_values_are_of_the_declared_types():
+    line = ["here", "a", "b", "--name=x", "--share", "0.5", "--step", "best", "--device", "cuda", "--seeds", "3", "4"]
+    line += ["--json", "--dim", "16", "--no-peak"]
+    sizes = Sizes(dim=16, peak=False)
+    assert run(*line) == (Path("here"), ("a", "b"), "x", sizes, 0.5, "best", "cuda", (3, 4), True)
+    assert run("here", "--name=x", "--step=7")[5] == 7
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the following arguments are required: DIR, --name"),
+        (["here", "--name"], "expected one argument"),
+        (["here", "--name", "x", "--share", "nan"], "--share must be a finite number, got 'nan'"),
+        (["here", "--name", "x", "--step", "10"], "--step must be a whole number from 0 to 9 or best, got '10'"),
+        (["here", "--name", "x", "--device", "tpu"], "--device must be one of cpu, cuda, got 'tpu'"),
+        (["here", "--name", "x", "--heads", "0"], "--heads must be at least 1, got '0'"),
+        (["here", "--name", "x", "--dim", "9" * 30], "--dim must be a whole number of at most 64 bits"),
+        (["here", "--name", "x", "--seeds", "1", "0"], "--seeds must be at least 1, got '0'"),
+        (["here", "--name=--"], "--name must have a value, got --"),
+        (["here", "--name", "x", "--devise", "cpu"], "unknown option --devise; did you mean --device?"),
+    ],
+)
+def test_a_wrong_line_is_one_error(argv, message):
+    with pytest.raises(InputError) as error:
+        run(*argv)
+    assert message in str(error.value)
+    assert str(error.value).endswith("see residua measure --help")
+
+
+def test_the_help_has_examples_first_and_rare_options_when_asked(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_function("residua measure", measure, ["--help"]) == 0
+    short = capsys.readouterr().out
+    assert short.index("Measure 100 % of a thing.") < short.index("examples:") < short.index("options:")
+    assert short.startswith("usage: residua measure DIR [NAME ...] --name NAME [options]")
+    assert "--no-peak" in short
+    assert "--device cpu|cuda" in short
+    assert "of the runs (default: 1 2)" in short
+    assert "--heads" not in short
+    assert "residua measure --help-all shows 1 more" in short
+    assert run_function("residua measure", measure, ["--help-all"]) == 0
+    assert "--heads N" in capsys.readouterr().out
