@@ -14,7 +14,7 @@ _LAB = {
     *("datasets", "filelock", "huggingface_hub", "matplotlib", "numpy", "plotly", "pyarrow", "rich", "safetensors"),
     *("scipy", "tensorboard", "tokenizers", "transformers", "yaml"),
 }
-PACKAGES = {"lab": _LAB, "eval": _LAB | {"lm_eval", "accelerate"}}
+PACKAGES = {"lab": _LAB, "eval": _LAB | {"lm_eval", "accelerate"}, "completion": {"shtab"}}
 """The packages of each extra, by the names that are imported."""
 
 

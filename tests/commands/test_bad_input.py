@@ -8,7 +8,8 @@ import signal
 import pytest
 import torch
 
-from residua.commands.cli import COMMANDS, main
+from residua.commands.cli import main
+from residua.commands.table import COMMANDS
 
 NOWHERE = "nowhere"
 # Every command with what makes it stop before it does any work: `{}` is where the bad option goes.

@@ -13,8 +13,9 @@ from pkgutil import resolve_name
 import pytest
 
 from residua import Residual, __version__
-from residua.commands.cli import COMMANDS, main
+from residua.commands.cli import main
 from residua.commands.signature import command_parser
+from residua.commands.table import COMMANDS
 from residua.connections import PRESETS, registry
 
 SMALL = [

@@ -3,39 +3,14 @@
 import sys
 import textwrap
 from collections.abc import Sequence
-from pkgutil import resolve_name
-from typing import Any
 
 from residua import __version__
 from residua.commands.base import BAD_INPUT, FAILED, INTERRUPTED, fail, stopped_by
 from residua.commands.process import MISPLACED, discard_output, in_one_line, interrupts, lasting_messages
 from residua.commands.signature import HELP, examples, run_function, summary
+from residua.commands.table import COMMANDS, explained, words_after
 from residua.errors import InputError, ReportedElsewhere, did_you_mean
 from residua.records.terminal import printable_output
-
-COMMANDS = {
-    "train": "train:train",
-    "evaluate": "evaluate:evaluate",
-    "generate": "generate:generate",
-    "compare": "compare:compare",
-    "explore": "explore:explore",
-    "study run": "study:run",
-    "study report": "study:report",
-    "study verify": "study:verify",
-    "study tune": "tune:tune",
-    "study geometry reflection": "geometry:reflection",
-    "study geometry quick": "geometry:quick",
-    "prepare": "prepare:prepare",
-    "convert": "convert:convert",
-    "export": "export:export",
-    "schemes": "schemes:schemes",
-    "cost count": "cost:count",
-    "cost step": "cost:step",
-    "cost memory": "cost:memory",
-    "demo": "demo:demo",
-}
-"""Every command in the order of the overview, and its function in a module here. The docstring of the module `study`
-explains the word that several commands begin with, and so for other words."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,11 +49,16 @@ def _dispatch(argv: list[str]) -> int | None:
     if argv == ["--version"]:
         print(f"residua {__version__}")
         return 0
+    if argv[0] == "--print-completion":
+        from residua.commands.completion import completion
+
+        print(completion(argv[1] if argv[1:] else ""))
+        return 0
     if argv[0] == "help":
         argv = [*argv[1:], "--help"]
     words: list[str] = []
     while " ".join(words) not in COMMANDS:
-        choices = _words_after(words)
+        choices = words_after(words)
         word, *argv = argv or [""]
         if word in HELP:
             print(_help(words) if words else _overview())
@@ -88,18 +68,7 @@ def _dispatch(argv: list[str]) -> int | None:
             wrong = f"there is no command {word}{did_you_mean(word, choices)}" if word else "a command must follow"
             raise InputError(f"{prog}: {wrong}; it has {', '.join(choices)}")
         words.append(word)
-    return run_function(" ".join(["residua", *words]), _explained(words), argv)
-
-
-def _words_after(words: list[str]) -> list[str]:
-    """Return the words that may follow these, in the order of the overview."""
-    below = [name.split()[len(words) :] for name in COMMANDS if name.split()[: len(words)] == words]
-    return list(dict.fromkeys(rest[0] for rest in below))
-
-
-def _explained(words: list[str]) -> Any:
-    """Return the function of a command, or the module that explains the first words of several."""
-    return resolve_name(f"residua.commands.{COMMANDS.get(' '.join(words), words[-1])}")
+    return run_function(" ".join(["residua", *words]), explained(words), argv)
 
 
 def _overview() -> str:
@@ -112,18 +81,19 @@ commands:
 {_table([])}
 
 residua help COMMAND explains a command, and residua COMMAND --help-all all of
-its options. residua --version prints the version."""
+its options. residua --version prints the version, residua --print-completion
+bash (or zsh, tcsh) what completes commands and options in a shell."""
 
 
 def _help(words: list[str]) -> str:
     """Return the help of words that several commands begin with: the first example of each, and what each does."""
     prog = " ".join(["residua", *words])
     below = [name.split() for name in COMMANDS if name.split()[: len(words)] == words]
-    lines = "\n".join(examples(_explained(name)).partition("\n")[0] for name in below)
+    lines = "\n".join(examples(explained(name)).partition("\n")[0] for name in below)
     return f"""\
 usage: {prog} COMMAND [options]
 
-{summary(_explained(words))}.
+{summary(explained(words))}.
 
 examples:
 {textwrap.indent(lines, "  ")}
@@ -135,6 +105,6 @@ commands:
 
 
 def _table(words: list[str]) -> str:
-    choices = _words_after(words)
+    choices = words_after(words)
     width = max(map(len, choices))
-    return "\n".join(f"  {word:{width}}  {summary(_explained([*words, word]))}" for word in choices)
+    return "\n".join(f"  {word:{width}}  {summary(explained([*words, word]))}" for word in choices)

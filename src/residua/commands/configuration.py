@@ -24,7 +24,8 @@ def key_options() -> Iterator[Option]:
     """Yield an option for each key of a configuration."""
     for key, item in KEYS.items():
         text = item.metadata["help"] + ("" if item.default is MISSING else f" (default: {_yaml_text(item.default)})")
-        entry = Entry(key.partition(".")[0], "|".join(_choices(item.type)), text, key not in COMMON)
+        metavar = "SCHEME" if key == "model.connection" else "|".join(_choices(item.type))
+        entry = Entry(key.partition(".")[0], metavar, text, key not in COMMON)
         yield Option(key, item.type, None, False, entry, override=True)
 
 

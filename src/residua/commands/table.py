@@ -1,0 +1,39 @@
+"""The table of commands."""
+
+from pkgutil import resolve_name
+from typing import Any
+
+COMMANDS = {
+    "train": "train:train",
+    "evaluate": "evaluate:evaluate",
+    "generate": "generate:generate",
+    "compare": "compare:compare",
+    "explore": "explore:explore",
+    "study run": "study:run",
+    "study report": "study:report",
+    "study verify": "study:verify",
+    "study tune": "tune:tune",
+    "study geometry reflection": "geometry:reflection",
+    "study geometry quick": "geometry:quick",
+    "prepare": "prepare:prepare",
+    "convert": "convert:convert",
+    "export": "export:export",
+    "schemes": "schemes:schemes",
+    "cost count": "cost:count",
+    "cost step": "cost:step",
+    "cost memory": "cost:memory",
+    "demo": "demo:demo",
+}
+"""Every command in the order of the overview, and its function in a module here. The docstring of the module `study`
+explains the word that several commands begin with, and so for other words."""
+
+
+def words_after(words: list[str]) -> list[str]:
+    """Return the words that may follow these, in the order of the overview."""
+    below = [name.split()[len(words) :] for name in COMMANDS if name.split()[: len(words)] == words]
+    return list(dict.fromkeys(rest[0] for rest in below))
+
+
+def explained(words: list[str]) -> Any:
+    """Return the function of a command, or the module that explains the first words of several."""
+    return resolve_name(f"residua.commands.{COMMANDS.get(' '.join(words), words[-1])}")
