@@ -99,4 +99,4 @@ __getattr__, __dir__ = lazy.attributes(__name__, __all__, ["connections", "conve
 
 if "transformers" in sys.modules:
     with suppress(ImportError):  # the connections need neither the lab nor a transformers that it takes
-        import residua.conversion.saving  # noqa: F401
+        import residua.conversion.configuration  # noqa: F401

@@ -17,7 +17,7 @@ from transformers import (
 
 import residua
 from residua.connections.residual import ResidualConnection
-from residua.conversion.convert_model import stream_of
+from residua.conversion.rebuild import stream_of
 from residua.errors import InputError
 from support.converted_models import SOUND, STARTS, WINDOWED, model_of, whisper
 from support.families import randomised

@@ -23,7 +23,6 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 import residua
-from residua.conversion.configuration import ConvertedConfig
 from residua.errors import InputError
 from support.converted_models import IDS, SOUND, STARTS, WINDOWED, converted, lively, llama, whisper
 from support.tolerances import assert_close
@@ -57,30 +56,29 @@ def test_connections_stay_in_float32_beside_weights_in_half_precision(tmp_path):
     assert {dtype for name, dtype in found.items() if ".stream." not in name} == {torch.bfloat16}
 
 
-def test_the_configuration_opens_and_has_the_sizes_of_the_model(tmp_path):
+def test_the_configuration_opens_as_that_of_the_model(tmp_path):
+    """Other engines ask it for the text configuration, and choose their class by the architecture."""
     converted("hc").save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path)
-    assert config.model_type == "residua-converted"
-    assert (config.hidden_size, config.vocab_size) == (16, 48)
-    assert isinstance(config.get_text_config(), LlamaConfig)
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = config.nothing
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["model_type"] == "residua-converted"
+    assert settings["architectures"] == ["ResiduaConvertedForCausalLM"]
+    config = AutoConfig.from_pretrained(tmp_path, attn_implementation="eager")
+    assert isinstance(config, LlamaConfig)
+    assert (config.hidden_size, config.vocab_size, config._attn_implementation) == (16, 48, "eager")
+    assert config.get_text_config() is config
+    assert config.architectures == ["ResiduaConvertedForCausalLM"]
+    config.save_pretrained(tmp_path / "again")
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert again["architectures"] == settings["architectures"]
 
 
 def test_an_untrained_model_is_built_from_the_configuration(tmp_path):
     converted("hc").save_pretrained(tmp_path)
-    fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    assert any(".stream." in name for name in fresh.state_dict())
-    assert fresh(IDS).logits.isfinite().all()
-
-
-@pytest.mark.slow
-def test_no_plain_model_is_built_from_the_configuration_of_a_converted_one():
-    model = converted("hc")
-    with pytest.raises(ValueError, match="ConvertedLlamaConfig"):
-        AutoModelForCausalLM.from_config(model.config)
-    other = llama()
-    assert other.config.__class__ is LlamaConfig
+    for config in (AutoConfig.from_pretrained(tmp_path), converted("hc").config):
+        fresh = AutoModelForCausalLM.from_config(config)
+        assert any(".stream." in name for name in fresh.state_dict())
+        assert fresh(IDS).logits.isfinite().all()
+    assert llama().config.__class__ is LlamaConfig
 
 
 def test_the_class_of_a_configuration_opens_it(tmp_path):
@@ -116,10 +114,12 @@ def test_transformers_alone_does_not_open_it(tmp_path):
 
 def test_the_class_of_a_single_model_does_not_open_it(tmp_path):
     """It would find a configuration of its own type inside, or take its defaults, and leave the connections out."""
-    converted("hc", torch.float32).save_pretrained(tmp_path)
+    model = converted("hc", torch.float32)
+    model.save_pretrained(tmp_path)
     for _ in range(2):
         for single in (LlamaForCausalLM, LlamaForSequenceClassification):
-            for options in ({}, {"dtype": torch.float32}, {"config": LlamaConfig.from_pretrained(tmp_path)}):
+            configs = LlamaConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path), model.config
+            for options in ({}, {"dtype": torch.float32}, *({"config": config} for config in configs)):
                 with pytest.raises(ValueError, match="converted by residua; open it with"):
                     single.from_pretrained(tmp_path, **options)
         AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)  # and again, written by what opened it
@@ -142,7 +142,8 @@ def test_only_converted_models_are_saved_in_another_way_and_only_two_auto_classe
     classes = {
         name: vars(kind).get("_model_mapping") for name, kind in vars(modeling_auto).items() if isinstance(kind, type)
     }
-    opening = {name for name, models in classes.items() if models is not None and ConvertedConfig in models}
+    config = type(converted("hc").config)
+    opening = {name for name, models in classes.items() if models is not None and config in models}
     assert opening == {"AutoModel", "AutoModelForCausalLM"}
 
 
@@ -154,7 +155,7 @@ def test_a_model_for_another_task_takes_the_connections(tmp_path):
     residua.load_connection(classifier, tmp_path / "connection")
     assert_close(classifier.model(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
     model.save_pretrained(tmp_path / "whole")
-    with pytest.raises(ValueError, match=r"Unrecognized configuration class.*ConvertedConfig"):
+    with pytest.raises(ValueError, match=r"Unrecognized configuration class.*ConvertedLlamaConfig"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole")
 
 
@@ -189,9 +190,27 @@ def test_a_model_that_is_converted_in_part_is_not_saved_whole(part, given, tmp_p
     with pytest.raises(InputError, match=rf"converted part; .*save_connection\(model\.{path}, FOLDER\)"):
         model.save_pretrained(tmp_path, **weights)
     assert not list(tmp_path.glob("*.safetensors"))
-    model.get_submodule(path).save_pretrained(tmp_path / "part")
+    residua.save_connection(model.get_submodule(path), tmp_path / "connection")
     residua.unconvert(model.get_submodule(path), lossy=True)
     model.save_pretrained(tmp_path / "plain")
+
+
+def test_the_connections_of_a_trunk_are_those_of_its_language_model(tmp_path):
+    model = llama()
+    lively(model.model, "hc")
+    residua.save_connection(model.model, tmp_path / "connection")
+    whole = residua.load_connection(llama(), tmp_path / "connection")
+    assert torch.equal(whole(IDS).logits, model(IDS).logits)
+    whole.save_pretrained(tmp_path / "whole")
+    assert_close(residua.load(tmp_path / "whole", dtype=torch.float64)(IDS).logits, model(IDS).logits)
+
+
+def test_connections_beside_the_configuration_of_a_plain_model_are_refused(tmp_path):
+    model = converted("hc", torch.float32)
+    model.save_pretrained(tmp_path)
+    residua.unconvert(model, lossy=True).config.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"unexpected_keys: .*\.stream\."):
+        residua.load(tmp_path)
 
 
 def test_a_part_converted_beside_the_rest_is_not_saved_whole(tmp_path):
@@ -231,7 +250,7 @@ LLAMA = {"model_type": "llama"}
         ({"base": {**LLAMA, "num_hidden_layers": 10**30}}, "num_hidden_layers must be at most 16384"),
         ({"connection": "nothing", "layers": []}, "no preset"),
         ({"layers": 3}, "configuration of a converted model"),
-        ({"stack": ["layers"]}, "configuration of a converted model"),
+        ({"stack": ["layers"]}, "stack must be text"),
         ({"layers": []}, "layers"),
         ({"stack": "norm", "layers": []}, "no list of layers"),
     ],
@@ -252,7 +271,7 @@ def test_the_connections_alone_are_saved_and_loaded(connection, tmp_path):
     residua.save_connection(model, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["connection.json", "connection.safetensors"]
     names = load_file(tmp_path / "connection.safetensors").keys()
-    assert {name for name in names if ".stream." not in name} == {"base_weights"}
+    assert {name for name in names if ".connections." not in name and "collapse" not in name} == {"base_weights"}
     assert torch.equal(residua.load_connection(llama(), tmp_path)(IDS).logits, model(IDS).logits)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -332,7 +351,7 @@ def test_one_weight_that_learnt_is_seen(place, tmp_path):
 def test_connections_that_are_no_finite_numbers_are_refused(plain, forge, tmp_path):
     residua.save_connection(converted("hc", torch.float32), tmp_path)
     weights = load_file(tmp_path / "connection.safetensors")
-    name = min(name for name in weights if ".stream." in name)
+    name = min(name for name in weights if ".connections." in name)
     save_file({**weights, name: forge(weights[name])}, tmp_path / "connection.safetensors", {"format": "pt"})
     model = llama(torch.float32) if plain else converted("hc", torch.float32)
     before = model(IDS).logits
@@ -349,7 +368,7 @@ def test_a_description_whose_flag_is_no_bool_is_refused(forged, tmp_path):
     description = json.loads(file.read_text())
     description["layers"][0][0]["normed"] = forged
     file.write_text(json.dumps(description))
-    with pytest.raises(InputError, match="must hold the configuration of a converted model"):
+    with pytest.raises(InputError, match="normed must be true or false"):
         residua.load_connection(llama(), tmp_path)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from transformers import AutoModelForCausalLM
 
-import residua.conversion.saving  # noqa: F401  # AutoModel opens converted models in the other processes too
+import residua.conversion.configuration  # noqa: F401  # AutoModel opens converted models in the other processes too
 from residua.models.pipeline import Stage
 from residua.models.transformer import causal_lm_loss
 from support.converted_models import IDS, converted

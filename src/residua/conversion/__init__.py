@@ -45,7 +45,6 @@ def convert(
 
     The logger "residua" says in one line, at level INFO and in the first rank, what was done.
     """
-    import residua.conversion.saving  # noqa: F401  from now on the Auto classes open what is saved
     from residua.conversion import convert_model
     from residua.conversion.flow import layer_streams
 
@@ -112,6 +111,6 @@ def load(folder: str | Path, **options: Any) -> "PreTrainedModel":
     Raises:
         InputError: weights are missing, or others are there.
     """
-    from residua.conversion import saving  # it registers converted models
+    from residua.conversion import saving
 
-    return saving.AutoModelForCausalLM.from_pretrained(folder, **options)
+    return saving.load(folder, **options)

@@ -7,16 +7,17 @@ anything else with its residual is refused, and so is a model whose output chang
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from residua.connections import Scheme, describe, resolve
 from residua.conversion.flow import INPUTS, Flow, UnknownUse, is_number, reads
 from residua.conversion.probe import Situation
-from residua.errors import InputError, extra, first_line
+from residua.errors import InputError, check_types, extra, first_line, shown
 
 with extra("lab"):
     from transformers import PreTrainedModel
@@ -36,9 +37,45 @@ class Sublayer:
     normed: bool
     cast: bool = False
 
+    def __post_init__(self):
+        check_types(self)
+
 
 Anatomy = tuple[tuple[Sublayer, ...], ...]
 """The sublayers of every layer of a stack."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How a model was converted: its scheme, the name of its list of layers in the base model, and their anatomy."""
+
+    scheme: Scheme
+    stack: str
+    anatomy: Anatomy
+
+    def __post_init__(self):
+        check_types(self)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values, from which `from_json` builds the same."""
+        layers = [[asdict(sublayer) for sublayer in layer] for layer in self.anatomy]
+        return {"connection": describe(self.scheme), "stack": self.stack, "layers": layers}
+
+    @classmethod
+    def from_json(cls, values: Any, source: object) -> "Conversion":
+        """Read what `as_json` returned. Raises InputError for anything else, or if the scheme is not installed."""
+        try:
+            layers = [
+                tuple(Sublayer(**{**sublayer, "readers": tuple(sublayer["readers"])}) for sublayer in layer)
+                for layer in values["layers"]
+            ]
+            return cls(resolve(values["connection"]), values["stack"], tuple(layers))
+        except (KeyError, TypeError) as error:
+            raise InputError(
+                f"{source} must hold the configuration of a converted model, got {shown(values)}"
+            ) from error
+        except ValueError as error:
+            raise InputError(f"{source}: {first_line(error)}") from error
 
 
 class Observed(Flow):

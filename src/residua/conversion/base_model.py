@@ -11,14 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from residua.connections import Scheme, describe, resolve
 from residua.connections.base import as_inputs
-from residua.conversion.configuration import (
-    KEY,
-    MODEL_TYPE,
-    Conversion,
-    ConvertedConfig,
-    SavedAsConverted,
-    conversion_of,
-)
+from residua.conversion.anatomy import Conversion
+from residua.conversion.configuration import KEY, MODEL_TYPE, ConvertedConfig, conversion_of
 from residua.conversion.convert_model import convert
 from residua.conversion.flow import layer_streams
 from residua.conversion.opening import new_model, read_model
@@ -71,7 +65,7 @@ def open_base(folder: Path, connection: str | dict[str, Any], start: Literal["pr
             trained here.
     """
     model, _ = read_model(folder, dtype=torch.float32)
-    if not isinstance(model.config, SavedAsConverted):
+    if not isinstance(model.config, ConvertedConfig):
         try:
             convert(model, connection, start=start)
         except InputError as error:

@@ -1,173 +1,187 @@
-"""The configuration of a converted model: the model's own, and in a file one of a type that transformers alone refuses.
+"""A converted model in a folder of transformers: its configuration there, and the Auto classes that open it.
 
-In memory a converted Llama has the attributes of a `LlamaConfig`. Saved, `model_type` is "residua-converted" and the
-Llama's configuration is an entry of another: without residua no plain Llama is built from its weights.
+In memory a converted Llama has a `LlamaConfig` that says how it was converted. In a file `model_type` is
+"residua-converted" and the Llama's configuration is an entry of another: without residua no plain Llama is built from
+its weights.
 """
 
 import json
-from collections.abc import Mapping
 from copy import copy
-from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 from torch import nn
 
-from residua.connections import Scheme, describe, resolve
-from residua.conversion.anatomy import Anatomy, Sublayer
-from residua.conversion.flow import KEY, Swapped, swapped_class
-from residua.errors import InputError, extra, first_line, shown
+from residua.conversion.anatomy import Conversion
+from residua.conversion.flow import KEY, STREAM, Swapped, swap_back, swapped_class
+from residua.conversion.rebuild import rebuild
+from residua.errors import InputError, extra, require, shown
 from residua.models.configuration import usable
 
 with extra("lab"):
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_MAPPING,
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        PreTrainedConfig,
+    )
 
 MODEL_TYPE = "residua-converted"
 BASE = "base"
 """The entry beside how the model was converted: its own configuration."""
-REFUSAL = {"transformers_weights": "converted by residua; open it with residua.load(folder)"}
-"""What a file has besides. The classes of single models, such as `LlamaForCausalLM`, open a configuration of any type,
-but no weights from a file of this name, which the error shows."""
+ARCHITECTURE = "ResiduaConverted"
+"""The beginning of the architecture in a file: by the plain one other engines would build a plain model."""
+REFUSAL = "converted by residua; open it with residua.load(folder)"
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """How a model was converted: its scheme, the name of its list of layers in the base model, and their anatomy."""
+class ConvertedConfig(Swapped):
+    """Mixed into the class of a converted model's configuration; `AutoConfig` opens the file of one by it.
 
-    scheme: Scheme
-    stack: str
-    anatomy: Anatomy
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values, from which `from_json` builds the same."""
-        layers = [[asdict(sublayer) for sublayer in layer] for layer in self.anatomy]
-        return {"connection": describe(self.scheme), "stack": self.stack, "layers": layers}
-
-    @classmethod
-    def from_json(cls, found: Any, source: object) -> "Conversion":
-        """Read what `as_json` returned. Raises InputError for anything else, or if the scheme is not installed."""
-        try:
-            anatomy = tuple(
-                tuple(
-                    Sublayer(tuple(map(_text, item["readers"])), _bool(item["normed"]), _bool(item.get("cast", False)))
-                    for item in layer
-                )
-                for layer in found["layers"]
-            )
-            return cls(resolve(found["connection"]), _text(found["stack"]), anatomy)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"{source} must hold the configuration of a converted model, got {shown(found)}"
-            ) from error
-        except ValueError as error:
-            raise InputError(f"{source}: {first_line(error)}") from error
-
-
-def base_in(found: Any) -> dict[str, Any]:
-    """Return the configuration of the model itself in a value of `KEY`; none in any other value."""
-    base = found.get(BASE) if isinstance(found, dict) else None
-    return base if isinstance(base, dict) else {}
-
-
-class SavedAsConverted(Swapped):
-    """What is mixed into the class of a converted model's configuration: another form in files."""
-
-    prefix = "Converted"  # by the plain name AutoModel.from_config would build a plain model
-
-    @classmethod
-    def from_pretrained(cls, folder: Any, **kwargs: Any) -> Any:
-        """Return the configuration in the folder of a converted model, or of a plain one, as every class does."""
-        settings, _ = PreTrainedConfig.get_config_dict(folder, **kwargs)
-        if settings.get("model_type") != MODEL_TYPE:
-            return cls.__bases__[1].from_pretrained(folder, **kwargs)  # type: ignore[attr-defined]
-        opened, unused = ConvertedConfig.from_pretrained(folder, **{**kwargs, "return_unused_kwargs": True})
-        how = {name: x for name, x in opened.residua.items() if name != BASE}
-        config = _told(opened.base_config, how)
-        return (config, unused) if kwargs.get("return_unused_kwargs") else config
-
-    def to_json_string(self, use_diff: bool = True) -> str:
-        base = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
-        kept = {name: base[name] for name in ("architectures", "dtype", "transformers_version") if name in base}
-        whole = {"model_type": MODEL_TYPE, **kept, **REFUSAL, KEY: {**base.pop(KEY), BASE: base}}
-        return json.dumps(whole, indent=2, sort_keys=True) + "\n"
-
-
-class ConvertedConfig(PreTrainedConfig):
-    """The configuration in the folder of a converted model, as `AutoConfig` opens it.
-
-    residua   how the model was converted: the connection, what its layers read, and its own configuration
-
-    Sizes are attributes of `base_config`, and of this configuration too.
+    residua: how the model was converted, as `Conversion.as_json`.
     """
 
-    model_type = MODEL_TYPE
-
-    residua: dict | None = None
+    prefix = "Converted"  # by the plain name AutoModel.from_config would build a plain model
+    transformers_weights: str | None = REFUSAL
+    """The file of the weights: the classes of single models, such as `LlamaForCausalLM`, open a configuration of any
+    type, but no weights from a file of this name, which the error shows."""
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class does; what is given beside the file is for the model's own configuration.
+    def from_pretrained(cls, folder: Any, **options: Any) -> Any:
+        """Return the configuration in the folder of a converted model, or of a plain one, as every class does."""
+        settings, options = PreTrainedConfig.get_config_dict(folder, **options)
+        if settings.get("model_type") == MODEL_TYPE:
+            return cls.from_dict(settings, **options)
+        return cls.__bases__[1].from_dict(settings, **options)  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_dict(cls, settings: dict[str, Any], **options: Any) -> Any:
+        """Return the configuration in the file of a converted model; `options` are for the model's own.
 
         Raises:
-            ValueError: the file names code to download, or more layers than any machine holds.
+            ValueError: the file names code to download, more layers than any machine holds, or a type that transformers
+                lacks.
         """
-        config_dict = usable(config_dict, "config.json")
-        found: Any = config_dict.get(KEY)
-        base = base_in(found)
-        taken: dict[str, Any] = {}
-        kind = base.get("model_type")
-        if isinstance(kind, str) and kind in CONFIG_MAPPING:
-            about = ("return_unused_kwargs", "name_or_path", "_from_auto", "_from_pipeline")
-            given = {name: x for name, x in kwargs.items() if name not in about}
-            _, unused = CONFIG_MAPPING[kind].from_dict(_own(base), return_unused_kwargs=True, **given)
-            taken = {name: x for name, x in given.items() if name not in unused}
-            found = {**found, BASE: {**base, **{name: _merged(base.get(name), x) for name, x in taken.items()}}}
-        own = {name: x for name, x in config_dict.items() if name not in REFUSAL}
-        config, unused = super().from_dict({**own, KEY: found}, **{**kwargs, "return_unused_kwargs": True})
-        unused = {name: x for name, x in unused.items() if name not in taken}
-        return (config, unused) if kwargs.get("return_unused_kwargs") else config
-
-    def to_json_string(self, use_diff: bool = True) -> str:
-        own = json.loads(super().to_json_string(use_diff=use_diff))
-        return json.dumps({**own, **REFUSAL}, indent=2, sort_keys=True) + "\n"
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing, where a folder with remote code asks for it: a saved model takes no code along."""
-
-    @property
-    def base_config(self) -> Any:
-        """The configuration of the model that was converted. Raises InputError for a type that transformers lacks."""
-        base = base_in(vars(self).get(KEY))
-        kind = base.get("model_type")
-        if not isinstance(kind, str) or kind not in CONFIG_MAPPING or kind == MODEL_TYPE:
-            raise InputError(f"config.json must have a model type of transformers in base, got {shown(kind)}")
+        settings = usable(settings, "config.json")
+        description: Any = settings.get(KEY)
+        base: Any = description.get(BASE) if isinstance(description, dict) else None
+        kind: Any = base.get("model_type") if isinstance(base, dict) else None
+        is_known = isinstance(kind, str) and kind in CONFIG_MAPPING and kind != MODEL_TYPE
+        require(is_known, f"config.json: {KEY}.{BASE}.model_type", "a model type of transformers", kind)
         for refused in ("auto_map", "quantization_config"):
             if base.get(refused):
                 raise InputError(f"config.json must have no {refused} in base, which only plain models have")
-        return CONFIG_MAPPING[kind].from_dict(_own(base))
+        plain = {name: value for name, value in base.items() if name != "model_type"}
+        config, unused = CONFIG_MAPPING[kind].from_dict(plain, **{**options, "return_unused_kwargs": True})
+        conversion = {name: value for name, value in description.items() if name != BASE}
+        opened = with_conversion(config, conversion)
+        opened.architectures = settings.get("architectures")
+        return (opened, unused) if options.get("return_unused_kwargs") else opened
 
-    def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
-        return self.base_config.get_text_config(*args, **kwargs)
+    def to_json_string(self, use_diff: bool = True) -> str:
+        base = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
+        settings = {
+            "model_type": MODEL_TYPE,
+            "architectures": [self._architecture(name) for name in base.get("architectures") or ()],
+            "transformers_weights": REFUSAL,
+            KEY: {**base.pop(KEY), BASE: base},
+        }
+        return json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
-    def __getattr__(self, name: str) -> Any:
-        base = {} if name.startswith("_") else base_in(vars(self).get(KEY))
-        if name not in base:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return base[name]
+    def _architecture(self, name: str) -> str:
+        if name.startswith(ARCHITECTURE):
+            return name
+        language_model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self).__bases__[1], None)
+        return ARCHITECTURE + ("ForCausalLM" if name == getattr(language_model, "__name__", None) else "Model")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Do nothing when a folder with remote code asks for it: a saved model takes no code along."""
+
+
+class BuiltConverted(Swapped):
+    """Mixed into the class of a model while an Auto class builds it: it is rebuilt as it gets its layers."""
+
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = [STREAM]
+
+    def __init__(self, config: Any, *args: Any, **options: Any):
+        super().__init__(config, *args, **options)  # type: ignore[call-arg]
+        try:
+            rebuild(self, conversion_of(self))  # type: ignore[arg-type]
+        except (AttributeError, IndexError, ValueError) as error:
+            raise InputError(f"config.json: the layers of {type(self).__name__} are not as it says: {error}") from error
+
+    @classmethod
+    def from_pretrained(cls, folder: Any, *args: Any, config: Any, **options: Any) -> Any:
+        """Return the converted model in a folder, as the method of every model does.
+
+        Raises:
+            InputError: weights are missing, or others are there.
+        """
+        config = copy(config)
+        config.transformers_weights = None
+        with_info = options.pop("output_loading_info", False)
+        model, info = super().from_pretrained(folder, *args, config=config, output_loading_info=True, **options)  # type: ignore[misc]
+        expect_weights(folder, info, "missing_keys", "mismatched_keys")
+        expect_weights(folder, info, "unexpected_keys", only=f".{STREAM}.")  # a trunk leaves the head out
+        del model.config.transformers_weights
+        swap_back(model)
+        return (model, info) if with_info else model
+
+    @classmethod
+    def _from_config(cls, config: Any, **options: Any) -> Any:
+        model = super()._from_config(config, **options)  # type: ignore[misc]
+        swap_back(model)
+        return model
+
+
+def expect_weights(folder: Any, info: Any, *problems: str, only: str = "") -> None:
+    """Raise InputError if a folder had other weights than its model, as transformers says; `only`: in their names."""
+    for problem in problems:
+        names = [name for name in sorted(map(str, info.get(problem) or ())) if only in name]
+        if names:
+            raise InputError(f"{folder} must hold the weights of the converted model, {problem}: {shown(names)}")
+
+
+AutoConfig.register(MODEL_TYPE, ConvertedConfig)
+
+
+@cache
+def converted_class(plain: type) -> type:
+    """Return the class of the configurations of converted models of a family; from now on Auto classes take it."""
+    converted = swapped_class(ConvertedConfig, plain)
+    for auto, models in ((AutoModel, MODEL_MAPPING), (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)):
+        if plain in models:
+            model = swapped_class(BuiltConverted, models[plain])
+            model.config_class = converted  # type: ignore[attr-defined]
+            auto.register(converted, model, exist_ok=True)  # without, a class of a module of transformers is left out
+    return converted
+
+
+def with_conversion(config: Any, conversion: dict[str, Any]) -> Any:
+    """Return a copy of a configuration that says how its model was converted."""
+    other: Any = copy(config)
+    plain: Any = type(config)
+    if not isinstance(config, ConvertedConfig):
+        other.__class__ = converted_class(plain)
+    setattr(other, KEY, conversion)
+    return other
 
 
 def mark(model: nn.Module, conversion: Conversion) -> None:
     """Give a model a configuration of its own that says how it was converted."""
     before: Any = model.config
-    _replace(model, before, _told(before, conversion.as_json()))
+    _replace(model, before, with_conversion(before, conversion.as_json()))
 
 
 def unmark(model: nn.Module) -> None:
     """Undo `mark`."""
     before: Any = model.config
-    if isinstance(before, SavedAsConverted):
+    if isinstance(before, ConvertedConfig):
         after: Any = copy(before)
-        after.__class__ = type(before).__bases__[1]
+        swap_back(after)
         delattr(after, KEY)
         _replace(model, before, after)
 
@@ -175,7 +189,7 @@ def unmark(model: nn.Module) -> None:
 def conversion_of(model: nn.Module) -> Conversion:
     """Return how a model was converted. Raises InputError for one that was not."""
     config: Any = model.config
-    if not isinstance(config, SavedAsConverted):
+    if not isinstance(config, ConvertedConfig):
         raise InputError(f"the model must be a converted one, got {type(model).__name__}; residua.convert makes one")
     return Conversion.from_json(getattr(config, KEY), "model.config")
 
@@ -184,33 +198,3 @@ def _replace(model: nn.Module, before: Any, after: Any) -> None:
     for module in model.modules():
         if vars(module).get("config") is before:
             module.config = after
-
-
-def _own(base: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in base.items() if name not in ("model_type", KEY)}
-
-
-def _merged(before: Any, given: Any) -> Any:
-    return {**before, **given} if isinstance(before, dict) and isinstance(given, dict) else given
-
-
-def _told(config: Any, how: Mapping[str, Any]) -> Any:
-    """Return a copy of a configuration that says how its model was converted."""
-    other: Any = copy(config)
-    if not isinstance(config, SavedAsConverted):
-        plain: Any = type(config)
-        other.__class__ = swapped_class(SavedAsConverted, plain)
-    setattr(other, KEY, how)
-    return other
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value

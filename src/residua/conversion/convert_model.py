@@ -1,33 +1,24 @@
 """Give a transformers model another residual connection: `convert`, and back: `unconvert`."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from residua.connections import Readout, Scheme, Stream, resolve
-from residua.connections.memory import window_of
+from residua.connections import Scheme, resolve
 from residua.connections.residual import Residual
-from residua.conversion.anatomy import observe, stack_of
-from residua.conversion.configuration import Conversion, conversion_of, mark, unmark
+from residua.conversion.anatomy import Conversion, observe, stack_of
+from residua.conversion.configuration import conversion_of, mark, unmark
 from residua.conversion.flow import (
     INPUTS,
-    STREAM,
-    Borrowed,
     ConvertedLayer,
     LayerStream,
-    Reader,
     UnknownUse,
-    keywords_of,
-    layer_streams,
-    swap,
-    swap_back,
 )
-from residua.conversion.memory import attach, detach
 from residua.conversion.probe import (
     Situation,
     outputs,
@@ -37,6 +28,7 @@ from residua.conversion.probe import (
     situations,
     uneven,
 )
+from residua.conversion.rebuild import attach_streams, new_streams, rebuild, restore, streams_of, trunk
 from residua.errors import InputError, extra, first_line, require
 from residua.models.evaluating import evaluating
 
@@ -150,116 +142,6 @@ def unconvert(
     return model
 
 
-def rebuild(model: nn.Module, conversion: Conversion) -> None:
-    """Give the layers of a model the connections of the conversion's scheme, initialised."""
-    attach_streams(model, conversion, new_streams(model, conversion))
-
-
-def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
-    """Build the part of the stream of every layer, with the norms that the layers have."""
-    _, stack = _trunk(model, conversion.stack)
-    anatomy = conversion.anatomy
-    sublayers = [(layer, sublayer) for layer, found in zip(stack, anatomy, strict=True) for sublayer in found]
-    borrowed = [
-        Borrowed(layer, found.readers[0], cast=found.cast) if found.normed else nn.Identity()
-        for layer, found in sublayers
-    ]
-    norms: list[Any] = [norm.owner if isinstance(norm, Borrowed) else None for norm in borrowed]
-    width = _width(model, norms)
-    try:
-        whole = conversion.scheme.build(width, len(sublayers), norm_eps=_eps(norms), norm=lambda i: borrowed[i])
-    except ValueError as error:
-        raise InputError(f"no stream of width {width}: {first_line(error)}") from error
-    looks_back = any(map(window_of, whole.parts))
-    connections: list[Any] = list(whole.connections)
-    streams, first = [], 0
-    for i, (layer, found) in enumerate(zip(stack, anatomy)):
-        last = first + len(found)
-        ends = whole.expand if i == 0 else None, whole.collapse if i == len(stack) - 1 else None
-        own = LayerStream(connections[first:last], first, *ends, looks_back=looks_back)
-        parameter = next(layer.parameters())
-        streams.append(own.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
-        first = last
-    return streams
-
-
-def streams_of(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
-    """Return the part of the stream of every layer of a converted model."""
-    return [getattr(layer, STREAM) for layer in _trunk(model, conversion.stack)[1]]
-
-
-def restore(model: nn.Module, path: str) -> None:
-    """Undo `rebuild` for the layers at `path` inside the base model."""
-    trunk, stack = _trunk(model, path)
-    detach(model, trunk)
-    for layer in stack:
-        if isinstance(layer, ConvertedLayer):
-            swap_back(layer)
-            delattr(layer, STREAM)
-        for child in layer.modules():
-            if isinstance(child, Reader):
-                swap_back(child)
-                del child.residua_is_norm
-
-
-def is_converted(model: nn.Module) -> bool:
-    """Return whether the layers of a model run over connections that `convert` gave them."""
-    return bool(layer_streams(model))
-
-
-@contextmanager
-def replaced(model: nn.Module, watch: Callable[[list[Any]], Sequence[Any]]) -> Iterator[None]:
-    """Let `watch` replace the connections of a converted model, as the argument of that name in a model of ours does.
-
-    watch: maps the list of connections and readout to a list of replacements; the readout stays what it is.
-    """
-    stream = stream_of(model)
-    parts = layer_streams(model)
-    connections: list[Any] = [*stream.connections, Readout(stream.collapse)]
-    watched = watch(connections)
-    try:
-        for part in parts:
-            part.watched = watched[part.first : part.first + len(part.connections)]
-        yield
-    finally:
-        for part in parts:
-            part.watched = None
-
-
-def stream_of(model: nn.Module) -> Stream:
-    """Return the whole stream of a converted model, made of the parts that its layers own."""
-    parts = layer_streams(model)
-    connections: list[Any] = [connection for part in parts for connection in part.connections]
-    assert parts[0].expand is not None
-    assert parts[-1].collapse is not None
-    return Stream(parts[0].expand, connections, parts[-1].collapse)
-
-
-def _trunk(model: Any, path: str) -> tuple[nn.Module, nn.ModuleList]:
-    """Return the module that runs the layers, and the list of them at `path` inside the base model."""
-    stack = model.base_model.get_submodule(path)
-    if not isinstance(stack, nn.ModuleList):
-        raise AttributeError(f"{path} is no list of layers")
-    return model.base_model.get_submodule(path.rpartition(".")[0]), stack
-
-
-def attach_streams(model: nn.Module, conversion: Conversion, streams: Sequence[LayerStream]) -> None:
-    """Give every layer of a model its part of the stream, and let it run on that."""
-    trunk, stack = _trunk(model, conversion.stack)
-    attach(model, trunk)
-    for layer, found, stream in zip(stack, conversion.anatomy, streams, strict=True):
-        stream.train(layer.training)
-        stream.keywords = keywords_of(layer)
-        setattr(layer, STREAM, stream)
-        swap(layer, ConvertedLayer)
-        for sublayer in found:
-            for name in sublayer.readers:
-                child: Any = layer.get_submodule(name)
-                if not isinstance(child, Reader):
-                    swap(child, Reader)
-                    child.residua_is_norm = sublayer.normed
-
-
 def small_inputs(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return small inputs that a model runs on, those given if they are. Raises InputError for one whose kind cannot be
     converted.
@@ -335,7 +217,7 @@ def _is_causal(model: nn.Module, path: str, inputs: Mapping[str, Any]) -> bool:
 
     Its gradient says so exactly; the numbers do not where tokens are computed in groups, as by experts.
     """
-    _, stack = _trunk(model, path)
+    _, stack = trunk(model, path)
     first: list[Tensor] = []
     last: list[Tensor] = []
 
@@ -386,20 +268,3 @@ def _change(before: list[Tensor], after: list[Tensor]) -> float:
 def _bound(model: nn.Module, before: list[Tensor]) -> float:
     """Return the tolerance of the narrowest dtype: Mamba in half precision returns logits in float32."""
     return max(TOLERANCE.get(x.dtype, 0.1) for x in (*before, *model.parameters()) if x.is_floating_point())
-
-
-def _width(model: Any, norms: Sequence[Any]) -> int:
-    """Return the width of the residual: of the norms that read it, else as the configuration says."""
-    for norm in norms:
-        for parameter in () if norm is None else norm.parameters():
-            return int(parameter.shape[-1])
-    return int(model.config.get_text_config().hidden_size)
-
-
-def _eps(norms: Sequence[Any]) -> float:
-    """Return the eps of the model's norms, 1e-5 where they have none."""
-    for norm in norms:
-        for name in ("eps", "variance_epsilon", "norm_eps", "epsilon"):
-            if isinstance(found := getattr(norm, name, None), float):
-                return found
-    return 1e-5

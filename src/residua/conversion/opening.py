@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from residua.conversion.saving import AutoModelForCausalLM  # it knows converted models
+from residua.conversion.configuration import AutoModelForCausalLM  # it knows converted models
 from residua.errors import InputError, extra, first_line
 from residua.models.configuration import usable
 from residua.records.reading import file_name, read_json_files

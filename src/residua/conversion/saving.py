@@ -1,42 +1,25 @@
-"""Open converted models, by the Auto classes of transformers, and save and open the connections alone."""
+"""The connections of a converted model alone, in a folder beside the model that they were trained with."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from torch import nn
 
-from residua.conversion.configuration import (
-    KEY,
-    Conversion,
-    ConvertedConfig,
-    conversion_of,
-    mark,
-)
-from residua.conversion.convert_model import (
-    attach_streams,
-    find_anatomy,
-    new_streams,
-    rebuild,
-    small_inputs,
-    streams_of,
-)
-from residua.conversion.flow import STREAM, ConvertedLayer, Swapped, swapped_class
+from residua.conversion.anatomy import Conversion
+from residua.conversion.configuration import conversion_of, expect_weights, mark
+from residua.conversion.convert_model import find_anatomy, small_inputs
+from residua.conversion.flow import STREAM
+from residua.conversion.rebuild import attach_streams, is_converted, new_streams, streams_of
 from residua.errors import InputError, extra, shown
 from residua.records.durable import write_text
 from residua.records.reading import read_json
 from residua.records.tensors import read_tensors, write_tensors
 
 with extra("lab"):
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_MAPPING,
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        PreTrainedModel,
-    )
+    from transformers import AutoModelForCausalLM, PreTrainedModel
 
 WEIGHTS, DESCRIPTION = "connection.safetensors", "connection.json"
 BASE_WEIGHTS = "base_weights"
@@ -45,78 +28,6 @@ PLACES, SAME, LOST = 16, 0.01, 1e-6
 """How many numbers of each weight it holds, by which share of one another dtype may change it, and what float16
 may lose of numbers that are next to nothing.
 """
-
-
-class BuiltConverted(Swapped):
-    """What is mixed into the class of a model while it is loaded: it is rebuilt as it gets its layers."""
-
-    _keep_in_fp32_modules_strict: ClassVar[list[str]] = [STREAM]
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        conversion = Conversion.from_json(getattr(config, KEY), "config.json")
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        try:
-            rebuild(self, conversion)  # type: ignore[arg-type]
-        except (AttributeError, IndexError, ValueError) as error:
-            raise InputError(f"config.json: the layers of {type(self).__name__} are not as it says: {error}") from error
-
-
-class Converted:
-    """What the Auto classes find for a `ConvertedConfig`. Its methods return a model of transformers, converted."""
-
-    config_class = ConvertedConfig
-    models: ClassVar[Any]
-
-    @classmethod
-    def from_pretrained(cls, folder: Any, *args: Any, config: ConvertedConfig, **kwargs: Any) -> Any:
-        """Return the converted model in a folder, as the method of every model does.
-
-        Raises:
-            InputError: weights are missing, or others are there.
-        """
-        wanted = kwargs.pop("output_loading_info", False)
-        base = cls._base(config)
-        kind = swapped_class(BuiltConverted, cls.models[type(base)])
-        model, found = kind.from_pretrained(folder, *args, config=base, output_loading_info=True, **kwargs)  # type: ignore[attr-defined]
-        for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-            names = sorted(map(str, found.get(problem) or ()))
-            if problem == "unexpected_keys":  # a trunk opened from a whole model leaves the head out
-                names = [name for name in names if f".{STREAM}." in name]
-            if names:
-                raise InputError(f"{folder} must hold the weights of the converted model, {problem}: {shown(names)}")
-        _settle(model)
-        return (model, found) if wanted else model
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing, as the method of `ConvertedConfig`."""
-
-    @classmethod
-    def _from_config(cls, config: ConvertedConfig, **kwargs: Any) -> Any:
-        base = cls._base(config)
-        return _settle(swapped_class(BuiltConverted, cls.models[type(base)])._from_config(base, **kwargs))  # type: ignore[attr-defined]
-
-    @classmethod
-    def _base(cls, config: ConvertedConfig) -> Any:
-        base = config.base_config
-        if type(base) not in cls.models:
-            raise InputError(f"config.json: {cls.__name__} has no model of type {base.model_type}")
-        setattr(base, KEY, config.residua)
-        return base
-
-
-class ConvertedModel(Converted):
-    models = MODEL_MAPPING
-
-
-class ConvertedForCausalLM(Converted):
-    models = MODEL_FOR_CAUSAL_LM_MAPPING
-
-
-# Whoever has imported this module opens converted models by these Auto classes.
-AutoConfig.register(ConvertedConfig.model_type, ConvertedConfig)
-AutoModel.register(ConvertedConfig, ConvertedModel)
-AutoModelForCausalLM.register(ConvertedConfig, ConvertedForCausalLM)
 
 
 def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
@@ -129,7 +40,8 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
     conversion = conversion_of(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: x.detach().clone() for name, x in model.state_dict().items() if f".{STREAM}." in f".{name}"}
+    tensors = nn.ModuleList(streams_of(model, conversion)).state_dict()
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # some may be one tensor
     write_tensors(folder / WEIGHTS, {**tensors, BASE_WEIGHTS: _sample_of_base(model)}, {"format": "pt"})
     write_text(folder / DESCRIPTION, json.dumps(conversion.as_json(), indent=2) + "\n")
 
@@ -145,31 +57,25 @@ def load_connection(
     conversion = Conversion.from_json(read_json(folder / DESCRIPTION), folder / DESCRIPTION)
     tensors, _ = read_tensors(folder / WEIGHTS, "the weights of connections", "save them again")
     saved_beside = tensors.pop(BASE_WEIGHTS, torch.empty(0))
-    plain = not any(isinstance(module, ConvertedLayer) for module in model.modules())
-    here = find_anatomy(model, conversion.scheme, small_inputs(model, inputs)) if plain else conversion_of(model)
-    if here != conversion:
-        what = "its layers" if here.scheme == conversion.scheme else "its connection"
+    plain = not is_converted(model)
+    expected = find_anatomy(model, conversion.scheme, small_inputs(model, inputs)) if plain else conversion_of(model)
+    if expected != conversion:
+        what = "its layers" if expected.scheme == conversion.scheme else "its connection"
         raise InputError(
             f"{folder}: these connections are another model's: {what} differ from {type(model).__name__}'s"
         )
     streams = new_streams(model, conversion) if plain else streams_of(model, conversion)
-    stack = model.base_model.get_submodule(conversion.stack)
-    prefix = next(name for name, module in model.named_modules() if module is stack)
-    own = {
-        f"{prefix}.{i}.{STREAM}.{name}": tensor
-        for i, stream in enumerate(streams)
-        for name, tensor in stream.state_dict().items()
-    }
-    shapes, found = ({name: tuple(x.shape) for name, x in some.items()} for some in (own, tensors))
-    if shapes != found:
-        wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    parameters = nn.ModuleList(streams).state_dict()
+    shapes, saved = ({name: tuple(x.shape) for name, x in some.items()} for some in (parameters, tensors))
+    if shapes != saved:
+        wrong = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
         raise InputError(
             f"{folder / WEIGHTS} must hold the parameters of the connections, these differ: {shown(wrong)}"
         )
-    loaded = {name: tensors[name].to(tensor.dtype) for name, tensor in own.items()}
+    loaded = {name: tensors[name].to(tensor.dtype) for name, tensor in parameters.items()}
     wrong = sorted(
         name
-        for name, tensor in own.items()
+        for name, tensor in parameters.items()
         if tensors[name].is_floating_point() != tensor.is_floating_point() or not loaded[name].isfinite().all()
     )
     if wrong:
@@ -184,7 +90,7 @@ def load_connection(
             f"{type(model).__name__}; load the model that they were trained with, or save it whole, by save_pretrained"
         )
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in parameters.items():
             tensor.copy_(loaded[name])
     if plain:
         attach_streams(model, conversion, streams)
@@ -202,10 +108,10 @@ def _sample_of_base(model: Any) -> torch.Tensor:
     return torch.cat([sample.to("cpu", torch.float32) for sample in samples])
 
 
-def _settle(model: Any) -> Any:
-    """Move a model that was built converted to its plain class, as `convert` leaves it."""
-    model.__class__ = type(model).__bases__[1]
-    conversion = Conversion.from_json(getattr(model.config, KEY), "config.json")
-    delattr(model.config, KEY)
-    mark(model, conversion)
-    return model
+def load(folder: str | Path, **options: Any) -> Any:
+    """`residua.load`, which documents it."""
+    with_info = options.pop("output_loading_info", False)
+    opened: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    model, info = opened
+    expect_weights(folder, info, "unexpected_keys", only=f".{STREAM}.")
+    return (model, info) if with_info else model

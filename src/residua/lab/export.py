@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from residua.conversion.configuration import MODEL_TYPE, SavedAsConverted
+from residua.conversion.configuration import MODEL_TYPE, ConvertedConfig
 from residua.conversion.opening import context_of, quiet
 from residua.errors import InputError, RunError, extra, first_line
 from residua.lab.data.tokenizer import save_tokenizer
@@ -34,15 +34,11 @@ OPTIONAL = {"triton"}
 """Packages that a copied module imports but that may not be installed."""
 
 CONVERTED_CODE = "modeling_residua_converted"
-CONVERTED_CLASSES = {
-    "AutoConfig": "ConvertedConfig",
-    "AutoModel": "ConvertedModel",
-    "AutoModelForCausalLM": "ConvertedForCausalLM",
-}
-CONVERTED_TEXT = f"""# The residual connections of this model are residua's; install it: pip install residua
-from residua.conversion.saving import {", ".join(CONVERTED_CLASSES.values())}
+CONVERTED_CLASSES = {"AutoConfig": "ConvertedConfig"}
+CONVERTED_TEXT = """# The residual connections of this model are residua's; install it: pip install residua
+from residua.conversion.configuration import ConvertedConfig
 
-__all__ = {list(CONVERTED_CLASSES.values())!r}
+__all__ = ["ConvertedConfig"]
 """
 """The remote code of a converted model. It runs its family's code in transformers, which cannot be copied, so it needs
 residua; transformers stops and names a package that is missing."""
@@ -173,7 +169,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     # Longer than any fence in the settings.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))
     if remote_code:
-        converted = isinstance(opened.model.config, SavedAsConverted)
+        converted = isinstance(opened.model.config, ConvertedConfig)
         requirement = "# residua must be installed: pip install residua\n" if converted else ""
         # On both lines, because the tokenizer also reads config.json.
         loading_code = f"""from transformers import AutoModelForCausalLM, AutoTokenizer

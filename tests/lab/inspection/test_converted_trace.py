@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 from transformers import CohereConfig
 
 import residua
-from residua.conversion.convert_model import is_converted, stream_of
+from residua.conversion.rebuild import is_converted, stream_of
 from residua.errors import InputError
 from residua.lab.inspection import gate_quantiles, has_gates, trace, warnings
 from residua.lab.inspection.subject import Subject

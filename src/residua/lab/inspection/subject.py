@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from residua.connections import Scheme, Stream
 from residua.conversion.configuration import conversion_of
-from residua.conversion.convert_model import is_converted, replaced, stream_of
 from residua.conversion.opening import context_of
+from residua.conversion.rebuild import is_converted, replaced, stream_of
 from residua.errors import InputError
 from residua.lab.inspection.watch import ConnectionRecord, as_written, watching
 from residua.models import ResiduaForCausalLM, ResiduaModel

@@ -596,7 +596,6 @@ class Plan:
         if known not in self._bases:
             saved = build_model(config, self.prepared).config.to_json_string()  # says how it was converted
             self._bases[known] = ConvertedConfig.from_dict(json.loads(saved))
-            self._bases[known].get_text_config().use_cache = False  # as in training
         return self._bases[known]
 
     def _count(self, config: RunConfig) -> int:
