@@ -1,14 +1,11 @@
-"""Means with Student's 95 % intervals, paired differences, Holm's correction, and Spearman's rank correlation."""
+"""Means with Student's 95 % intervals, paired differences, and Holm's correction."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from residua.errors import extra
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
 
 
 class Estimate(NamedTuple):
@@ -82,20 +79,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
         corrected[place] = largest
     return corrected
-
-
-def spearman(first: "ArrayLike", second: "ArrayLike") -> Any:
-    """Return Spearman's correlation of the ranks along the last axis; equal values share their mean rank.
-
-    NaN where all values of a side are equal.
-    """
-    with extra("lab"):
-        import numpy
-        from scipy.stats import rankdata
-
-    a, b = (ranks - ranks.mean(-1, keepdims=True) for ranks in (rankdata(side, axis=-1) for side in (first, second)))
-    with numpy.errstate(invalid="ignore"):
-        return (a * b).sum(-1) / numpy.sqrt((a * a).sum(-1) * (b * b).sum(-1))
 
 
 @lru_cache

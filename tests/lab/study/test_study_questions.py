@@ -1,8 +1,6 @@
 """What a study is asked, it answers from its records: with an interval, a verdict, or what it waits for."""
 
 import io
-import math
-import statistics
 
 import pytest
 
@@ -12,8 +10,7 @@ from residua.errors import InputError
 from residua.lab.study.picture import draw_answers
 from residua.lab.study.plan import load_study
 from residua.lab.study.report import markdown, payload, questions
-from residua.lab.study.results import rankings, results
-from residua.records.statistics import spearman
+from residua.lab.study.results import results
 from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
 
 ASKED = {"gain": {"ask": "Is `ddl` ahead?", "compare": [["ddl", "residual"]], "at": ["tokens", "seconds"]}}
@@ -233,56 +230,3 @@ def test_questions_bring_their_schemes_and_stay_when_others_are_left_out():
 def test_every_causal_preset_stands_in_resbench():
     there = {named(entry.connection)[0] for entry in load_study("resbench").schemes.values()}
     assert {name for name, scheme in PRESETS.items() if scheme.causal} <= there
-
-
-def test_spearman_is_the_correlation_of_ranks_with_ties_shared():
-    assert spearman([1, 2, 3, 4], [10, 20, 30, 99]) == pytest.approx(1)
-    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-    assert spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)  # 1 - 6 * 2 / (4 * 15)
-    assert spearman([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(statistics.correlation([1.5, 1.5, 3, 4], [1, 2, 3, 4]))
-    assert math.isnan(spearman([1, 1], [1, 2]))
-
-
-NAMES = ["residual", "ddl", "hc", "mhc", "krom"]
-
-
-def ranked(places, noise=0.0):
-    found = []
-    for place, name in enumerate(NAMES):
-        found.append(record(name, "tune", 0, 5.0))
-        for seed, turn in zip((1, 2, 3), (-1, 0, 1)):
-            found.append(record(name, "report", seed, 4 + 0.1 * places[place] + noise * turn * (-1) ** place))
-    published = {"big": {"source": "a table", "differences": {n: 0.01 * i for i, n in enumerate(NAMES)}}}
-    return results(study(schemes={name: {} for name in NAMES}, published=published), found, [])
-
-
-def test_an_equal_ranking_correlates_wholly_and_a_turned_one_not_at_all():
-    (equal,) = rankings(ranked([0, 1, 2, 3, 4]), samples=200)
-    assert equal.correlation == pytest.approx(1)
-    assert equal.lower == pytest.approx(1)
-    (turned,) = rankings(ranked([4, 3, 2, 1, 0]), samples=200)
-    assert turned.correlation == turned.upper == pytest.approx(-1)
-
-
-def test_seeds_that_disagree_and_few_schemes_make_the_interval_wide():
-    (quiet,) = rankings(ranked([0, 2, 1, 3, 4]), samples=400)
-    (noisy,) = rankings(ranked([0, 2, 1, 3, 4], noise=0.3), samples=400)
-    assert quiet.correlation == noisy.correlation == pytest.approx(0.9)
-    assert noisy.lower < quiet.lower < 0.9 <= quiet.upper
-    assert rankings(ranked([0, 2, 1, 3, 4]), samples=400) == [quiet]
-    assert "rank correlation +0.90, 95 % bootstrap interval" in markdown(ranked([0, 2, 1, 3, 4]))
-
-
-def test_with_too_few_schemes_nothing_is_said():
-    published = {"big": {"source": "a table", "differences": {"residual": 0.0, "ddl": -0.1, "hc": -0.2, "mhc": -0.3}}}
-    asked = study(schemes={name: {} for name in NAMES}, published=published)
-    (one,) = rankings(results(asked, records(), costs()))
-    assert (one.correlation, set(one.schemes)) == (None, {"residual", "ddl"})
-    assert "not yet, 2 of 4 schemes" in markdown(results(asked, records(), costs()))
-
-
-def test_the_published_ranking_of_resbench_has_its_schemes():
-    whole = load_study("resbench")
-    (published,) = whole.published.values()
-    assert published.differences["residual"] == 0
-    assert set(published.differences) <= set(whole.schemes)

@@ -22,7 +22,7 @@ from residua.errors import InputError, did_you_mean, extra, fits, require, words
 from residua.lab.cost.counts import parameters
 from residua.lab.data import PreparedData
 from residua.lab.experiment import build_model, expected_vocabulary
-from residua.lab.study.questions import Published, Question, read_published, read_questions
+from residua.lab.study.questions import Question, read_questions
 from residua.lab.study.sweep import Point, Sweep, frozen
 from residua.lab.training import BaseModelConfig, RunConfig, load_config
 from residua.lab.training.config import KEYS
@@ -175,7 +175,6 @@ class Study:
     warmup                 share of the steps
     evaluations            points of a learning curve
     questions              what the study is to answer, by name; a study of some schemes keeps all of them
-    published              rankings to compare its own with, by name
 
     Raises:
         InputError: a value cannot be used.
@@ -195,7 +194,6 @@ class Study:
     warmup: float = 0.1
     evaluations: int = 10
     questions: Mapping[str, Question] = field(default_factory=dict)
-    published: Mapping[str, Published] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(isinstance(self.set, Mapping), "set", "a mapping", self.set)
@@ -659,13 +657,9 @@ def load_study(source: str) -> Study:
     # Here and not for a folder, whose report needs no package that brings a scheme.
     entries = {name: replace(entry, connection=canonical(entry.connection)) for name, entry in study.schemes.items()}
     study = replace(study, schemes=entries)
-    for where, named in (
-        *((f"questions.{one.name}.compare", one.schemes) for one in study.questions.values()),
-        *((f"published.{one.name}.differences", tuple(one.differences)) for one in study.published.values()),
-    ):
-        for name in named:
-            expected = f"some of the schemes ({', '.join(study.schemes)}{did_you_mean(name, study.schemes)})"
-            require(name in study.schemes, where, expected, name)
+    for question, name in ((one, name) for one in study.questions.values() for name in one.schemes):
+        expected = f"some of the schemes ({', '.join(study.schemes)}{did_you_mean(name, study.schemes)})"
+        require(name in study.schemes, f"questions.{question.name}.compare", expected, name)
     return study
 
 
@@ -691,8 +685,8 @@ def read_study(document: Any, source: str) -> Study:
         require(name in tuning, f"tuning.{name}", "a value", None)
     _mapping(tuning["over"], "tuning.over")
     questions = read_questions(values.get("questions") or {}, values.get("baselines", ("residual",)))
-    known = {"questions": questions, "published": read_published(values.get("published") or {})}
-    return Study(**{**values, **known, "rungs": rungs, "schemes": schemes, "tuning": Tuning(**tuning)})
+    parts = {"rungs": rungs, "schemes": schemes, "tuning": Tuning(**tuning), "questions": questions}
+    return Study(**{**values, **parts})
 
 
 def _pinned(study: Study) -> Study:

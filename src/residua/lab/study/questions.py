@@ -1,6 +1,5 @@
 """What a study is to answer, written down before its runs: comparisons of schemes, and rankings published elsewhere."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,25 +43,6 @@ class Question:
         return tuple(dict.fromkeys(name for pair in self.compare for name in pair))
 
 
-@dataclass(frozen=True)
-class Published:
-    """A ranking that somebody else published.
-
-    source        where it stands, and how it was made
-    differences   loss minus the plain residual's, by our name of the scheme; 0 for the residual itself
-    """
-
-    name: str
-    source: str
-    differences: Mapping[str, float]
-
-    def __post_init__(self) -> None:
-        require(fits(self.source, str), "source", "where it was published", self.source)
-        values = self.differences.values() if isinstance(self.differences, Mapping) else [None]
-        numbers = all(fits(value, float) and math.isfinite(value) for value in values)
-        require(numbers, "differences", "a number for each scheme", self.differences)
-
-
 def read_questions(document: Any, baselines: Sequence[str]) -> dict[str, Question]:
     """The questions of a study's document. Raises InputError if a question is not written as `Question` says."""
     require(isinstance(baselines, list | tuple), "baselines", "a list, of text each", baselines)
@@ -74,11 +54,6 @@ def read_questions(document: Any, baselines: Sequence[str]) -> dict[str, Questio
         require(second is None or list(question.at) == ["tokens"], f"questions.{name}.at", reason, question.at)
         questions[name] = question
     return questions
-
-
-def read_published(document: Any) -> dict[str, Published]:
-    """The published rankings of a study's document. Raises InputError if one is not written as `Published` says."""
-    return {name: decoded(values, Published, f"published.{name}") for name, values in _entries(document, "published")}
 
 
 def _entries(document: Any, where: str) -> list[tuple[str, Any]]:

@@ -18,12 +18,10 @@ from residua.lab.study.results import (
     SIGNIFICANT,
     Answer,
     Difference,
-    Ranking,
     Results,
     Row,
     begun,
     gates_of,
-    rankings,
 )
 from residua.records.durable import write_text
 from residua.records.figures import save
@@ -72,8 +70,6 @@ def markdown(found: Results) -> str:
         lines += ["## Questions", "", ANSWERS, "", *questions(found), ""]
     if found.audits:
         lines += ["## Gates along training", "", *audited(found), ""]
-    if told := ranked(found):
-        lines += ["## Rankings published elsewhere", "", *told, ""]
     return "\n".join([*lines, "## How to read this", "", *_reading(found), ""])
 
 
@@ -305,23 +301,6 @@ def _answer(answer: Answer, seeds: int) -> str:
     return text if difference.seen or estimate.detectable is None else f"{text}; would see {estimate.detectable:.4f}"
 
 
-def ranked(found: Results) -> list[str]:
-    """The comparisons with published rankings in Markdown; where there is none yet, what the first one waits for."""
-    every = rankings(found)
-    there = [one for one in every if one.correlation is not None]
-    return [f"- {ranking_text(one)}" for one in there or every[:1]]
-
-
-def ranking_text(one: Ranking) -> str:
-    """What a comparison with a published ranking says, in a sentence."""
-    where = f"{one.rung} and {one.published.name} ({one.published.source})"
-    told = _names(one.schemes) or "none"
-    if one.correlation is None:
-        return f"{_text(where)}: not yet, {len(one.schemes)} of {len(one.published.differences)} schemes ({told})."
-    interval = "no interval" if one.lower is None else f"95 % bootstrap interval {one.lower:+.2f} to {one.upper:+.2f}"
-    return f"{_text(where)}: rank correlation {one.correlation:+.2f}, {interval}, over {told}."
-
-
 def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{_text(name).replace('`', '')}`" for name in names)
 
@@ -464,7 +443,6 @@ def payload(found: Results) -> dict[str, Any]:
         "reading": [line.removeprefix("- ").replace("**", "") for line in _reading(found)],
         "questions": [_plain_question(found, question) for question in study.questions.values()],
         "gates": {"about": MEANS, "header": header, "rows": gates},
-        "rankings": [{"rung": one.rung, "text": ranking_text(one).replace("`", "")} for one in rankings(found)],
         "ahead": {rung: " ".join(_ahead(found, rung)).replace("`", "") for rung in study.rungs},
         "noise": {rung: " ".join(_noise(found, rung)).replace("`", "") for rung in study.rungs},
         "rows": [_plain_row(found, row) for row in found.rows],

@@ -6,24 +6,20 @@ Everything follows from the records, so a page can be made again without the dat
 import itertools
 import json
 import math
-import random
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from residua.errors import extra, fits
+from residua.errors import fits
 from residua.lab.study.folder import AUDITS, read_folder, read_runs
 from residua.lab.study.plan import Study, chosen_points
-from residua.lab.study.questions import MEASURES, Published, Question
+from residua.lab.study.questions import MEASURES, Question
 from residua.records import jsonlines
 from residua.records.folder import read_object
 from residua.records.jobs import Record
-from residua.records.statistics import Estimate, holm, paired, spearman
-
-with extra("lab"):
-    import numpy
+from residua.records.statistics import Estimate, holm, paired
 
 BELOW = 0.9
 """A scheme whose step costs less than a baseline's is compared with fewer tokens of it, down to this share, along the
@@ -34,9 +30,6 @@ NORMAL = statistics.NormalDist()
 COMPILED = "compiled seconds"
 SIGNIFICANT = 0.05
 """p below which a difference is seen, and corrected p below which it is clear of zero."""
-RESAMPLES = 4000
-FEWEST_RANKED = 4
-"""Schemes below which no correlation with a published ranking is computed."""
 
 
 class Difference(NamedTuple):
@@ -192,22 +185,6 @@ class Answer(NamedTuple):
             return f"{side} by its interval, but not after the correction"
         seen = "" if estimate.detectable is None else f"; four of five such studies would see {estimate.detectable:.4f}"
         return f"no difference seen{seen}"
-
-
-class Ranking(NamedTuple):
-    """Spearman's correlation of a study's losses with a published ranking at one size.
-
-    schemes       those that both have, with all seeds of the study
-    correlation   None with fewer than FEWEST_RANKED of them, and where all losses of a side are equal
-    lower, upper  of the 95 % percentile interval over resampled schemes and seeds
-    """
-
-    published: Published
-    rung: str
-    schemes: Sequence[str]
-    correlation: float | None = None
-    lower: float | None = None
-    upper: float | None = None
 
 
 @dataclass(frozen=True)
@@ -567,36 +544,3 @@ def _correct(rows: Sequence[Row]) -> None:
         corrected = holm([row.differences[place].p for row, place in places])
         for (row, place), value in zip(places, corrected):
             row.differences[place] = row.differences[place]._replace(holm=value)
-
-
-def rankings(found: Results, *, samples: int = RESAMPLES) -> list[Ranking]:
-    """Compare every size that has a finished row with every published ranking.
-
-    A resample draws the schemes with replacement, and the seeds, the same for all schemes, as their losses are paired.
-    It says how far another choice of schemes or seeds could lead, and nothing of the published runs' own noise.
-    """
-    sizes = begun(found.study, found.rows)
-    return [_ranking(found, one, rung, samples) for one in found.study.published.values() for rung in sizes]
-
-
-def _ranking(found: Results, published: Published, rung: str, samples: int) -> Ranking:
-    rows = [row for row in found.rows if row.rung == rung and row.scheme in published.differences]
-    rows = [row for row in rows if row.whole and row.loss is not None]
-    ranking = Ranking(published, rung, [row.scheme for row in rows])
-    if len(rows) < FEWEST_RANKED:
-        return ranking
-    ours = numpy.array([[row.losses[seed] for seed in found.study.seeds_at(rung)] for row in rows])
-    theirs = numpy.array([published.differences[row.scheme] for row in rows])
-    chance = random.Random(0)
-    draws = [[chance.choices(range(size), k=size) for size in ours.shape] for _ in range(samples)]
-    schemes, seeds = map(numpy.array, zip(*draws))
-    resampled = spearman(ours[schemes[:, :, None], seeds[:, None, :]].mean(-1), theirs[schemes])
-    resampled = numpy.sort(resampled[~numpy.isnan(resampled)])
-    correlation = float(spearman(ours.mean(-1), theirs))
-    if math.isnan(correlation):
-        return ranking
-    ranking = ranking._replace(correlation=correlation)
-    if len(resampled) < samples / 2:
-        return ranking
-    lower, upper = (float(resampled[round(share * (len(resampled) - 1))]) for share in (0.025, 0.975))
-    return ranking._replace(lower=lower, upper=upper)
