@@ -144,13 +144,16 @@ def test_schemes_explains_one(capsys):
     kind = PRESETS["ddl-cc"]
     for words in (kind.title, kind.equation, kind.source, "+132,268 at small", "a state of 4d", "(default: None; "):
         assert words in text
-    assert "compress = channel  (default: None; 'token', 'channel', None)" in text
-    assert "compress_kernel = 4  (default: None; int at least 1" in text
+    assert max(map(len, text.partition("published")[0].splitlines())) < 80
+    assert "compress = channel (default: None; 'token', 'channel', None)" in text
+    assert "compress_kernel = 4 (default: None; int (at least 1, at most 1024), None)" in text
     assert " ".join(kind.users.split()) in " ".join(text.split())
     assert all(option["meaning"] in " ".join(text.split()) for option in record["all_options"])
     assert {"scheme": "ddl-cc", "small, 1-shot": "49.13 (v2)"}.items() <= record["published"][1].items()
     assert "ddl-cc" not in output(capsys, ["schemes", "mhc"])
-    assert "num_streams = 2  (default: 4; int)" in output(capsys, ["schemes", "mhc:num_streams=2"])
+    assert "num_streams = 2 (default: 4; int (at least 2, at most 256))" in output(
+        capsys, ["schemes", "mhc:num_streams=2"]
+    )
     assert "did you mean 'ddl'" in error(capsys, ["schemes", "dll"])
 
 

@@ -2,7 +2,7 @@ from operator import itemgetter
 
 import pytest
 
-from residua.records.table import Group, Table, grouped
+from residua.records.table import Group, Table, grouped, print_table
 
 
 def test_runs_group_by_identity_in_the_order_of_seeds_and_the_last_of_a_seed_counts():
@@ -20,3 +20,17 @@ def test_markdown_aligns_numbers_and_keeps_bars_as_text():
     table = Table(["scheme", "|H|"], [["a|b", "1"]])
     assert table.markdown(1) == "| scheme | \\|H\\| |\n| --- | ---: |\n| a\\|b | 1 |"
     assert table.markdown().splitlines()[1] == "| --- | --- |"
+
+
+def test_a_terminal_that_is_too_narrow_gets_a_paragraph_for_each_row(capsys, monkeypatch):
+    header, rows = ["scheme", "validation loss"], [["residual", "3.10"], ["ddl", ""], ["mhc", "12.00"]]
+    print_table(header, rows)
+    wide = capsys.readouterr().out
+    assert wide.splitlines()[2:] == ["residual             3.10", "ddl", "mhc                 12.00"]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "25")
+    print_table(header, rows)
+    assert capsys.readouterr().out == wide
+    monkeypatch.setenv("COLUMNS", "24")
+    print_table(header, rows)
+    assert capsys.readouterr().out == ("residual\n  validation loss  3.10\n\nddl\n\nmhc\n  validation loss  12.00\n")

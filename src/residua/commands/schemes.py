@@ -18,7 +18,7 @@ from residua.records.table import print_table
 if TYPE_CHECKING:
     from residua.connections import Scheme
 
-WRAP = TextWrapper(79, break_on_hyphens=False)
+WRAP = TextWrapper(75, break_on_hyphens=False)
 PAPER_SIZES = {"small": (768, 24), "medium": (1024, 48)}
 """Width and sublayers of the models of arXiv 2601.00417. `residua.models.SIZES` has more, and needs transformers."""
 
@@ -48,16 +48,16 @@ def schemes(name: str | None = None, *, json: bool = False) -> None:
         [
             record["name"],
             record["state_per_token"] or "-",
-            *("-" if count is None else f"{count:+,}" for count in record["parameters_added"].values()),
+            "-" if record["not_built"] else f"{record['parameters_added']['small']:+,}",
             record["paper"],
         ]
         for record in records
     ]
-    print_table(["name", "state", *PAPER_SIZES, "paper"], rows)
+    print_table(["name", "state", "parameters", "paper"], rows)
     print(
-        "\nstate: numbers per token, d the width, from the first to the last of 24 sublayers\n"
-        f"{' and '.join(PAPER_SIZES)}: parameters added to the plain residual\n"
-        "residua schemes NAME explains one: equation, options, cost, who runs it, results"
+        "\nstate: numbers per token, at the first and last of 24 sublayers; d is the width\n"
+        "parameters: what it adds to the plain residual in a model of 124 million\n"
+        "residua schemes NAME: its equation, options, cost, who runs it, results"
     )
     for record in records:
         if record["not_built"]:
@@ -111,7 +111,7 @@ def _explain(name: str, as_json: bool) -> None:
     if as_json:
         print_json(record)
         return
-    print(f"{name}: {kind.title or kind.__name__}\n\n    {kind.equation}\n")
+    print(f"{name}: {kind.title or kind.__name__}\n\n{indent(WRAP.fill(kind.equation), '    ')}\n")
     for paragraph in about(kind):
         print(paragraph if paragraph.startswith("    ") else WRAP.fill(paragraph), end="\n\n")
     print(f"paper: {scheme.source}")
@@ -123,10 +123,11 @@ def _explain(name: str, as_json: bool) -> None:
     print(WRAP.fill(f"who runs it: {kind.users or 'not known'}"))
     for option in record["all_options"]:
         choices = ", ".join(option["values"])
-        print(f"\n{option['name']} = {option['value']}  (default: {option['default']}; {choices})")
+        default = f"(default: {option['default']}; {choices})"
+        print("\n" + WRAP.fill(f"{option['name']} = {option['value']} {default}"))
         print(indent(WRAP.fill(option["meaning"]), "    "))
     if rows:
-        print("\npublished, mean accuracy of eight tasks in percent, one seed each (arXiv 2601.00417):\n")
+        print("\npublished, mean accuracy in percent of eight tasks, one seed (arXiv 2601.00417):\n")
         print_table(header, rows)
     print("\nour own results: docs/results.md and docs/resbench.md")
 
@@ -195,7 +196,7 @@ def _values(annotation: Any) -> list[str]:
         return [value for part in get_args(annotation) for value in _values(part)]
     if get_origin(annotation) is Annotated:
         ranges = [part.words for part in annotation.__metadata__ if isinstance(part, Range)]
-        return [" ".join([*_values(get_args(annotation)[0]), *ranges])]
+        return [f"{kind} ({', '.join(ranges)})" for kind in _values(get_args(annotation)[0])]
     return ["None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))]
 
 

@@ -1,5 +1,7 @@
 """Results as a table: groups of runs, their estimates over seeds, and text in rows and columns."""
 
+import shutil
+import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -52,13 +54,29 @@ def cell(value: object) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns, numbers right-aligned. Nothing is cut or wrapped, so a pipe gets all of it."""
-    columns = [[name, "-" * len(name), *map(one_line, cells)] for name, cells in zip(map(one_line, header), zip(*rows))]
+    """Print aligned columns, numbers right-aligned. A pipe gets all of it; a terminal that is too narrow for a row gets
+    a paragraph for each row."""
+    header, rows = [one_line(name) for name in header], [[one_line(cell) for cell in row] for row in rows]
+    lines = _aligned(header, rows)
+    if sys.stdout.isatty() and max(map(len, lines)) > shutil.get_terminal_size().columns:
+        lines = _stacked(header, rows)
+    print("\n".join(lines))
+
+
+def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     aligned = []
-    for column in columns:
-        width = max(map(len, column))
-        column[1] = "-" * width
-        number = all(cell[0] in "0123456789+-–—±" or cell == "baseline" for cell in column[2:] if cell)
+    for name, *cells in zip(header, *rows):
+        width = max(map(len, (name, *cells)))
+        number = all(cell[0] in "0123456789+-–—±" or cell == "baseline" for cell in cells if cell)
+        column = [name, "-" * width, *cells]
         aligned.append([cell.rjust(width) if number else cell.ljust(width) for cell in column])
-    for line in zip(*aligned):
-        print("  ".join(line).rstrip())
+    return ["  ".join(line).rstrip() for line in zip(*aligned)]
+
+
+def _stacked(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a paragraph for each row: its first cell, and below it the others that are not empty, with their names."""
+    width = max(map(len, header))
+    lines = []
+    for first, *others in rows:
+        lines += [first, *(f"  {name:{width}}  {cell}" for name, cell in zip(header[1:], others) if cell), ""]
+    return lines[:-1]
