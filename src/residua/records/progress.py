@@ -1,5 +1,6 @@
 """Show progress on standard error: a bar on a terminal, otherwise a plain line now and then."""
 
+import functools
 import sys
 import time
 from typing import Any
@@ -13,6 +14,12 @@ LINE_SECONDS = 10.0
 def say(message: str) -> None:
     """Print one line for the user on standard error; a progress bar makes room for it."""
     print(printable(message), file=sys.stderr, flush=True)
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """Print a line for the user, unless this process has printed it before."""
+    say(message)
 
 
 def duration(seconds: float) -> str:

@@ -7,6 +7,7 @@ from residua.errors import InputError
 from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
 from residua.lab.training.config import recipe_names
 from residua.models import SIZES, ResiduaConfig
+from residua.records.progress import say_once
 
 
 def write(folder, text):
@@ -206,6 +207,21 @@ def test_settings_are_frozen():
         load_config().train.lr = 1.0
     with pytest.raises(dataclasses.FrozenInstanceError):
         load_config().model.hidden_size = 1
+
+
+def test_the_warmup_of_a_recipe_shrinks_with_a_run_that_is_shorter_and_says_so(tmp_path, capsys):
+    """A warmup that fits stays, and so does every warmup that the user gives."""
+    say_once.cache_clear()
+    assert load_config("tiny-ddl", ["--train.steps=20"]).train.warmup_steps == 2
+    assert load_config("tiny-ddl", ["--train.steps=20"]).train.warmup_steps == 2
+    assert capsys.readouterr().err == "train.warmup_steps is 2 of 20: the recipe's share of the run, 40 of 400\n"
+    assert load_config("tiny", ["--train.steps=40"]).train.warmup_steps == 40
+    mine = write(tmp_path, "base: tiny\ntrain: {warmup_steps: 30}\n")
+    assert load_config([mine, "tiny"], ["--train.steps=20"]).train.warmup_steps == 2
+    for sources, overrides in ((["tiny", mine], []), ("tiny", ["--train.warmup_steps=30"])):
+        with pytest.raises(InputError, match=r"train\.warmup_steps must be 0 to train\.steps \(20\), got 30"):
+            load_config(sources, ["--train.steps=20", *overrides])
+    assert capsys.readouterr().err == ""
 
 
 def test_recipes_are_the_models_they_are_named_after():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from residua.connections.names import canonical
 from residua.errors import InputError, check_types, decoded, did_you_mean, fits, require, require_all, shown, words
 from residua.model_fields import ModelFields, setting
+from residua.records.progress import say_once
 from residua.records.reading import parse_yaml, read_text, write_yaml
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from residua.models import ResiduaConfig
 
 LARGEST_VOCABULARY = 2**24
+WARMUP = "train.warmup_steps"
 SMALL = 2**17
 """Tokens of a micro-batch times width, up to which one thread is the default. By experiments/threads.jsonl it takes
 up to 1.7 times as long as two threads on a quiet machine; beside two busy processes two take 3 to 7 times as long."""
@@ -268,9 +270,12 @@ def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[
         InputError: a source, a key or a value is wrong; one line names the key, the expected values and the given one.
     """
     values: dict[str, Any] = {}
-    for source in [sources] if isinstance(sources, str) else sources or ():
-        values.update(_values(source))
-    values.update(_pairs(overrides))
+    documents = [pair for name in ([sources] if isinstance(sources, str) else sources or ()) for pair in _chain(name)]
+    schedule = None  # the warmup and the steps of a recipe, unless the user gives another warmup
+    for source, document in [*documents, (None, dict(_pairs(overrides)))]:
+        values.update(document)
+        if WARMUP in document:
+            schedule = (values[WARMUP], values.get("train.steps")) if source in recipe_names() else None
     if values.get("model.base", "") is None:
         del values["model.base"]
     has_base = "model.base" in values
@@ -287,18 +292,28 @@ def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[
             raise InputError(f"{key} must not be set {with_base if has_base else 'without model.base'}")
         section, _, name = key.partition(".")
         nested[section][name] = _typed(key, value, keys[key].type)
+    if schedule is not None:
+        _fit_warmup(nested["train"], *schedule)
     return RunConfig(**{name: decoded(nested[name], section, name) for name, section in sections.items()})
 
 
-def _values(source: str, chain: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the values of a recipe or file by dotted key, including its base's."""
+def _fit_warmup(train: dict[str, Any], warmup: int, steps: int) -> None:
+    """Let the warmup of a recipe keep its share of a run that is shorter than it, and say so."""
+    if 1 <= train["steps"] < warmup:
+        train["warmup_steps"] = warmup * train["steps"] // steps
+        share = f"the recipe's share of the run, {warmup} of {steps}"
+        say_once(f"train.warmup_steps is {train['warmup_steps']} of {train['steps']}: {share}")
+
+
+def _chain(source: str, chain: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """Return a recipe or file behind its bases, each with its own values by dotted key."""
     if source in chain:
         raise InputError(f"base: {' -> '.join([*chain, source])} is a circle")
     document = parse_yaml(_text(source), source)
     base = document.pop("base", None) if isinstance(document, dict) else None
     require(base is None or isinstance(base, str), "base", "a recipe's name or a YAML file", base)
-    base_values = {} if base is None else _values(base, (*chain, source))
-    return base_values | dict(_flat(document))
+    bases = [] if base is None else _chain(base, (*chain, source))
+    return [*bases, (source, dict(_flat(document)))]
 
 
 def _text(source: str) -> str:
