@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab.experiment import run
-from residua.lab.explorer.collect import PAGE, Source, collect, page_of
+from residua.lab.explorer.collect import PAGE, QUANTILES, Source, collect, page_of
 from residua.lab.inspection.trace import Trace
 from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig
 from support import planted
@@ -121,7 +121,7 @@ def test_the_gates_of_a_trace_are_on_the_page_whatever_their_names(tmp_path):
     values = {name: torch.linspace(low, 0.9, 40).view(4, 10) for name, low in (("gate_0", -0.9), ("other", 0.1))}
     for step in (2, 4):
         planted.gated(values).save(tmp_path / "analysis" / f"trace-step-{step}.safetensors")
-    logged = [{"step": step, **{name: {"mean": [0.5] * 4} for name in values}} for step in (1, 2)]
+    logged = [{"step": step, **{name: {key: [0.5] * 4 for key in QUANTILES} for name in values}} for step in (1, 2)]
     for rows, steps in (([], [2, 4]), (logged, [1, 2])):
         (tmp_path / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         payload, arrays = page_of([Source("gated", planted.gated(values), tmp_path)])
@@ -252,9 +252,8 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
 
 
 def test_a_run_that_was_stopped_in_the_middle_of_a_row_can_be_explored(a_run):
-    (a_run / "connections.jsonl").write_text(
-        '{"step": 1, "beta": {"mean": [1, 1]}}\n{"step": 2, "beta": {"mean": [1, null]}}\n{"ste'
-    )
+    rows = ({"step": step, "beta": {key: [1, end] for key in QUANTILES}} for step, end in ((1, 1), (2, None)))
+    (a_run / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"ste')
     _, arrays = page_of(*collect([a_run]))
     np.testing.assert_array_equal(arrays["0.training.beta.mean"], [[1, 1], [1, np.nan]])
     (a_run / "connections.jsonl").write_text('nothing\n{"step": 1}\n')

@@ -105,20 +105,16 @@ def page_of(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the payload and the arrays of a page for these traces and this comparison."""
     names = _distinct([source.name for source in sources])
-    described = []
-    for source, name in zip(sources, names):
-        with archive.readable(name):
-            described.append(_described(source, name))
+    described = [_described(source, name) for source, name in zip(sources, names)]
     shown = list(dict.fromkeys(source.name for source in sources))
     title = ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "") or "residua"
     payload = {"title": title, "traces": described, "comparison": comparison}
     room = (PAGE - LIBRARY - len(json.dumps(payload))) / BASE64
     arrays: dict[str, np.ndarray] = {}
     for number, source in enumerate(sources):
-        with archive.readable(names[number]):
-            over_training = _over_training(source)
-            share = room / len(sources) - sum(values.nbytes for values in over_training.values())
-            parts = {**_fitted(source.trace, share), **_whole(over_training)}
+        over_training = _over_training(source)
+        share = room / len(sources) - sum(values.nbytes for values in over_training.values())
+        parts = {**_fitted(source.trace, share), **_whole(over_training)}
         for name, (values, tokens) in parts.items():
             key = f"{number}.{name}"
             arrays[key] = values
@@ -180,7 +176,7 @@ def _traced(folder: Path, name: str, step: int | Literal["best"] | None, reading
 
 
 def _name(path: Path, trace: Trace) -> str:
-    run, step = trace.facts.get("run"), trace.facts.get("checkpoint")
+    run, step = trace.facts["run"], trace.facts["checkpoint"]
     return path.name.removesuffix(".safetensors") if run is None else run if step is None else f"{run}, step {step}"
 
 
@@ -274,21 +270,18 @@ def _over_training(source: Source) -> dict[str, np.ndarray]:
     """
     if source.run is None:
         return {}
-    names = source.trace.facts["sublayers"]
     logged = {row["step"]: row for row in read_metrics(source.run / "connections.jsonl")}
     rows = [logged[step] for step in sorted(logged)] or list(_of_checkpoints(source.run))
-    found: dict[str, np.ndarray] = {}
+    if len(rows) < 2:
+        return {}
+    rows = [rows[round(i)] for i in np.linspace(0, len(rows) - 1, min(CHECKPOINTS, len(rows)))]
+    arrays: dict[str, np.ndarray] = {}
     for gate in source.trace.facts["gates"]:
-        series = [row for row in rows if len(row.get(gate, {}).get("mean", ())) == len(names)]
-        if len(series) < 2:
-            continue
-        series = [series[round(i)] for i in np.linspace(0, len(series) - 1, min(CHECKPOINTS, len(series)))]
-        found[f"training.{gate}.steps"] = np.array([row["step"] for row in series], dtype=np.float32)
+        arrays[f"training.{gate}.steps"] = np.array([row["step"] for row in rows], dtype=np.float32)
         for quantile in QUANTILES:
-            if all(quantile in row[gate] for row in series):
-                numbers = [[np.nan if x is None else x for x in row[gate][quantile]] for row in series]
-                found[f"training.{gate}.{quantile}"] = np.array(numbers, dtype=np.float32)
-    return found
+            numbers = [[np.nan if x is None else x for x in row[gate][quantile]] for row in rows]
+            arrays[f"training.{gate}.{quantile}"] = np.array(numbers, dtype=np.float32)
+    return arrays
 
 
 def _of_checkpoints(run: Path) -> Iterator[dict[str, Any]]:

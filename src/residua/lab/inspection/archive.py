@@ -6,29 +6,16 @@ tensors:  `Trace.values`, by name
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from residua.errors import InputError, first_line, fits, shown, words
-from residua.records.reading import parse_json
+from residua.errors import InputError
 from residua.records.tensors import read_tensors, write_tensors
 
 VERSION = 1
-FACTS = {
-    **dict.fromkeys(("preset", "shortcut", "constraint", "run", "read", "date", "residua", "commit"), str | None),
-    **dict.fromkeys(("sublayers", "sampled"), list),
-    **dict.fromkeys(("sources", "reads"), list | None),
-    **dict.fromkeys(("scheme", "gates", "left_out"), dict),
-    **dict.fromkeys(("dim", "rows"), int),
-    **{"causal": bool, "checkpoint": int | None, "loss": float | None},
-}
-"""The facts of a trace, by their types; one that is absent is None."""
-ALWAYS = ("token_ids", "state_norm", "input_norm", "output_norm", "change_norm")
-"""Values that every trace has."""
 
 
 def write(path: str | Path, facts: Mapping[str, Any], tokens: Sequence[str], values: Mapping[str, Tensor]) -> Path:
@@ -62,32 +49,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
             f"{path}: must be a trace of version {VERSION}, got version {version}; make it again with this "
             "residua, or read it with the one that wrote it"
         )
-    with readable(path):
-        facts, tokens = (parse_json(metadata[name], f"{path}: {name}") for name in ("facts", "tokens"))
-        kinds = [(name, facts.get(name), kind) for name, kind in FACTS.items()]
-        for name, value, kind in [*kinds, ("tokens", tokens, list)]:
-            if not fits(value, kind):
-                raise ValueError(f"{name} must be {words(kind)}, got {shown(value)}")
-        if missing := sorted(set(ALWAYS) - values.keys()):
-            raise ValueError(f"no values of {', '.join(missing)}")
-    return facts, tokens, values
-
-
-@contextmanager
-def readable(source: object) -> Iterator[None]:
-    """Read or show the trace `source` in this context.
-
-    Raises:
-        InputError: whatever forged or damaged content raises.
-    """
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"{source}: must be a trace, got a damaged one ({first_line(error)}); make it again"
-        ) from error
+    return json.loads(metadata["facts"]), json.loads(metadata["tokens"]), values
 
 
 def place(folder: str | Path, step: int | None) -> Path:

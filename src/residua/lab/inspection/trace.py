@@ -71,8 +71,8 @@ class Trace:
     values: dict[str, Tensor]
 
     def __repr__(self) -> str:
-        scheme = self.facts.get("preset") or (self.facts.get("scheme") or {}).get("scheme")
-        sizes = f"{self.num_tokens} tokens, {len(self.facts.get('sublayers', ()))} sublayers"
+        scheme = self.facts["preset"] or self.facts["scheme"]["scheme"]
+        sizes = f"{self.num_tokens} tokens, {self.num_sublayers} sublayers"
         return f"Trace({scheme}, {sizes}: {', '.join(sorted(self.values))})"
 
     @property
