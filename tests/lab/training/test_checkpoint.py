@@ -32,11 +32,11 @@ def flip(path):
 DAMAGE = {
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "found no manifest.json"),
     "half a manifest": (lambda path: cut(path / "manifest.json"), "manifest.json must be JSON"),
-    "a manifest of something else": (lambda path: (path / "manifest.json").write_text("[1]"), "must be the manifest"),
+    "a manifest of something else": (lambda path: (path / "manifest.json").write_text("[1]"), "must be a JSON object"),
     "an empty folder": (lambda path: (shutil.rmtree(path), path.mkdir()), "found no manifest.json"),
-    "weights cut short": (lambda path: cut(path / "model.safetensors"), r"bytes in model.safetensors, found \d+"),
-    "weights changed": (lambda path: flip(path / "model.safetensors"), "for model.safetensors, found another"),
-    "optimizer changed": (lambda path: flip(path / OPTIMIZER), "for optimizer.safetensors, found another"),
+    "weights cut short": (lambda path: cut(path / "model.safetensors"), "model.safetensors was cut short or changed"),
+    "weights changed": (lambda path: flip(path / "model.safetensors"), "model.safetensors was cut short or changed"),
+    "optimizer changed": (lambda path: flip(path / OPTIMIZER), "optimizer.safetensors was cut short or changed"),
     "optimizer missing": (lambda path: (path / OPTIMIZER).unlink(), f"must hold {OPTIMIZER}, found no such file"),
 }
 

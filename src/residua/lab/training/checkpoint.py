@@ -14,19 +14,20 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from residua.errors import InputError
+from residua.errors import InputError, check_types, decoded
 from residua.lab.training.distributed import ALONE, Ranks, gather
 from residua.lab.training.shards import Block, StoredTensors, blocks_of_rank, write_blocks
 from residua.records.durable import file_sha256, partial, publish, remove, sync
+from residua.records.folder import read_object
 from residua.records.progress import say
-from residua.records.reading import file_inside, read_json
+from residua.records.reading import file_inside
 
 MANIFEST = "manifest.json"
 WEIGHTS, OPTIMIZER = "model", "optimizer"
@@ -35,8 +36,10 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint. `settings` are flat, as `flatten` makes them. `val_loss` is None if the model
-    was not evaluated at this step. `files` are the names of its safetensors files.
+    """A complete checkpoint: its folder, and what manifest.json says.
+
+    `settings` are flat, as `flatten` makes them. `val_loss` is None if the model was not evaluated at this step.
+    `files` has bytes and sha256 of each safetensors file by name.
     """
 
     path: Path
@@ -44,7 +47,10 @@ class Checkpoint:
     seconds: float
     settings: Mapping[str, Any]
     val_loss: float | None = None
-    files: tuple[str, ...] = ()
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 Blocks = Mapping[str, Mapping[str, Block]]
@@ -85,10 +91,10 @@ def write_checkpoint(checkpoint: Checkpoint, blocks: Blocks, ranks: Ranks) -> Ch
             files = _write_files(temporary, blocks, ranks)
         for others in gather(files, ranks.saving):
             files |= others
-        checkpoint = replace(checkpoint, files=tuple(sorted(files)))
+        checkpoint = replace(checkpoint, files=files)
         with ranks.raise_together_saving():
             if ranks.first:
-                _publish(checkpoint, temporary, files)
+                _publish(checkpoint, temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -106,17 +112,11 @@ def _write_files(folder: Path, blocks: Blocks, ranks: Ranks) -> dict[str, dict[s
     return files
 
 
-def _publish(checkpoint: Checkpoint, temporary: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+def _publish(checkpoint: Checkpoint, temporary: Path) -> None:
     """Write the manifest of a finished folder and rename it to its final name. Raises OSError."""
-    manifest = {
-        "step": checkpoint.step,
-        "seconds": checkpoint.seconds,
-        "val_loss": checkpoint.val_loss,
-        "settings": dict(checkpoint.settings),
-        "files": dict(files),
-    }
+    manifest = {name: value for name, value in vars(checkpoint).items() if name != "path"}
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for name in (*files, MANIFEST):
+    for name in (*checkpoint.files, MANIFEST):
         sync(temporary / name)
     sync(temporary)
     _remove(checkpoint.path)  # if it exists it is damaged, because the run resumed from an earlier step
@@ -145,7 +145,7 @@ def _best(paths: Sequence[Path]) -> Path | None:
     losses = {}
     for path in paths:
         try:
-            losses[path] = _read_manifest(path)[0].val_loss
+            losses[path] = _read_manifest(path).val_loss
         except InputError:
             continue
     comparable = {path: loss for path, loss in losses.items() if loss is not None and loss == loss}
@@ -159,40 +159,29 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         InputError: a file is missing, cut short, changed or cannot be read; the message names it.
     """
     path = Path(path)
-    checkpoint, files = _read_manifest(path)
-    for name, (size, sha256) in files.items():
+    checkpoint = _read_manifest(path)
+    for name, entry in checkpoint.files.items():
         file = file_inside(path, name)
         if not file.is_file():
             raise InputError(f"{path} must hold {name}, found no such file")
         try:
-            file_size = file.stat().st_size
-            changed = file_size == size and file_sha256(file) != sha256
+            whole = file_sha256(file) == entry["sha256"]
         except OSError as error:
             raise InputError(f"{path}: cannot read {name}: {error.strerror or error}") from error
-        if file_size != size:
-            raise InputError(f"{path} must have {size} bytes in {name}, found {file_size}")
-        if changed:
-            raise InputError(
-                f"{path} must have the sha256 of {MANIFEST} for {name}, found another: the file was changed"
-            )
+        if not whole:
+            raise InputError(f"{path}: {name} was cut short or changed, its sha256 is not the one in {MANIFEST}")
     return checkpoint
 
 
-def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, str]]]:
-    """Return a checkpoint according to its manifest, and bytes and sha256 of its files, unchecked."""
-    if not (path / MANIFEST).exists():
+def _read_manifest(path: Path) -> Checkpoint:
+    """Return a checkpoint according to its manifest, whose files are not checked."""
+    manifest = path / MANIFEST
+    if not manifest.exists():
         raise InputError(f"{path} must be a checkpoint, found no {MANIFEST}: its save was cut short")
-    manifest = read_json(path / MANIFEST)
     try:
-        step, seconds, settings = (manifest[key] for key in ("step", "seconds", "settings"))
-        loss = manifest.get("val_loss")
-        files = {str(name): (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path / MANIFEST} must be the manifest of a checkpoint, got {error!r}") from error
-    kinds = (step, int), (seconds, int | float), (settings, dict), (loss, int | float | None)
-    if not all(isinstance(value, kind) and not isinstance(value, bool) for value, kind in kinds):
-        raise InputError(f"{path / MANIFEST} must hold step, seconds, val_loss and settings, got values of other types")
-    return Checkpoint(path, step, seconds, settings, loss, tuple(sorted(files))), files
+        return decoded(read_object(manifest) | {"path": path}, Checkpoint)
+    except InputError as error:
+        raise InputError(f"{manifest}: {error}") from error
 
 
 def latest_checkpoint(folder: str | Path) -> Checkpoint | None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from residua.errors import extra
-from residua.records.reading import parse_json
 from residua.records.tensors import undamaged
 
 with extra("lab"):
@@ -101,11 +100,9 @@ class StoredTensors:
         with ExitStack() as stack, undamaged(self._source, "a checkpoint"):
             for path in paths:
                 file = stack.enter_context(safe_open(path, "pt"))
-                blocks = parse_json((file.metadata() or {}).get(BLOCKS, "{}"), path)
+                blocks = json.loads((file.metadata() or {}).get(BLOCKS, "{}"))
                 for name in file.keys():  # noqa: SIM118, a file is no mapping
                     self._parts.setdefault(name, []).append(_part(file, name, blocks.get(name)))
-            for name, parts in self._parts.items():
-                _check_whole(name, parts)
             self._open = stack.pop_all()
         self.shapes = {name: parts[0].shape for name, parts in self._parts.items()}
 
@@ -158,26 +155,7 @@ def _part(file: Any, name: str, block: Any) -> _Part:
     size = tuple(file.get_slice(name).get_shape())
     if block is None:
         return _Part(file, name, size, size, (0,) * len(size))
-    shape, offset = tuple(block["shape"]), tuple(block["offset"])
-    if not len(shape) == len(offset) == len(size):
-        raise ValueError(f"{name} has {len(size)} dimensions, its offset has {len(offset)}")
-    return _Part(file, name, shape, size, offset)
-
-
-def _check_whole(name: str, parts: list[_Part]) -> None:
-    """Raise ValueError unless the blocks form a tensor cut along one axis, without gaps and overlaps."""
-    parts.sort(key=lambda part: part.offset)
-    shape, end = list(parts[0].shape), 0
-    cut_axes = [axis for axis, size in enumerate(parts[0].size) if size != shape[axis]]
-    axis = cut_axes[0] if cut_axes else None
-    for part in parts:
-        begin = [end if dimension == axis else 0 for dimension in range(len(shape))]
-        size = [part.size[dimension] if dimension == axis else length for dimension, length in enumerate(shape)]
-        if (list(part.shape), list(part.offset), list(part.size)) != (shape, begin, size):
-            raise ValueError(f"the blocks of {name} do not make up a tensor of {shape}")
-        end += 0 if axis is None else part.size[axis]
-    if (len(parts) > 1) if axis is None else (end != shape[axis]):
-        raise ValueError(f"the blocks of {name} do not make up a tensor of {shape}")
+    return _Part(file, name, tuple(block["shape"]), size, tuple(block["offset"]))
 
 
 def _is_sharded(tensor: Tensor) -> bool:
