@@ -82,7 +82,6 @@ def test_four_channels_keep_little_more_than_one(name, dtype):
     assert everything == pytest.approx(extra + 6, abs=0.5), "three of four states more"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["ddl-cc", "ddl-tc"])
 def test_kernels_keep_less(name, dtype):
@@ -104,7 +103,6 @@ def test_one_channel_keeps_the_directions(dtype):
     assert 2 <= extra <= 2 + 2 * 6 * 4 / dtype.itemsize / DIM
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "numbers"),
@@ -226,7 +224,6 @@ def test_sharded_layers_do_not_cut_the_chain(alone, name):
     assert kept(name, shard=fully_shard) - kept("residual", shard=fully_shard) == pytest.approx(extra, abs=0.2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddl-cc", "ddl-tc", "ddl-ec"])
 def test_padding_costs_no_state(name):
     """A mask hides tokens from the convolutions; no masked copy of a state is kept for it."""

@@ -98,6 +98,7 @@ def test_prompt_lookup_decoding(name):
     assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3), greedily(model, ids, 6))
 
 
+@pytest.mark.slow
 @keeping
 def test_assisted_decoding(name):
     model, ids = lively(name), prompt(1, 4)
@@ -186,6 +187,7 @@ def test_an_early_exit_that_does_not_exist_is_refused(layers):
         generate(tiny_model("ddl-tc"), prompt(1, 4), assistant_early_exit=layers)
 
 
+@pytest.mark.slow
 @keeping
 @pytest.mark.parametrize("draft", ["prompt lookup", "model"])
 def test_hidden_states_of_speculative_decoding(name, draft):
@@ -279,11 +281,11 @@ def a_converted_llama(name):
     return residua.convert(llama(torch.float32), name, start="fresh").eval()
 
 
-@pytest.mark.parametrize("name", ["residual", "hc"])
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lively, a_converted_llama])
-def test_continuous_batching(name, make):
+def test_continuous_batching(make):
     """Prompts of several lengths, each as if it were alone."""
-    model, prompts = make(name).float(), [prompt(5, seed=1), prompt(3, seed=2)]
+    model, prompts = make("hc").float(), [prompt(5, seed=1), prompt(3, seed=2)]
     texts = model.generate_batch(
         [ids.tolist() for ids in prompts],
         generation_config=GenerationConfig(**PLAIN),

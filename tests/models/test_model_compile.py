@@ -100,12 +100,11 @@ def test_nothing_is_kept_twice_for_the_backward_pass(step):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler: apt-get install g++")
-# ddl-tc in plain loops: for vector instructions Inductor compiles programs first, to see which this processor has.
-@pytest.mark.parametrize(("name", "vectors"), [("ddl-cc", None), ("ddl-tc", False)])
-def test_training_through_inductor_computes_the_same(name, vectors):
-    model, loss = language_model(name, torch.float32) if name == "ddl-tc" else stream_alone(name)
-    compiled = torch.compile(loss, fullgraph=True, options={"cpp.vec_isa_ok": vectors})
-    for ours, theirs in zip(loss_and_gradients(model, compiled), loss_and_gradients(model, loss), strict=True):
+def test_training_through_inductor_computes_the_same():
+    """In plain loops: for vector instructions Inductor compiles programs first, to see which this processor has."""
+    stream, loss = stream_alone("ddl-cc")
+    compiled = torch.compile(loss, fullgraph=True, options={"cpp.vec_isa_ok": False})
+    for ours, theirs in zip(loss_and_gradients(stream, compiled), loss_and_gradients(stream, loss), strict=True):
         assert_close(ours, theirs)
 
 
@@ -160,7 +159,7 @@ def test_a_stream_alone_compiles(name):
     assert all(parameter.grad.isfinite().all() for parameter in stream.parameters())
 
 
-@pytest.mark.parametrize("name", ["residual", "ddl-tc", "ddl-ec"])
+@pytest.mark.parametrize("name", ["residual", "ddl-ec"])
 def test_export_with_a_batch_and_a_length_that_are_not_known(name):
     model, ids, other = tiny_model(name), prompt(2, 9), prompt(3, 17)
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=1024)

@@ -27,7 +27,7 @@ from support.variants import normal
 
 BATCH, SEQ, STREAMS, DIM, WRITES = 2, 5, 3, 8, 9
 WEIGHTS = torch.tensor([0.5, 0.3, 0.2])
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]  # as wide as coefficients are computed, and narrower
 
 
 def delta(state: Tensor, x: Tensor, y: Tensor, every: int) -> Tensor:
