@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from residua import AlternatingUpdates, Residual
+from residua import AlternatingUpdates
 from support.references import assert_computes
-from support.stream_cases import DIM, built, gradients, spread_over_streams, states, step
+from support.stream_cases import DIM, built
 from support.tolerances import assert_close
 from support.variants import ALL, bare_sublayers, normal, perturbed
 
@@ -104,27 +104,6 @@ def test_the_router_has_one_name():
     assert len(stream.state_dict()) == len(list(stream.parameters()))
 
 
-@pytest.mark.parametrize("options", [{}, {"num_streams": 2}, {"num_streams": 5, "active": 3}])
-def test_the_preserving_start_is_the_plain_residual(options):
-    scheme = AlternatingUpdates(laurel_rank=0, **options).preserving()
-    norms = [perturbed(nn.LayerNorm(DIM), seed=i).double() for i in range(6)]
-    ours = scheme.build(DIM, 6, norm=norms.__getitem__).double()
-    plain = Residual().build(DIM, 6, norm=norms.__getitem__)
-    x, sublayers = normal(2, 5, DIM), bare_sublayers(DIM, 6)
-    assert_close(ours(x, sublayers), plain(x, sublayers))
-
-
 def test_no_start_preserves_with_laurel():
     with pytest.raises(ValueError, match=r"laurel_rank=64: .* use laurel_rank=0"):
         AlternatingUpdates().preserving()
-
-
-def test_streams_part_in_training_from_the_preserving_start():
-    stream = built(AlternatingUpdates(laurel_rank=0, weight_std=0.5).preserving())
-    for _ in range(3):
-        step(stream, lr=0.05)
-    streams = [state for _, state in states(stream) if not isinstance(state, tuple)]
-    assert spread_over_streams(streams[-1]) > 1e-4
-    pairs = streams[-1].unsqueeze(-2) - streams[-1].unsqueeze(-3)
-    assert (pairs.norm(dim=-1) + torch.eye(4) > 1e-6).all(), "no two streams stay equal"
-    assert all((grad.abs() > 1e-12).any() for grad in gradients(stream).values())

@@ -13,7 +13,6 @@ from support.stream_cases import (
     SUBLAYERS,
     built,
     gradients,
-    influence,
     output_beside_residual,
     spread_over_streams,
     states,
@@ -176,45 +175,6 @@ def test_all_zero_would_be_a_saddle():
         assert res < 1e-12 if index == 0 else res > 1e-3
         assert pre is None or pre > 1e-4
         assert post is None or post < 1e-12
-
-
-def test_what_has_no_gradient_at_the_start_has_one_soon():
-    """W = 0 hides the layer norm, and see above; after two steps everything counts, in every row of every matrix."""
-    stream = built(JacobianHyperConnections())
-    hidden = {name for name, grad in gradients(stream).items() if grad.abs().max() < 1e-12}
-    expected = {f"connections.{i}.router.norm.{kind}" for i in range(SUBLAYERS) for kind in ("weight", "bias")}
-    # The first router has H_post and H_res, neither of which counts yet.
-    assert hidden == expected | {"connections.0.router.bias", "connections.0.router.project.weight"}
-    step(stream, lr=0.3)
-    step(stream, lr=0.3)
-    for name, grad in gradients(stream).items():
-        smallest = grad.flatten(1).abs().amax(1).min() if name.endswith("router.bias") else grad.abs().max()
-        assert smallest > 1e-8, name
-
-
-def test_mappings_without_influence_are_left_out():
-    """With any H_pre in the first sublayer and any H_post in the last one, the output would be the same."""
-    stream = built(JacobianHyperConnections(), noise=0.3)
-    every = list(states(stream))
-    connection, state = every[0]
-    h_pre = normal(2, 5, 4).softmax(-1)
-    assert_close(connection.norm((h_pre.unsqueeze(-1) * state).sum(-2)), connection.read(state)[0])
-    connection, state = every[-2]
-    _, carry = connection.read(state)
-    h_post = normal(2, 5, 4, 4).softmax(-2).sum(-1)
-    other = carry._replace(coefficients=carry.coefficients._replace(h_post=h_post))
-    y = normal(2, 5, DIM, seed=7)
-    assert_close(stream.collapse(connection.write(y, other)), stream.collapse(connection.write(y, carry)))
-
-
-@every_variant
-def test_every_coefficient_changes_the_output(scheme):
-    """A mixing matrix that is computed and thrown away has no gradient."""
-    for index, found in enumerate(influence(built(scheme, noise=0.3))):
-        left_out = {0: {"h_pre"}, SUBLAYERS - 1: {"h_post"}}.get(index, set())
-        assert found.keys() == {"h_pre", "h_res", "h_post"} - left_out
-        for name, entries in found.items():
-            assert entries.min() > 1e-3, f"{name} of sublayer {index}"
 
 
 @every_variant

@@ -1,4 +1,4 @@
-"""What the schemes of several streams are asked in common: how they start, and whether what they compute is used."""
+"""What the schemes of several streams are asked in common: how they start, and whether their streams part."""
 
 from collections.abc import Iterator
 
@@ -50,29 +50,6 @@ def step(stream: Stream, lr: float = 0.05) -> None:
     with torch.no_grad():
         for name, parameter in stream.named_parameters():
             parameter -= lr * found[name]
-
-
-def influence(stream: Stream) -> list[dict[str, Tensor]]:
-    """For each connection and each entry of its coefficients, the largest gradient over the tokens that it gets from
-    the output of the whole stream: (n,) for h_post, (n, n) for h_res, one of both for h_pre. A constant is left out.
-    """
-    state, kept = stream.expand(normal(2, 5, DIM)), []
-    for connection, sublayer in zip(stream.connections, bare_sublayers(DIM, len(stream.connections))):
-        x, carry = connection.read(state)
-        found = {key: value for key, value in carry.coefficients._asdict().items() if value is not None}
-        for value in found.values():
-            if value.requires_grad:
-                value.retain_grad()
-        kept.append(found)
-        state = connection.write(sublayer(x), carry)
-    (stream.collapse(state) * normal(2, 5, DIM, seed=3)).sum().backward()
-    for found in kept:
-        for key, value in list(found.items()):
-            found[key] = value.grad
-            if value.grad is not None:
-                tokens = tuple(range(value.dim() - (2 if key == "h_res" or value.dim() == 4 else 1)))
-                found[key] = value.grad.abs().amax(tokens) if tokens else value.grad.abs()
-    return [{key: value for key, value in found.items() if value is not None} for found in kept]
 
 
 def spread_over_streams(state: Tensor) -> float:
