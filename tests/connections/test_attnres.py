@@ -8,7 +8,6 @@ from torch import Tensor
 
 from residua import AttentionResiduals, Residual
 from residua.connections import resolve
-from support.kept import kept
 from support.references import assert_computes
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
@@ -100,13 +99,6 @@ def test_full_attention_is_blocks_of_one_and_twelve_are_the_published_six_layers
     assert resolve("attnres-block") == AttentionResiduals(block_size=12)
 
 
-def test_parameters_are_a_query_and_a_gain_for_each_read_but_the_first():
-    plain, ours = Residual().build(DIM, 6), AttentionResiduals().build(DIM, 6)
-    added = sum(p.numel() for p in ours.parameters()) - sum(p.numel() for p in plain.parameters())
-    assert added == 2 * DIM * 6  # five sublayers and the readout
-    assert sum(p.numel() for p in AttentionResiduals().build(DIM, 0).parameters()) == 0
-
-
 def residual_of(stream, sublayers: int, eps: float):
     """The plain pre-norm residual with the norms of `stream`."""
     plain = Residual().build(DIM, sublayers, norm_eps=eps).double()
@@ -167,25 +159,6 @@ def test_it_starts_with_queries_of_zeros_and_gains_of_one(block_size):
     assert all(not read.query.any() and (read.gain == 1).all() for read in reads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block_size", [1, 3])
-def test_the_backward_pass_keeps_each_source_once_and_never_a_stack(block_size, dtype):
-    """The embedding, one vector for each sublayer (its output, or the running sum), nothing of what was read from them,
-    and two numbers in float32, the logit and the scale, for each source of each read."""
-    sublayers, tokens, dim = 6, 10, 64
-    scheme, x = AttentionResiduals(block_size=block_size), normal(2, 5, dim, dtype=dtype).requires_grad_()
-    ours = kept(perturbed(scheme.build(dim, sublayers)).to(dtype), x, sublayers)
-    vector = tokens * dim * dtype.itemsize
-    assert max(ours) == vector, "no stack of sources"
-    # The first norm reads the embedding itself: PyTorch's, in float32, keeps what it returns before the gain.
-    assert ours.count(vector) == 1 + sublayers + (dtype == torch.float32)
-    read = sum(len(scheme.state_spec(boundary, dim)) for boundary in range(1, sublayers + 1))
-    # Of each read also the query times the gain, which all tokens share, and both in float32 where they are narrower.
-    shared = sublayers * 4 * dim * (1 if dtype == torch.float32 else 3)
-    first_norm = 4 * tokens
-    assert sum(ours) - ours.count(vector) * vector == 4 * tokens * 2 * read + shared + first_norm
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_softmax_over_depth_is_float32_in_a_bfloat16_model(autocast):
     narrow = stream_of(1, 5, dtype=torch.bfloat16)
@@ -197,9 +170,3 @@ def test_the_softmax_over_depth_is_float32_in_a_bfloat16_model(autocast):
     _, expected = wide.connections[3].read(tuple(source.double() for source in sources))
     assert carry.coefficients.weights.dtype == torch.float32
     assert_close(carry.coefficients.weights, expected.coefficients.weights, dtype=torch.float32)
-
-
-def test_second_derivatives_of_a_stack():
-    stream, functions = stream_of(2, 3), bare_sublayers(DIM, 3)
-    x = normal(1, 2, DIM).requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda x: stream(x, functions), (x,), fast_mode=True)

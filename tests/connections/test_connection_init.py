@@ -142,27 +142,6 @@ def test_the_draws_of_the_other_maps():
     spread(direction.down.weight, 0.5 / 10)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_resetting_every_module_starts_anew(name):
-    """A module draws its own parameters, so a model that was built without memory (on the meta device) can be started
-    module by module."""
-    torch.manual_seed(0)
-    expected = ALL[name].build(DIM, 4)
-    with torch.device("meta"):
-        stream = ALL[name].build(DIM, 4)
-    stream.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in stream.parameters():
-            parameter.fill_(torch.nan)
-    for module in stream.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    for (key, ours), theirs in zip(stream.named_parameters(), expected.parameters(), strict=True):
-        assert ours.isfinite().all(), f"{key} was never drawn"
-        if theirs.unique().numel() <= 2:  # not random
-            assert torch.equal(ours, theirs), key
-
-
 def test_beta_has_no_dead_start_in_depth():
     """At the start the gate's weights are zero, yet they receive a gradient from the first step."""
     gate = Gate(DIM, beta_init=1.0)

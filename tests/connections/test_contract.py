@@ -73,18 +73,6 @@ def test_coefficients_are_telemetry():
         assert ((carry.coefficients.beta > 0) & (carry.coefficients.beta < 2)).all()
 
 
-@every_scheme
-def test_a_penalty_only_of_schemes_with_an_auxiliary_loss(name):
-    stream = build(name)
-    _, carry = stream.connections[0].read(stream.expand(normal(1, 3, DIM)))
-    penalty = stream.connections[0].penalty(carry.coefficients)
-    if getattr(ALL[name], "penalty", 0):
-        assert penalty.shape in ((1, 3), (1, 1))
-        assert penalty.isfinite().all()
-    else:
-        assert penalty is None
-
-
 @pytest.mark.parametrize("name", [name for name in ALL if getattr(ALL[name], "context", None) != "cumulative"])
 def test_the_window_is_as_long_as_the_look_back(name):
     """Cut to its last `window` + 1 tokens, the input of every connection gives the same reading of the last token. A

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from residua import DeepDelta, DeltaResidual
-from residua.connections.branches import Direction, Gate
-from residua.connections.ends import ChannelCompress, ConvExpand, TokenCompress
+from residua.connections.branches import Direction
+from residua.connections.ends import TokenCompress
 from support.tolerances import assert_close
 from support.variants import ALL, bare_sublayers, normal, perturbed
 
@@ -312,43 +312,12 @@ def test_delta_residual_names_a_wrong_pool():
         DeltaResidual(DIM, 2, nn.Identity(), pool="max")
 
 
-def test_kernels_of_one_tap_are_pointwise():
-    streams, x = normal(2, 5, 3, DIM), normal(2, 5, DIM)
-    compressor = perturbed(TokenCompress(DIM, 3, 1).double())
-    assert_close(compressor(streams), (streams * compressor.taps[0] * compressor.read[:, None]).sum(-2))
-    expand = perturbed(ConvExpand(DIM, 3, 1).double())
-    assert_close(expand(x), x.unsqueeze(-2) * expand.taps[0])
-
-
-def test_full_channel_kernels_reach_every_direct_weight():
-    """The two forms of channel compression are one class of functions: convolving with d_v taps and reading the average
-    can make any weight c[i, j]."""
-    for m in (2, 3, 4, 5):
-        basis = []
-        for tap in range(m):
-            compressor = ChannelCompress(1, m, m).double()
-            with torch.no_grad():
-                compressor.taps.zero_()
-                compressor.taps[tap] = 1.0
-            basis.append(torch.stack([compressor(row) for row in torch.eye(m).double().unsqueeze(-1)]).flatten())
-        assert torch.linalg.matrix_rank(torch.stack(basis)) == m
-
-
 def test_the_direction_starts_with_a_gradient():
     """A zero-initialised last layer would start at k~ = 0, where the gradient is 1 / eps."""
     for kind in get_args(get_type_hints(DeepDelta)["phi_k"]):
         direction = Direction(kind, DIM, 2, 4, source="context", norm_eps=EPS)
         raw = direction(normal(3, DIM).float(), normal(3, DIM).float(), normal(3, 2, DIM).float())
         assert (raw.norm(dim=-1) > 1e-3).all()
-
-
-def test_a_gate_that_was_asked_for_nothing_can_still_open():
-    """beta_init = 0 is clamped to 2e-6, as in the authors' code: small, but not a dead end at exactly zero."""
-    gate_module = Gate(DIM, beta_init=0.0)
-    beta = gate_module(normal(1, DIM).float())
-    assert 0 < beta.item() < 1e-5
-    beta.sum().backward()
-    assert gate_module.out.bias.grad.abs().item() > 0
 
 
 def test_a_compressor_that_takes_the_place_of_another_is_used_by_both_sublayers():

@@ -9,8 +9,6 @@ from torch import Tensor
 from residua import DeepDelta, GatedDelta, Residual
 from residua.connections import resolve
 from residua.connections.gated_delta import Parts
-from residua.lab.inspection import gate_quantiles
-from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.ops import delta_operator, delta_write
 from support.references import assert_computes
 from support.tolerances import assert_close
@@ -205,25 +203,6 @@ def test_without_gates_it_is_the_plain_residual_without_parameters():
     assert {name.rpartition(".")[0] for name, _ in stream.named_parameters()} == {
         f"connections.{i}.norm" for i in range(2)
     }
-
-
-def test_parameters_are_one_row_and_a_bias_for_each_gate():
-    def added(**options):
-        counts = [sum(p.numel() for p in s.build(DIM, 4).parameters()) for s in (GatedDelta(**options), Residual())]
-        return counts[0] - counts[1]
-
-    assert added() == 4 * (DIM + 1)
-    assert added(heads=2, write_gate=True) == 4 * 4 * (DIM + 1)
-    assert added(erase="none", write_gate=True) == 4 * (DIM + 1)
-
-
-def test_its_erase_gates_are_logged_for_every_sublayer():
-    config = ResiduaConfig(
-        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, connection="gated-delta"
-    )
-    logged = gate_quantiles(perturbed(ResiduaForCausalLM(config)).eval(), torch.arange(12)[None])
-    assert logged.keys() == {"beta"}
-    assert all(low < high for low, high in zip(logged["beta"]["q05"], logged["beta"]["q95"], strict=True))
 
 
 @pytest.mark.parametrize("name", ["signed", "channels", "value-ddl", "value-ddl-channels"])

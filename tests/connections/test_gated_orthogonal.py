@@ -6,8 +6,6 @@ from torch import Tensor
 
 from residua import GatedOrthogonal, Residual
 from residua.connections import resolve
-from residua.lab.inspection import gate_quantiles
-from residua.models import ResiduaConfig, ResiduaForCausalLM
 from support.references import assert_computes
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
@@ -87,37 +85,6 @@ def test_the_published_update_never_shrinks_the_state():
 def test_the_presets():
     assert resolve("gated-orthogonal") == GatedOrthogonal(gate="token", scale=1.0, heads=1, sublayers="all", eps=1e-6)
     assert resolve("orthogonal") == GatedOrthogonal(gate="one")
-
-
-def test_parameters_are_one_row_and_a_bias_for_each_gate():
-    def added(**options):
-        counts = [
-            sum(p.numel() for p in s.build(DIM, 4).parameters()) for s in (GatedOrthogonal(**options), Residual())
-        ]
-        return counts[0] - counts[1]
-
-    assert added() == 4 * (DIM + 1)
-    assert added(heads=2) == 4 * 2 * (DIM + 1)
-    assert added(sublayers="mlp") == 2 * (DIM + 1)
-    assert added(gate="static", heads=2) == 4 * 2
-    assert added(gate="one") == 0
-
-
-@pytest.mark.parametrize("name", ["gated-orthogonal", "gated-orthogonal:heads=2,sublayers=mlp", "orthogonal"])
-def test_its_gates_are_logged_for_every_sublayer(name):
-    config = ResiduaConfig(
-        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, connection=resolve(name)
-    )
-    model = perturbed(ResiduaForCausalLM(config)).eval()
-    logged = gate_quantiles(model, torch.arange(12)[None])
-    heads = resolve(name).heads
-    assert logged.keys() == ({"gate"} if heads == 1 else {"gate_0", "gate_1"})
-    for gate in logged.values():
-        assert len(gate["mean"]) == 4
-        if name == "orthogonal":
-            assert gate["q05"] == gate["q95"] == [1.0] * 4
-        elif heads == 2:
-            assert gate["q05"][0] == gate["q95"][0] == 0 < gate["q95"][1] - gate["q05"][1]
 
 
 def test_the_shortcut_is_the_residual_scale_of_each_head():

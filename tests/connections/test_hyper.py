@@ -88,29 +88,6 @@ def test_sublayers_start_by_reading_one_stream_each_in_turn(scheme):
         assert torch.equal(h_post, torch.ones_like(h_post))
 
 
-@pytest.mark.parametrize("scheme", [HyperConnections(), HyperConnections(dynamic=False)])
-def test_what_the_coefficients_depend_on(scheme):
-    """Dynamic ones follow the token; static ones are numbers."""
-    connection = built(scheme, noise=0.3).connections[1]
-    leading = (2, 5) if scheme.dynamic else ()
-    first = connection.read(normal(2, 5, 4, DIM))[1].coefficients
-    second = connection.read(normal(2, 5, 4, DIM, seed=9))[1].coefficients
-    for one, other, shape in zip(first, second, [(4,), (4, 4), (4,)], strict=True):
-        assert one.shape == (*leading, *shape)
-        assert torch.equal(one, other) is not scheme.dynamic
-
-
-def test_tanh_bounds_the_share_of_the_token():
-    bounded, free = (built(HyperConnections(tanh=tanh), noise=3.0).connections[1] for tanh in (True, False))
-    state = normal(2, 5, 4, DIM)
-    shares = []
-    for connection in (bounded, free):
-        h_pre = connection.read(state)[1].coefficients.h_pre
-        shares.append((h_pre - connection.alpha[:, 0]).abs().max().item())
-    assert shares[0] <= bounded.scales[0].abs().item()
-    assert shares[1] > free.scales[0].abs().item()
-
-
 @pytest.mark.parametrize("scheme", several)
 def test_streams_part_in_training(scheme):
     stream = built(scheme)
@@ -119,15 +96,3 @@ def test_streams_part_in_training(scheme):
         step(stream, lr=0.01)
     for index, (_, state) in enumerate(states(stream)):
         assert index == 0 or spread_over_streams(state) > 1e-4
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_parameters_of_a_sublayer(n):
-    """Those of the paper's algorithm, and the gain of the norm before the sublayer."""
-    d = DIM
-    dynamic, static = (
-        sum(p.numel() for p in HyperConnections(num_streams=n, dynamic=dynamic).build(d, 2).connections[1].parameters())
-        for dynamic in (True, False)
-    )
-    assert dynamic == d + n * (n + 1) + d * (n + 1) + 1 + n + d + 1 + d
-    assert static == n * (n + 1) + n + d

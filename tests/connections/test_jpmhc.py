@@ -188,15 +188,3 @@ def test_streams_part_in_training(scheme):
         assert index == 0 or spread_over_streams(state) > 0.01
         if connection is not None:
             assert not torch.equal(connection.router.project.weight, before[index])
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_parameters_of_a_sublayer(n):
-    """The published ones, and the gain of the norm before the sublayer. Without H_pre, H_post one matrix less."""
-    width = n * DIM
-    counts = [
-        sum(p.numel() for p in connection.parameters())
-        for connection in JacobianHyperConnections(num_streams=n).build(DIM, 3).connections
-    ]
-    assert counts[1] == 2 * width + 3 * n**2 * width + 3 * n**2 + DIM
-    assert counts[0] == counts[2] == 2 * width + 2 * n**2 * width + 2 * n**2 + DIM

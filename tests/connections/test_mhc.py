@@ -151,13 +151,6 @@ def test_starts_as_the_residual(scheme):
     assert (ours - residual).abs().max() < 1e-5 * residual.abs().max()
 
 
-def test_starts_as_the_residual_to_the_last_digits_with_a_small_eps():
-    x, sublayers = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
-    torch.manual_seed(0)
-    ours, residual = (ALL[name].build(DIM, SUBLAYERS, norm_eps=1e-14).double() for name in ("mhc", "residual"))
-    assert_close(ours(x, sublayers), residual(x, sublayers))
-
-
 @every_copy
 def test_the_start(scheme):
     """h_post = 1; the read prefers one stream after the other; the mixing keeps 1 - (n - 1) e^-6 of a stream, with
@@ -211,45 +204,6 @@ def test_the_start_of_the_comparison_code():
     assert h_res.diagonal(0, -2, -1).flatten().tolist() == pytest.approx([0.711] * 8, abs=5e-4)
     assert h_res[0, 0, 0, 1].item() == pytest.approx(0.096, abs=5e-4)
     assert sorted(torch.linalg.eigvals(h_res[0, 0]).real.tolist()) == pytest.approx([0.615] * 3 + [1], abs=5e-4)
-
-
-def test_the_comparison_code_does_not_start_as_the_residual():
-    ours, residual = output_beside_residual(SPLIT)
-    assert (ours - residual).abs().max() > 0.1 * residual.abs().max()
-
-
-def test_the_comparison_code_is_a_bottleneck():
-    """Its sublayers see dim / n numbers of a token, however wide they are."""
-    connection = SPLIT.build(32, 2).double().connections[0]
-    torch.nn.init.zeros_(connection.mappings.alpha)
-    jacobian = torch.autograd.functional.jacobian(lambda state: connection.read(state)[0], normal(1, 1, 32))
-    assert torch.linalg.matrix_rank(jacobian.reshape(32, 32), rtol=1e-10) <= 8
-
-
-@pytest.mark.parametrize(
-    ("n", "mixing", "rows"), [(4, "sinkhorn", 16), (3, "permutations", 6), (5, "permutations", 120)]
-)
-def test_parameters_of_a_sublayer(n, mixing, rows):
-    """Inner ones: phi and b for 2 n + n^2 (or n!) logits, three alphas, and the gain of the sublayer's norm."""
-    scheme = ManifoldHyperConnections(num_streams=n, mixing=mixing)
-    first, inner, last = (sum(p.numel() for p in c.parameters()) for c in scheme.build(DIM, 3).connections)
-    logits = n * DIM + 1
-    assert inner == (2 * n + rows) * logits + 3 + DIM
-    assert first == n * logits + 1 + DIM
-    assert last == 2 * n * logits + 2 + DIM
-
-
-@pytest.mark.parametrize(("dim", "n"), [(128, 4), (8, 2)])
-def test_parameters_of_a_sublayer_of_the_comparison_code(dim, n):
-    stream = ManifoldHyperConnections(num_streams=n, layout="split").build(dim, 2)
-    count = sum(p.numel() for p in stream.connections[0].parameters())
-    assert count == dim + 2 * dim * n + dim * n**2 + 2 * n + n**2 + 3 + dim
-
-
-def test_shapes_of_the_two_layouts():
-    x = normal(2, 5, DIM)
-    assert built(ManifoldHyperConnections()).expand(x).shape == (2, 5, 4, DIM)
-    assert built(SPLIT).expand(x).shape == (2, 5, DIM)
 
 
 def test_pieces_must_fit_the_width():

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from residua import MultiwayDynamicDense, Residual
 from residua.connections import resolve
-from support.kept import kept
 from support.references import assert_computes
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
@@ -146,16 +145,3 @@ def test_weights_are_float32_in_a_bfloat16_model():
     expected = wide.connections[2].read(tuple(one.double() for one in state))[1].coefficients.weights
     assert found.dtype == torch.float32
     assert_close(found, expected, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_backward_pass_keeps_outputs_and_never_a_stack(dtype):
-    """The embedding, the output and the middle of every block, and nothing of the averages, which are read again."""
-    sublayers, tokens, dim = 6, 10, 64
-    x = normal(2, 5, dim, dtype=dtype).requires_grad_()
-    ours = kept(perturbed(resolve("mudd").build(dim, sublayers)).to(dtype), x, sublayers)
-    vector = tokens * dim * dtype.itemsize
-    hidden = tokens * 64 * 4  # the widths of the maps of weights are 64, in float32
-    assert max(ours) <= max(vector, hidden), "no stack of outputs"
-    if dtype == torch.bfloat16:
-        assert ours.count(vector) == 1 + sublayers

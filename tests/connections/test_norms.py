@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from residua import DeepDelta, Residual
-from residua.connections import RMSNorm, deep_delta
-from support.variants import ALL, bare_sublayers, normal, perturbed
+from residua.connections import PRESETS, RMSNorm, deep_delta
+from support.variants import bare_sublayers, normal, perturbed
 
 DIM = 8
 
@@ -24,26 +24,26 @@ class OnePlusWeight(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PRESETS)
 def test_the_norms_of_a_model_serve_as_those_of_the_connections(name):
     """The same module, which gets a gradient, for every scheme and sublayer, and no other norm in its place."""
     own = nn.ModuleList(perturbed(nn.LayerNorm(DIM) if i % 2 else OnePlusWeight(), seed=i) for i in range(4))
     torch.manual_seed(0)
-    stream = perturbed(ALL[name].build(DIM, 4, norm=own.__getitem__)).double()
+    stream = perturbed(PRESETS[name].build(DIM, 4, norm=own.__getitem__)).double()
     assert [connection.norm for connection in stream.connections] == list(own)
     stream(normal(2, 5, DIM), bare_sublayers(DIM, 4)).square().sum().backward()
     for parameter in own.parameters():
         assert parameter.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_norm_given_as_the_default_changes_no_bit(name):
     torch.manual_seed(0)
-    expected = ALL[name].build(DIM, 4, norm_eps=1e-3)
+    expected = PRESETS[name].build(DIM, 4, norm_eps=1e-3)
     torch.manual_seed(0)
     own = [deepcopy(connection.norm) for connection in expected.connections]
     assert all(type(norm) is RMSNorm and norm.eps == 1e-3 for norm in own)
-    given = ALL[name].build(DIM, 4, norm_eps=1e-3, norm=lambda i: deepcopy(own[i]))
+    given = PRESETS[name].build(DIM, 4, norm_eps=1e-3, norm=lambda i: deepcopy(own[i]))
     x, sublayers = normal(2, 5, DIM, dtype=torch.float32), bare_sublayers(DIM, 4)
     assert expected.state_dict().keys() == given.state_dict().keys()
     assert torch.equal(given(x, sublayers), expected(x, sublayers))

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from residua import DeepDelta, GatedDelta, Residual
 from residua.connections import resolve
-from residua.models import ResiduaConfig, ResiduaForCausalLM
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
 
@@ -37,21 +36,6 @@ def test_it_starts_as_the_plain_residual_to_the_bit(kernel):
     x = normal(2, 6, DIM)
     assert torch.equal(outputs(scheme, x, start=True), outputs(Residual(), x, start=True))
     assert count(scheme) - count(Residual()) == kernel * DIM
-
-
-@pytest.mark.parametrize("kernel", [1, 3, 6])
-def test_it_is_the_plain_residual_of_a_grouped_convolution(kernel):
-    """Also where the text is shorter than the kernel."""
-    stream = perturbed(Residual(expand="conv", expand_kernel=kernel).build(DIM, 2)).double()
-    x = normal(2, 5, DIM)
-    filters = stream.expand.taps[:, 0].T.flip(-1).unsqueeze(1)  # (dim, 1, kernel), the current token last
-    ahead = nn.functional.pad(x.mT, (kernel - 1, 0))
-    expected = nn.functional.conv1d(ahead, filters, groups=DIM).mT
-    assert stream.expand(x).shape == x.shape
-    assert_close(stream.expand(x), expected)
-    for connection, sublayer in zip(stream.connections, sublayers := bare_sublayers(DIM, 2)):
-        expected = expected + sublayer(connection.norm(expected))
-    assert_close(stream(x, sublayers), expected)
 
 
 def test_the_convolution_is_that_of_deep_delta_with_one_channel():
@@ -94,27 +78,6 @@ def test_what_is_written_goes_to_the_stream_itself():
     for connection, sublayer in zip(stream.connections, sublayers):
         state = state + sublayer(connection.norm(read(state, filters[0])))
     assert_close(stream(x, sublayers), read(state, filters[1]))
-
-
-@pytest.mark.parametrize("scheme", [Residual(expand="conv"), Residual(compress="token")])
-@torch.no_grad()
-def test_generation_with_a_cache_and_left_padding_equals_the_full_pass(scheme):
-    torch.manual_seed(0)
-    config = ResiduaConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32,
-        connection=scheme, embedding_init_std=2.0, tie_word_embeddings=False, pad_token_id=PAD,
-    )  # fmt: skip
-    model = perturbed(ResiduaForCausalLM(config)).double().eval()
-    prompts = [torch.arange(2, 2 + length) for length in (6, 3, 1)]
-    ids = torch.stack([nn.functional.pad(row, (6 - len(row), 0), value=PAD) for row in prompts])
-    made = model.generate(
-        ids, attention_mask=(ids != PAD).long(), do_sample=False, max_new_tokens=6, eos_token_id=-1, pad_token_id=PAD
-    )
-    assert made[:, 6:].unique().numel() > 4, "a text of few tokens would hide mistakes"
-    for row, text in zip(made, prompts):
-        for _ in range(6):  # from a fresh pass over everything, without padding
-            text = torch.cat([text, model(text[None], use_cache=False).logits[0, -1:].argmax(-1)])
-        assert torch.equal(row[-len(text) :], text)
 
 
 def test_a_convolution_wants_a_sequence():

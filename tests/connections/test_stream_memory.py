@@ -46,12 +46,6 @@ def test_a_single_token_without_a_memory_is_refused(name):
     assert stream(token, SUB, memory=StreamMemory()).shape == (2, 1, DIM)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name not in LOOKING_BACK])
-def test_what_does_not_look_back_needs_no_memory(name):
-    stream, x = build(name), normal(2, 3, DIM)
-    assert_close(torch.cat([stream(token, SUB) for token in x.split(1, 1)], 1), stream(x, SUB))
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 @torch.no_grad()
 @looking_back

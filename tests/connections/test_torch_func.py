@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from residua import Scheme, ops
+from residua.connections import PRESETS
 from residua.ops import transforms
 from support.tolerances import assert_close
 from support.variants import ALL, bare_sublayers, perturbed
@@ -51,7 +52,7 @@ def test_transforms_are_what_loops_compute(name):
     assert_close(batched, jacobian, what="a batch of gradients")
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PRESETS)
 def test_gradients_of_every_parameter_for_every_sequence(name):
     model, batch = Alone(ALL[name]), sequences(2)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
