@@ -71,8 +71,8 @@ def require(condition: bool, name: str, expected: str, got: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a value as an error shows it, cut if it is long."""
-    text = repr(value)
+    """Return the repr of a value as an error shows it, cut if it is long. A tuple is shown as the list of a file."""
+    text = repr(list(value) if isinstance(value, tuple) else value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
@@ -93,7 +93,7 @@ def decoded(document: Any, kind: type[T], where: str = "") -> T:
     """Return the dataclass `kind` with the values of a mapping from a YAML or JSON file.
 
     `kind` checks its values itself, with `check_types` and `require`, and names its fields alone; `where` is the dotted
-    key of the mapping, which errors put before them.
+    key of the mapping, which errors put before them. A list becomes a tuple where that is the field's type.
 
     Raises:
         InputError: it is not a mapping, a key is unknown or missing, or `kind` refuses a value.
@@ -108,9 +108,17 @@ def decoded(document: Any, kind: type[T], where: str = "") -> T:
         required = item.default is MISSING and item.default_factory is MISSING
         require(not required or name in document, f"{prefix}{name}", words(types_of(kind)[name]), None)
     try:
-        return kind(**document)
+        return kind(**{name: _tuples(value, types_of(kind)[name]) for name, value in document.items()})
     except InputError as error:
         raise InputError(f"{prefix}{error}") from error
+
+
+def _tuples(value: Any, declared: Any) -> Any:
+    """Return a list, and those in it, as tuples where the declared type has tuples."""
+    kind = next((option for option in (declared, *get_args(declared)) if get_origin(option) is tuple), None)
+    if kind is None or not isinstance(value, list):
+        return value
+    return tuple(_tuples(item, get_args(kind)[0]) for item in value)
 
 
 def check_types(values: Any, kind: type | None = None) -> None:
@@ -161,7 +169,11 @@ def words(declared: Any) -> str:
         return f"one of {', '.join(map(str, get_args(declared)))}"
     if get_origin(declared) in (Union, types.UnionType):
         return " or ".join(map(words, get_args(declared)))
-    return _WORDS.get(declared, getattr(declared, "__name__", str(declared)))
+    if get_origin(declared) is tuple:
+        item, *others = get_args(declared)
+        return f"a list, each item {words(item)}" if others == [...] else f"a list of {1 + len(others)} items"
+    plain = get_origin(declared) or declared
+    return _WORDS.get(plain, getattr(plain, "__name__", str(plain)))
 
 
 _WORDS = {
@@ -170,6 +182,7 @@ _WORDS = {
     bool: "true or false",
     str: "text",
     dict: "a mapping",
+    Mapping: "a mapping",
     list: "a list",
     type(None): "null",
 }

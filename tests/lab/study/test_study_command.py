@@ -166,7 +166,7 @@ def test_a_folder_takes_no_runs_of_other_settings(finished, data, tmp_path, caps
 def test_a_study_may_add_seeds_and_questions(finished, data):
     asked = {"gain": {"ask": "Who?", "compare": [["ddl", "residual"]]}}
     more = study(**{**SMALLEST, "seeds": [1, 2, 3], "questions": asked})
-    assert joined(more, finished / "out").seeds == [1, 2, 3]
+    assert joined(more, finished / "out").seeds == (1, 2, 3)
 
 
 def test_a_size_may_add_seeds_and_leave_out_none(finished, data, tmp_path):
@@ -174,7 +174,7 @@ def test_a_size_may_add_seeds_and_leave_out_none(finished, data, tmp_path):
     known = study(**{**SMALLEST, "seeds": [1, 2, 3], "rungs": few})
     (tmp_path / "study.json").write_text(json.dumps(asdict(known)))
     more = study(**{**SMALLEST, "seeds": [1, 2, 3], "rungs": all_})
-    assert joined(more, tmp_path).seeds_at("small") == [1, 2, 3]
+    assert joined(more, tmp_path).seeds_at("small") == (1, 2, 3)
     (tmp_path / "study.json").write_text(json.dumps(asdict(more)))
     with pytest.raises(InputError, match=r"rungs\.small\.seeds must be those of .* \(1, 2, 3\), got \[1, 2\]"):
         joined(known, tmp_path)

@@ -188,7 +188,7 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
         ({"tuning": {**DOCUMENT["tuning"], "final_seeds": [9, 9]}}, "tuning.final_seeds must be each seed once"),
         (
             {"tuning": {**DOCUMENT["tuning"], "final_seeds": ["x"]}},
-            "tuning.final_seeds must be a list, of a whole number each",
+            "tuning.final_seeds must be a list, each item a whole number",
         ),
         (
             {"tuning": {**DOCUMENT["tuning"], "finalists": 0, "length": 0.5}},
@@ -199,22 +199,22 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
         ({"baselines": ["mhc"]}, "baselines must be some of the schemes"),
         ({"longer": [0.5]}, "longer must be a list of numbers above 1"),
         ({"tokens_per_parameter": -1}, "tokens_per_parameter must be a number above 0"),
-        ({"baselines": 5}, "baselines must be a list, of text each"),
+        ({"baselines": 5}, "baselines must be a list, each item text"),
         (
             {"baselines": 5, "questions": {"gain": {"ask": "Is it?", "compare": [["ddl", "hc"]]}}},
-            "baselines must be a list, of text each",
+            "baselines must be a list, each item text",
         ),
-        ({"baselines": "residual"}, "baselines must be a list, of text each, got 'residual'"),
-        ({"baselines": [["residual"]]}, "baselines must be a list, of text each"),
+        ({"baselines": "residual"}, "baselines must be a list, each item text, got 'residual'"),
+        ({"baselines": [["residual"]]}, "baselines must be a list, each item text"),
         ({"baselines": ["residual", "residual"]}, "baselines must be at least one, each once"),
         ({"longer": [math.inf]}, "longer must be a list of numbers above 1"),
         ({"tokens_per_parameter": math.inf}, "tokens_per_parameter must be a number above 0"),
         ({"tokens_per_parameter": "many"}, "tokens_per_parameter must be a number"),
         ({"rungs": {}}, "rungs must be at least one"),
         ({"rungs": {"a": {"tuned": "b"}}}, "rungs.a.tuned must be a size that is tuned by itself (none is there)"),
-        ({"rungs": {"a": {"over": {"train.lr": [0.1]}}}}, "rungs.a.over must be rungs.a.tuned beside it"),
+        ({"rungs": {"a": {"over": {"train.lr": [0.1]}}}}, "rungs.a.tuned must be a size, beside `over`"),
         ({"rungs": {"a": {}, "b": {"tuned": "a", "over": {}}}}, "rungs.b.over must be values for at least one key"),
-        ({"rungs": {"a": {}, "b": {"tuned": "a", "over": 5}}}, "rungs.b.over must be values for at least one key"),
+        ({"rungs": {"a": {}, "b": {"tuned": "a", "over": 5}}}, "rungs.b.over must be a mapping or null"),
         (
             {"rungs": {"a": {}, "b": {"tuned": "a", "over": {"train.weight_decay": [0.1]}}}},
             "rungs.b.over must be keys of tuning.over (train.lr, train.connection_lr_factor), got",
@@ -224,19 +224,17 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
             "rungs.a.tuned must be a size that is tuned by itself (none is there)",
         ),
         *(
-            (
-                {"rungs": {"a": {"seeds": seeds}}},
-                "rungs.a.seeds must be at least 2 of the study's (1, 2, 3), each once",
-            )
-            for seeds in ([1], [], [1, 1], [1, 9])
+            ({"rungs": {"a": {"seeds": seeds}}}, "rungs.a.seeds must be at least 2 different ones")
+            for seeds in ([1], [], [1, 1])
         ),
+        ({"rungs": {"a": {"seeds": [1, 9]}}}, "rungs.a.seeds must be some of the study's (1, 2, 3), got [1, 9]"),
         *(
-            ({"rungs": {"a": {"seeds": seeds}}}, "rungs.a.seeds must be a list, of a whole number each")
+            ({"rungs": {"a": {"seeds": seeds}}}, "rungs.a.seeds must be a list, each item a whole number")
             for seeds in (5, "12", [[1], 2], [True, 2])
         ),
-        ({"longer": None}, "longer must be a list of numbers above 1, got None"),
-        ({"tokens_per_parameter": None}, "tokens_per_parameter must be a number above 0, got None"),
-        ({"seeds": None}, "seeds must be a list, of a whole number each, got None"),
+        ({"longer": None}, "longer must be a list, each item a number, got None"),
+        ({"tokens_per_parameter": None}, "tokens_per_parameter must be a number, got None"),
+        ({"seeds": None}, "seeds must be a list, each item a whole number, got None"),
         ({"rungs": {"a": {"longer": [0.5]}}}, "rungs.a.longer must be a list of numbers above 1"),
         *(
             ({"rungs": {"a": {"tokens_per_parameter": tokens}}}, "rungs.a.tokens_per_parameter must be a number")
@@ -246,7 +244,7 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
         ({"schemes": {"residual": {"parameters_of": "x"}}}, "schemes.residual.parameters_of"),
         ({"schemes": ["residual"]}, "schemes must be a mapping"),
         ({"set": 5}, "set must be a mapping"),
-        ({"config": 5}, "config must be a recipe"),
+        ({"config": 5}, "config must be text or a list, each item text"),
         ({"tuning": {**DOCUMENT["tuning"], "factors": {"train.lr": 1}}}, "tuning.factors must be a number above 1"),
         ({"tuning": {**DOCUMENT["tuning"], "runs": 1}}, "tuning.runs must be at least the 2 points of the grid"),
         ({"tuning": {**DOCUMENT["tuning"], "runs": 9}}, "tuning.baseline_runs must be at least tuning.runs"),

@@ -190,12 +190,12 @@ def test_who_is_ahead_of_every_baseline_is_said():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"compare": []}, "questions.gain.compare must be a list of pairs of schemes"),
-        ({"compare": [["ddl"]]}, "questions.gain.compare must be a list of pairs of schemes"),
-        ({"at": ["flops"]}, "questions.gain.at must be some of tokens, FLOPs, seconds"),
+        ({"compare": []}, "questions.gain.compare must be at least one pair of schemes"),
+        ({"compare": [["ddl"]]}, "questions.gain.compare must be a list, each item a list of 2 items"),
+        ({"at": ["flops"]}, "questions.gain.at must be a list, each item one of tokens, FLOPs, seconds"),
         ({"compare": [["residual", "ddl"]]}, "questions.gain.at must be tokens, as ddl is not a baseline"),
-        ({"ask": 5}, "questions.gain.ask must be a sentence"),
-        ({"seeds": [4, 4]}, "questions.gain.seeds must be a list of different integers"),
+        ({"ask": 5}, "questions.gain.ask must be text"),
+        ({"seeds": [4, 4]}, "questions.gain.seeds must be different integers"),
         ({"seeds": [4]}, "questions.gain.at must be tokens, as longer runs of the baselines have no further seeds"),
         ({"seeds": [3], "at": ["tokens"]}, "questions.gain.seeds must be others than seeds and those that tune"),
         ({"answer": 5}, "unknown key questions.gain.answer"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -15,7 +16,9 @@ import pytest
 from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab.data import prepare
+from residua.lab.study.search import Search
 from residua.lab.study.sweep import Outcome, Result, Sweep, parse_over, train_sweep
+from residua.lab.training import load_config
 from residua.records import figures, jsonlines
 
 OPTIONS = (
@@ -99,17 +102,19 @@ def test_neighbours_walk_until_none_is_better_and_stay_within_what_is_valid():
 
 def test_a_budget_ends_the_walk_and_a_key_may_have_wider_steps():
     over = {"train.lr": (1e-3,), "train.connection_lr_factor": (1.0,)}
-    sweep = Sweep("tiny", (), over, neighbours=True, budget=4, factors={"train.connection_lr_factor": 4})
+    search = Search(over, partial(load_config, "tiny"), budget=4, factors={"train.connection_lr_factor": 4})
 
-    def loss(point, seed):
+    def loss(point):
         return abs(math.log(point[0] / 1e-3)) + abs(math.log(point[1] / 4))
 
-    points = [point for (point, _) in chain(*walked(sweep, loss))]
-    assert points == [(1e-3, 1.0), (5e-4, 1.0), (2e-3, 1.0), (1e-3, 0.25)]
-    losses = {(point, 0): loss(point, 0) for point in points}
-    assert sweep.best(losses)[0] == (1e-3, 1.0)
-    assert sweep.best(dict(list(losses.items())[:3])) == []
-    assert sweep.best(dict.fromkeys(losses, math.inf)) == []
+    losses = {}
+    while new := [point for points, _ in search.groups(losses) for point in points if point not in losses]:
+        losses |= {point: loss(point) for point in new}
+    assert list(losses) == [(1e-3, 1.0), (5e-4, 1.0), (2e-3, 1.0), (1e-3, 0.25)]
+    ((_, ranked),) = search.groups(losses)
+    assert ranked[0] == (1e-3, 1.0)
+    ((_, ranked),) = search.groups(dict(list(losses.items())[:3]))
+    assert ranked is None
 
 
 def test_whole_numbers_stay_whole_and_at_least_one():
@@ -142,8 +147,8 @@ def test_values_are_read_as_yaml():
         "model.mup": (True, False),
     }
     sweep = Sweep("tiny", (), parse_over(texts))
-    assert [sweep.keys[place] for place in sweep.numeric] == ["train.lr"]
-    assert sweep.config((1e-3, connection, True)).model.connection == connection
+    assert sweep.search.numeric == ["train.lr"]
+    assert sweep.config(sweep.search.named((1e-3, connection, True))).model.connection == connection
 
 
 @pytest.mark.parametrize(

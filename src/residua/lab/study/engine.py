@@ -11,22 +11,25 @@ A folder of a study holds
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from residua.errors import InputError, require
+from residua.errors import Diverged, InputError, require
 from residua.lab.cost.counts import products_per_token
+from residua.lab.evaluation.loss import transition
+from residua.lab.experiment import run as train
 from residua.lab.study.cost import ROUNDS, WARMUP, measure, rate
 from residua.lab.study.folder import SHARED, plain, read_folder, read_runs
 from residua.lab.study.plan import Plan, Run, Study
-from residua.lab.study.sweep import train_point
+from residua.lab.training import RunConfig
 from residua.records import jsonlines
-from residua.records.durable import write_text
-from residua.records.folder import read_object, writable
+from residua.records.durable import remove, write_text
+from residua.records.folder import RunFolder, read_object, writable
 from residua.records.jobs import Job, Record, open_runs, run_jobs
-from residua.records.jsonlines import JsonLines
+from residua.records.jsonlines import JsonLines, finite, read_metrics
 from residua.records.progress import Progress, say
 from residua.records.statistics import Estimate
 
@@ -222,6 +225,37 @@ def train_run(run: Run, *, place: Path, report: Any) -> Record:
     record = train_point(run.config, run.point, run.config.train.seed, place=place, report=report)
     of = {"key": run.key, "kind": run.kind, "rung": run.rung, "scheme": run.scheme}
     return {**of, "connection": run.config.model.connection, **record}
+
+
+def train_point(
+    config: RunConfig, point: Mapping[str, Any], seed: int, *, place: Path, report: Callable[[int], None]
+) -> Record:
+    """One run, in the folder `place`; returns its record."""
+    folder = RunFolder(place)
+    begun = folder.config.is_file()
+    if not begun:
+        remove(place)  # of a run that was killed before it wrote its configuration
+    record = {"point": dict(point), "seed": seed, "steps": config.train.steps}
+    try:
+        result = train(config, place, resume=begun, progress=report)
+    except Diverged as error:
+        return record | {"val_loss": None, "diverged": str(error)}
+    if result["interrupted"]:
+        if signal.getsignal(result["signal"]) not in (signal.SIG_DFL, None):
+            signal.raise_signal(result["signal"])  # training took it; whoever waits for all runs wants it too
+        raise KeyboardInterrupt
+    rows = read_metrics(folder.metrics)
+    names = ("val_loss", "loss", "tokens", "seconds", "tokens_per_second")
+    facts = read_object(folder.facts)
+    facts.get("data", {}).pop("place", None)  # of this folder, which is removed
+    curve = [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row]
+    record |= finite({name: result[name] for name in names}) | {"curve": curve, "facts": facts}
+    for prefix in ("", "further_"):
+        names = "step", f"{prefix}repeated_loss", f"{prefix}other_loss"
+        if split := [[row[name] for name in names] for row in rows if row.get(names[1]) is not None]:
+            record |= {f"{prefix}split": split, f"{prefix}transition": transition(split)}
+    further = [[row["step"], row["further_val_loss"]] for row in rows if "further_val_loss" in row]
+    return record | ({"further_curve": further} if further else {})
 
 
 def measure_costs(

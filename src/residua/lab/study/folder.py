@@ -1,7 +1,7 @@
 """Read the study that a folder or a record describes."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def read_folder(out: Path) -> Study:
         raise InputError(
             f"{out} must be the folder of a study, found no study.json; residua study run FILE --out DIR makes one"
         )
-    return restore(read_object(out / "study.json"), str(out / "study.json"))
+    return read_study(read_object(out / "study.json"), str(out / "study.json"))
 
 
 def read_runs(path: Path, data: str | None) -> list[Record]:
@@ -37,23 +37,6 @@ def read_runs(path: Path, data: str | None) -> list[Record]:
         fingerprint = ((row.get("facts") or {}).get("data") or {}).get("fingerprint", data)
         require(data is None or fingerprint == data, name, f"of the data {data}", fingerprint)
     return rows
-
-
-def restore(document: Mapping[str, Any], source: str) -> Study:
-    """The study that `asdict` wrote. Raises InputError for something else."""
-    values = dict(document)
-    try:
-        values["rungs"] = {
-            name: {**rung["keys"], **{key: value for key, value in rung.items() if key not in ("name", "keys")}}
-            for name, rung in values["rungs"].items()
-        }
-        values["schemes"] = {
-            name: {**entry["keys"], "connection": entry["connection"], "parameters_of": entry["parameters_of"]}
-            for name, entry in values["schemes"].items()
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{source} must hold rungs and schemes as residua study writes them, got others") from error
-    return read_study(values, source)
 
 
 def plain(value: Any) -> Any:

@@ -7,23 +7,22 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import resources
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from residua.connections.names import canonical
 from residua.conversion.base_model import base_sha256
 from residua.conversion.configuration import ConvertedConfig
-from residua.errors import InputError, did_you_mean, extra, fits, require, words
+from residua.errors import InputError, check_types, decoded, did_you_mean, extra, fits, require, require_all
 from residua.lab.cost.counts import parameters
 from residua.lab.data import PreparedData
 from residua.lab.experiment import build_model, expected_vocabulary
-from residua.lab.study.questions import Question, read_questions
-from residua.lab.study.sweep import Point, Sweep, frozen
+from residua.lab.study.questions import Question
+from residua.lab.study.search import Point, Search, chosen_points
 from residua.lab.training import BaseModelConfig, RunConfig, load_config
 from residua.lab.training.config import KEYS
 from residua.models import ResiduaConfig
@@ -53,6 +52,9 @@ class Entry:
     keys: Mapping[str, Any] = field(default_factory=dict)
     parameters_of: str | None = None
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
 
 @dataclass(frozen=True)
 class Rung:
@@ -69,10 +71,18 @@ class Rung:
     name: str
     keys: Mapping[str, Any]
     tuned: str | None = None
-    longer: Sequence[float] | None = None
+    longer: tuple[float, ...] | None = None
     over: Mapping[str, Sequence[Any]] | None = None
     tokens_per_parameter: float | None = None
-    seeds: Sequence[int] | None = None
+    seeds: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _check_amounts(self)
+        require_all(self, ("seeds",), lambda seeds: seeds is None or _distinct(seeds, 2), "at least 2 different ones")
+        require(self.over is None or self.tuned is not None, "tuned", "a size, beside `over`", None)
+        if self.over is not None:
+            _check_over(self.over)
 
 
 @dataclass(frozen=True)
@@ -98,27 +108,26 @@ class Tuning:
     length: float = 1.0
     finalists: int = 1
     seed: int = 0
-    final_seeds: Sequence[int] = ()
+    final_seeds: tuple[int, ...] = ()
 
     @property
     def judges(self) -> tuple[int, ...]:
         """The seeds of the finalists."""
-        return tuple(self.final_seeds) or (self.seed,)
+        return self.final_seeds or (self.seed,)
 
     def __post_init__(self) -> None:
-        _check(self, "tuning")
-        good = isinstance(self.factors, Mapping) and _above(1, list(self.factors.values()))
-        require(good, "tuning.factors", "a number above 1 for each key", self.factors)
-        _check_over(self.over, "tuning.over")
+        check_types(self)
+        _check_over(self.over)
+        above = all(fits(factor, float) and 1 < factor < math.inf for factor in self.factors.values())
+        require(above, "factors", "a number above 1 for each key", self.factors)
         grid = math.prod(len(values) for values in self.over.values())
-        require(self.runs >= grid, "tuning.runs", f"at least the {grid} points of the grid", self.runs)
-        require(self.baseline_runs >= self.runs, "tuning.baseline_runs", "at least tuning.runs", self.baseline_runs)
-        require(0 < self.length <= 1, "tuning.length", "a number above 0, 1 at most", self.length)
+        require(self.runs >= grid, "runs", f"at least the {grid} points of the grid", self.runs)
+        require(self.baseline_runs >= self.runs, "baseline_runs", "at least tuning.runs", self.baseline_runs)
+        require(0 < self.length <= 1, "length", "a number above 0, 1 at most", self.length)
         most = 1 if self.length == 1 else self.runs
         why = "1, as tuning runs are as long as reported ones" if self.length == 1 else "1 to tuning.runs"
-        require(1 <= self.finalists <= most, "tuning.finalists", why, self.finalists)
-        distinct = len(set(self.final_seeds)) == len(self.final_seeds)
-        require(distinct, "tuning.final_seeds", "each seed once", list(self.final_seeds))
+        require(1 <= self.finalists <= most, "finalists", why, self.finalists)
+        require_all(self, ("final_seeds",), _distinct, "each seed once")
 
 
 class Run(NamedTuple):
@@ -184,27 +193,27 @@ class Study:
     rungs: Mapping[str, Rung]
     schemes: Mapping[str, Entry]
     tuning: Tuning
-    config: str | Sequence[str] = "tiny"
+    config: str | tuple[str, ...] = "tiny"
     set: Mapping[str, Any] = field(default_factory=dict)
     tokens_per_parameter: float = 20.0
     epochs: int = 1
-    baselines: Sequence[str] = ("residual",)
-    seeds: Sequence[int] = (1, 2, 3, 4, 5)
-    longer: Sequence[float] = ()
+    baselines: tuple[str, ...] = ("residual",)
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    longer: tuple[float, ...] = ()
     warmup: float = 0.1
     evaluations: int = 10
     questions: Mapping[str, Question] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(isinstance(self.set, Mapping), "set", "a mapping", self.set)
-        require(fits(self.config, str | list | tuple), "config", "a recipe, a file or a list of them", self.config)
-        require(bool(self.rungs), "rungs", "at least one", {})
-        _check(self, "")
+        check_types(self)
+        _check_amounts(self)
         require(0 <= self.warmup < 1, "warmup", "a number from 0, below 1", self.warmup)
-        require(self.evaluations >= 1, "evaluations", "at least 1", self.evaluations)
-        require(self.epochs >= 1, "epochs", "at least 1", self.epochs)
+        require_all(self, ("evaluations", "epochs"), lambda count: count >= 1, "at least 1")
+        require_all(self, ("rungs",), bool, "at least one")
+        require_all(self, ("baselines",), lambda names: _distinct(names, 1), "at least one, each once")
+        require_all(self, ("seeds",), lambda seeds: _distinct(seeds, 2), "at least 2 different ones")
         self._check_schemes()
-        self._check_seeds()
+        self._check_questions()
         for rung in self.rungs.values():
             self._check_rung(rung)
         parts = (*self.schemes.values(), *self.rungs.values())
@@ -214,40 +223,33 @@ class Study:
     def _check_schemes(self) -> None:
         for name in self.baselines:
             require(name in self.schemes, "baselines", f"some of the schemes ({', '.join(self.schemes)})", name)
-        different = len(set(self.baselines)) == len(self.baselines) >= 1
-        require(different, "baselines", "at least one, each once", list(self.baselines))
         unmatched = [name for name, entry in self.schemes.items() if entry.parameters_of is None]
         expected = f"a scheme that is matched to no other ({', '.join(unmatched) or 'none is there'})"
         for entry in self.schemes.values():
             good = entry.parameters_of in (None, *unmatched)
             require(good, f"schemes.{entry.name}.parameters_of", expected, entry.parameters_of)
 
-    def _check_seeds(self) -> None:
-        require(len(set(self.seeds)) == len(self.seeds) >= 2, "seeds", "at least 2 different ones", list(self.seeds))
+    def _check_questions(self) -> None:
         chose = {self.tuning.seed, *self.tuning.judges}
         tuners = f"those that tune ({', '.join(map(str, sorted(chose)))})"
-        require(not chose & {*self.seeds}, "seeds", f"others than {tuners}", list(self.seeds))
+        require(not chose & {*self.seeds}, "seeds", f"others than {tuners}", self.seeds)
         for name, question in self.questions.items():
             free = not {*self.seeds, *chose} & {*question.seeds}
-            require(free, f"questions.{name}.seeds", f"others than seeds and {tuners}", list(question.seeds))
+            require(free, f"questions.{name}.seeds", f"others than seeds and {tuners}", question.seeds)
+            second = next((pair[1] for pair in question.compare if pair[1] not in self.baselines), None)
+            reason = f"tokens, as {second} is not a baseline and is trained for one length"
+            require(second is None or question.at == ("tokens",), f"questions.{name}.at", reason, question.at)
 
     def _check_rung(self, rung: Rung) -> None:
-        place, seeds = f"rungs.{rung.name}", rung.seeds
-        _check(rung, place)
-        good = seeds is None or (len(set(seeds)) == len(seeds) >= 2 and {*seeds} <= {*self.seeds})
-        expected = f"at least 2 of the study's ({', '.join(map(str, self.seeds))}), each once"
-        require(good, f"{place}.seeds", expected, seeds)
-        again = rung.over is not None
+        place, again = f"rungs.{rung.name}", rung.over is not None
+        expected = f"some of the study's ({', '.join(map(str, self.seeds))})"
+        require({*(rung.seeds or ())} <= {*self.seeds}, f"{place}.seeds", expected, rung.seeds)
         sizes = [name for name, r in self.rungs.items() if r.tuned is None or (r.over is not None and not again)]
         expected = f"a size that is tuned by itself ({', '.join(sizes) or 'none is there'})"
         require(rung.tuned in (None, *sizes), f"{place}.tuned", expected, rung.tuned)
-        if again:
-            require(rung.tuned is not None, f"{place}.over", f"{place}.tuned beside it", None)
-            _check_over(rung.over, f"{place}.over")
-            for key in rung.over:
-                expected = f"keys of tuning.over ({', '.join(self.tuning.over)})"
-                require(key in self.tuning.over, f"{place}.over", expected, key)
-            self.tuning_at(rung.name)  # checks the budget
+        expected = f"keys of tuning.over ({', '.join(self.tuning.over)})"
+        require({*(rung.over or ())} <= self.tuning.over.keys(), f"{place}.over", expected, rung.over)
+        self.tuning_at(rung.name)  # checks the budget
 
     def longer_at(self, rung: str) -> Sequence[float]:
         """How many times as many tokens the further runs of the baselines have at a rung."""
@@ -287,9 +289,9 @@ class Study:
 
     def data(self, path: str | None) -> str:
         """The prepared data of all runs: `path`, or else those of the configuration. Raises InputError for none."""
-        found = path or load_config(self.config, _overrides(self.set)).data.path
-        require(found is not None, "--data", "a folder that residua prepare made", None)
-        return found
+        folder = path or load_config(self.config, self.set).data.path
+        require(folder is not None, "--data", "a folder that residua prepare made", None)
+        return folder
 
     def only(
         self,
@@ -340,7 +342,7 @@ class Plan:
         self._intermediate: dict[tuple[str, str], int] = {}
         self._known: dict[tuple, RunConfig] = {}
         self._bases: dict[str, PreTrainedConfig] = {}
-        self._sweeps: dict[tuple[str, str], Sweep] = {}
+        self._with_parameters: dict[str, bool] = {}
         self._done: dict[tuple[str, str], tuple[list[Run], dict[str, Any] | None]] = {}
         self.steps: dict[str, int] = {}
         self.step_tokens: dict[str, int] = {}
@@ -486,57 +488,47 @@ class Plan:
             start = self.chosen(before, scheme, finished)
         if start is None:
             return [], None
-        tuning, sweep = self.study.tuning_at(rung), self._sweep(rung, scheme, start)
-
-        def full(point: Point) -> dict[str, Any]:
-            return {**start, **dict(zip(sweep.keys, point))}
-
-        losses: dict[tuple[Point, int], float] = {}
+        tuning, search = self.study.tuning_at(rung), self._started(rung, scheme, start)
+        losses: dict[Point, float] = {}
         while True:  # a step of the search follows from the losses of the steps before
-            points = [point for point, _ in sweep.wanted(losses)]
-            runs = [self._tuning_run(rung, scheme, full(point)) for point in points]
+            ((points, ranked),) = search.groups(losses)
+            full = {point: {**start, **search.named(point)} for point in points}
+            runs = [self._tuning_run(rung, scheme, full[point]) for point in points]
             new = {
-                (frozen(point), 0): math.inf if record["val_loss"] is None else record["val_loss"]
+                point: math.inf if record["val_loss"] is None else record["val_loss"]
                 for point, run in zip(points, runs)
-                if (frozen(point), 0) not in losses and (record := finished.get(run.key))
+                if point not in losses and (record := finished.get(run.key))
             }
             if not new:
                 break
             losses |= new
-        trials = [(full(point), losses[frozen(point), 0]) for point in sweep.best(losses)[: tuning.finalists]]
+        best = [point for point in ranked or () if math.isfinite(losses[point])]
+        trials = [(full[point], losses[point]) for point in best[: tuning.finalists]]
         finals = [(point, seed) for point, _ in trials for seed in tuning.judges if tuning.finalists > 1]
         again = [self._tuning_run(rung, scheme, *final) for final in finals]
         ended = [(*final, finished[run.key]["val_loss"]) for final, run in zip(finals, again) if run.key in finished]
         done = len(losses) == len(runs) and len(ended) == len(finals)
-        best = chosen_points(trials, ended, tuning) if done else []
-        searched = [*runs, *again], best[0] if best else None
+        chosen = chosen_points(trials, ended, tuning) if done else []
+        searched = [*runs, *again], chosen[0] if chosen else None
         if done:
             self._done[rung, scheme] = searched
         return searched
 
-    def _sweep(self, rung: str, scheme: str, start: Mapping[str, Any]) -> Sweep:
+    def _started(self, rung: str, scheme: str, start: Mapping[str, Any]) -> Search:
         """The search for the best point of a scheme. start: settings that an earlier search found."""
-        if (rung, scheme) not in self._sweeps:
-            study, tuning = self.study, self.study.tuning_at(rung)
-            own = self._own(study.schemes[scheme].connection)
-            over = {key: tuple(v) for key, v in tuning.over.items() if key != "train.connection_lr_factor" or own}
-            expected = f"a key for {scheme} too, which has no parameters of its own, such as train.lr"
-            require(bool(over), "tuning.over", expected, dict(tuning.over))
-            self._sweeps[rung, scheme] = Sweep(
-                study.config,
-                (*self._shared(study.rungs[rung], study.schemes[scheme]), *_overrides(start)),
-                over,
-                neighbours=True,
-                budget=tuning.baseline_runs if scheme in study.baselines else tuning.runs,
-                factors=tuning.factors,
-            )
-        return self._sweeps[rung, scheme]
-
-    def _own(self, connection: str) -> bool:
-        """Whether a scheme has parameters of its own, so that they can have a learning rate of their own."""
-        small = partial(ResiduaConfig, vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=1)
-        sizes = [parameters(small(connection=name))["connections"] for name in (connection, "residual")]
-        return sizes[0] != sizes[1]
+        study, tuning, entry = self.study, self.study.tuning_at(rung), self.study.schemes[scheme]
+        if entry.connection not in self._with_parameters:
+            self._with_parameters[entry.connection] = _has_parameters(entry.connection)
+        own = self._with_parameters[entry.connection]
+        over = {key: values for key, values in tuning.over.items() if key != "train.connection_lr_factor" or own}
+        expected = f"a key for {scheme} too, which has no parameters of its own, such as train.lr"
+        require(bool(over), "tuning.over", expected, dict(tuning.over))
+        return Search(
+            over,
+            lambda point: self._config(study.rungs[rung], entry, {**start, **point}, 0, 1),
+            budget=tuning.baseline_runs if scheme in study.baselines else tuning.runs,
+            factors=tuning.factors,
+        )
 
     def _tuning_run(self, rung: str, scheme: str, point: Mapping[str, Any], judge: int | None = None) -> Run:
         """A run of the search, or the run of a finalist with the seed `judge`."""
@@ -547,13 +539,11 @@ class Plan:
         config = self._config(self.study.rungs[rung], self.study.schemes[scheme], point, seed, steps, 1)
         return Run("tune" if judge is None else "final", rung, scheme, point, config)
 
-    def _shared(self, rung: Rung, entry: Entry) -> tuple[str, ...]:
+    def _shared(self, rung: Rung, entry: Entry) -> dict[str, Any]:
         keys = {**self.study.set, **rung.keys, **entry.keys, "model.connection": entry.connection}
         if entry.parameters_of is not None:
             keys["model.intermediate_size"] = self._matched(rung, entry)
-        return tuple(
-            _overrides({**keys, "data.path": self.data, "train.tensorboard": False, "train.keep_checkpoints": 1})
-        )
+        return {**keys, "data.path": self.data, "train.tensorboard": False, "train.keep_checkpoints": 1}
 
     def _config(
         self,
@@ -566,7 +556,7 @@ class Plan:
     ) -> RunConfig:
         settings = rung.name, entry.name, entry.parameters_of, json.dumps(dict(point))
         if settings not in self._known:
-            self._known[settings] = load_config(self.study.config, [*self._shared(rung, entry), *_overrides(point)])
+            self._known[settings] = load_config(self.study.config, {**self._shared(rung, entry), **point})
         config = self._known[settings]
         train = replace(
             config.train,
@@ -614,30 +604,11 @@ class Plan:
         return self._intermediate[rung.name, entry.name]
 
 
-def chosen_points(
-    trials: Iterable[tuple[Any, float | None]], finals: Sequence[tuple[Any, int, float | None]], tuning: Tuning
-) -> list[Any]:
-    """The points that a search chose: several where losses are equal, none while a finalist is not trained in full.
-
-    trials    points with the losses of their short runs, None where one diverged
-    finals    the finalists' points, seeds and losses in full
-    """
-    finalists = _lowest(trials, tuning.finalists)
-    if tuning.finalists == 1:
-        return finalists
-    means = []
-    for point in finalists:
-        by_seed = {seed: loss for other, seed, loss in finals if other == point}
-        if by_seed.keys() >= {*tuning.judges}:
-            losses = [by_seed[seed] for seed in tuning.judges]
-            means.append((point, None if None in losses else math.fsum(losses) / len(losses)))
-    return _lowest(means, 1) if len(means) >= min(tuning.finalists, len(finalists)) else []
-
-
-def _lowest(losses: Iterable[tuple[Any, float | None]], count: int) -> list[Any]:
-    """The points with the `count` lowest losses, the lowest first, and those that tie with the last."""
-    ordered = sorted((one for one in losses if one[1] is not None), key=itemgetter(1))
-    return [point for point, loss in ordered if loss <= ordered[:count][-1][1]]
+def _has_parameters(connection: str) -> bool:
+    """Whether a scheme has parameters of its own, so that they can have a learning rate of their own."""
+    small = partial(ResiduaConfig, vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=1)
+    sizes = [parameters(small(connection=name))["connections"] for name in (connection, "residual")]
+    return sizes[0] != sizes[1]
 
 
 def load_study(source: str) -> Study:
@@ -664,34 +635,39 @@ def load_study(source: str) -> Study:
 
 
 def read_study(document: Any, source: str) -> Study:
-    """The study in a document, as `load_study` reads it."""
-    values = _fields(document, Study, source)
-    for name in ("title", "rungs", "schemes", "tuning"):
-        require(name in values, f"{source}: {name}", "a value", None)
-    rungs = {}
-    for name, keys in _mapping(values["rungs"], "rungs").items():
-        keys = dict(_mapping(keys, f"rungs.{name}"))
-        own = {item.name: keys.pop(item.name, None) for item in fields(Rung) if item.name not in ("name", "keys")}
-        own["tuned"] = None if own["tuned"] is None else str(own["tuned"])
-        rungs[str(name)] = Rung(str(name), keys, **own)
-    schemes = {}
-    for name, keys in _mapping(values["schemes"], "schemes").items():
-        keys = dict(_mapping(keys or {}, f"schemes.{name}"))
-        connection, other = keys.pop("connection", name), keys.pop("parameters_of", None)
-        require(isinstance(connection, str), f"schemes.{name}.connection", "a preset's name, with options", connection)
-        schemes[str(name)] = Entry(str(name), connection, keys, other)
-    tuning = _fields(values["tuning"], Tuning, "tuning")
-    for name in ("over", "runs", "baseline_runs"):
-        require(name in tuning, f"tuning.{name}", "a value", None)
-    _mapping(tuning["over"], "tuning.over")
-    questions = read_questions(values.get("questions") or {}, values.get("baselines", ("residual",)))
-    parts = {"rungs": rungs, "schemes": schemes, "tuning": Tuning(**tuning), "questions": questions}
-    return Study(**{**values, **parts})
+    """The study in a document: of a file, or of a folder, where the keys of each part stand by themselves."""
+    require(isinstance(document, Mapping), source, "a mapping of keys to values", document)
+    sections: dict[str, type] = {"rungs": Rung, "schemes": Entry, "questions": Question}
+    values = dict(document)
+    try:
+        for section, kind in sections.items():
+            if section in values:
+                parts = values[section] or {}
+                require(isinstance(parts, Mapping), section, "a mapping", parts)
+                values[section] = {str(name): _part(str(name), part, kind, section) for name, part in parts.items()}
+        if "tuning" in values:
+            values["tuning"] = decoded(values["tuning"], Tuning, "tuning")
+        return decoded(values, Study)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+
+
+def _part(name: str, document: Any, kind: type, section: str) -> Any:
+    """A size, a scheme or a question, whose keys with a dot are those of a configuration."""
+    where = f"{section}.{name}"
+    require(isinstance(document, Mapping | None), where, "a mapping", document)
+    values = {"name": name, **(document or {})}
+    if kind is not Question:
+        keys = {key: values.pop(key) for key in list(values) if "." in str(key)}
+        values["keys"] = {**(values.get("keys") or {}), **keys}
+    if kind is Entry:
+        values.setdefault("connection", name)
+    return decoded(values, kind, where)
 
 
 def _pinned(study: Study) -> Study:
     """The study with the digest of every base beside its path, so that no row mixes two models."""
-    given = load_config(study.config, _overrides(study.set)).model
+    given = load_config(study.config, study.set).model
     known: dict[str, Any] = {"model.base": given.base} if isinstance(given, BaseModelConfig) else {}
 
     def pin(keys: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -709,49 +685,19 @@ def _pinned(study: Study) -> Study:
     )
 
 
-def _fields(document: Any, kind: type, where: str) -> dict[str, Any]:
-    known = [item.name for item in fields(kind)]
-    values = dict(_mapping(document, where))
-    for name in values:
-        if name not in known:
-            raise InputError(f"{where}: unknown key {name}{did_you_mean(name, known)}; it has {', '.join(known)}")
-    return values
-
-
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:
-    require(isinstance(value, Mapping), where, "a mapping", value)
-    return value
-
-
-def _check_over(over: Any, where: str) -> None:
+def _check_over(over: Mapping[str, Any]) -> None:
     """Check the values of keys that a search begins with: it counts points of numbers, between which it walks."""
-    require(isinstance(over, Mapping) and bool(over), where, "values for at least one key", over)
+    require(bool(over), "over", "values for at least one key", over)
     for key, values in over.items():
-        require(values != [] and _above(0, values), f"{where}.{key}", "a list of numbers above 0", values)
+        numbers = isinstance(values, list | tuple) and all(fits(one, float) and 0 < one < math.inf for one in values)
+        require(numbers and bool(values), f"over.{key}", "a list of numbers above 0", values)
 
 
-def _above(bound: float, values: Any) -> bool:
-    """Whether something is a list of finite numbers above a bound."""
-    return isinstance(values, list | tuple) and all(fits(one, float) and bound < one < math.inf for one in values)
+def _check_amounts(part: Study | Rung) -> None:
+    factors, tokens = part.longer or (), part.tokens_per_parameter
+    require(all(1 < factor < math.inf for factor in factors), "longer", "a list of numbers above 1", part.longer)
+    require(tokens is None or 0 < tokens < math.inf, "tokens_per_parameter", "a number above 0", tokens)
 
 
-def _check(settings: Any, where: str) -> None:
-    """Check the numbers, texts and lists of a section."""
-    for item in fields(settings):
-        value, name = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
-        if value is None and type(None) in get_args(item.type):
-            continue
-        if item.name == "longer":
-            require(_above(1, value), name, "a list of numbers above 1", value)
-        elif item.name == "tokens_per_parameter":
-            require(_above(0, [value]), name, "a number above 0", value)
-        elif item.type in (int, float, str):
-            require(fits(value, item.type), name, words(item.type), value)
-        elif item.name in ("seeds", "final_seeds", "baselines"):
-            kind = str if item.name == "baselines" else int
-            listed = isinstance(value, list | tuple) and all(fits(one, kind) for one in value)
-            require(listed, name, f"a list, of {words(kind)} each", value)
-
-
-def _overrides(keys: Mapping[str, Any]) -> list[str]:
-    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
+def _distinct(values: Sequence[Any], least: int = 0) -> bool:
+    return len(set(values)) == len(values) >= least

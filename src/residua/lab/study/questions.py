@@ -1,12 +1,12 @@
-"""What a study is to answer, written down before its runs: comparisons of schemes, and rankings published elsewhere."""
+"""What a study is to answer, written down before its runs: comparisons of schemes."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, get_args
 
-from residua.errors import decoded, fits, require
+from residua.errors import check_types, require
 
-MEASURES = ("tokens", "FLOPs", "seconds", "compiled seconds")
+Measure = Literal["tokens", "FLOPs", "seconds", "compiled seconds"]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 
 @dataclass(frozen=True)
@@ -22,47 +22,18 @@ class Question:
 
     name: str
     ask: str
-    compare: Sequence[Sequence[str]]
-    at: Sequence[str] = ("tokens",)
-    seeds: Sequence[int] = ()
+    compare: tuple[tuple[str, str], ...]
+    at: tuple[Measure, ...] = ("tokens",)
+    seeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        require(fits(self.ask, str), "ask", "a sentence", self.ask)
-        pairs, at, seeds = self.compare, self.at, self.seeds
-        pairs_fit = fits(pairs, list | tuple) and len(pairs) > 0 and all(map(_is_pair, pairs))
-        require(pairs_fit, "compare", "a list of pairs of schemes", pairs)
-        measures_fit = fits(at, list | tuple) and len(at) > 0 and all(measure in MEASURES for measure in at)
-        require(measures_fit, "at", f"some of {', '.join(MEASURES)}", at)
-        integers = fits(seeds, list | tuple) and all(fits(seed, int) for seed in seeds)
-        require(integers and len(set(seeds)) == len(seeds), "seeds", "a list of different integers", seeds)
+        check_types(self)
+        require(bool(self.compare), "compare", "at least one pair of schemes", self.compare)
+        require(bool(self.at), "at", f"some of {', '.join(MEASURES)}", self.at)
+        require(len(set(self.seeds)) == len(self.seeds), "seeds", "different integers", self.seeds)
         reason = "tokens, as longer runs of the baselines have no further seeds"
-        require(not seeds or list(at) == ["tokens"], "at", reason, at)
+        require(not self.seeds or self.at == ("tokens",), "at", reason, self.at)
 
     @property
     def schemes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for pair in self.compare for name in pair))
-
-
-def read_questions(document: Any, baselines: Sequence[str]) -> dict[str, Question]:
-    """The questions of a study's document. Raises InputError if a question is not written as `Question` says."""
-    require(isinstance(baselines, list | tuple), "baselines", "a list, of text each", baselines)
-    questions = {}
-    for name, values in _entries(document, "questions"):
-        question = decoded(values, Question, f"questions.{name}")
-        second = next((pair[1] for pair in question.compare if pair[1] not in baselines), None)
-        reason = f"tokens, as {second} is not a baseline and is trained for one length"
-        require(second is None or list(question.at) == ["tokens"], f"questions.{name}.at", reason, question.at)
-        questions[name] = question
-    return questions
-
-
-def _entries(document: Any, where: str) -> list[tuple[str, Any]]:
-    require(isinstance(document, Mapping), where, "a mapping", document)
-    return [
-        (str(name), {**values, "name": str(name)} if isinstance(values, Mapping) else values)
-        for name, values in document.items()
-    ]
-
-
-def _is_pair(pair: Any) -> bool:
-    return isinstance(pair, list | tuple) and len(pair) == 2 and all(fits(name, str) for name in pair)

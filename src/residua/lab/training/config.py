@@ -258,21 +258,25 @@ def recipe_names() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
-def load_config(sources: str | Sequence[str] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    sources: str | Sequence[str] | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> RunConfig:
     """Read recipes and YAML files in order, then the overrides. Later values win; other keys keep their defaults.
 
     Args:
         sources: a name out of `recipe_names()`, the path of a YAML file, or several of these. A document with the key
             `base`, another name or path, only lists its differences from that base.
-        overrides: arguments as on a command line, `--train.lr=3e-4`, or `--train.lr` and `3e-4`; later ones win.
+        overrides: values by dotted key; or arguments as on a command line, `--train.lr=3e-4`, or `--train.lr` and
+            `3e-4`; later ones win.
 
     Raises:
         InputError: a source, a key or a value is wrong; one line names the key, the expected values and the given one.
     """
     values: dict[str, Any] = {}
     documents = [pair for name in ([sources] if isinstance(sources, str) else sources or ()) for pair in _chain(name)]
+    given = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     schedule = None  # the warmup and the steps of a recipe, unless the user gives another warmup
-    for source, document in [*documents, (None, dict(_pairs(overrides)))]:
+    for source, document in [*documents, (None, given)]:
         values.update(document)
         if WARMUP in document:
             schedule = (values[WARMUP], values.get("train.steps")) if source in recipe_names() else None
@@ -337,7 +341,9 @@ def _flat(document: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{key}", value) for key, value in section.items())
 
 
-def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+def parse_overrides(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the texts of arguments as on a command line, by dotted key; later ones win. Raises InputError."""
+    values: dict[str, str] = {}
     remaining = iter(overrides)
     for argument in remaining:
         key, equals, value = argument.removeprefix("--").partition("=")
@@ -347,7 +353,8 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
             value = next(remaining, None)
             if value is None and key in KEYS:
                 raise InputError(f"{key} must be {words(KEYS[key].type)}, got nothing")
-        yield key, value
+        values[key] = value
+    return values
 
 
 def _nearest(key: str) -> str:
