@@ -312,7 +312,6 @@ def test_a_trace_at_a_prompt_is_one_line():
     assert all(name in shown for name in found.values)
     own = trace(small_model({"preset": "ddl-cc", "beta_init": 0.5}), words(3))
     assert repr(own).startswith("Trace(deep_delta, 3 tokens, ")
-    assert repr(Trace({}, [], {})) == "Trace(None, 0 tokens, 0 sublayers: )"
 
 
 def test_regimes_have_thresholds_and_need_a_beta():
