@@ -68,10 +68,16 @@ def test_importing_residua_loads_nothing_until_it_is_asked():
         ["cost", "step", "--presets", "nosch"],
         ["cost", "memory", "--presets", "nosch"],
         ["convert", "model", "--connection", "nosch", "--out", "out"],
+        ["convert", "model", "--connection", "ihc", "--out", __file__],
+        ["prepare", "--source", "stdlib", "--out", __file__],
+        ["export", "nowhere", "out"],
+        ["evaluate", "nowhere"],
+        ["generate", "nowhere", "--prompt", "text"],
+        ["explore", "nowhere"],
     ],
     ids=lambda command: "-".join(command[:2]),
 )
-def test_a_typo_of_a_scheme_does_not_load_torch(command):
+def test_a_typo_does_not_load_torch(command):
     assert "torch" not in loaded_by(f"from residua.commands.cli import main; assert main({command}) == 2")
 
 

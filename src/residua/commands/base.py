@@ -17,6 +17,12 @@ Checkpoint = Natural | Literal["best"]
 Workers = Annotated[int, between(1, 1024)]
 
 
+def expect_path(path: str, expected: str = "a run folder") -> None:
+    """Raise InputError for a path that does not exist, before seconds of imports."""
+    if not Path(path).exists():
+        raise InputError(f"{path} must be {expected}, found no such file or folder")
+
+
 def opens_model(folder: str | Path, checkpoint: object) -> bool:
     """Return whether `folder` holds a Hugging Face model and not a run. A model has no checkpoint to choose."""
     from residua.lab.experiment import is_model_folder

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from residua.connections.names import canonical
+from residua.records.folder import new_folder
 
 
 def convert(
@@ -26,13 +27,11 @@ def convert(
         start: preserve: the model computes what it computed before; fresh: connections start as in a new model
         remote_code: let trust_remote_code=True open it, wherever residua is installed, without import residua
     """
-    scheme = canonical(connection)  # raises before torch is imported
+    scheme, folder = canonical(connection), new_folder(out, "--out")  # both raise before torch is imported
     from residua.conversion.convert_model import convert
     from residua.lab.experiment import open_model
     from residua.lab.export import add_code, loading, model_folder
-    from residua.records.folder import new_folder
 
-    folder = new_folder(out, "--out")
     opened, tokenizer = open_model(model, device="cpu")
     size = opened.num_parameters()
     convert(opened, scheme, start=start)

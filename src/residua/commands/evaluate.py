@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from residua.commands.base import Checkpoint, opens_model, print_json
+from residua.commands.base import Checkpoint, expect_path, opens_model, print_json
 from residua.commands.signature import between
 from residua.connections.options import Count
 from residua.errors import InputError
@@ -66,6 +66,8 @@ def evaluate(
         for name, value in of_tasks.items():
             if value is not None:
                 raise InputError(f"--{name} needs --tasks beside it, got none; give --tasks paper")
+    expect_path(run)
+    if tasks is None:
         _evaluate(run, checkpoint, data, json)
         return
     from residua.lab.evaluation.harness import score

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residua.commands.base import Checkpoint, print_json
+from residua.commands.base import Checkpoint, expect_path, print_json
 from residua.errors import InputError
 from residua.records.table import print_table
 from residua.records.terminal import one_line
@@ -53,6 +53,8 @@ def explore(
         raise InputError("--out is not allowed with --no-page")
     if checkpoint is not None and all_checkpoints:
         raise InputError("--checkpoint is not allowed with --all-checkpoints")
+    for path in paths:
+        expect_path(path, "a run folder or a trace")
     from residua.lab.explorer.collect import Reading, collect, page_of
     from residua.lab.explorer.page import write_page
 

@@ -1,6 +1,7 @@
 """The command `residua export`."""
 
-from residua.commands.base import Checkpoint
+from residua.commands.base import Checkpoint, expect_path
+from residua.records.folder import new_folder
 
 
 def export(run: str, out: str, *, checkpoint: Checkpoint | None = None, remote_code: bool = False) -> None:
@@ -16,6 +17,8 @@ def export(run: str, out: str, *, checkpoint: Checkpoint | None = None, remote_c
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
         remote_code: add the model's code: it then loads where residua is not installed (converted models: not imported)
     """
+    expect_path(run)
+    new_folder(out, "DIR")  # raises before torch is imported
     from residua.lab.export import export, loading
 
     folder = export(run, out, checkpoint=checkpoint, remote_code=remote_code)

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from residua.commands.base import Checkpoint, opens_model
+from residua.commands.base import Checkpoint, expect_path, opens_model
 from residua.connections.options import Range
 
 COLDEST, HOTTEST = 1e-6, 1e6
@@ -45,6 +45,7 @@ def generate(
         seed: of the sampling
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
     """
+    expect_path(run)
     from residua.lab.evaluation.generate import complete
     from residua.lab.experiment import open_model, open_run
 

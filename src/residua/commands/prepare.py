@@ -4,6 +4,7 @@ from typing import Annotated
 
 from residua.commands.base import Workers, print_json
 from residua.connections.options import at_most
+from residua.records.folder import new_folder
 from residua.records.table import cell, print_table
 
 
@@ -45,6 +46,7 @@ def prepare(
         shard_tokens: tokens in a file
         workers: processes that tokenize (default: one for each core if the text is large)
     """
+    new_folder(out, "--out")  # raises before torch is imported
     from residua.lab.data import prepare
 
     data = prepare(
