@@ -16,11 +16,11 @@ from benchmarks.ops import OpSettings
 from benchmarks.peers import PeerSettings
 from residua.commands.base import BAD_INPUT, FAILED, fail
 from residua.commands.cost import measure
-from residua.commands.signature import run_function
+from residua.commands.signature import Output, run_function
 from residua.errors import InputError, RunError
 
 
-def run_ops(settings: OpSettings, *, out: Path | None = None, json: bool = False) -> None:
+def run_ops(settings: OpSettings, *, out: Path | None = None) -> Output:
     """Time single operations against the bandwidth of a copy.
 
     Forward and with backward, from cold caches, with the share of the bandwidth of a copy that they reach with the
@@ -31,12 +31,11 @@ def run_ops(settings: OpSettings, *, out: Path | None = None, json: bool = False
 
     Args:
         out (FILE): append one JSON line for each result, once it is measured
-        json: print JSON instead of a table
     """
-    measure(ops.benchmark, settings, out, json)
+    return measure(ops.benchmark, settings, out)
 
 
-def run_generate(settings: GenerateSettings, *, out: Path | None = None, json: bool = False) -> None:
+def run_generate(settings: GenerateSettings, *, out: Path | None = None) -> Output:
     """Time the writing of a token after a prompt under each scheme, relative to the plain residual.
 
     With a cache of constant size, in the same rounds. All models are checked against float64 first.
@@ -46,12 +45,11 @@ def run_generate(settings: GenerateSettings, *, out: Path | None = None, json: b
 
     Args:
         out (FILE): append one JSON line for each result, once it is measured
-        json: print JSON instead of a table
     """
-    measure(generate.benchmark, settings, out, json)
+    return measure(generate.benchmark, settings, out)
 
 
-def run_peers(settings: PeerSettings, *, out: Path | None = None, json: bool = False) -> None:
+def run_peers(settings: PeerSettings, *, out: Path | None = None) -> Output:
     """Check other packages against the paper's scheme, and time the right ones beside ours.
 
     The kit of residua.testing says what differs. Those that agree are timed, forward and backward, with what they keep,
@@ -62,9 +60,8 @@ def run_peers(settings: PeerSettings, *, out: Path | None = None, json: bool = F
 
     Args:
         out (FILE): append one JSON line for each result, once it is measured
-        json: print JSON instead of a table
     """
-    measure(peers.benchmark, settings, out, json)
+    return measure(peers.benchmark, settings, out)
 
 
 BENCHMARKS = {"ops": run_ops, "generate": run_generate, "peers": run_peers}

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from residua.commands.signature import between, call, command_parser, run_function
+from residua.commands.signature import Output, between, call, command_parser, run_function
 from residua.connections.options import Count
 from residua.errors import InputError
 
@@ -113,3 +113,18 @@ def test_the_help_has_examples_first_and_rare_options_when_asked(capsys, monkeyp
     assert "residua measure --help-all shows 1 more" in short
     assert run_function("residua measure", measure, ["--help-all"]) == 0
     assert "--heads N" in capsys.readouterr().out
+
+
+def test_an_output_is_text_and_tables_or_json(capsys):
+    def count() -> Output:
+        """Count.
+
+        Examples:
+            residua count
+        """
+        return Output({"a": 1}, ["before", (["name", "count"], [["a", "1"]])])
+
+    assert run_function("residua count", count, []) is None
+    assert capsys.readouterr().out == "before\nname  count\n----  -----\na         1\n"
+    run_function("residua count", count, ["--json"])
+    assert capsys.readouterr().out == '{\n  "a": 1\n}\n'

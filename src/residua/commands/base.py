@@ -1,10 +1,9 @@
-"""What several commands need: exit statuses, the types of their options, and how they print."""
+"""What several commands need: exit statuses, the types of their options, and the paths that they take."""
 
-import json
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from residua.commands.signature import between
 from residua.connections.options import Natural
@@ -12,7 +11,7 @@ from residua.errors import InputError
 from residua.records.terminal import one_line
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-"""Exit statuses."""
+"""Exit statuses. After a signal, 128 is added to its number, as shells do."""
 Checkpoint = Natural | Literal["best"]
 Workers = Annotated[int, between(1, 1024)]
 
@@ -32,15 +31,6 @@ def opens_model(folder: str | Path, checkpoint: object) -> bool:
     if checkpoint is not None:
         raise InputError(f"--checkpoint must be a run folder, got {folder}")
     return True
-
-
-def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def stopped_by(number: int) -> int:
-    """Return the exit status after a signal, as shells give it: 130 after Ctrl-C, 143 after SIGTERM."""
-    return 128 + number
 
 
 def fail(error: object, status: int) -> int:

@@ -1,11 +1,10 @@
 """The command `residua`: run a command by its name, and report any error in one line."""
 
 import sys
-import textwrap
 from collections.abc import Sequence
 
 from residua import __version__
-from residua.commands.base import BAD_INPUT, FAILED, INTERRUPTED, fail, stopped_by
+from residua.commands.base import BAD_INPUT, FAILED, INTERRUPTED, fail
 from residua.commands.process import MISPLACED, discard_output, in_one_line, interrupts, lasting_messages
 from residua.commands.signature import HELP, examples, run_function, summary
 from residua.commands.table import COMMANDS, explained, words_after
@@ -34,7 +33,7 @@ def _guarded(argv: list[str], signals: list[int]) -> int:
         discard_output()  # the reader, such as `head`, closed the pipe
         return FAILED
     except KeyboardInterrupt as stop:
-        return fail(str(stop) or "interrupted", stopped_by(signals[0]) if signals else INTERRUPTED)
+        return fail(str(stop) or "interrupted", 128 + signals[0] if signals else INTERRUPTED)
     except Exception as error:
         line = in_one_line(error)
         if line is None:
@@ -43,17 +42,17 @@ def _guarded(argv: list[str], signals: list[int]) -> int:
 
 
 def _dispatch(argv: list[str]) -> int | None:
-    if not argv:
-        print(_overview(), file=sys.stderr)
-        return BAD_INPUT
     if argv == ["--version"]:
         print(f"residua {__version__}")
         return 0
-    if argv[0] == "--print-completion":
+    if argv and argv[0] == "--print-completion":
         from residua.commands.completion import completion
 
         print(completion(argv[1] if argv[1:] else ""))
         return 0
+    if not argv:
+        print(_overview([]), file=sys.stderr)
+        return BAD_INPUT
     if argv[0] == "help":
         argv = [*argv[1:], "--help"]
     words: list[str] = []
@@ -61,7 +60,7 @@ def _dispatch(argv: list[str]) -> int | None:
         choices = words_after(words)
         word, *argv = argv or [""]
         if word in HELP:
-            print(_help(words) if words else _overview())
+            print(_overview(words))
             return 0
         if word not in choices:
             prog = " ".join(["residua", *words])
@@ -71,40 +70,20 @@ def _dispatch(argv: list[str]) -> int | None:
     return run_function(" ".join(["residua", *words]), explained(words), argv)
 
 
-def _overview() -> str:
-    return f"""\
-usage: residua COMMAND [options]
-
-Residual connections for PyTorch, and the laboratory around them.
-
-commands:
-{_table([])}
-
-residua help COMMAND explains a command, and residua COMMAND --help-all all of
-its options. residua --version prints the version, residua --print-completion
-bash (or zsh, tcsh) what completes commands and options in a shell."""
-
-
-def _help(words: list[str]) -> str:
-    """Return the help of words that several commands begin with: the first example of each, and what each does."""
-    prog = " ".join(["residua", *words])
-    below = [name.split() for name in COMMANDS if name.split()[: len(words)] == words]
-    lines = "\n".join(examples(explained(name)).partition("\n")[0] for name in below)
-    return f"""\
-usage: {prog} COMMAND [options]
-
-{summary(explained(words))}.
-
-examples:
-{textwrap.indent(lines, "  ")}
-
-commands:
-{_table(words)}
-
-{prog} COMMAND --help explains a command."""
-
-
-def _table(words: list[str]) -> str:
-    choices = words_after(words)
+def _overview(words: list[str]) -> str:
+    """Return the help of words that commands begin with: an example of each if there are few, and what each does."""
+    prog, choices = " ".join(["residua", *words]), words_after(words)
     width = max(map(len, choices))
-    return "\n".join(f"  {word:{width}}  {summary(explained([*words, word]))}" for word in choices)
+    text = f"usage: {prog} COMMAND [options]\n\n"
+    if words:
+        names = [name.split() for name in COMMANDS if name.split()[: len(words)] == words]
+        lines = "\n  ".join(examples(explained(name)).partition("\n")[0] for name in names)
+        text += f"{summary(explained(words))}.\n\nexamples:\n  {lines}\n\n"
+    else:
+        text += "Residual connections for PyTorch, and the laboratory around them.\n\n"
+    text += "commands:\n"
+    text += "\n".join(f"  {word:{width}}  {summary(explained([*words, word]))}" for word in choices)
+    text += f"\n\n{prog} COMMAND --help explains it, --help-all shows all options."
+    if not words:
+        text += "\nresidua --version; residua --print-completion bash (or zsh, fish, tcsh)"
+    return text

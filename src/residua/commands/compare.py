@@ -3,18 +3,17 @@
 from importlib import import_module
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from residua.commands.base import print_json
+from residua.commands.signature import Output
 from residua.errors import extra
-from residua.records.table import print_table
 from residua.records.terminal import one_line
 
 if TYPE_CHECKING:
     from residua.lab.evaluation.compare import Comparison
 
 
-def compare(runs: tuple[str, ...], *, baseline: str | None = None, out: Path | None = None, json: bool = False) -> None:
+def compare(runs: tuple[str, ...], *, baseline: str | None = None, out: Path | None = None) -> Output:
     """Compare runs over seeds with a baseline, as a table and as pictures.
 
     Examples:
@@ -25,7 +24,6 @@ def compare(runs: tuple[str, ...], *, baseline: str | None = None, out: Path | N
         runs (RUN): folders of runs
         baseline: a name from the table (default: the plain residual)
         out (DIR): write the pictures, comparison.md and comparison.json here
-        json: print JSON instead of a table
     """
     if out is not None:
         with extra("lab"):  # raises before any run is read
@@ -41,15 +39,9 @@ def compare(runs: tuple[str, ...], *, baseline: str | None = None, out: Path | N
         files = [*draw(comparison, out), out / "comparison.md", out / "comparison.json"]
         write_text(out / "comparison.md", comparison.to_markdown())
         write_text(out / "comparison.json", dumps(comparison.to_json(), indent=2) + "\n")
-    if json:
-        print_json(comparison.to_json())
-        return
-    print_comparison(comparison)
-    for path in files:
-        print(f"written: {path}")
+    return Output(comparison.to_json(), [*compared(comparison), *(f"written: {path}" for path in files)])
 
 
-def print_comparison(comparison: "Comparison") -> None:
-    print_table(*comparison.table())
-    for note in comparison.notes:
-        print(f"note: {one_line(note)}")
+def compared(comparison: "Comparison") -> list[Any]:
+    """Return the table and the notes of a comparison."""
+    return [comparison.table(), *(f"note: {one_line(note)}" for note in comparison.notes)]

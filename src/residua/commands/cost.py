@@ -1,18 +1,15 @@
 """Count what a run will cost, or measure a step of each scheme."""
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import count as counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from residua.commands.base import print_json
 from residua.commands.configuration import Configuration
-from residua.commands.signature import between
+from residua.commands.signature import Output, between
 from residua.lab.cost.settings import MemorySettings, ModelSettings
-from residua.records.table import print_table
 from residua.records.terminal import one_line
 
 if TYPE_CHECKING:
@@ -22,8 +19,8 @@ GIB = 2**30
 
 
 def count(
-    *, configuration: Configuration, gpus: Annotated[int, between(1, 2**20)] = 1, gpu: str = "h200", json: bool = False
-) -> None:
+    *, configuration: Configuration, gpus: Annotated[int, between(1, 2**20)] = 1, gpu: str = "h200"
+) -> Output | None:
     """Count the parameters, FLOPs and memory per GPU of a run.
 
     Examples:
@@ -33,41 +30,35 @@ def count(
     Args:
         gpus: number of GPUs
         gpu: h200, h100, b200, a100 or rtx4090
-        json: print JSON instead of tables
     """
     config = configuration.load(needed="the run to count")
     if config is None:
-        return
+        return None
     from residua.lab.cost.estimate import estimate
     from residua.lab.experiment import expected_vocabulary
 
     costs = estimate(config, vocab_size=expected_vocabulary(config), gpu=gpu, gpus=gpus)
-    if json:
-        print_json(asdict(costs))
-    else:
-        _print_estimate(costs)
+    return Output(asdict(costs), _tables(costs))
 
 
-def _print_estimate(costs: "Estimate") -> None:
-    print_table(["parameters", ""], [[name, f"{number:,}"] for name, number in costs.parameters.items()])
-    print()
-    print_table(["MFLOP per token", ""], [[name, f"{x / 1e6:,.1f}"] for name, x in costs.flops_per_token.items()])
-    print()
+def _tables(costs: "Estimate") -> Iterator[Any]:
+    yield ["parameters", ""], [[name, f"{number:,}"] for name, number in costs.parameters.items()]
+    yield ""
+    yield ["MFLOP per token", ""], [[name, f"{x / 1e6:,.1f}"] for name, x in costs.flops_per_token.items()]
+    yield ""
     ways = list(costs.memory)
     header = ["GiB per GPU", *(f"states: {way}" for way in ways)]
     rows = [[part, *(f"{costs.memory[way][part] / GIB:.2f}" for way in ways)] for part in costs.memory[ways[0]]]
     rows.append(["largest batch_size", *(f"{costs.largest_batch_size[way]}" for way in ways)])
-    print_table(header, rows)
-    print()
-    print(f"{costs.tokens / 1e9:.3g} billion tokens, {costs.tokens * sum(costs.flops_per_token.values()):.3g} FLOPs")
-    print()
-    for line in costs.assumptions:
-        print(f"assumed: {line}")
+    yield header, rows
+    total = costs.tokens * sum(costs.flops_per_token.values())
+    yield f"\n{costs.tokens / 1e9:.3g} billion tokens, {total:.3g} FLOPs\n"
+    yield from (f"assumed: {line}" for line in costs.assumptions)
     if all(costs.memory[way]["total"] > costs.gpu_memory for way in ways):
-        print(f"note: this does not fit into {costs.gpu_memory / GIB:.0f} GiB; lower train.batch_size")
+        yield f"note: this does not fit into {costs.gpu_memory / GIB:.0f} GiB; lower train.batch_size"
 
 
-def step(settings: ModelSettings, *, out: Path | None = None, json: bool = False) -> None:
+def step(settings: ModelSettings, *, out: Path | None = None) -> Output:
     """Time the training step of language models under each scheme.
 
     Forward, backward and fused AdamW, and the ratio to the plain residual's in the same rounds. All models are checked
@@ -79,14 +70,13 @@ def step(settings: ModelSettings, *, out: Path | None = None, json: bool = False
 
     Args:
         out (FILE): append one JSON line for each result, once it is measured
-        json: print JSON instead of a table
     """
     from residua.lab.cost.steps import benchmark
 
-    measure(benchmark, settings, out, json)
+    return measure(benchmark, settings, out)
 
 
-def memory(settings: MemorySettings, *, out: Path | None = None, json: bool = False) -> None:
+def memory(settings: MemorySettings, *, out: Path | None = None) -> Output:
     """Measure the memory of a training step under each scheme.
 
     What the backward pass keeps, in vectors of the model's width for each token and layer, and the peak of a step. All
@@ -98,20 +88,17 @@ def memory(settings: MemorySettings, *, out: Path | None = None, json: bool = Fa
 
     Args:
         out (FILE): append one JSON line for each result, once it is measured
-        json: print JSON instead of a table
     """
     from residua.lab.cost.measured_memory import benchmark
 
-    measure(benchmark, settings, out, json)
+    return measure(benchmark, settings, out)
 
 
-def measure(benchmark: Callable[..., Any], settings: Any, out: Path | None, json: bool) -> None:
-    """Run a benchmark with a progress bar. Append each record to the file `out` at once, then print the results, and
-    the notes on stderr.
-    """
+def measure(benchmark: Callable[..., Any], settings: Any, out: Path | None) -> Output:
+    """Run a benchmark with a progress bar. Append each record to the file `out` at once; print notes on stderr."""
     from residua.records.folder import writable
     from residua.records.jsonlines import JsonLines
-    from residua.records.progress import Progress
+    from residua.records.progress import Progress, say
 
     with ExitStack() as stack:
         lines = None
@@ -131,9 +118,6 @@ def measure(benchmark: Callable[..., Any], settings: Any, out: Path | None, json
 
         advance()
         result = benchmark(settings, advance=advance, keep=keep)
-    if json:
-        print_json(result.records())
-    else:
-        print_table(*result.table())
     for note in getattr(result, "notes", []):
-        print(one_line(note), file=sys.stderr)
+        say(one_line(note))
+    return Output(result.records(), [result.table()])

@@ -1,13 +1,14 @@
 """The command `residua demo`."""
 
 import shlex
-import textwrap
+from textwrap import wrap
 
 from residua.commands.base import INTERRUPTED, fail
-from residua.commands.compare import print_comparison
+from residua.commands.compare import compared
+from residua.commands.signature import Output
 
 
-def demo(*, out: str = "runs/demo", steps: int | None = None) -> int:
+def demo(*, out: str = "runs/demo", steps: int | None = None) -> int | Output:
     """Train ddl-tc, the plain residual and a control, and compare.
 
     Examples:
@@ -26,11 +27,8 @@ def demo(*, out: str = "runs/demo", steps: int | None = None) -> int:
         shortened = [] if steps is None else ["--steps", str(steps)]
         command = shlex.join(["residua", "demo", "--out", out, *shortened])
         return fail(f"interrupted; resume with: {command}", INTERRUPTED)
-    print_comparison(result.comparison)
-    for path in result.pictures:
-        print(f"picture: {path}")
-    print(f"open in a browser: {result.page}")
+    parts = [*compared(result.comparison), *(f"picture: {path}" for path in result.pictures)]
+    parts.append(f"open in a browser: {result.page}")
     for name, text in result.texts.items():
-        print(f"\n{name} writes:")
-        print("\n".join(f"  {line}" for line in textwrap.wrap(text, 78)[:3]))
-    return 0
+        parts += [f"\n{name} writes:", *(f"  {line}" for line in wrap(text, 78)[:3])]
+    return Output(result.comparison.to_json(), parts)

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from residua.commands.base import Checkpoint, expect_path, opens_model, print_json
-from residua.commands.signature import between
+from residua.commands.base import Checkpoint, expect_path, opens_model
+from residua.commands.signature import Output, between
 from residua.connections.options import Count
 from residua.errors import InputError
-from residua.records.table import print_table
 
 NAMES = {
     "step": "step",
@@ -25,14 +24,13 @@ def evaluate(
     *,
     checkpoint: Checkpoint | None = None,
     data: str | None = None,
-    json: bool = False,
     tasks: str | None = None,
     num_fewshot: Annotated[int, between(0, 1000)] | None = None,
     batch_size: Annotated[int, between(1, 2**20)] | None = None,
     include_path: str | None = None,
     limit: Count | None = None,
     published: Literal["small", "medium"] | None = None,
-) -> None:
+) -> Output:
     """Print the validation loss of a run, or its scores on tasks.
 
     Examples:
@@ -45,7 +43,6 @@ def evaluate(
         run (RUN|HF_DIR): folder of a run, or with --tasks of a Hugging Face model
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
         data (DIR): the run's prepared data, if they have moved
-        json: print JSON instead of a table
 
     Tasks, by lm-evaluation-harness:
         tasks (paper|NAME,NAME): the paper's eight or any others, in place of the validation loss
@@ -68,8 +65,7 @@ def evaluate(
                 raise InputError(f"--{name} needs --tasks beside it, got none; give --tasks paper")
     expect_path(run)
     if tasks is None:
-        _evaluate(run, checkpoint, data, json)
-        return
+        return _validated(run, checkpoint, data)
     from residua.lab.evaluation.harness import score
     from residua.lab.evaluation.published import comparable
     from residua.lab.experiment import open_model, open_run
@@ -91,20 +87,18 @@ def evaluate(
         bfloat16=bfloat16,
     )
     rows = comparable(model.config, [result.task for result in report.scores], num_fewshot or 0, size=published)
-    if json:
-        print_json(report.to_json(rows))
-        return
-    print_table(*report.table(rows))
     versions = ", ".join(f"{result.task} {result.version}" for result in report.scores)
     metrics = ", ".join(f"{result.task} {result.metric}" for result in report.scores)
-    print(f"\n{num_fewshot or 0}-shot, percent; ours: {metrics}; the paper does not name its metrics")
-    print(f"lm_eval {report.harness}; task versions: {versions}")
+    notes = [
+        f"\n{num_fewshot or 0}-shot, percent; ours: {metrics}; the paper does not name its metrics",
+        f"lm_eval {report.harness}; task versions: {versions}",
+    ]
     if limit is not None:
-        print(f"note: only the first {limit} documents of each task: do not compare this with anything")
+        notes.append(f"note: only the first {limit} documents of each task: do not compare this with anything")
+    return Output(report.to_json(rows), [report.table(rows), *notes])
 
 
-def _evaluate(run: str, checkpoint: Checkpoint | None, data: str | None, json: bool) -> None:
-    """Print the validation loss of a run."""
+def _validated(run: str, checkpoint: Checkpoint | None, data: str | None) -> Output:
     from residua.lab.experiment import evaluate, is_model_folder, open_run
     from residua.records.jsonlines import finite
 
@@ -112,8 +106,6 @@ def _evaluate(run: str, checkpoint: Checkpoint | None, data: str | None, json: b
         raise InputError(f"{run}: this model has no validation text of its own; give --tasks paper")
     opened = open_run(run, checkpoint, data=data)
     result = {"step": opened.step, **evaluate(opened)}
-    if json:
-        print_json(finite(result))
-        return
     cells = {key: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for key, value in result.items()}
-    print_table(["what", run], [[name, cells[key]] for key, name in NAMES.items() if key in cells])
+    table = ["what", run], [[name, cells[key]] for key, name in NAMES.items() if key in cells]
+    return Output(finite(result), [table])

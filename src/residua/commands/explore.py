@@ -1,11 +1,12 @@
 """The command `residua explore`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residua.commands.base import Checkpoint, expect_path, print_json
+from residua.commands.base import Checkpoint, expect_path
+from residua.commands.signature import Output
 from residua.errors import InputError
-from residua.records.table import print_table
 from residua.records.terminal import one_line
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def explore(
     checkpoint: Checkpoint | None = None,
     all_checkpoints: bool = False,
     data: str | None = None,
-) -> None:
+) -> Output:
     """See what connections do, as tables and as a page to play with.
 
     Examples:
@@ -71,16 +72,12 @@ def explore(
     sources, comparison = collect(paths, reading)
     page = None if page_file is None else page_of(sources, comparison)
     traces = [trace for source in sources for trace in (*source.earlier, source)]
-    if json:
-        print_json([_record(source) for source in traces])
-    else:
-        for number, source in enumerate(traces):
-            print("\n" * (number > 0), end="")
-            _print(source)
+    parts: list[Any] = []
+    for source in traces:
+        parts += [*([""] if parts else []), *_parts(source)]
     if page_file is not None and page is not None:
-        written = write_page(page_file, *page)
-        if not json:
-            print(f"open in a browser: {written}")
+        parts.append(f"open in a browser: {write_page(page_file, *page)}")
+    return Output([_record(source) for source in traces], parts)
 
 
 def _record(source: "Source") -> dict[str, Any]:
@@ -94,15 +91,13 @@ def _record(source: "Source") -> dict[str, Any]:
     }
 
 
-def _print(source: "Source") -> None:
+def _parts(source: "Source") -> Iterator[Any]:
     from residua.lab.inspection import overview, summary, warnings
 
     first, *lines = overview(source.trace)
-    print(one_line(first))
-    print_table(*summary(source.trace))
-    for line in lines:
-        print(one_line(line))
-    for warning in warnings(source.trace):
-        print(f"warning: {one_line(warning)}")
+    yield one_line(first)
+    yield summary(source.trace)
+    yield from map(one_line, lines)
+    yield from (f"warning: {one_line(warning)}" for warning in warnings(source.trace))
     if source.file is not None:
-        print(f"trace: {source.file}")
+        yield f"trace: {source.file}"

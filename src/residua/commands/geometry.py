@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from residua.commands.base import Workers
-from residua.commands.signature import between
+from residua.commands.signature import Output, between
 from residua.connections.options import Count
 from residua.errors import extra
-from residua.records.table import print_table
+from residua.records.reading import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,7 @@ def reflection(
     steps: Count | None = None,
     out: str = "runs/geometry/reflection",
     workers: Workers | None = None,
-    json: bool = False,
-) -> None:
+) -> Output:
     """Learn y = -x on R^64 with one operator, in about 2 minutes.
 
     The published operators, exact ones, a linear map, and the hybrid from other gates and penalties. Ours are printed
@@ -46,7 +45,6 @@ def reflection(
         steps: of each run (default: as in the publication)
         out (DIR): a new folder, or one to resume
         workers: runs at the same time (default: one for each core)
-        json: print JSON instead of tables
     """
     import torch
 
@@ -59,7 +57,7 @@ def reflection(
         operator_job(name, seed, recipe) for name in dict.fromkeys(models or OPERATORS) for seed in dict.fromkeys(seeds)
     ]
     settings = {"experiment": "reflection"} | {k: v for k, v in asdict(recipe).items() if k != "num_train"}
-    _study(Path(out), settings, jobs, [task("reflection")], torch.device("cpu"), workers, json)
+    return _study(Path(out), settings, jobs, [task("reflection")], torch.device("cpu"), workers)
 
 
 def quick(
@@ -72,8 +70,7 @@ def quick(
     steps: Count | None = None,
     out: str | None = None,
     workers: Workers | None = None,
-    json: bool = False,
-) -> None:
+) -> Output:
     """Train schemes on all tasks at reduced sizes, in 20 minutes.
 
     In the published wrapper at matched parameters; measured are causality, the loss online, norms inside the residual
@@ -92,7 +89,6 @@ def quick(
         steps: of each run (default: as the recipe has it)
         out (DIR): a new folder, or one to resume (default: runs/geometry/quick, or full with --full)
         workers: runs at the same time (default: one for each core)
-        json: print JSON instead of tables
     """
     from residua.lab.geometry.models import MODELS
     from residua.lab.geometry.study import FULL, QUICK, job
@@ -111,7 +107,7 @@ def quick(
     ]
     folder = Path(out or f"runs/geometry/{'full' if full else 'quick'}")
     facts = {"experiment": "sequences", **asdict(settings)}
-    _study(folder, facts, jobs, [settings.task(name) for name in TASKS], place, workers, json)
+    return _study(folder, facts, jobs, [settings.task(name) for name in TASKS], place, workers)
 
 
 def _study(
@@ -121,8 +117,7 @@ def _study(
     tasks: "Sequence[Task]",
     device: "torch.device",
     workers: int | None,
-    json: bool,
-) -> None:
+) -> Output:
     """Make the runs, then the tables and pictures of all runs in the folder."""
     from residua.lab.geometry.references import references
     from residua.lab.geometry.report import table, write_tables
@@ -141,12 +136,5 @@ def _study(
         for task in tasks:
             records += references(task)
         paths = [runs.path, *write_tables(records, out), *draw(records, out)]
-    if json:
-        print((out / "tables.json").read_text(encoding="utf-8"), end="")
-        return
-    for task in tasks:
-        print(f"{task.name}:")
-        print_table(*table(records, task.name))
-        print()
-    for path in paths:
-        print(f"written: {path}")
+    tables = [part for task in tasks for part in (f"{task.name}:", table(records, task.name), "")]
+    return Output(read_json(out / "tables.json"), [*tables, *(f"written: {path}" for path in paths)])

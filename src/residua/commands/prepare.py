@@ -2,10 +2,11 @@
 
 from typing import Annotated
 
-from residua.commands.base import Workers, print_json
+from residua.commands.base import Workers
+from residua.commands.signature import Output
 from residua.connections.options import at_most
 from residua.records.folder import new_folder
-from residua.records.table import cell, print_table
+from residua.records.table import cell
 
 
 def prepare(
@@ -20,8 +21,7 @@ def prepare(
     validation_tokens: int | None = None,
     shard_tokens: int = 100_000_000,
     workers: Workers | None = None,
-    json: bool = False,
-) -> None:
+) -> Output:
     """Turn text into tokens on disk.
 
     Examples:
@@ -40,7 +40,6 @@ def prepare(
         text_column: of parquet, JSON lines and data sets
         validation_fraction: share of the text held out (default: 0.05)
         validation_tokens: hold out the first N tokens instead (default for fineweb-edu: 100 million)
-        json: print JSON instead of a table
 
     Rarely:
         shard_tokens: tokens in a file
@@ -61,8 +60,6 @@ def prepare(
         sample=sample,
         workers=workers,
     )
-    if json:
-        print_json({"folder": str(data.folder), **data.facts})
-        return
-    print_table(["what", "value"], [["folder", str(data.folder)], *([k, cell(v)] for k, v in data.facts.items())])
-    print(f"train on it with: residua train --config tiny --data.path {out} --run DIR")
+    facts = {"folder": str(data.folder), **data.facts}
+    table = ["what", "value"], [[name, cell(value)] for name, value in facts.items()]
+    return Output(facts, [table, f"train on it with: residua train --config tiny --data.path {out} --run DIR"])

@@ -9,11 +9,10 @@ from textwrap import TextWrapper, indent
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from residua.commands.base import print_json
+from residua.commands.signature import Output
 from residua.connections.names import canonical
 from residua.connections.options import Range
 from residua.errors import InputError, first_line
-from residua.records.table import print_table
 
 if TYPE_CHECKING:
     from residua.connections import Scheme
@@ -23,7 +22,7 @@ PAPER_SIZES = {"small": (768, 24), "medium": (1024, 48)}
 """Width and sublayers of the models of arXiv 2601.00417. `residua.models.SIZES` has more, and needs transformers."""
 
 
-def schemes(name: str | None = None, *, json: bool = False) -> None:
+def schemes(name: str | None = None) -> Output:
     """List the residual schemes, or explain one.
 
     Examples:
@@ -33,17 +32,12 @@ def schemes(name: str | None = None, *, json: bool = False) -> None:
 
     Args:
         name (SCHEME): explain this one, also with options: ddl:beta_init=0.5
-        json: print JSON instead of text
     """
     if name is not None:
-        _explain(name, json)
-        return
+        return _explained(name)
     from residua.connections import schemes
 
     records = [_record(name, scheme) for name, scheme in schemes().items()]
-    if json:
-        print_json(records)
-        return
     rows = [
         [
             record["name"],
@@ -53,15 +47,17 @@ def schemes(name: str | None = None, *, json: bool = False) -> None:
         ]
         for record in records
     ]
-    print_table(["name", "state", "parameters", "paper"], rows)
-    print(
+    notes = [
         "\nstate: numbers per token, at the first and last of 24 sublayers; d is the width\n"
         "parameters: what it adds to the plain residual in a model of 124 million\n"
         "residua schemes NAME: its equation, options, cost, who runs it, results"
-    )
-    for record in records:
-        if record["not_built"]:
-            print(f"{record['name']}: -, because it cannot be built here: {record['not_built']}")
+    ]
+    notes += [
+        f"{record['name']}: -, because it cannot be built here: {record['not_built']}"
+        for record in records
+        if record["not_built"]
+    ]
+    return Output(records, [(["name", "state", "parameters", "paper"], rows), *notes])
 
 
 def _record(name: str, scheme: "Scheme") -> dict[str, Any]:
@@ -83,7 +79,7 @@ def _record(name: str, scheme: "Scheme") -> dict[str, Any]:
     }
 
 
-def _explain(name: str, as_json: bool) -> None:
+def _explained(name: str) -> Output:
     try:
         name = canonical(name)  # raises before torch is imported
         from residua.connections import resolve
@@ -108,28 +104,24 @@ def _explain(name: str, as_json: bool) -> None:
         ],
         "published": [dict(zip(header, row)) for row in rows],
     }
-    if as_json:
-        print_json(record)
-        return
-    print(f"{name}: {kind.title or kind.__name__}\n\n{indent(WRAP.fill(kind.equation), '    ')}\n")
-    for paragraph in about(kind):
-        print(paragraph if paragraph.startswith("    ") else WRAP.fill(paragraph), end="\n\n")
-    print(f"paper: {scheme.source}")
     cost = f"it cannot be built here: {record['not_built']}"
     if not record["not_built"]:
         counts = " and ".join(f"{count:+,} at {size}" for size, count in record["parameters_added"].items())
         cost = f"a state of {record['state_per_token']} per token, d the width; parameters beside residual: {counts}"
-    print(WRAP.fill(f"cost: {cost}"))
-    print(WRAP.fill(f"who runs it: {kind.users or 'not known'}"))
+    parts: list[Any] = [f"{name}: {kind.title or kind.__name__}\n\n{indent(WRAP.fill(kind.equation), '    ')}\n"]
+    parts += [f"{text if text.startswith('    ') else WRAP.fill(text)}\n" for text in about(kind)]
+    parts.append(f"paper: {scheme.source}")
+    parts += [WRAP.fill(f"cost: {cost}"), WRAP.fill(f"who runs it: {kind.users or 'not known'}")]
     for option in record["all_options"]:
-        choices = ", ".join(option["values"])
-        default = f"(default: {option['default']}; {choices})"
-        print("\n" + WRAP.fill(f"{option['name']} = {option['value']} {default}"))
-        print(indent(WRAP.fill(option["meaning"]), "    "))
+        default = f"(default: {option['default']}; {', '.join(option['values'])})"
+        parts.append("\n" + WRAP.fill(f"{option['name']} = {option['value']} {default}"))
+        parts.append(indent(WRAP.fill(option["meaning"]), "    "))
     if rows:
-        print("\npublished, mean accuracy in percent of eight tasks, one seed (arXiv 2601.00417):\n")
-        print_table(header, rows)
-    print("\nour own results: docs/results.md and docs/resbench.md")
+        parts += [
+            "\npublished, mean accuracy in percent of eight tasks, one seed (arXiv 2601.00417):\n",
+            (header, rows),
+        ]
+    return Output(record, [*parts, "\nour own results: docs/results.md and docs/resbench.md"])
 
 
 def state(scheme: "Scheme") -> str:

@@ -2,7 +2,8 @@
 
 Parameters before `*` are arguments, the others are options: `batch_size: int = 8` is `--batch-size N`. A bool is a
 switch, a tuple takes several values, and a parameter whose type is a dataclass stands for the fields of the class. A
-function in the metadata of a field's type yields the options in its place.
+function in the metadata of a field's type yields the options in its place. A function that returns an `Output` has
+`--json` too.
 
 The sections of the docstring are the groups of `--help`, with one entry each: "name (METAVAR): text". Examples stand
 first. What stands under "Rarely:" is for `--help-all`.
@@ -10,11 +11,12 @@ first. What stands under "Rarely:" is for `--help-all`.
 
 import argparse
 import inspect
+import json
 import math
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
@@ -22,6 +24,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_arg
 
 from residua.connections.options import Range
 from residua.errors import InputError, did_you_mean, shown
+from residua.records.table import print_table
 
 HELP = {"-h", "--help", "--help-all"}
 RARELY = "Rarely"
@@ -64,6 +67,20 @@ class Parser(argparse.ArgumentParser):
         # `--lr` for `--train.lr`
         names = {f"--{name.rpartition('.')[2]}": name for name in names if "." in name} | names
         self.error(f"unknown option {option}{did_you_mean(option, names, show=names)}")
+
+
+class Output(NamedTuple):
+    """What a command prints: the value for --json, else texts and tables, which are a header and rows."""
+
+    value: Any
+    parts: Iterable[Any]
+
+    def print(self, *, as_json: bool) -> None:
+        if as_json:
+            print(json.dumps(self.value, indent=2, ensure_ascii=False, allow_nan=False))
+            return
+        for part in self.parts:
+            print(part) if isinstance(part, str) else print_table(*part)
 
 
 class Entry(NamedTuple):
@@ -122,6 +139,9 @@ class Option(NamedTuple):
         return text.replace("%", "%%")
 
 
+JSON = Option("json", bool, False, False, Entry("Args", "", "print JSON instead of text"))
+
+
 def run_function(prog: str, function: Callable[..., Any], argv: list[str]) -> Any:
     """Call a function with the arguments of a command line, or print its help; return an exit status, None for 0."""
     parser = command_parser(prog, function, everything="--help-all" in argv)
@@ -148,12 +168,19 @@ def command_parser(prog: str, function: Callable[..., Any], *, everything: bool 
 
 
 def call(function: Callable[..., Any], arguments: argparse.Namespace) -> Any:
-    """Call a function with the values that its parser has read; its own defaults are those of the others."""
+    """Call a function with the values that its parser has read, and its own defaults for the others. Print its output;
+    return any other result."""
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(arguments).items()}
-    for name, kind in get_type_hints(function).items():
-        if is_dataclass(kind) and name != "return":
+    hints = get_type_hints(function)
+    as_json = given.get("json", False) if "json" in hints else given.pop("json", False)
+    for name, kind in hints.items():
+        if is_dataclass(kind):
             given[name] = kind(**{item.name: given.pop(item.name) for item in fields(kind) if item.name in given})
-    return function(**given)
+    result = function(**given)
+    if isinstance(result, Output):
+        result.print(as_json=as_json)
+        return None
+    return result
 
 
 def summary(documented: Any) -> str:
@@ -194,6 +221,9 @@ def _options(function: Callable[..., Any]) -> Iterator[Option]:
         else:
             positional = parameter.kind is not parameter.KEYWORD_ONLY
             yield Option(name, hints[name], parameter.default, positional, entries[name])
+    returned = hints.get("return")
+    if "json" not in hints and Output in (returned, *get_args(returned)):
+        yield JSON
 
 
 def _fields(kind: Any) -> Iterator[Option]:

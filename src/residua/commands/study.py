@@ -4,7 +4,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from residua.commands.base import print_json
+from residua.commands.signature import Output
 from residua.connections.options import Count, Natural, Positive, Range
 
 if TYPE_CHECKING:
@@ -22,12 +22,11 @@ def run(
     processes: Count = 1,
     dry_run: bool = False,
     teraflops: Positive | None = None,
-    json: bool = False,
     no_costs: bool = False,
     measure: bool = False,
     compiled: bool = False,
     rounds: Annotated[int, Range("at least 9", lambda rounds: rounds >= 9)] | None = None,
-) -> None:
+) -> Output:
     """Run a study that a file describes, such as ResBench.
 
     Tune every scheme under one budget, train seeds that took no part in it, measure costs, and write tables with
@@ -49,7 +48,6 @@ def run(
         processes: runs at the same time
         dry_run: print runs, hours and the differences that they can show, and train nothing
         teraflops: of another machine, for --dry-run (default: as a step of the first baseline has here)
-        json: print JSON instead of tables
 
     Rarely:
         no_costs: measure neither time nor memory
@@ -62,23 +60,19 @@ def run(
 
     chosen = load_study(study).only(schemes, rungs, questions)
     if dry_run:
-        _forecast(Plan(chosen, chosen.data(data), rungs), teraflops, processes, json)
-        return
+        return _forecast(Plan(chosen, chosen.data(data), rungs), teraflops, processes)
     if measure:
         measure_again(chosen, out, compiled=compiled, data=data, rungs=rungs, rounds=rounds or ROUNDS)
     else:
         run_study(chosen, out, processes=processes, costs=not no_costs, data=data, rungs=rungs, rounds=rounds or ROUNDS)
-    _show(Path(out), Path(out), json)
+    return report(out)
 
 
-def _forecast(plan: "Plan", teraflops: float | None, processes: int, json: bool) -> None:
+def _forecast(plan: "Plan", teraflops: float | None, processes: int) -> Output:
     from residua.lab.study.engine import forecast
-    from residua.records.table import cell, print_table
+    from residua.records.table import cell
 
     sizes = forecast(plan, teraflops and 1e12 * teraflops)
-    if json:
-        print_json([size._asdict() for size in sizes])
-        return
     total = sum(size.hours for size in sizes) / processes
     rows = [
         [
@@ -89,15 +83,16 @@ def _forecast(plan: "Plan", teraflops: float | None, processes: int, json: bool)
         ]
         for size in sizes
     ]
-    print_table(["size", "schemes", "runs at most", "tokens of a run", "PFLOP", "hours", "sees"], rows)
-    print(f"\nabout {total:,.2f} hours, {processes} at a time; a scheme's elementwise work comes on top")
-    print(
+    notes = (
+        f"\nabout {total:,.2f} hours, {processes} at a time; a scheme's elementwise work comes on top\n"
         "sees: the difference that four of five such studies show before a correction, in standard deviations of the "
         "difference between two runs with one seed"
     )
+    header = ["size", "schemes", "runs at most", "tokens of a run", "PFLOP", "hours", "sees"]
+    return Output([size._asdict() for size in sizes], [(header, rows), notes])
 
 
-def report(folder: str, *, out: str | None = None, json: bool = False) -> None:
+def report(folder: str, *, out: str | None = None) -> Output:
     """Make the tables and pictures of a study again from its records.
 
     Examples:
@@ -107,23 +102,13 @@ def report(folder: str, *, out: str | None = None, json: bool = False) -> None:
     Args:
         folder (DIR): the folder of a study
         out (DIR): where to write (default: the folder of the study)
-        json: print JSON instead of tables
     """
-    _show(Path(folder), Path(out or folder), json)
-
-
-def _show(folder: Path, out: Path, json: bool) -> None:
     from residua.lab.study.report import markdown, payload, write_report
     from residua.lab.study.results import read_results
 
-    results = read_results(folder)
-    paths = write_report(results, out)
-    if json:
-        print_json(payload(results))
-        return
-    print(markdown(results), end="")
-    for path in paths:
-        print(f"written: {path}")
+    results = read_results(Path(folder))
+    paths = write_report(results, Path(out or folder))
+    return Output(payload(results), [markdown(results).rstrip("\n"), *(f"written: {path}" for path in paths)])
 
 
 def verify(

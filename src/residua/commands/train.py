@@ -4,7 +4,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from residua.commands.base import stopped_by
 from residua.commands.configuration import Configuration
 from residua.errors import InputError
 
@@ -42,7 +41,7 @@ def train(*, run: str | None = None, resume: bool = False, configuration: Config
     with threads(1 if config.small and "OMP_NUM_THREADS" not in os.environ else None):
         result = experiment.run(config, run, resume=resume)
     if result["interrupted"]:
-        return stopped_by(result["signal"])
+        return 128 + result["signal"]
     if is_first():
         print(
             f"{run}: step {result['step']}, validation loss {result['val_loss']:.4f}, "

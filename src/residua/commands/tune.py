@@ -3,11 +3,10 @@
 import importlib
 from pathlib import Path
 
-from residua.commands.base import print_json
 from residua.commands.configuration import Configuration
+from residua.commands.signature import Output
 from residua.connections.options import Count
 from residua.errors import InputError, extra
-from residua.records.table import print_table
 
 
 def tune(
@@ -19,9 +18,8 @@ def tune(
     finalists: Count | None = None,
     processes: Count = 1,
     keep_runs: bool = False,
-    json: bool = False,
     configuration: Configuration,
-) -> None:
+) -> Output | None:
     """Tune keys of a configuration over grids, seeds and neighbours.
 
     Keys whose values are not positive numbers, such as model.connection, make groups that are tuned by themselves.
@@ -41,11 +39,10 @@ def tune(
         finalists: best points of each group that get more than one seed (default: all, or 3 with --neighbours)
         processes: runs at the same time, each with one thread
         keep_runs: keep the run folders and their last checkpoints
-        json: print JSON instead of a table
     """
     if configuration.print_config:
         configuration.load(needed="")
-        return
+        return None
     if out is None:
         raise InputError("give --out DIR, the folder of the sweep")
     with extra("lab"):  # raises before hours of training
@@ -61,13 +58,8 @@ def tune(
         finalists=3 if neighbours and finalists is None else finalists,
     )
     outcome = train_sweep(sweep, out, processes=processes, keep=keep_runs)
-    if json:
-        print_json(outcome.to_json())
-        return
-    print_table(*outcome.table())
-    for note in outcome.notes:
-        print(f"note: {note}")
-    for name in ("records.jsonl", "sweep.json", *(["sweep.png"] if outcome.best else [])):
-        print(f"written: {Path(out) / name}")
+    parts = [outcome.table(), *(f"note: {note}" for note in outcome.notes)]
+    parts += [f"written: {Path(out) / name}" for name in ("records.jsonl", "sweep.json")]
     if outcome.best:
-        print(f"train the best with: {outcome.command()}")
+        parts += [f"written: {Path(out) / 'sweep.png'}", f"train the best with: {outcome.command()}"]
+    return Output(outcome.to_json(), parts)
