@@ -319,20 +319,9 @@ def unfinished_shard(folder):
     return folder / f"train-{tokens // 9_000:05d}.bin"
 
 
-def edit_progress(folder, **changes):
-    path = folder / "progress.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
-        (lambda folder: (folder / "progress.json").write_text('{"plan": {'), "progress.json"),
-        (lambda folder: (folder / "progress.json").write_text("[]"), "progress.json"),
-        (lambda folder: edit_progress(folder, splits={"train": {}}), "progress.json"),
-        (lambda folder: edit_progress(folder, splits=[]), "progress.json"),
-        (lambda folder: edit_progress(folder, plan=[]), "progress.json"),
-        (lambda folder: edit_progress(folder, more=1), "progress.json"),
         (lambda folder: (folder / "train-00000.bin").unlink(), "train-00000.bin"),
         (lambda folder: shorten(folder / "train-00000.bin"), "train-00000.bin"),
         (lambda folder: os.truncate(unfinished_shard(folder), 100), r"train-\d+.bin"),

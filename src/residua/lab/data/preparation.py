@@ -116,7 +116,6 @@ def prepare(
         "validation_fraction": validation_fraction,
         "validation_tokens": validation_tokens,
         "shard_tokens": shard_tokens,
-        "save_text": writer.SAVE_TEXT,  # the sha256 of the text depends on it
     }
     with staging(out, plan) as stage:
         folder = stage.folder

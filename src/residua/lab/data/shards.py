@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, get_args
 
 from residua.errors import InputError, RunError, extra
 from residua.lab.data.split import Split
-from residua.lab.data.tokenizer import SavedTokenizer, saved_vocabulary, tokenizer_fingerprint, tokenizer_hash
+from residua.lab.data.tokenizer import SavedTokenizer, tokenizer_fingerprint, tokenizer_hash
+from residua.records.durable import file_sha256
 from residua.records.reading import file_inside, read_json
 
 with extra("lab"):
@@ -141,32 +142,14 @@ class PreparedData:
         """
         folder = Path(folder)
         index = _read_index(folder)
-        try:
-            dtype = DTYPES[index["dtype"]]
-            vocab_size, eos_token_id = _count(index["vocab_size"]), _count(index["eos_token_id"])
-            shards = {
-                split: [_shard(folder, **entry) for entry in index["splits"][split]["shards"]]
-                for split in get_args(Split)
-            }
-            validation_bytes = _count(index["splits"]["validation"]["bytes"])
-            expected_tokenizer = index["tokenizer_sha256"]
-            facts = dict(index["facts"])
-        except InputError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{folder / 'index.json'}: damaged ({error!r}); prepare the data again") from None
-
+        vocab_size, eos_token_id = index["vocab_size"], index["eos_token_id"]
+        shards = {split: [Shard(**entry) for entry in index["splits"][split]["shards"]] for split in get_args(Split)}
         try:
             tokenizer = tokenizer_hash(folder / "tokenizer")
         except OSError as error:
             raise InputError(f"{folder}: its tokenizer cannot be read: {error}; prepare the data again") from None
-        if tokenizer != expected_tokenizer:
+        if tokenizer != index["tokenizer_sha256"]:
             raise InputError(f"{folder}: tokenizer/ is not the one that made the tokens; prepare the data again")
-        if (vocabulary := saved_vocabulary(folder / "tokenizer")) != (vocab_size, eos_token_id):
-            raise InputError(
-                f"{folder}: index.json says vocabulary {vocab_size} and end of text {eos_token_id}, tokenizer/ has "
-                f"{vocabulary[0]} and {vocabulary[1]}; prepare the data again"
-            )
 
         content = [VERSION, index["dtype"], vocab_size, eos_token_id, tokenizer]
         content += [[split, [shard[1:] for shard in shards[split]]] for split in shards]
@@ -178,10 +161,10 @@ class PreparedData:
             vocab_size=vocab_size,
             eos_token_id=eos_token_id,
             fingerprint=fingerprint,
-            facts=facts | fingerprints,
-            train=Tokens(folder, shards["train"], dtype, vocab_size),
-            validation=Tokens(folder, shards["validation"], dtype, vocab_size),
-            validation_bytes=validation_bytes,
+            facts=index["facts"] | fingerprints,
+            train=Tokens(folder, shards["train"], DTYPES[index["dtype"]], vocab_size),
+            validation=Tokens(folder, shards["validation"], DTYPES[index["dtype"]], vocab_size),
+            validation_bytes=index["splits"]["validation"]["bytes"],
         )
         if data._check_sizes() <= VERIFY_ON_OPEN:
             data.verify()
@@ -191,16 +174,21 @@ class PreparedData:
         return SavedTokenizer.open(self.folder / "tokenizer").load()
 
     def verify(self) -> None:
-        """Read every shard. Raises InputError if a sha256 or a token id is wrong."""
+        """Read every shard. Raises InputError if a sha256 is wrong."""
         for tokens in (self.train, self.validation):
             for shard in tokens.shards:
-                _verify(self.folder / shard.file, shard, tokens.dtype, self.vocab_size)
+                path = self.folder / shard.file
+                if file_sha256(path) != shard.sha256:
+                    raise InputError(
+                        f"{path}: its sha256 is not the one in index.json: it was edited or damaged, prepare the data "
+                        "again"
+                    )
 
     def _check_sizes(self) -> int:
         total = 0
         for tokens in (self.train, self.validation):
             for shard in tokens.shards:
-                path, expected = self.folder / shard.file, shard.tokens * tokens.dtype.itemsize
+                path, expected = file_inside(self.folder, shard.file), shard.tokens * tokens.dtype.itemsize
                 try:
                     size = path.stat().st_size
                 except OSError as error:
@@ -221,31 +209,3 @@ def _read_index(folder: Path) -> dict[str, Any]:
     if index.get("version") != VERSION:
         raise InputError(f"{path} must have format {VERSION}, got {index.get('version')}; prepare the data again")
     return index
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"must be a count, got {value!r:.50}")
-    return value
-
-
-def _shard(folder: Path, file: Any, tokens: Any, sha256: Any) -> Shard:
-    return Shard(file_inside(folder, file).name, _count(tokens), sha256)
-
-
-def _verify(path: Path, shard: Shard, dtype: np.dtype, vocab_size: int) -> None:
-    digest, largest = hashlib.sha256(), 0
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(16 * 2**20):
-                digest.update(chunk)
-                largest = max(largest, np.frombuffer(chunk, dtype).max())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    if largest >= vocab_size:
-        problem = f"token id {largest} is outside the vocabulary of {vocab_size}"
-    elif digest.hexdigest() != shard.sha256:
-        problem = "its sha256 is not the one in index.json"
-    else:
-        return
-    raise InputError(f"{path}: {problem}: it was edited or damaged, prepare the data again")

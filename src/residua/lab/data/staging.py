@@ -37,13 +37,11 @@ class State:
 
     documents: their number, with those left out of both splits.
     size: the part of `Corpus.size` that they complete.
-    text_sha256: hashes of the text between two saved states.
     choice: the state of the `HashSplit` or `LeadingSplit`.
     """
 
     documents: int
     size: int
-    text_sha256: list[str]
     choice: dict[str, Any]
     splits: dict[str, SplitState]
 
@@ -119,18 +117,14 @@ def _read_state(folder: Path, plan: dict[str, Any]) -> State | None:
     path = folder / PROGRESS
     if not path.exists():
         return None
-    try:
-        saved = read_json(path)
-        old_plan = saved.pop("plan")
-        splits = {name: SplitState(**split) for name, split in saved.pop("splits").items()}
-        state = State(**saved, splits=splits)
-        different_keys = [key for key in old_plan | plan if old_plan.get(key) != plan.get(key)]
-    except (InputError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise damage_error(path) from error
+    saved = read_json(path)
+    old_plan = saved.pop("plan")
+    splits = {name: SplitState(**split) for name, split in saved.pop("splits").items()}
+    different_keys = [key for key in old_plan | plan if old_plan.get(key) != plan.get(key)]
     if different_keys:
         changes = ", ".join(f"{key} {old_plan.get(key)} there, {plan.get(key)} here" for key in different_keys)
         raise InputError(
             f"{folder}: an unfinished preparation with other settings or another text ({changes}); give the same to "
             "continue it, or remove that folder"
         )
-    return state
+    return State(**saved, splits=splits)

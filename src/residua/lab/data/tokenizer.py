@@ -115,20 +115,6 @@ def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def saved_vocabulary(folder: Path) -> tuple[int, int | None]:
-    """Return `vocabulary` and the id of the end of text of a saved tokenizer, faster than loading it.
-
-    Raises InputError if it is damaged.
-    """
-    try:
-        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        end_of_text = read_json(folder / "tokenizer_config.json")["eos_token"]
-        return max(backend.get_vocab().values()) + 1, backend.token_to_id(end_of_text)
-    except Exception as error:  # tokenizers raises Exception itself for content that it cannot use
-        reason = first_line(error)
-        raise InputError(f"{folder}: not a readable tokenizer ({reason}); prepare the data again") from None
-
-
 @dataclass(frozen=True)
 class SavedTokenizer:
     """A tokenizer that `save_tokenizer` wrote, checked but not loaded.
@@ -145,7 +131,14 @@ class SavedTokenizer:
     @classmethod
     def open(cls, folder: Path) -> "SavedTokenizer":
         """Check a saved tokenizer. Raises InputError if it is damaged or has no end of text."""
-        size, end_of_text = saved_vocabulary(folder)
+        try:
+            backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            end_of_text = backend.token_to_id(read_json(folder / "tokenizer_config.json")["eos_token"])
+            size = max(backend.get_vocab().values()) + 1
+        except Exception as error:  # tokenizers raises Exception itself for content that it cannot use
+            raise InputError(
+                f"{folder}: not a readable tokenizer ({first_line(error)}); prepare the data again"
+            ) from None
         if end_of_text is None:
             raise InputError(f"{folder} must hold a tokenizer with its end of text, found another one")
         return cls(folder, size, end_of_text, tokenizer_fingerprint(size, end_of_text, tokenizer_hash(folder)))

@@ -51,9 +51,8 @@ def write_shards(
 ) -> WriteResult:
     """Write the shards of both splits into `stage`, continuing from its saved state if it has one.
 
-    A state is saved after each shard, but at least SAVE_TEXT bytes of text apart. The places depend only on the text,
-    so an interrupted preparation ends with the same bytes as any other. It continues by reading the text from the
-    start and skipping the documents that are on the disk.
+    A state is saved after each shard, but at least SAVE_TEXT bytes of text apart. An interrupted preparation ends with
+    the same bytes as any other: it reads the text from the start and skips the documents that are on the disk.
 
     Args:
         tokenizer: the settings of `Encoder`: the tokenizer's JSON, the id of the end of text, the dtype.
@@ -64,7 +63,7 @@ def write_shards(
         RunError: a worker was lost.
         OSError: writing failed.
     """
-    start_state = stage.saved or State(documents=0, size=0, text_sha256=[], choice={}, splits={})
+    start_state = stage.saved or State(documents=0, size=0, choice={}, splits={})
     split = hold_out(start_state.choice)
     writers = {
         name: ShardWriter(stage.folder, name, np.dtype(tokenizer[-1]), shard_tokens, start_state.splits.get(name))
@@ -72,16 +71,17 @@ def write_shards(
     }
     shards = sum(len(writer.shards) for writer in writers.values())
     documents, size = start_state.documents, start_state.size
-    # A sha256 cannot be saved half-way, so the text between two saved states has its own hash.
-    hashes, text, text_bytes = list(start_state.text_sha256), hashlib.sha256(), 0
-    groups = _groups(islice(corpus, documents, None))
+    text, unsaved_bytes = hashlib.sha256(), 0
+    remaining = iter(corpus)
+    for skipped in islice(remaining, documents):
+        text.update(skipped.text.encode() + b"\0")
     with text_progress("tokens", corpus.size, size, progress) as advance, Encoders(*tokenizer, workers) as encoders:
         try:
-            for encoded, group in encoders.map(groups):
+            for encoded, group in encoders.map(_groups(remaining)):
                 start = 0
                 for document, length, key in zip(group.texts, encoded.lengths.tolist(), encoded.keys.tolist()):
                     text.update(document + b"\0")
-                    text_bytes += len(document)
+                    unsaved_bytes += len(document)
                     piece = Piece(encoded.ids[start : start + length], len(document))
                     start += length
                     for name, item in split.add(key, piece, length):
@@ -92,22 +92,17 @@ def write_shards(
                 documents += len(group.texts)
                 size += group.size
                 whole_shards = sum(len(writer.shards) for writer in writers.values())
-                if whole_shards > shards and text_bytes >= SAVE_TEXT and split.settled:
-                    shards = whole_shards
-                    hashes.append(text.hexdigest())
-                    text, text_bytes = hashlib.sha256(), 0
+                if whole_shards > shards and unsaved_bytes >= SAVE_TEXT and split.settled:
+                    shards, unsaved_bytes = whole_shards, 0
                     splits = {name: writer.state() for name, writer in writers.items()}
-                    stage.save(State(documents, size, hashes, split.state(), splits))
+                    stage.save(State(documents, size, split.state(), splits))
         except WorkerLost as error:
             raise RunError(f"{stage.out}: {error}") from error
     for name, piece in split.end():
         writers[name].add(piece)
     for writer in writers.values():
         writer.close()
-    if text_bytes or not hashes:
-        hashes.append(text.hexdigest())
-    sha256 = hashes[0] if len(hashes) == 1 else hashlib.sha256(bytes.fromhex("".join(hashes))).hexdigest()
-    return WriteResult(writers, sha256, split.facts())
+    return WriteResult(writers, text.hexdigest(), split.facts())
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[Group]:
