@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from residua.errors import InputError, check_types, decoded, extra, require_all
+from residua.errors import Count, InputError, Positive, check_types, decoded, extra
 
 
 @pytest.mark.parametrize(("name", "package"), [("lab", "yaml"), ("eval", "lm_eval"), ("eval", "transformers")])
@@ -26,13 +26,12 @@ def test_an_error_inside_an_installed_package_comes_through(package):
 
 @dataclass(frozen=True)
 class Lamp:
-    watts: int
+    watts: Count
     colour: Literal["red", "white"] = "white"
-    height: float | None = None
+    height: Positive | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
-        require_all(self, ["watts"], lambda watts: watts > 0, "above 0")
 
 
 def test_a_mapping_becomes_an_object():
@@ -45,10 +44,11 @@ def test_a_mapping_becomes_an_object():
         (None, "room.lamp must be a mapping of keys to values, got None"),
         ({}, "room.lamp.watts must be a whole number, got None"),
         ({"watts": True}, "room.lamp.watts must be a whole number, got True"),
-        ({"watts": 0}, "room.lamp.watts must be above 0, got 0"),
+        ({"watts": 0}, "room.lamp.watts must be at least 1, got 0"),
         ({"watts": 1, "color": "red"}, "unknown key room.lamp.color; did you mean colour?"),
         ({"watts": 1, "colour": "blue"}, "room.lamp.colour must be one of red, white, got 'blue'"),
         ({"watts": 1, "height": "low"}, "room.lamp.height must be a number or null, got 'low'"),
+        ({"watts": 1, "height": -1}, "room.lamp.height must be a positive number, got -1"),
     ],
 )
 def test_a_wrong_mapping_is_one_line_with_the_dotted_key(document, message):

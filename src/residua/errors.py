@@ -1,12 +1,13 @@
 """The errors that the command line prints as one line, and the checks of values from outside that raise them."""
 
 import functools
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -123,17 +124,57 @@ def _tuples(value: Any, declared: Any) -> Any:
 
 def check_types(values: Any, kind: type | None = None) -> None:
     """Raise InputError for the first field of a dataclass whose value is not of the type that its class, or the base
-    class `kind`, declares."""
-    for name, declared in types_of(kind or type(values)).items():
+    class `kind`, declares, or outside its range."""
+    kind = kind or type(values)
+    for name in types_of(kind):
         value = getattr(values, name)
-        require(fits(value, declared), name, words(declared), value)
+        if wrong := refusal(kind, name, value):
+            raise InputError(f"{name} {wrong}")
 
 
-def require_all(values: Any, names: Iterable[str], accepts: Callable[[Any], bool], expected: str) -> None:
-    """Raise InputError for the first attribute out of `names` whose value is not accepted."""
-    for name in names:
-        value = getattr(values, name)
-        require(accepts(value), name, expected, value)
+def refusal(kind: type, name: str, value: Any) -> str | None:
+    """Return "must be at least 1, got 0" if the class `kind` declares another type or range for its field `name`.
+
+    A range is declared as `Annotated[int, Range(...)]`, or by one of the types below. None is inside every range.
+    """
+    declared = types_of(kind)[name]
+    expected = [] if fits(value, declared) else [words(declared)]
+    if not expected and value is not None:
+        expected = [allowed.words for allowed in _ranges(kind)[name] if not allowed.holds(value)]
+    return f"must be {expected[0]}, got {shown(value)}" if expected else None
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a field may have: in words, and as a function that says whether it may have a value."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def at_most(limit: int) -> Range:
+    """A limit far beyond any trained model, so that no typing error fills the memory or loops for hours."""
+    return Range(f"at most {limit}", lambda x: x <= limit)
+
+
+Natural = Annotated[int, Range("0 or more", lambda x: x >= 0)]
+Count = Annotated[int, Range("at least 1", lambda x: x >= 1)]
+Finite = Annotated[float, Range("a finite number", math.isfinite)]
+Positive = Annotated[float, Range("a positive number", lambda x: 0 < x < math.inf)]
+NotNegative = Annotated[float, Range("0 or more", lambda x: 0 <= x < math.inf)]
+Share = Annotated[float, Range("a number in [0, 1]", lambda x: 0 <= x <= 1)]
+
+
+@functools.cache
+def _ranges(kind: type) -> dict[str, list[Range]]:
+    """Return the ranges that a class declares, by the names of its fields."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: [part for part in _parts(hint) if isinstance(part, Range)] for name, hint in hints.items()}
+
+
+def _parts(hint: Any) -> list[Any]:
+    """Return the arguments of a type, which the ranges are among, and the arguments of these."""
+    return [*get_args(hint), *(part for argument in get_args(hint) for part in _parts(argument))]
 
 
 types_of = functools.cache(get_type_hints)
@@ -169,6 +210,8 @@ def words(declared: Any) -> str:
         return f"one of {', '.join(map(str, get_args(declared)))}"
     if get_origin(declared) in (Union, types.UnionType):
         return " or ".join(map(words, get_args(declared)))
+    if get_origin(declared) is Annotated:
+        return words(get_args(declared)[0])
     if get_origin(declared) is tuple:
         item, *others = get_args(declared)
         return f"a list, each item {words(item)}" if others == [...] else f"a list of {1 + len(others)} items"

@@ -1,13 +1,13 @@
 """The fields of our language model's configuration: for the model itself, and for the command line without PyTorch."""
 
 from dataclasses import dataclass, field
-from math import inf
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from residua.errors import check_types, require, require_all
+from residua.errors import Count, NotNegative, Positive, Share, at_most, check_types, require
 
 # Far beyond what any machine holds, and small enough that sizes multiply without overflow.
 MOST_LAYERS, MOST_ROWS = 2**14, 2**28
+Size = Annotated[Count, at_most(MOST_ROWS)]
 
 
 def setting(default: Any, explanation: str) -> Any:
@@ -19,53 +19,44 @@ def setting(default: Any, explanation: str) -> Any:
 class ModelFields:
     """The sizes and options of a language model. Raises InputError for a value of the wrong type or out of range."""
 
-    vocab_size: int | None = setting(None, "rows of the embedding; null for the tokenizer's, rounded up")
-    hidden_size: int = setting(768, "width d")
-    num_hidden_layers: int = setting(12, "blocks of attention and MLP, two sublayers each")
-    num_attention_heads: int = setting(6, "heads")
-    head_dim: int | None = setting(None, "width of a head; null for hidden_size / num_attention_heads")
-    intermediate_size: int | None = setting(None, "width of the SwiGLU; null for floor(8 hidden_size / 3)")
-    max_position_embeddings: int = setting(1024, "longest sequence the model is meant for")
-    connection: str | dict = setting(  # noqa: RUF009
-        "ddl", """the residual scheme: a preset's name, or {"preset": name, **options}"""
+    vocab_size: Size | None = setting(None, "rows of the embedding; null for the tokenizer's, rounded up")
+    hidden_size: Size = setting(768, "width d")
+    num_hidden_layers: Annotated[Count, at_most(MOST_LAYERS)] = setting(
+        12, "blocks of attention and MLP, two sublayers each"
     )
+    num_attention_heads: Size = setting(6, "heads")
+    head_dim: int | None = setting(None, "width of a head; null for hidden_size / num_attention_heads")
+    intermediate_size: Size | None = setting(None, "width of the SwiGLU; null for floor(8 hidden_size / 3)")
+    max_position_embeddings: Size = setting(1024, "longest sequence the model is meant for")
+    connection: str | dict = setting("ddl", """the residual scheme: a preset's name, or {"preset": name, **options}""")
     state_dtype: Literal["float32", "bfloat16"] | None = setting(
         None, "dtype of the residual state; null for the embeddings', which is float32 under autocast"
     )
     qk_norm: Literal["post_rope", "pre_rope"] | None = setting(
         "post_rope", "norm of queries and keys: post_rope (the authors' order), pre_rope, or null for none"
     )
-    rope_theta: float = setting(10000.0, "base of the rotary frequencies")
-    rope_ratio: float = setting(1.0, "fraction of each head that is rotated")
+    rope_theta: Positive = setting(10000.0, "base of the rotary frequencies")
+    rope_ratio: Share = setting(1.0, "fraction of each head that is rotated")
     attention_output_gate: bool = setting(
         False, "heads are normalised and gated by SiLU(W_g x) before the output projection"
     )
-    rms_norm_eps: float = setting(1e-5, "epsilon of every norm")
-    embedding_init_std: float = setting(0.02, "standard deviation of the embedding at the start")
-    hidden_init_std_factor: float = setting(
+    rms_norm_eps: Positive = setting(1e-5, "epsilon of every norm")
+    embedding_init_std: NotNegative = setting(0.02, "standard deviation of the embedding at the start")
+    hidden_init_std_factor: NotNegative = setting(
         0.5,
         "projections start with standard deviation factor / sqrt(hidden_size), projections that write into the "
         "residual with another 1 / sqrt(num_hidden_layers)",
     )
     tie_word_embeddings: bool = setting(True, "the head's weights are the embedding's")
     mup: bool = setting(False, "scale logits by mup_base_width / hidden_size, and learning rates by the rules of muP")
-    mup_base_width: int = setting(1024, "the width at which muP changes nothing")
+    mup_base_width: Count = setting(1024, "the width at which muP changes nothing")
     use_cache: bool = setting(True, "keep keys and values while generating")
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_types(self, ModelFields)
-        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-        given = [name for name in ("vocab_size", "intermediate_size") if getattr(self, name) is not None]
-        require_all(self, (*sizes, *given), lambda size: size >= 1, "at least 1")
-        require_all(self, ("num_hidden_layers",), lambda layers: layers <= MOST_LAYERS, f"at most {MOST_LAYERS}")
-        require_all(self, (*sizes, *given), lambda size: size <= MOST_ROWS, f"at most {MOST_ROWS}")
         width, heads, head_dim = self.hidden_size, self.num_attention_heads, self.head_dim
         if head_dim is None:
             expected = f"a divisor of hidden_size ({width}), or head_dim given"
             require(width % heads == 0, "num_attention_heads", expected, heads)
             head_dim = width // heads
         require(2 <= head_dim <= MOST_ROWS and head_dim % 2 == 0, "head_dim", "an even number", head_dim)
-        require_all(self, ("rope_theta", "rms_norm_eps", "mup_base_width"), lambda x: 0 < x < inf, "a positive number")
-        stds = ("embedding_init_std", "hidden_init_std_factor")
-        require_all(self, stds, lambda x: 0 <= x < inf, "a number of at least 0")
-        require_all(self, ("rope_ratio",), lambda x: 0 <= x <= 1, "a number in [0, 1]")

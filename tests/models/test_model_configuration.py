@@ -93,7 +93,7 @@ def test_another_depth_for_a_saved_configuration(tmp_path):
         ({"rope_ratio": 1.5}, ["rope_ratio", "[0, 1]", "1.5"]),
         ({"rms_norm_eps": "1e-5"}, ["rms_norm_eps", "a number", "'1e-5'"]),
         ({"rms_norm_eps": None}, ["rms_norm_eps", "None"]),
-        ({"embedding_init_std": -1.0}, ["embedding_init_std", "at least 0"]),
+        ({"embedding_init_std": -1.0}, ["embedding_init_std", "0 or more"]),
         ({"mup": "yes"}, ["mup", "true or false", "'yes'"]),
         ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "true or false"]),
         ({"connection": "ddl-cc-e"}, ["'ddl-cc-e'", "did you mean 'ddl-cc-ec'"]),

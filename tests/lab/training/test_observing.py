@@ -99,7 +99,7 @@ def test_ranks_look_together_and_the_first_writes(parallel, data, alone, tmp_pat
 
 
 def test_the_cadence_may_change_on_resume_and_is_checked(tmp_path, data):
-    with pytest.raises(InputError, match=r"connections_every must be at least 0, got -1"):
+    with pytest.raises(InputError, match=r"connections_every must be 0 or more, got -1"):
         toy_config(connections_every=-1)
     arguments = options(data, steps=4)
     run(config(arguments), tmp_path / "run", progress=False)

@@ -100,11 +100,11 @@ MISTAKES = [
     (["--train.steps=0"], "train.steps must be at least 1, got 0"),
     (["--train.lr=-1"], "train.lr must be a positive number, got -1.0"),
     (["--train.lr=.inf"], "train.lr must be a positive number, got inf"),
-    (["--train.clip=-1"], "train.clip must be a number of at least 0, got -1.0"),
+    (["--train.clip=-1"], "train.clip must be 0 or more, got -1.0"),
     (["--train.beta2=1"], "train.beta2 must be a number in [0, 1), got 1.0"),
     (["--train.min_lr_ratio=2"], "train.min_lr_ratio must be a number in [0, 1], got 2.0"),
     (["--train.warmup_steps=500"], "train.warmup_steps must be 0 to train.steps (400), got 500"),
-    (["--train.seed=-1"], "train.seed must be at least 0, got -1"),
+    (["--train.seed=-1"], "train.seed must be 0 or more, got -1"),
     (
         ["--train.optimizer=muon", "--train.parallel=fsdp"],
         "train.parallel must be auto, ddp or none with train.optimizer=muon, which needs whole matrices, got 'fsdp'",

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from residua.connections.names import canonical
 from residua.conversion.base_model import base_sha256
 from residua.conversion.configuration import ConvertedConfig
-from residua.errors import InputError, check_types, decoded, did_you_mean, extra, fits, require, require_all
+from residua.errors import Count, InputError, Range, check_types, decoded, did_you_mean, extra, fits, require
 from residua.lab.cost.counts import parameters
 from residua.lab.data import PreparedData
 from residua.lab.experiment import build_model, expected_vocabulary
@@ -36,6 +36,13 @@ with extra("lab"):
 Kind = Literal["tune", "final", "report", "longer"]
 BY_THE_STUDY = ("train.seed", "train.steps", "train.warmup_steps", "train.evaluate_every", "model.connection")
 """Keys that a study sets itself."""
+
+
+def _distinct(least: int, expected: str) -> Range:
+    return Range(expected, lambda values: len(set(values)) == len(values) >= least)
+
+
+Seeds = Annotated[tuple[int, ...], _distinct(2, "at least 2 different ones")]
 
 
 @dataclass(frozen=True)
@@ -74,12 +81,11 @@ class Rung:
     longer: tuple[float, ...] | None = None
     over: Mapping[str, Sequence[Any]] | None = None
     tokens_per_parameter: float | None = None
-    seeds: tuple[int, ...] | None = None
+    seeds: Seeds | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
         _check_amounts(self)
-        require_all(self, ("seeds",), lambda seeds: seeds is None or _distinct(seeds, 2), "at least 2 different ones")
         require(self.over is None or self.tuned is not None, "tuned", "a size, beside `over`", None)
         if self.over is not None:
             _check_over(self.over)
@@ -108,7 +114,7 @@ class Tuning:
     length: float = 1.0
     finalists: int = 1
     seed: int = 0
-    final_seeds: tuple[int, ...] = ()
+    final_seeds: Annotated[tuple[int, ...], _distinct(0, "each seed once")] = ()
 
     @property
     def judges(self) -> tuple[int, ...]:
@@ -127,7 +133,6 @@ class Tuning:
         most = 1 if self.length == 1 else self.runs
         why = "1, as tuning runs are as long as reported ones" if self.length == 1 else "1 to tuning.runs"
         require(1 <= self.finalists <= most, "finalists", why, self.finalists)
-        require_all(self, ("final_seeds",), _distinct, "each seed once")
 
 
 class Run(NamedTuple):
@@ -190,28 +195,24 @@ class Study:
     """
 
     title: str
-    rungs: Mapping[str, Rung]
+    rungs: Annotated[Mapping[str, Rung], Range("at least one", bool)]
     schemes: Mapping[str, Entry]
     tuning: Tuning
     config: str | tuple[str, ...] = "tiny"
     set: Mapping[str, Any] = field(default_factory=dict)
     tokens_per_parameter: float = 20.0
-    epochs: int = 1
-    baselines: tuple[str, ...] = ("residual",)
-    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    epochs: Count = 1
+    baselines: Annotated[tuple[str, ...], _distinct(1, "at least one, each once")] = ("residual",)
+    seeds: Seeds = (1, 2, 3, 4, 5)
     longer: tuple[float, ...] = ()
     warmup: float = 0.1
-    evaluations: int = 10
+    evaluations: Count = 10
     questions: Mapping[str, Question] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_types(self)
         _check_amounts(self)
         require(0 <= self.warmup < 1, "warmup", "a number from 0, below 1", self.warmup)
-        require_all(self, ("evaluations", "epochs"), lambda count: count >= 1, "at least 1")
-        require_all(self, ("rungs",), bool, "at least one")
-        require_all(self, ("baselines",), lambda names: _distinct(names, 1), "at least one, each once")
-        require_all(self, ("seeds",), lambda seeds: _distinct(seeds, 2), "at least 2 different ones")
         self._check_schemes()
         self._check_questions()
         for rung in self.rungs.values():
@@ -697,7 +698,3 @@ def _check_amounts(part: Study | Rung) -> None:
     factors, tokens = part.longer or (), part.tokens_per_parameter
     require(all(1 < factor < math.inf for factor in factors), "longer", "a list of numbers above 1", part.longer)
     require(tokens is None or 0 < tokens < math.inf, "tokens_per_parameter", "a number above 0", tokens)
-
-
-def _distinct(values: Sequence[Any], least: int = 0) -> bool:
-    return len(set(values)) == len(values) >= least

@@ -5,12 +5,28 @@ from contextlib import suppress
 from dataclasses import Field, FrozenInstanceError, asdict, dataclass, field, fields
 from functools import cached_property
 from importlib import resources
-from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from residua.connections.names import canonical
-from residua.errors import InputError, check_types, decoded, did_you_mean, fits, require, require_all, shown, words
+from residua.errors import (
+    Count,
+    InputError,
+    Natural,
+    NotNegative,
+    Positive,
+    Range,
+    Share,
+    at_most,
+    check_types,
+    decoded,
+    did_you_mean,
+    fits,
+    require,
+    shown,
+    types_of,
+    words,
+)
 from residua.model_fields import ModelFields, setting
 from residua.records.progress import say_once
 from residua.records.reading import parse_yaml, read_text, write_yaml
@@ -19,8 +35,8 @@ if TYPE_CHECKING:
     from residua.connections import Scheme
     from residua.models import ResiduaConfig
 
-LARGEST_VOCABULARY = 2**24
 WARMUP = "train.warmup_steps"
+Decay = Annotated[float, Range("a number in [0, 1)", lambda x: 0 <= x < 1)]
 SMALL = 2**17
 """Tokens of a micro-batch times width, up to which one thread is the default. By experiments/threads.jsonl it takes
 up to 1.7 times as long as two threads on a quiet machine; beside two busy processes two take 3 to 7 times as long."""
@@ -75,7 +91,7 @@ class BaseModelConfig:
     base_sha256: str | None = setting(
         None, "digest of the base's weights and config.json; null for the base as it is, whose digest the run notes"
     )
-    connection: str | dict | None = setting(  # noqa: RUF009
+    connection: str | dict | None = setting(
         None, "the residual scheme that a plain base gets; null for the one that the base has"
     )
     start: Literal["preserve", "fresh"] = setting(
@@ -107,18 +123,16 @@ class DataConfig:
     path: str | None = setting(None, "folder written by `residua prepare`")
     source: str | None = setting("stdlib", "used if path is null: stdlib, a text file or a folder of text")
     tokenizer: str = setting("bpe", "bpe, byte, or a tokenizer's folder")
-    vocab_size: int = setting(2048, "entries of a trained BPE tokenizer")
-    validation_fraction: float = setting(0.05, "fraction of the text that is held out")
+    vocab_size: Annotated[Count, at_most(2**24)] = setting(2048, "entries of a trained BPE tokenizer")
+    validation_fraction: Annotated[float, Range("a number between 0 and 1", lambda x: 0 < x < 1)] = setting(
+        0.05, "fraction of the text that is held out"
+    )
     further_validation: str | None = setting(
         None, "folder written by `residua prepare` with the same tokenizer; its held-out text is evaluated too"
     )
 
     def __post_init__(self) -> None:
         check_types(self)
-        require(self.vocab_size >= 1, "vocab_size", "at least 1", self.vocab_size)
-        require(self.vocab_size <= LARGEST_VOCABULARY, "vocab_size", f"at most {LARGEST_VOCABULARY}", self.vocab_size)
-        fraction = self.validation_fraction
-        require(0 < fraction < 1, "validation_fraction", "a number between 0 and 1", fraction)
 
 
 @dataclass(frozen=True)
@@ -131,58 +145,49 @@ class TrainConfig:
         InputError: a value is of another type or outside its range.
     """
 
-    steps: int = setting(400, "optimizer steps")
-    batch_size: int = setting(16, "sequences per micro-batch")
-    sequence_length: int = setting(128, "tokens per sequence")
-    gradient_accumulation: int = setting(1, "micro-batches per step")
-    lr: float = setting(1e-3, "peak learning rate")
-    connection_lr_factor: float = setting(
+    steps: Count = setting(400, "optimizer steps")
+    batch_size: Count = setting(16, "sequences per micro-batch")
+    sequence_length: Count = setting(128, "tokens per sequence")
+    gradient_accumulation: Count = setting(1, "micro-batches per step")
+    lr: Positive = setting(1e-3, "peak learning rate")
+    connection_lr_factor: Positive = setting(
         1.0, "factor on the learning rate of the connections' own parameters, norms left out"
     )
-    min_lr_ratio: float = setting(0.05, "last learning rate as a fraction of the peak")
-    warmup_steps: int = setting(0, "steps of linear warmup")
+    min_lr_ratio: Share = setting(0.05, "last learning rate as a fraction of the peak")
+    warmup_steps: Natural = setting(0, "steps of linear warmup")
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw", "muon for the matrices of attention and MLP, at the same learning rate, and adamw for the rest"
     )
-    weight_decay: float = setting(0.1, "decoupled weight decay, on matrices only")
-    beta1: float = setting(0.9, "AdamW's first")
-    beta2: float = setting(0.95, "AdamW's second")
-    adam_eps: float = setting(1e-8, "AdamW's epsilon")
-    clip: float = setting(1.0, "largest gradient norm; 0 for no clipping")
-    seed: int = setting(0, "seed of the initial weights and the order of the data")
+    weight_decay: NotNegative = setting(0.1, "decoupled weight decay, on matrices only")
+    beta1: Decay = setting(0.9, "AdamW's first")
+    beta2: Decay = setting(0.95, "AdamW's second")
+    adam_eps: Positive = setting(1e-8, "AdamW's epsilon")
+    clip: NotNegative = setting(1.0, "largest gradient norm; 0 for no clipping")
+    seed: Annotated[Natural, at_most(2**63 - 1)] = setting(0, "seed of the initial weights and the order of the data")
     precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16 runs under autocast, weights in float32")
     compile: bool = setting(False, "torch.compile the model; layer by layer if several processes train")
     activation_checkpointing: bool = setting(False, "keep only the inputs of layers and recompute the rest")
     parallel: Literal["auto", "ddp", "fsdp", "none"] = setting(
         "auto", "under torchrun: replicate the model (ddp, the choice of auto) or shard it (fsdp)"
     )
-    threads: int | None = setting(
+    threads: Annotated[Count, at_most(1024)] | None = setting(
         None, "threads of PyTorch on the CPU; null for one if the model is small, else for PyTorch's choice"
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto picks cuda if available")
-    log_every: int = setting(1, "steps between two rows of metrics")
-    evaluate_every: int = setting(100, "steps between two evaluations; the last step has one")
-    checkpoint_every: int = setting(100, "steps between two checkpoints; the last step has one")
-    keep_checkpoints: int = setting(2, "newest checkpoints to keep")
+    log_every: Count = setting(1, "steps between two rows of metrics")
+    evaluate_every: Count = setting(100, "steps between two evaluations; the last step has one")
+    checkpoint_every: Count = setting(100, "steps between two checkpoints; the last step has one")
+    keep_checkpoints: Count = setting(2, "newest checkpoints to keep")
     keep_best: bool = setting(False, "keep the checkpoint with the lowest validation loss too")
     tensorboard: bool = setting(True, "write TensorBoard events too")
     wandb: str | None = setting(None, "Weights & Biases project that also gets the rows; needs the package wandb")
-    connections_every: int = setting(
+    connections_every: Natural = setting(
         0, "steps between two rows of connections.jsonl, the gates of schemes that have such; 0 for none"
     )
 
     def __post_init__(self) -> None:
         check_types(self)
-        counts = ("steps", "batch_size", "sequence_length", "gradient_accumulation", "log_every", "evaluate_every")
-        require_all(self, (*counts, "checkpoint_every", "keep_checkpoints"), lambda n: n >= 1, "at least 1")
-        require_all(self, ("connections_every", "seed"), lambda n: n >= 0, "at least 0")
-        require_all(self, ("seed",), lambda n: n < 2**63, f"at most {2**63 - 1}")
-        require_all(self, ("threads",), lambda n: n is None or 1 <= n <= 1024, "1 to 1024, or null")
-        require_all(self, ("lr", "connection_lr_factor", "adam_eps"), lambda x: 0 < x < inf, "a positive number")
-        require_all(self, ("weight_decay", "clip"), lambda x: 0 <= x < inf, "a number of at least 0")
-        require_all(self, ("beta1", "beta2"), lambda x: 0 <= x < 1, "a number in [0, 1)")
-        require_all(self, ("min_lr_ratio",), lambda x: 0 <= x <= 1, "a number in [0, 1]")
-        require_all(self, ("warmup_steps",), lambda n: 0 <= n <= self.steps, f"0 to train.steps ({self.steps})")
+        require(self.warmup_steps <= self.steps, "warmup_steps", f"0 to train.steps ({self.steps})", self.warmup_steps)
         sharded = self.optimizer == "muon" and self.parallel == "fsdp"
         expected = "auto, ddp or none with train.optimizer=muon, which needs whole matrices"
         require(not sharded, "parallel", expected, self.parallel)
@@ -295,7 +300,7 @@ def load_config(
             with_base = "beside model.base, which decides it; leave it out (the recipe retrofit has none of these)"
             raise InputError(f"{key} must not be set {with_base if has_base else 'without model.base'}")
         section, _, name = key.partition(".")
-        nested[section][name] = _typed(key, value, keys[key].type)
+        nested[section][name] = _typed(key, value, types_of(sections[section])[name])
     if schedule is not None:
         _fit_warmup(nested["train"], *schedule)
     return RunConfig(**{name: decoded(nested[name], section, name) for name, section in sections.items()})
