@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from support.seams import Seam, check, find, reached
 
@@ -52,6 +53,7 @@ SEAMS = [
         parameters=("param_dtype", "reduce_dtype", "cast_forward_inputs"),
     ),
     Seam("torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction", "states are replayed"),
+    Seam("torch._C._autograd._top_saved_tensors_default_hooks", "no layer is replayed for another checkpoint"),
     Seam("torch.utils.flop_counter.FlopCounterMode.get_total_flops", "FLOPs are counted"),
     Seam("torch.library.custom_op", "kernels are operators", parameters=("name", "fn", "mutates_args")),
 ]
@@ -77,6 +79,23 @@ def test_nodes_of_the_graph_have_the_names_by_which_writes_are_followed():
     assert f"{node.__name__}Backward" in VIEWS
     (before, output), *_ = view.grad_fn.next_functions
     assert (before.name(), output) == ("MulBackward0", 0)
+
+
+def test_an_activation_checkpoint_is_known_by_its_hook():
+    """A second module would be replayed for the first, whose weights FSDP2 may have taken away."""
+    from residua.ops.recompute import _checkpoint
+
+    checkpoints = []
+
+    def layer(x):
+        checkpoints.append(_checkpoint())
+        return x.square()
+
+    x = torch.ones(1, requires_grad=True)
+    checkpoint(layer, checkpoint(layer, x, use_reentrant=False), use_reentrant=False).backward()
+    layer(x)
+    assert len({id(hook) for hook in checkpoints[:4]}) == 4
+    assert [hook is None for hook in checkpoints] == [False] * 4 + [True]
 
 
 def test_the_node_of_a_function_keeps_the_attributes_of_its_context():

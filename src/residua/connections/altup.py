@@ -23,6 +23,7 @@ from residua.connections.options import Natural, Positive, SeveralRows, expect_u
 from residua.connections.phases import called
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.connections.recomputing import RecomputingScheme
+from residua.connections.sharded import on_whole_tensors
 from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, hyper_mix, hyper_write, rms_norm
 from residua.ops.norm import mean_square
@@ -130,6 +131,7 @@ class Prediction(WideProjection):
         self.num_streams, self.balanced = num_streams, balanced
         super().__init__(num_streams, num_streams**2, std=std)
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.balanced:

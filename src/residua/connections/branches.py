@@ -14,6 +14,7 @@ from residua.connections.gates import logit
 from residua.connections.memory import Memory, documents_in, expect_tokens
 from residua.connections.norm import RMSNorm
 from residua.connections.projection import Projection, WideProjection
+from residua.connections.sharded import on_whole_tensors
 from residua.ops import at_least_float32, causal_read
 
 
@@ -131,8 +132,9 @@ class StreamAttention(nn.Module):
             self.slots = nn.Parameter(torch.empty(num_streams, rank))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
-        if self.slots is not None and not self.slots.is_meta:
+        if self.slots is not None:
             nn.init.normal_(self.slots, std=1.0)
 
     def forward(self, context: Tensor, streams: Tensor) -> Tensor:
@@ -161,6 +163,7 @@ class Pool(nn.Module):
         self.taps = nn.Parameter(torch.empty(kernel, num_streams, dim)) if kind == "conv" else None
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         if self.taps is not None:
             nn.init.zeros_(self.taps)

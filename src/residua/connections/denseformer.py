@@ -17,6 +17,7 @@ from residua.connections.facts import EMBEDDING, DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import Count
+from residua.connections.sharded import on_whole_tensors
 from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, depth_mix
 
@@ -84,6 +85,7 @@ class DepthAverage(nn.Module):
         self.weights = nn.Parameter(torch.empty(len(taken)))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weights)
         nn.init.ones_(self.weights[-1:])

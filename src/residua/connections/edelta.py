@@ -30,6 +30,7 @@ from residua.connections.memory import Memory
 from residua.connections.norm import LayerNorm, norms
 from residua.connections.options import Count, NotNegative, Positive, Range, SeveralRows, require_option
 from residua.connections.projection import Projection, WideProjection, project
+from residua.connections.sharded import on_whole_tensors
 from residua.ops import cayley_angle, gate_penalty, hybrid, hyper_read, hyper_write, unit
 from residua.ops.derived import derive, flattened
 
@@ -167,9 +168,9 @@ class Identity(Projection):
     def __init__(self, dim: int):
         super().__init__(dim, dim)
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            nn.init.eye_(self.weight)
+        nn.init.eye_(self.weight)
 
 
 class Frame(nn.Module):
@@ -185,9 +186,8 @@ class Frame(nn.Module):
         self.rows = nn.Parameter(torch.empty(3, n))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
-        if self.rows.is_meta:
-            return
         if self.centred:
             self._contrasts()
             return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.memory import Memory, current, documents_in, expect_tokens, masked, remembered, window_of
+from residua.connections.sharded import on_whole_tensors
 from residua.ops import (
     at_least_float32,
     causal_expand,
@@ -89,6 +90,7 @@ class ConvExpand(nn.Module):
         self.taps = nn.Parameter(torch.empty(kernel, num_streams, dim))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.taps)
         nn.init.ones_(self.taps[0])
@@ -128,6 +130,7 @@ class TokenCompress(nn.Module):
         self.read = nn.Parameter(torch.empty(num_streams))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         _start_read(self.read, self.init)
         if self.init == "authors":
@@ -182,6 +185,7 @@ class ChannelCompress(nn.Module):
         self.read = nn.Parameter(torch.empty(num_streams)) if form == "read" else None
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         if self.read is not None:
             _start_read(self.read, self.init)

@@ -9,6 +9,7 @@ from torch import nn
 from residua.connections.ends import ConvExpand, Repeat
 from residua.connections.options import SeveralRows
 from residua.connections.recomputing import RecomputingScheme
+from residua.connections.sharded import on_whole_tensors
 from residua.connections.spec import TensorSpec
 
 
@@ -57,6 +58,7 @@ class StreamGains(ConvExpand):
         self.noise = noise
         super().__init__(dim, num_streams, kernel=1)
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.noise:

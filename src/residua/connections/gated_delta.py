@@ -23,6 +23,7 @@ from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import Count, Positive, Range, expect_used, require_option
+from residua.connections.sharded import on_whole_tensors
 from residua.ops import at_least_float32, gated_delta, inverse_length, scaled_sum, unit
 
 
@@ -154,6 +155,7 @@ class Parts(nn.Module):
         self.weight = nn.Parameter(torch.empty(rank, dim))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         rank, dim = self.weight.shape

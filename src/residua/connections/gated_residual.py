@@ -22,6 +22,7 @@ from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
 from residua.connections.options import Count, NotNegative, expect_used
 from residua.connections.projection import Projection, WideProjection, is_plain
+from residua.connections.sharded import on_whole_tensors
 from residua.ops import rms_norm
 from residua.ops.derived import derive
 from residua.ops.precision import linear, promote
@@ -91,6 +92,7 @@ class GatedRead(nn.Module):
         self.up = Projection(scheme.rank, n * dim, std=scheme.weight_std if published else 0.0)
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         if self.preferred is not None:

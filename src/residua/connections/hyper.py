@@ -22,6 +22,7 @@ from residua.connections.norm import norms
 from residua.connections.options import Factor, Rows
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.recomputing import RecomputingScheme
+from residua.connections.sharded import on_whole_tensors
 from residua.ops import at_least_float32, hyper_read, hyper_write
 from residua.ops.dispatch import Implementation
 
@@ -179,6 +180,7 @@ class WeightedConnection(MixingConnection):
             self.scales = nn.Parameter(torch.empty(2))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         with torch.no_grad():
             self.alpha.zero_()

@@ -19,6 +19,7 @@ from residua.connections.hyper import MixingCoefficients, MixingConnection, Mixi
 from residua.connections.norm import LayerNorm, norms
 from residua.connections.options import Positive, Steps
 from residua.connections.projection import WideProjection, project
+from residua.connections.sharded import on_whole_tensors
 from residua.ops import at_least_float32, cayley_transform, iterative_cayley
 from residua.ops.derived import flattened
 
@@ -84,9 +85,10 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(maps, num_streams, num_streams))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
-        if self.random_bias is not None and not self.bias.is_meta:
+        if self.random_bias is not None:
             nn.init.normal_(self.bias[self.random_bias])
 
     def forward(self, streams: Tensor) -> Tensor:

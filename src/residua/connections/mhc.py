@@ -20,6 +20,7 @@ from residua.connections.hyper import CutConnection, MixingCoefficients, MixingC
 from residua.connections.norm import norms
 from residua.connections.options import Factor, Steps, expect_used, require_option
 from residua.connections.projection import WideProjection, project_normalised
+from residua.connections.sharded import on_whole_tensors
 from residua.connections.spec import TensorSpec
 from residua.connections.stream_logits import reading_biases, scaled_groups
 from residua.ops import hyper_read, permutation_mixture, sinkhorn
@@ -139,6 +140,7 @@ class Mappings(nn.Module):
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         n = self.scheme.num_streams
         with torch.no_grad():

@@ -21,6 +21,7 @@ from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import Count
 from residua.connections.projection import WideProjection
+from residua.connections.sharded import on_whole_tensors
 from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, depth_mix
 from residua.ops.derived import derive
@@ -95,6 +96,7 @@ class MultiwayAverage(nn.Module):
         self.after = RMSNorm(dim, eps=eps, start=1e-3) if normalised else None
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.static)
         if not self.normalised:

@@ -6,6 +6,7 @@ from typing import Literal, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
+from residua.connections.sharded import on_whole_tensors
 from residua.ops.norm import mean_square
 from residua.ops.precision import at_least_float32, linear, linear_at_least_float32, under_autocast
 
@@ -44,9 +45,8 @@ class Projection(nn.Linear):
         self.bias_start = bias
         super().__init__(in_features, out_features, bias=bias is not None)
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
-        if self.weight.is_meta:  # drawing nothing takes long there, and imports torch's compiler at first
-            return
         nn.init.normal_(self.weight, std=self.std)
         if self.bias_start == "uniform":
             bound = 1 / math.sqrt(self.in_features)

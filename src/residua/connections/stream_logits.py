@@ -19,6 +19,7 @@ from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import Factor, NotNegative, expect_used, require_option
 from residua.connections.projection import WideProjection, project_normalised
+from residua.connections.sharded import on_whole_tensors
 from residua.ops import at_least_float32, hyper_read
 from residua.ops.derived import flattened
 from residua.ops.dispatch import Implementation
@@ -54,6 +55,7 @@ class StreamLogits(nn.Module):
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.constant_(self.scale, self.scale_start)
         with torch.no_grad():

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from residua.connections.sharded import on_whole_tensors
+
 
 def linear(in_features: int, out_features: int, *, std: float) -> nn.Linear:
     """Return a linear map without a bias whose weights start from N(0, std^2); `initialise` draws them again."""
@@ -14,6 +16,7 @@ def linear(in_features: int, out_features: int, *, std: float) -> nn.Linear:
     return module
 
 
+@on_whole_tensors
 def initialise(module: nn.Module) -> None:
     """Draw or set the start of the parameters of `module` itself, not of its submodules."""
     std, reset = getattr(module, "init_std", None), getattr(module, "reset_parameters", None)

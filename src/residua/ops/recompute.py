@@ -40,12 +40,13 @@ def save_state(
 
     Sets on the node: `shapes`, of the inputs to recompute; `age`, the writes to replay for its result; `replay`, None
     if readers must keep the result; `recomputed`, the result after it was recomputed; `opened`, the saved tensors after
-    they were read.
+    they were read; `checkpoint`, the activation checkpoint in which the function ran.
     """
     ctx.recomputed = ctx.opened = None
     if torch.compiler.is_compiling():
         ctx.save_for_backward(*tensors)
         return
+    ctx.checkpoint = _checkpoint()
     makers = [_maker(x, through, every) for x in tensors[:inputs]]
     ctx.shapes = [None if x is None or maker is None else x.shape for x, maker in zip(tensors, makers)]
     ctx.save_for_backward(*(x if maker is None else None for x, maker in zip(tensors, makers)), *tensors[inputs:])
@@ -122,7 +123,14 @@ def _maker(x: Tensor | None, through: tuple[str, ...], every: int | None = None)
     node = _behind((x.grad_fn, x.output_nr), through)
     if getattr(node, "replay", None) is None or (every is not None and node.age >= every):
         return None
-    return node
+    # Reading what a node of another checkpoint saved would run its layer again, whose weights may be sharded by then.
+    return node if node.checkpoint in (None, _checkpoint()) else None
+
+
+def _checkpoint() -> Any:
+    """Return the hook by which the running activation checkpoint takes saved tensors; None outside of one."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
 
 
 def _recomputed(node: Any) -> Tensor:
