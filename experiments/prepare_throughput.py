@@ -2,11 +2,11 @@
 
 The text is the embedded corpus, shuffled by sentences into documents of about 4 kB. Every fiftieth word is scrambled,
 so that the tokenizer keeps meeting new words; it is a BPE of the corpus itself. Each row of the record is one run of
-the command on parquet files made here. It has the tokens per second of wall time and per second of core time (all
-processes together), the core time of the main process, which bounds the useful number of workers, and the peak memory
-of the main process and of all processes. A quarter of the text should need as much memory as all of it.
+the command on parquet files made here. It has the tokens per second of wall time and of core time, and the peak memory.
+A quarter of the text should need as much memory as all of it. Older rows are of processes, `workers` of them beside the
+main one.
 
-    python experiments/prepare_throughput.py [--bytes 1100000000] [--workers 2 1] [--record experiments/prepare.jsonl]
+    python experiments/prepare_throughput.py [--bytes 1100000000] [--record experiments/prepare.jsonl]
 """
 
 import argparse
@@ -14,7 +14,6 @@ import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from processes import processes
 
 from residua.lab.data import open_corpus, train_bpe
 from residua.lab.data.tokenizer import save_tokenizer
@@ -65,31 +63,18 @@ def resident(pid: int) -> int:
         return 0
 
 
-def core_seconds(pid: int) -> float:
-    """Return the core time of a process so far, without its children."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError):
-        return 0.0
-
-
-def measure(source: Path, tokenizer: Path, workers: int, out: Path) -> dict:
+def measure(source: Path, tokenizer: Path, out: Path) -> dict:
     """Run the command once and watch it from outside."""
     command = [
         *(sys.executable, "-m", "residua", "prepare", "--source", source, "--tokenizer", tokenizer, "--out", out),
-        *("--workers", str(workers), "--json"),
+        "--json",
     ]
     before, begun = os.times(), time.perf_counter()
-    main = together = 0
-    alone = 0.0
+    peak = 0
     with open(out.with_suffix(".json"), "wb") as answer:
         process = subprocess.Popen(command, stdout=answer)
         while process.poll() is None:
-            sizes = [resident(pid) for pid in processes(process.pid)]
-            if sizes:
-                main, together = max(main, sizes[0]), max(together, sum(sizes))
-                alone = max(alone, core_seconds(process.pid))
+            peak = max(peak, resident(process.pid))
             time.sleep(0.2)
     if process.returncode:
         raise SystemExit(f"the command ended with status {process.returncode}")
@@ -97,17 +82,14 @@ def measure(source: Path, tokenizer: Path, workers: int, out: Path) -> dict:
     cores = after.children_user - before.children_user + after.children_system - before.children_system
     facts = json.loads(out.with_suffix(".json").read_text())
     return {
-        "workers": workers,
         "bytes": facts["bytes"],
         "tokens": facts["tokens"],
         "seconds": round(seconds, 1),
         "core_seconds": round(cores, 1),
-        "core_seconds_main": round(alone, 1),
         "tokens_per_second": round(facts["tokens"] / seconds),
         "tokens_per_core_second": round(facts["tokens"] / cores),
         "megabytes_per_core_second": round(facts["bytes"] / cores / 1e6, 2),
-        "peak_memory_main": main,
-        "peak_memory_all": together,
+        "peak_memory_main": peak,
         "vocab_size": facts["vocab_size"],
         "fingerprint": facts["fingerprint"],
     }
@@ -117,7 +99,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=Path(__file__).with_name("prepare.jsonl"))
     parser.add_argument("--bytes", type=int, default=1_100_000_000, help="size of the larger of the two corpora")
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 1])
     args = parser.parse_args()
     texts = [document.text for document in open_corpus("stdlib")]
     with tempfile.TemporaryDirectory() as temporary:
@@ -126,15 +107,13 @@ def main() -> None:
         parts = {"quarter": args.bytes // 4, "whole": args.bytes}
         for part, size in parts.items():
             write_corpus(folder / part, size, texts)
-        for workers in args.workers:
-            for part in parts:
-                facts = circumstances(torch.device("cpu"))
-                row = measure(folder / part, folder / "tokenizer", workers, folder / f"{part}-{workers}")
-                shutil.rmtree(folder / f"{part}-{workers}")
-                row = {"text": part, **row, "load_after": os.getloadavg()[0], "facts": facts}
-                with args.record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(json.dumps({key: value for key, value in row.items() if key != "facts"}), flush=True)
+        for part in parts:
+            facts = circumstances(torch.device("cpu"))
+            row = measure(folder / part, folder / "tokenizer", folder / f"{part}-tokens")
+            row = {"text": part, **row, "load_after": os.getloadavg()[0], "facts": facts}
+            with args.record.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps({key: value for key, value in row.items() if key != "facts"}), flush=True)
 
 
 if __name__ == "__main__":

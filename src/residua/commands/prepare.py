@@ -2,7 +2,6 @@
 
 from typing import Annotated
 
-from residua.commands.base import Workers
 from residua.commands.signature import Output
 from residua.connections.options import at_most
 from residua.records.folder import new_folder
@@ -20,7 +19,6 @@ def prepare(
     validation_fraction: float | None = None,
     validation_tokens: int | None = None,
     shard_tokens: int = 100_000_000,
-    workers: Workers | None = None,
 ) -> Output:
     """Turn text into tokens on disk.
 
@@ -43,7 +41,6 @@ def prepare(
 
     Rarely:
         shard_tokens: tokens in a file
-        workers: processes that tokenize (default: one for each core if the text is large)
     """
     new_folder(out, "--out")  # raises before torch is imported
     from residua.lab.data import prepare
@@ -58,7 +55,6 @@ def prepare(
         shard_tokens=shard_tokens,
         text_column=text_column,
         sample=sample,
-        workers=workers,
     )
     facts = {"folder": str(data.folder), **data.facts}
     table = ["what", "value"], [[name, cell(value)] for name, value in facts.items()]

@@ -82,11 +82,10 @@ def test_what_a_source_names(hub, source, sample, expected):
     assert settings["revision"] == corpus.facts["revision"] == COMMIT
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
-def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path, workers):
+def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path):
     for name, value in {"SAVE_TEXT": 3000, "ENCODE_TEXT": 500}.items():
         monkeypatch.setattr(writer, name, value)
-    settings = {"tokenizer": "byte", "validation_tokens": 2000, "shard_tokens": 4000, "workers": workers}
+    settings = {"tokenizer": "byte", "validation_tokens": 2000, "shard_tokens": 4000}
     whole = prepare("hf:a/b", tmp_path / "whole", **settings)
     assert len(whole.validation) <= 2000
     assert whole.facts["dataset"] == "a/b"
@@ -102,12 +101,12 @@ def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path, workers):
 def test_fineweb_edu_holds_out_a_tenth_of_a_billion_tokens_and_says_its_disk_need(hub, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**15))
     with pytest.raises(InputError, match="nothing is left for train"):
-        prepare("fineweb-edu", tmp_path / "out", tokenizer="byte", sample="100BT", workers=0)
+        prepare("fineweb-edu", tmp_path / "out", tokenizer="byte", sample="100BT")
     said = capsys.readouterr().err
     assert "fineweb-edu: about 4" in said  # bytes, so 4.7 times the tokens of GPT-2
     assert "GB on the disk" in said
     monkeypatch.setitem(NAMED, "fineweb-edu", NAMED["fineweb-edu"]._replace(validation_tokens=5000))
-    assert 4900 < len(prepare("fineweb-edu", tmp_path / "out", tokenizer="byte", workers=0).validation) <= 5000
+    assert 4900 < len(prepare("fineweb-edu", tmp_path / "out", tokenizer="byte").validation) <= 5000
 
 
 def test_a_bpe_is_trained_on_the_first_rows_of_the_hub(hub, tmp_path, monkeypatch):
@@ -117,7 +116,7 @@ def test_a_bpe_is_trained_on_the_first_rows_of_the_hub(hub, tmp_path, monkeypatc
         preparation, "train_bpe", lambda texts, size: train_bpe((seen.append(t) or t for t in texts), size)
     )
     monkeypatch.setattr(preparation, "BPE_TEXT", 5000)
-    prepare("hf:a/b", tmp_path / "out", vocab_size=270, workers=0)
+    prepare("hf:a/b", tmp_path / "out", vocab_size=270)
     assert 5000 <= sum(len(text.encode()) for text in seen) < 5300
 
 
@@ -140,7 +139,7 @@ def test_what_cannot_be_read_from_the_hub_is_refused(hub, tmp_path, source, sett
 def test_text_of_the_hub_that_is_not_unicode_is_refused(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "TEXTS", [*TEXTS[:7], "half a pair: \ud800"])
     with pytest.raises(InputError, match=r"hf:a/b: column text must be UTF-8 text: surrogates not allowed"):
-        prepare("hf:a/b", tmp_path / "out", tokenizer="byte", workers=0)
+        prepare("hf:a/b", tmp_path / "out", tokenizer="byte")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,9 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +21,7 @@ import pytest
 from residua.commands.cli import main
 from residua.errors import InputError, RunError
 from residua.lab.data import PreparedData, open_corpus, prepare, progress, writer
-from residua.lab.data.encode import Encoders, Group
+from residua.lab.data.encode import Encoder, Group
 from residua.lab.data.split import LeadingSplit
 from residua.lab.data.staging import Staging
 from residua.lab.data.tokenizer import byte_tokenizer
@@ -72,7 +70,7 @@ def undisturbed(folder, tmp_path_factory):
         for name, value in SMALL.items():
             patch.setattr(writer, name, value)
         for name, settings in SETTINGS.items():
-            found[name] = contents(prepare(folder, tmp_path_factory.mktemp(name) / "out", workers=0, **settings).folder)
+            found[name] = contents(prepare(folder, tmp_path_factory.mktemp(name) / "out", **settings).folder)
     return found
 
 
@@ -85,42 +83,7 @@ def staging(out):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("workers", [1, 3])
-def test_the_number_of_workers_does_not_matter(folder, undisturbed, small, tmp_path, workers, settings):
-    prepare(folder, tmp_path / "out", workers=workers, **SETTINGS[settings])
-    assert contents(tmp_path / "out") == undisturbed[settings]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("guard", ['if __name__ == "__main__":\n    ', ""])
-def test_a_script_guards_its_main_module_and_is_told_so_where_it_does_not(folder, undisturbed, tmp_path, guard):
-    """A tokenizing process imports the script that started it."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import json, sys\n"
-        "from residua.lab.data import prepare, writer\n"
-        "source, out, small, settings = sys.argv[1:]\n"
-        "for name, value in json.loads(small).items():\n"
-        "    setattr(writer, name, value)\n"
-        f"{guard}prepare(source, out, workers=1, progress=False, **json.loads(settings))\n"
-    )
-    out = tmp_path / "out"
-    arguments = [str(folder), str(out), json.dumps(SMALL), json.dumps(SETTINGS["fraction"])]
-    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
-    if guard:
-        assert (done.returncode, done.stderr) == (0, "")
-        assert contents(out) == undisturbed["fraction"]
-    else:
-        assert done.returncode == 1
-        last = done.stderr.splitlines()[-1]
-        assert "a script must call this under `if __name__" in last
-        assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
-
-
-@pytest.mark.processes
 def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path):
-    """A terminal sends it to all processes at once."""
     program = textwrap.dedent("""
         import json, os, signal, sys
         from residua.commands import cli
@@ -131,19 +94,19 @@ def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_pa
         save = Staging.save
         def interrupted(staged, state):
             save(staged, state)
-            os.killpg(0, signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
         Staging.save = interrupted
         sys.exit(cli.main(sys.argv[2:]))
     """)
     out = tmp_path / "out"
     command = ["prepare", "--source", str(folder), "--out", str(out), "--tokenizer", "byte", "--shard-tokens", "9000"]
-    argv = [sys.executable, "-c", program, json.dumps(SMALL), *command, "--workers", "2"]
-    done = subprocess.run(argv, capture_output=True, text=True, start_new_session=True)
+    argv = [sys.executable, "-c", program, json.dumps(SMALL), *command]
+    done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 130
     lines = [line for line in done.stderr.splitlines() if not re.search(r" on the disk, |/s  .* left", line)]
     assert "tokens are kept in" in lines[0]
     assert lines[1:] in ([], ["residua: interrupted"])
-    prepare(folder, out, workers=0, **SETTINGS["fraction"])
+    prepare(folder, out, **SETTINGS["fraction"])
     assert contents(out) == undisturbed["fraction"]
 
 
@@ -176,8 +139,8 @@ def test_all_documents_are_there_in_order(folder, undisturbed, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("settings", "workers"), [("fraction", 0), ("tokens", 2), ("bpe", 1)])
-def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed, tmp_path, settings, workers):
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed, tmp_path, settings):
     out = tmp_path / "out"
     program = textwrap.dedent("""
         import itertools, json, os, signal, sys
@@ -204,7 +167,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed,
                 size = 0
             print(json.dumps([status, left, size]), flush=True)
     """)
-    arguments = [json.dumps(SMALL), json.dumps(SETTINGS[settings] | {"workers": workers, "progress": False})]
+    arguments = [json.dumps(SMALL), json.dumps(SETTINGS[settings] | {"progress": False})]
     command = [sys.executable, "-c", program, folder, out, *arguments, *map(str, (0, 40, 40, 40, -1))]
     lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
     statuses, names, sizes = zip(*map(json.loads, lines))
@@ -239,16 +202,16 @@ def test_what_was_written_before_the_disk_was_full_is_kept(folder, undisturbed, 
         with pytest.MonkeyPatch.context() as patch:
             FullDisk(patch, survive)
             with pytest.raises(RunError, match=r"No space left on device; [\d,]+ tokens are kept in .*preparing:") as e:
-                prepare(folder, out, workers=0, **SETTINGS[settings])
+                prepare(folder, out, **SETTINGS[settings])
         assert "\n" not in str(e.value)
         assert "the same command continues" in str(e.value)
-    prepare(folder, out, workers=0, **SETTINGS[settings])
+    prepare(folder, out, **SETTINGS[settings])
     assert contents(out) == undisturbed[settings]
 
 
 def test_nothing_is_saved_while_a_document_waits_for_its_place(folder, small, tmp_path):
     """With a tiny fraction the document that is held out is known at the end only."""
-    settings = {"tokenizer": "byte", "validation_fraction": 1e-12, "workers": 0}
+    settings = {"tokenizer": "byte", "validation_fraction": 1e-12}
     with pytest.MonkeyPatch.context() as patch:
         FullDisk(patch, 100)
         with pytest.raises(RunError, match="nothing was kept"):
@@ -267,8 +230,8 @@ def test_a_full_disk_while_progress_is_saved_keeps_the_earlier_state(folder, und
 
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(RunError, match=r"No space left on device; .* tokens are kept"):
-        prepare(folder, tmp_path / "out", workers=0, **SETTINGS["fraction"])
-    prepare(folder, tmp_path / "out", workers=0, **SETTINGS["fraction"])
+        prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
+    prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
     assert contents(tmp_path / "out") == undisturbed["fraction"]
 
 
@@ -279,7 +242,7 @@ def unfinished(folder, small, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         FullDisk(patch, 40)
         with pytest.raises(RunError):
-            prepare(source, out, workers=0, **SETTINGS["fraction"])
+            prepare(source, out, **SETTINGS["fraction"])
     return source, out
 
 
@@ -345,7 +308,6 @@ def test_a_broken_file_far_on_keeps_what_came_before(folder, small, tmp_path):
         prepare(source, tmp_path / "out", **SETTINGS["fraction"])
 
 
-@pytest.mark.processes
 def test_an_interrupt_says_what_is_kept(folder, small, tmp_path, monkeypatch, capsys):
     save = Staging.save
 
@@ -355,7 +317,7 @@ def test_an_interrupt_says_what_is_kept(folder, small, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(Staging, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        prepare(folder, tmp_path / "out", workers=1, **SETTINGS["fraction"])
+        prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
     assert "tokens are kept" in capsys.readouterr().err
 
 
@@ -400,10 +362,9 @@ def test_a_first_document_that_is_too_long_to_be_held_out_is_said(folder, tmp_pa
         prepare(folder, tmp_path / "out", tokenizer="byte", validation_tokens=2)
 
 
-@pytest.mark.processes
 def test_the_command_takes_the_settings(folder, undisturbed, small, tmp_path, capsys):
     argv = ["prepare", "--source", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
-    argv += ["--shard-tokens", "9000", "--validation-tokens", "30000", "--workers", "1", "--json"]
+    argv += ["--shard-tokens", "9000", "--validation-tokens", "30000", "--json"]
     assert main([*argv, "--text-column", "text"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["train_tokens"] > 0
@@ -418,7 +379,6 @@ def test_the_command_takes_the_settings(folder, undisturbed, small, tmp_path, ca
         ({"validation_tokens": 1}, "validation_tokens must be at least 2, got 1"),
         ({"validation_tokens": 9, "validation_fraction": 0.1}, "got both"),
         ({"validation_tokens": 9, "tokenizer": "bpe"}, "must not see the held-out text"),
-        ({"workers": -1}, "workers must be 0 to 1024 .*, got -1"),
         ({"sample": "10BT"}, "sample: only for fineweb-edu"),
     ],
 )
@@ -426,15 +386,6 @@ def test_settings_that_do_not_fit_are_refused(folder, tmp_path, settings, expect
     with pytest.raises(InputError, match=expected):
         prepare(folder, tmp_path / "out", **{"tokenizer": "byte"} | settings)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_number_of_workers_that_makes_no_sense_is_refused(folder, tmp_path, capsys):
-    argv = ["prepare", "--source", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
-    for workers in ("0", "2000"):
-        assert main([*argv, "--workers", workers]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert f"must be a whole number from 1 to 1024, got {workers}" in line
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_state_of_a_leading_split_is_all_there_is():
@@ -447,77 +398,7 @@ def test_the_state_of_a_leading_split_is_all_there_is():
     assert split.facts() == whole.facts() == {"copies_left_out": 24}
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("survive", [0, 40])
-def test_a_worker_that_dies_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path, monkeypatch, survive):
-    out = tmp_path / "out"
-    write, writes = ShardWriter.write, itertools.count()
-    pools = []
-    enter = Encoders.__enter__
-
-    def entered(encoders):
-        pools.append(encoders._pool)
-        return enter(encoders)
-
-    def killing(shards):
-        if next(writes) == survive:
-            for process in pools[0]._processes.values():
-                process.kill()
-        write(shards)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Encoders, "__enter__", entered)
-        patch.setattr(ShardWriter, "write", killing)
-        with pytest.raises(RunError, match=r"a tokenizing process ended unexpectedly .*fewer workers") as error:
-            prepare(folder, out, workers=2, **SETTINGS["fraction"])
-    assert "\n" not in str(error.value)
-    assert ("tokens are kept" in str(error.value)) == bool(survive)
-    assert len(list(tmp_path.iterdir())) == bool(survive)
-    prepare(folder, out, workers=2, **SETTINGS["fraction"])
-    assert contents(out) == undisturbed["fraction"]
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.processes
-def test_workers_end_with_the_process_that_started_them(tmp_path):
-    program = textwrap.dedent("""
-        import os, signal
-        from residua.lab.data.encode import Encoders, Group
-        from residua.lab.data.tokenizer import byte_tokenizer
-        encoders = Encoders(byte_tokenizer().backend_tokenizer.to_str(), 256, "<u2", 2)
-        for _ in encoders.map([Group([b"a"], 0)] * 9):
-            print(*encoders._pool._processes, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-    """)
-    killed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
-    assert killed.stdout
-    deadline = time.monotonic() + 60
-    while any(map(is_running, map(int, killed.stdout.split()))):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.mark.processes
-def test_a_tokenizing_process_loads_neither_torch_nor_transformers():
-    program = textwrap.dedent("""
-        import sys
-        from residua.lab.data.encode import Encoder
-        print(Encoder(sys.argv[1], 256, "<u2")([b"ab"]).ids.tolist(), *{"torch", "transformers"} & set(sys.modules))
-    """)
-    command = [sys.executable, "-c", program, byte_tokenizer().backend_tokenizer.to_str()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "[97, 98, 256]\n"
-
-
-@pytest.mark.processes
-def test_encoders_hold_few_groups_at_a_time():
+def test_an_encoder_holds_few_groups_at_a_time():
     taken = []
 
     def groups():
@@ -525,11 +406,10 @@ def test_encoders_hold_few_groups_at_a_time():
             taken.append(number)
             yield Group([b"text %d" % number], number)
 
-    with Encoders(byte_tokenizer().backend_tokenizer.to_str(), 256, "<u2", 2) as encoders:
-        for position, (encoded, group) in enumerate(encoders.map(groups())):
-            assert position == group.size
-            assert bytes(encoded.ids[:-1].tolist()) == b"text %d" % group.size
-            assert len(taken) <= position + 6
+    for position, (encoded, group) in enumerate(Encoder(byte_tokenizer(), np.dtype("<u2")).map(groups())):
+        assert position == group.size
+        assert bytes(encoded.ids[:-1].tolist()) == b"text %d" % group.size
+        assert len(taken) <= position + 4
 
 
 @pytest.mark.slow
@@ -539,7 +419,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path, small):
         source = tmp_path / f"{count}.jsonl"
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(count)))
         tracemalloc.start()
-        prepare(source, tmp_path / str(count), tokenizer="byte", shard_tokens=50_000, workers=0)
+        prepare(source, tmp_path / str(count), tokenizer="byte", shard_tokens=50_000)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.3 * peaks[0]

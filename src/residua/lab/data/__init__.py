@@ -1,7 +1,4 @@
-"""Text to tokens on disk (`prepare`), and tokens to batches (`Batches`, `HeldOutBatches`).
-
-Names load on first use, so that a process that only tokenizes imports neither torch nor transformers.
-"""
+"""Text to tokens on disk (`prepare`), and tokens to batches (`Batches`, `HeldOutBatches`)."""
 
 from typing import TYPE_CHECKING
 

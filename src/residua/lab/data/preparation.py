@@ -37,15 +37,12 @@ from residua.lab.data.tokenizer import (
 from residua.records.durable import write_text
 from residua.records.folder import new_folder
 from residua.records.progress import say
-from residua.records.provenance import available_cores
 
 with extra("lab"):
     from transformers import PreTrainedTokenizerFast
 
 BPE_TEXT = 100_000_000
 """Approximate bytes of text to train a BPE on: every n-th document of a larger local corpus, the first of the hub's."""
-MOST_WORKERS = 1024
-"""Each worker has two or three megabytes of text waiting for it in memory."""
 
 
 def prepare(
@@ -59,18 +56,14 @@ def prepare(
     shard_tokens: int = 100_000_000,
     text_column: str = "text",
     sample: str | None = None,
-    workers: int | None = None,
     progress: bool = True,
 ) -> PreparedData:
     """Tokenize the text of `source` into the new folder `out`.
 
-    The same arguments and text give the same bytes, whatever `workers`. `out` appears when all of it is written, or not
+    The same arguments and text give the same bytes. `out` appears when all of it is written, or not
     at all. If a long preparation ends early, even by a kill, its whole shards stay beside `out`, and a call with the
     same arguments continues from there: it reads the text again from the start (a data set of the hub is downloaded
     again) and tokenizes the rest. Memory does not grow with the text.
-
-    With `workers` other processes import the calling script, as always with multiprocessing: call this under
-    `if __name__ == "__main__":` there.
 
     Args:
         source: "stdlib" (the documentation inside this Python, about 2 MB), a path, "fineweb-edu" or a data set of the
@@ -86,13 +79,11 @@ def prepare(
         shard_tokens: tokens in a shard; the last one of a split has fewer.
         text_column: the column of parquet files, JSON lines and data sets that holds the text.
         sample: the part of a named data set; of fineweb-edu "10BT" (default), "100BT" or "350BT".
-        workers: processes that tokenize; 0 tokenizes in this process. None means one for each core if the text is
-            large, otherwise 0.
         progress: report progress on standard error.
 
     Raises:
         InputError: the arguments or the text cannot be used, `out` is not empty, or the disk is too small.
-        RunError: writing failed, the hub cannot be read, or a worker was lost.
+        RunError: writing failed, or the hub cannot be read.
     """
     out = Path(out).resolve()
     if validation_fraction is None and validation_tokens is None:
@@ -100,13 +91,11 @@ def prepare(
             validation_tokens = NAMED[source].validation_tokens
         else:
             validation_fraction = 0.05
-    _check(out, validation_fraction, validation_tokens, shard_tokens, workers, tokenizer, vocab_size)
+    _check(out, validation_fraction, validation_tokens, shard_tokens, tokenizer, vocab_size)
     codec = None if tokenizer == "bpe" else byte_tokenizer() if tokenizer == "byte" else load_tokenizer(tokenizer)
     corpus = open_corpus(source, text_column=text_column, sample=sample)
     if next(iter(corpus), None) is None:
         raise InputError(f"{source} must hold documents, found nothing or white space")
-    if workers is None:
-        workers = available_cores() if _is_large(corpus) else 0
 
     plan = {
         "version": VERSION,
@@ -131,7 +120,7 @@ def prepare(
             if validation_tokens is None
             else partial(LeadingSplit, validation_tokens)
         )
-        result = writer.write_shards(corpus, _encoder_settings(codec), stage, hold_out, shard_tokens, workers, progress)
+        result = writer.write_shards(corpus, codec, DTYPES[_dtype(codec)], stage, hold_out, shard_tokens, progress)
         index = _index(corpus, codec, result)
         index["tokenizer_sha256"] = tokenizer_hash(folder / "tokenizer")
         index["facts"]["tokenizer"] = _tokenizer_name(tokenizer)
@@ -149,7 +138,6 @@ def _check(
     validation_fraction: float | None,
     validation_tokens: int | None,
     shard_tokens: int,
-    workers: int | None,
     tokenizer: str,
     vocab_size: int,
 ) -> None:
@@ -166,8 +154,6 @@ def _check(
     if tokenizer == "bpe":
         check_vocab_size(vocab_size)
     require(shard_tokens >= 1, "shard_tokens", "at least 1", shard_tokens)
-    fits = workers is None or 0 <= workers <= MOST_WORKERS
-    require(fits, "workers", f"0 to {MOST_WORKERS} (0: no other process)", workers)
     new_folder(out)
 
 
@@ -199,8 +185,8 @@ def _train(corpus: Corpus, vocab_size: int, validation_fraction: float, progress
 def _announce(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, stage: Staging, progress: bool) -> None:
     """Print how much disk the tokens need, estimated from the start of the text; raise InputError if less is free."""
     texts = [text.encode() for text in _leading((document.text for document in corpus), writer.ENCODE_TEXT)]
-    lengths = Encoder(*_encoder_settings(tokenizer))(texts).lengths
-    width = DTYPES[_dtype(tokenizer)].itemsize
+    dtype = DTYPES[_dtype(tokenizer)]
+    lengths, width = Encoder(tokenizer, dtype)(texts).lengths, dtype.itemsize
     bytes_free = shutil.disk_usage(stage.folder).free
     bytes_written = stage.tokens * width
     bytes_needed = max(corpus.size * int(lengths.sum()) / sum(map(len, texts)) * width, bytes_written)
@@ -220,10 +206,6 @@ def _announce(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, stage: Staging
 
 def _dtype(tokenizer: PreTrainedTokenizerFast) -> str:
     return "uint16" if vocabulary(tokenizer) <= 65536 else "uint32"
-
-
-def _encoder_settings(tokenizer: PreTrainedTokenizerFast) -> tuple[str, int, str]:
-    return tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, DTYPES[_dtype(tokenizer)].str
 
 
 def _index(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, result: writer.WriteResult) -> dict[str, Any]:

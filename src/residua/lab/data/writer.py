@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from residua.errors import RunError, extra
+from residua.errors import extra
 from residua.lab.data.corpus import Corpus, Document
-from residua.lab.data.encode import Encoders, Group, WorkerLost
+from residua.lab.data.encode import Encoder, Group
 from residua.lab.data.progress import text_progress
 from residua.lab.data.shards import Shard
 from residua.lab.data.split import HashSplit, LeadingSplit, Split
@@ -18,6 +18,7 @@ from residua.records.durable import file_sha256, sync
 
 with extra("lab"):
     import numpy as np
+    from transformers import PreTrainedTokenizerFast
 
 ENCODE_TEXT = 1_000_000
 """Bytes of text to tokenize at once."""
@@ -42,11 +43,11 @@ class WriteResult(NamedTuple):
 
 def write_shards(
     corpus: Corpus,
-    tokenizer: tuple[str, int, str],
+    tokenizer: PreTrainedTokenizerFast,
+    dtype: np.dtype,
     stage: Staging,
     hold_out: Callable[[dict[str, Any]], HashSplit[Piece] | LeadingSplit[Piece]],
     shard_tokens: int,
-    workers: int,
     progress: bool,
 ) -> WriteResult:
     """Write the shards of both splits into `stage`, continuing from its saved state if it has one.
@@ -55,18 +56,17 @@ def write_shards(
     the same bytes as any other: it reads the text from the start and skips the documents that are on the disk.
 
     Args:
-        tokenizer: the settings of `Encoder`: the tokenizer's JSON, the id of the end of text, the dtype.
+        dtype: of a token on the disk.
         hold_out: makes the split from its saved state, which is empty at the beginning.
 
     Raises:
         InputError: the text cannot be used, or a shard of the saved state is gone or cut.
-        RunError: a worker was lost.
         OSError: writing failed.
     """
     start_state = stage.saved or State(documents=0, size=0, choice={}, splits={})
     split = hold_out(start_state.choice)
     writers = {
-        name: ShardWriter(stage.folder, name, np.dtype(tokenizer[-1]), shard_tokens, start_state.splits.get(name))
+        name: ShardWriter(stage.folder, name, dtype, shard_tokens, start_state.splits.get(name))
         for name in get_args(Split)
     }
     shards = sum(len(writer.shards) for writer in writers.values())
@@ -75,29 +75,26 @@ def write_shards(
     remaining = iter(corpus)
     for skipped in islice(remaining, documents):
         text.update(skipped.text.encode() + b"\0")
-    with text_progress("tokens", corpus.size, size, progress) as advance, Encoders(*tokenizer, workers) as encoders:
-        try:
-            for encoded, group in encoders.map(_groups(remaining)):
-                start = 0
-                for document, length, key in zip(group.texts, encoded.lengths.tolist(), encoded.keys.tolist()):
-                    text.update(document + b"\0")
-                    unsaved_bytes += len(document)
-                    piece = Piece(encoded.ids[start : start + length], len(document))
-                    start += length
-                    for name, item in split.add(key, piece, length):
-                        writers[name].add(item)
-                for writer in writers.values():
-                    writer.write()
-                advance(group.size)
-                documents += len(group.texts)
-                size += group.size
-                whole_shards = sum(len(writer.shards) for writer in writers.values())
-                if whole_shards > shards and unsaved_bytes >= SAVE_TEXT and split.settled:
-                    shards, unsaved_bytes = whole_shards, 0
-                    splits = {name: writer.state() for name, writer in writers.items()}
-                    stage.save(State(documents, size, split.state(), splits))
-        except WorkerLost as error:
-            raise RunError(f"{stage.out}: {error}") from error
+    with text_progress("tokens", corpus.size, size, progress) as advance:
+        for encoded, group in Encoder(tokenizer, dtype).map(_groups(remaining)):
+            start = 0
+            for document, length, key in zip(group.texts, encoded.lengths.tolist(), encoded.keys.tolist()):
+                text.update(document + b"\0")
+                unsaved_bytes += len(document)
+                piece = Piece(encoded.ids[start : start + length], len(document))
+                start += length
+                for name, item in split.add(key, piece, length):
+                    writers[name].add(item)
+            for writer in writers.values():
+                writer.write()
+            advance(group.size)
+            documents += len(group.texts)
+            size += group.size
+            whole_shards = sum(len(writer.shards) for writer in writers.values())
+            if whole_shards > shards and unsaved_bytes >= SAVE_TEXT and split.settled:
+                shards, unsaved_bytes = whole_shards, 0
+                splits = {name: writer.state() for name, writer in writers.items()}
+                stage.save(State(documents, size, split.state(), splits))
     for name, piece in split.end():
         writers[name].add(piece)
     for writer in writers.values():
