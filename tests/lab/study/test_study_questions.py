@@ -1,15 +1,12 @@
 """What a study is asked, it answers from its records: with an interval, a verdict, or what it waits for."""
 
-import io
-
 import pytest
 
 from residua.connections import PRESETS
 from residua.connections.options import named
 from residua.errors import InputError
-from residua.lab.study.picture import draw_answers
 from residua.lab.study.plan import load_study
-from residua.lab.study.report import markdown, payload, questions
+from residua.lab.study.report import markdown, payload
 from residua.lab.study.results import results
 from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
 
@@ -25,7 +22,6 @@ def test_an_answer_is_the_paired_difference_with_its_interval():
     assert (tokens.scheme, tokens.to, tokens.measure, tokens.waiting) == ("ddl", "residual", "tokens", [])
     assert tokens.difference.estimate.mean == pytest.approx(-0.2)
     assert seconds.difference.estimate.mean == pytest.approx(0.1)
-    assert tokens.verdict.startswith("no difference seen; four of five such studies would see 0.")
     # Both are of one family.
     assert tokens.difference.holm == pytest.approx(2 * tokens.difference.p)
 
@@ -39,50 +35,25 @@ def shifted(ahead):
     ]
 
 
-def test_the_answers_are_drawn_under_their_questions_a_panel_for_each_size():
-    small = DOCUMENT["rungs"]["small"]
-    rungs = {"small": small, "large": {**small, "tuned": "small"}, "none": {**small, "tuned": "small"}}
-    other = {"cost": {"ask": "Is it at $1 or $2?", "compare": [["residual", "ddl"]]}}
-    wanted = study(rungs=rungs, questions={**ASKED, **other})
-    again = [{**one, "rung": "large", "key": one["key"].replace("small", "large")} for one in shifted(0.1)]
-    found = results(wanted, [*records(), *again], costs())
-    figure = draw_answers(found)
-    first, second = figure.axes
-    assert [panel.get_title() for panel in figure.axes] == ["small", "large"]
-    labels = [label.get_text() for label in reversed(first.get_yticklabels())]
-    assert labels == ["", "ddl \N{MINUS SIGN} residual", "", "residual \N{MINUS SIGN} ddl"]
-    asks = {text.get_position()[1]: text.get_text() for text in figure.texts if text.get_weight() == "bold"}
-    assert asks == {3: "Is ddl ahead?", 1: "Is it at $1 or $2?"}
-    for panel, size, filled in ((first, "small", False), (second, "large", True)):
-        marks, hollow = ({*zip(*line.get_data())} for line in panel.lines if line.get_marker() == "o")
-        means = {
-            (one.difference.estimate.mean, 2 if one.question.name == "gain" else 0)
-            for one in found.answers
-            if (one.rung, one.measure) == (size, "tokens")
-        }
-        assert marks == means
-        assert hollow == (set() if filled else means)
-    figure.savefig(io.BytesIO())  # a dollar in a question is no formula
-    assert draw_answers(results(study(), records(), costs())) is None
-    assert draw_answers(results(asked(at=["seconds"]), records(), costs())) is None
-
-
-@pytest.mark.parametrize(("ahead", "verdict"), [(0.1, "ahead"), (-0.1, "behind")])
-def test_a_difference_clear_of_zero_has_a_side(ahead, verdict):
-    answer = results(asked(), shifted(ahead), costs()).answers[0]
+@pytest.mark.parametrize("ahead", [0.1, -0.1])
+def test_a_difference_clear_of_zero_is_bold(ahead):
+    found = results(asked(), shifted(ahead), costs())
+    answer = found.answers[0]
     assert answer.difference.clear
-    assert answer.verdict == verdict
+    assert answer.difference.ahead == (ahead > 0)
+    assert f"| tokens | **{answer.difference.estimate.mean:+.4f} ± " in markdown(found)
 
 
-def test_an_interval_clear_of_zero_only_before_the_correction_is_said_so():
+def test_an_interval_clear_of_zero_only_before_the_correction_is_not_bold():
     near = [
         {**r, "val_loss": r["val_loss"] - 0.35} if r["scheme"] == "ddl" and r["kind"] == "report" else r
         for r in records()
     ]
     asked_twice = study(questions=dict.fromkeys(("one", "two", "three"), ASKED["gain"]))
-    answer = results(asked_twice, near, costs()).answers[0]
+    found = results(asked_twice, near, costs())
+    answer = found.answers[0]
     assert answer.difference.p < 0.05 < answer.difference.holm
-    assert answer.verdict == "ahead by its interval, but not after the correction"
+    assert "| tokens | -0.5500 ± " in markdown(found)
 
 
 def test_two_schemes_that_are_no_baselines_are_compared():
@@ -99,7 +70,7 @@ def test_two_schemes_that_are_no_baselines_are_compared():
 def test_without_all_seeds_or_longer_runs_there_is_no_answer_and_the_reason_is_said():
     some = [r for r in records() if (r["scheme"], r["seed"]) != ("ddl", 3)]
     for answer in results(asked(), some, costs()).answers:
-        assert (answer.verdict, answer.waiting) == ("not yet", ["ddl"])
+        assert (answer.difference, answer.waiting) == (None, ["ddl"])
     assert "\n\nWaiting for `ddl`.\n" in markdown(results(asked(), some, costs()))
     for known in ([], [cost("residual", 1.0, 1000.0), cost("ddl", 1.7, 1000.0)]):
         tokens, seconds = results(asked(), records(), known).answers
@@ -122,7 +93,7 @@ def test_a_column_for_a_size_that_has_an_answer_and_what_it_waits_for():
     elsewhere = [{**one, "rung": rung, "key": f"{rung} {one['seed']}"} for rung in sizes for one in plain]
     there = [one for one in elsewhere if one["rung"] == "wide" or (one["rung"] == "deep" and one["seed"] == 1)]
     asked = study(rungs=sizes, questions=pair, schemes=schemes)
-    text = "\n".join(questions(results(asked, [*records(), *there], costs())))
+    text = markdown(results(asked, [*records(), *there], costs())).partition("## Questions")[2].partition("\n## ")[0]
     first, second, third = text.split("### ")[1:]
     assert "| comparison, at equal tokens | small |\n" in first
     assert "\n| `ddl` − `residual` | -0.2000 ± 0.2484; would see 0.3" in first
@@ -133,7 +104,7 @@ def test_a_column_for_a_size_that_has_an_answer_and_what_it_waits_for():
     assert "deep" not in text
     whole = [{**one, "rung": "wide", "key": f"wide {one['scheme']} {one['seed']}"} for one in records()]
     whole = [one for one in whole if one["kind"] == "report"]
-    text = "\n".join(questions(results(asked, [*records(), *whole], costs())))
+    text = markdown(results(asked, [*records(), *whole], costs()))
     assert "| comparison, at equal tokens | small | wide |\n" in text
     assert "\n\nWaiting for `hc`.\n" in text
 
@@ -170,12 +141,12 @@ def test_a_question_at_equal_compiled_seconds_waits_until_these_are_measured():
 def test_the_page_says_what_the_report_says():
     found = results(asked(), records(), costs())
     (shown,) = payload(found)["questions"]
-    assert shown["ask"] == "Is ddl ahead?"
-    assert [one["measure"] for one in shown["answers"]] == ["tokens", "seconds"]
-    for one in shown["answers"]:
-        assert one["seeds"] == 3
-        seen = one["verdict"].rpartition(" ")[2]
-        assert f"| {one['measure']} | {one['mean']:+.4f} ± {one['half']:.4f}; would see {seen} |" in markdown(found)
+    assert shown["ask"] == "Is `ddl` ahead?"
+    header, rows = shown["table"]
+    assert header == ["comparison", "at equal", "small"]
+    assert [cells[1] for cells in rows] == ["tokens", "seconds"]
+    for cells in rows:
+        assert f"| {' | '.join(cells)} |" in markdown(found)
 
 
 def test_who_is_ahead_of_every_baseline_is_said():

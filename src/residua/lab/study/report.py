@@ -1,17 +1,19 @@
 """The report of a study: Markdown, CSV, and plain values for its page."""
 
 import csv
+import html
 import io
+import itertools
+import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from residua.lab.cost.timing import Quartiles
-from residua.lab.study.page import page
-from residua.lab.study.picture import draw, draw_answers, draw_gates, draw_sizes
-from residua.lab.study.questions import Question
+from residua.lab.study.picture import draw
 from residua.lab.study.results import (
     BELOW,
     COMPILED,
@@ -20,17 +22,18 @@ from residua.lab.study.results import (
     Difference,
     Results,
     Row,
-    begun,
     gates_of,
 )
 from residua.records.durable import write_text
 from residua.records.figures import save
 from residua.records.folder import writable
 from residua.records.jobs import Record
+from residua.records.jsonlines import finite
 from residua.records.statistics import Estimate
 from residua.records.table import Table
 
 FILES = ("report.md", "results.csv", "index.html")
+TEMPLATE = Path(__file__).parent / "assets" / "page.html"
 MEBIBYTE = 2**20
 
 
@@ -42,13 +45,7 @@ def write_report(found: Results, out: str | Path) -> list[Path]:
         Path(out).mkdir(parents=True, exist_ok=True)
         for path, text in zip(paths, texts):
             write_text(path, text)
-        pictures = {
-            "differences.png": draw(found),
-            "sizes.png": draw_sizes(found),
-            "answers.png": draw_answers(found),
-            "gates.png": draw_gates(found),
-        }
-        return paths + save(pictures, out)
+        return paths + save({"differences.png": draw(found)}, out)
 
 
 def markdown(found: Results) -> str:
@@ -60,16 +57,18 @@ def markdown(found: Results) -> str:
         if not rows:
             continue
         lines += [f"## {_text(rung)}", "", *_noise(found, rung), ""]
-        header = ["scheme", "validation loss"]
-        header += [f"vs {name}, equal {measure}" for name in study.baselines for measure in found.measures]
-        compiled = ["compiled step"] if COMPILED in found.measures else []
-        header += ["step time", *compiled, "FLOPs", "peak MiB", "parameters", "tuned to", "tuning runs"]
         rows.sort(key=lambda row: row.loss.mean if row.loss else math.inf)
-        lines += [_table(header, [_cells(found, row) for row in rows]), "", *_ahead(found, rung), ""]
+        shown = columns(found)
+        cells = [[text(row) for text in shown.values()] for row in rows]
+        lines += [_markdown(Table(list(shown), cells)), "", *map(_text, _ahead(found, rung)), ""]
     if found.answers:
-        lines += ["## Questions", "", ANSWERS, "", *questions(found), ""]
+        lines += ["## Questions", "", ANSWERS, ""]
+        for asked in questions(found):
+            tables = [_markdown(asked.table)] if asked.table else []
+            for part in (f"### {_text(asked.ask)}", *tables, *map(_text, asked.remarks)):
+                lines += [part, ""]
     if found.audits:
-        lines += ["## Gates along training", "", *audited(found), ""]
+        lines += ["## Gates along training", "", MEANS, "", _markdown(audit_table(found)), ""]
     return "\n".join([*lines, "## How to read this", "", *_reading(found), ""])
 
 
@@ -104,29 +103,11 @@ def _setting(found: Results) -> list[str]:
         ),
         f"- Device: {_list(found.devices)}, one thread a run. Code: {_list([_short(one) for one in found.commits])}; "
         f"PyTorch {_list(found.torches)}.",
-        *_processors(found),
         f"- Corpus: {_text(corpus)}.",
         f"- {found.comparisons} differences at equal tokens; p-values are corrected by Holm's method for their number.",
     ]
     if found.unfinished:
         lines.append(f"- Not finished, and therefore not or not wholly here: {_text(_shortened(found.unfinished))}.")
-    return lines
-
-
-def _processors(found: Results) -> list[str]:
-    """Which rows of a size were trained where, if not all of them on the same device."""
-    lines = []
-    for rung in begun(found.study, found.rows):
-        where: dict[tuple[str, ...], list[str]] = {}
-        for row in found.rows:
-            if row.rung == rung:
-                where.setdefault(row.devices, []).append(row.scheme)
-        if len(where) > 1 or len(next(iter(where))) > 1:
-            told = "; ".join(f"{_list(devices)}: {_names(schemes)}" for devices, schemes in where.items())
-            lines.append(
-                f"- {rung} was trained on several devices, which round differently; the intervals hold what that adds. "
-                f"{told}."
-            )
     return lines
 
 
@@ -164,38 +145,37 @@ ANSWERS = (
 )
 
 
-def questions(found: Results) -> list[str]:
-    """Each question with a table of its answers, a row for a comparison and a column for a size, in Markdown.
+class Asked(NamedTuple):
+    """A question with a row for each comparison and a column for each size, and what it waits for."""
 
-    What a question waits for is said of the sizes that have an answer, or if none has, of all together.
-    """
-    lines = []
+    ask: str
+    table: Table | None
+    remarks: Sequence[str]
+
+
+def questions(found: Results) -> Iterator[Asked]:
+    """The answers to each question. What it waits for is said of the sizes that have an answer, or of all."""
     for question in found.study.questions.values():
-        lines += [f"### {_text(question.ask)}", ""]
-        at = {rung: here for rung, here in _by_size(found, question).items() if here}
-        sizes = [rung for rung, here in at.items() if any(answer.difference for answer in here)]
-        if sizes:
-            lines += [_answers(at, sizes, len(found.study.seeds)), ""]
-        waiting: dict[str, list[str]] = {}
-        for rung in sizes:
-            if names := _names(dict.fromkeys(name for answer in at[rung] for name in answer.waiting)):
-                waiting.setdefault(names, []).append(rung)
-        for names, rungs in waiting.items():
-            lines += [f"Waiting for {names}{_where(rungs, at)}.", ""]
-        if not sizes and (
-            names := _names(dict.fromkeys(n for here in at.values() for one in here for n in one.waiting))
-        ):
-            lines += [f"Waiting for {names}.", ""]
-        missing: dict[str, list[str]] = {}
-        for rung, here in at.items():
-            for reason in dict.fromkeys(answer.missing for answer in here if answer.missing):
-                missing.setdefault(reason, []).append(rung)
-        for reason, rungs in missing.items():
-            lines += [f"No comparison{_where(rungs, at)}: {_text(reason)}.", ""]
-    return lines[:-1]
+        at: dict[str, list[Answer]] = {}
+        for answer in found.answers:
+            if answer.question.name == question.name:
+                at.setdefault(answer.rung, []).append(answer)
+        sizes = [rung for rung, answers in at.items() if any(answer.difference for answer in answers)]
+        remarks: dict[str, list[str]] = {}
+        for rung, answers in at.items():
+            waiting = dict.fromkeys(name for answer in answers for name in answer.waiting)
+            reasons = [f"Waiting for {_names(waiting)}{{}}."] if waiting and (rung in sizes or not sizes) else []
+            missing = dict.fromkeys(answer.missing for answer in answers if answer.missing)
+            for reason in (*reasons, *(f"No comparison{{}}: {why}." for why in missing)):
+                remarks.setdefault(reason, []).append(rung)
+        told = [
+            reason.format("" if len(rungs) == len(at) else f" at {', '.join(rungs)}")
+            for reason, rungs in remarks.items()
+        ]
+        yield Asked(question.ask, _answers(at, sizes, len(found.study.seeds)) if sizes else None, told)
 
 
-def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: int) -> str:
+def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: int) -> Table:
     """A table of the answers to a question; without a column for what is equal where that is one thing."""
     told = {
         (answer.scheme, answer.to, answer.measure, rung): _answer(answer, seeds)
@@ -204,25 +184,13 @@ def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: in
         if answer.difference is not None
     }
     measures = list(dict.fromkeys(measure for *_, measure, _ in told))
-    one = f"comparison, at equal {measures[0]}"
-    header = [*(["comparison", "at equal"] if len(measures) > 1 else [one]), *sizes]
+    header = ["comparison", "at equal"] if len(measures) > 1 else [f"comparison, at equal {measures[0]}"]
     rows = []
     for scheme, to, measure in dict.fromkeys(key[:3] for key in told):
         pair = f"{_names([scheme])} − {_names([to])}"
         cells = [told.get((scheme, to, measure, rung), "–") for rung in sizes]
         rows.append([pair, *([measure] if len(measures) > 1 else []), *cells])
-    return _table(header, rows)
-
-
-def _where(rungs: Sequence[str], at: Mapping[str, Any]) -> str:
-    """Which sizes are spoken of, unless it is all that there are."""
-    return "" if len(rungs) == len(at) else f" at {_list(rungs)}"
-
-
-def _by_size(found: Results, question: Question) -> dict[str, list[Answer]]:
-    """The answers to a question at every size of the study; none where no row is finished."""
-    own = [answer for answer in found.answers if answer.question.name == question.name]
-    return {rung: [answer for answer in own if answer.rung == rung] for rung in found.study.rungs}
+    return Table([*header, *sizes], rows)
 
 
 MEANS = (
@@ -231,17 +199,10 @@ MEANS = (
 )
 
 
-def audited(found: Results) -> list[str]:
-    """What the audited runs' connections did at the first, the middle and the last evaluation, in Markdown."""
-    header, rows = audit_table(found)
-    rows = [[rung, f"`{scheme.replace('`', '')}`{other}", *cells] for rung, scheme, other, *cells in rows]
-    return [MEANS, "", _table(["size", "scheme", *header], rows)]
-
-
-def audit_table(found: Results) -> tuple[list[str], list[list[str]]]:
-    """What was measured, and rows of a size, a scheme, a remark and a text for each of it."""
+def audit_table(found: Results) -> Table:
+    """What the audited runs' connections did at the first, the middle and the last evaluation."""
     gates = {gate: gate for one in found.audits for gate in gates_of(one)}
-    columns = gates | {
+    shown = gates | {
         name: title for name, title in AUDITED.items() if any(_means(a["points"][-1], name) for a in found.audits)
     }
     rows = []
@@ -250,9 +211,9 @@ def audit_table(found: Results) -> tuple[list[str], list[list[str]]]:
         other = f", seed {seed}" if seed != found.study.seeds[0] else ""
         other += "" if one["equal"] else ", other bits than its record"
         for point in [points[i] for i in sorted({0, len(points) // 2, len(points) - 1})]:
-            cells = [str(point["step"]), *(_measured(point, key) for key in columns)]
-            rows.append([one["rung"], one["scheme"], other, *cells])
-    return ["step", *columns.values()], rows
+            cells = [str(point["step"]), *(_measured(point, key) for key in shown)]
+            rows.append([one["rung"], f"{_names([one['scheme']])}{other}", *cells])
+    return Table(["size", "scheme", "step", *shown.values()], rows)
 
 
 AUDITED = {
@@ -302,7 +263,7 @@ def _answer(answer: Answer, seeds: int) -> str:
 
 
 def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{_text(name).replace('`', '')}`" for name in names)
+    return ", ".join(f"`{name.replace('`', '')}`" for name in names)
 
 
 def _reading(found: Results) -> list[str]:
@@ -327,7 +288,7 @@ def _reading(found: Results) -> list[str]:
         "the correction it takes a larger one.",
         f"- Equal FLOPs and seconds: {equal}",
         "- Tuned to: (edge) marks the smallest or largest value that was tried, where the budget ended; a better one "
-        "may lie beyond it. (alone) marks a key of which the budget left no other value to try.",
+        "may lie beyond it.",
         "- Step time: in interleaved rounds, process time of one thread on a CPU, the device's time on a GPU; median "
         "and quartiles of the ratio to the first baseline, as timed last. At equal seconds two are compared by the "
         "newest rounds in which both took turns. The intervals contain the error of the "
@@ -338,28 +299,39 @@ def _reading(found: Results) -> list[str]:
     ]
 
 
-def _cells(found: Results, row: Row) -> list[str]:
-    cost = row.cost
-    cells = [f"`{row.scheme.replace('`', '')}`", estimate_text(row.loss, ".4f") if row.loss else "diverged"]
-    for baseline in found.study.baselines:
-        cells += [difference_text(row, baseline, measure) for measure in found.measures]
-    base = found.row(row.rung, found.study.baselines[0])
-    return [
-        *cells,
-        _ratio(row.cost),
-        *([_ratio(row.compiled)] if COMPILED in found.measures else []),
-        f"{row.flops / base.flops:.3f}" if row.flops and base and base.flops else "–",
-        f"{cost['peak_bytes'] / MEBIBYTE:.0f}" if cost and cost.get("peak_bytes") else "–",
-        f"{row.parameters:,}" if row.parameters else "–",
-        ", ".join(map(_foreign, tuned(row))),
-        str(row.tuning_runs),
-    ]
+def columns(found: Results) -> dict[str, Callable[[Row], str]]:
+    """What the table of a size shows of a row, by heading, in Markdown and on the page."""
+
+    def flops(row: Row) -> str:
+        base = found.row(row.rung, found.study.baselines[0])
+        return f"{row.flops / base.flops:.3f}" if row.flops and base and base.flops else "–"
+
+    def peak(row: Row) -> str:
+        return f"{row.cost['peak_bytes'] / MEBIBYTE:.0f}" if row.cost and row.cost.get("peak_bytes") else "–"
+
+    compared = itertools.product(found.study.baselines, found.measures)
+    return {
+        "scheme": lambda row: _names([row.scheme]),
+        "validation loss": lambda row: estimate_text(row.loss, ".4f") if row.loss else "diverged",
+        **{
+            f"vs {name}, equal {measure}": partial(difference_text, baseline=name, measure=measure)
+            for name, measure in compared
+        },
+        "step time": lambda row: _ratio(row.cost),
+        **({"compiled step": lambda row: _ratio(row.compiled)} if COMPILED in found.measures else {}),
+        "FLOPs": flops,
+        "peak MiB": peak,
+        "parameters": lambda row: f"{row.parameters:,}" if row.parameters else "–",
+        "tuned to": lambda row: ", ".join(map(_foreign, tuned(row))),
+        "tuning runs": lambda row: str(row.tuning_runs),
+    }
 
 
 def tuned(row: Row) -> list[str]:
     """What tuning chose, key by key."""
-    marks = dict.fromkeys(row.edges, " (edge)") | dict.fromkeys(row.alone, " (alone)")
-    return [f"{key.rpartition('.')[2]} {value}{marks.get(key, '')}" for key, value in row.point.items()]
+    return [
+        f"{key.rpartition('.')[2]} {value}{' (edge)' if key in row.edges else ''}" for key, value in row.point.items()
+    ]
 
 
 def _ratio(cost: Record | None) -> str:
@@ -388,8 +360,8 @@ def estimate_text(estimate: Estimate, form: str) -> str:
     return format(estimate.mean, form) + (f" ± {half:.4f}" if half is not None else " (one seed)")
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return Table([*map(_text, header)], [[*map(_text, cells)] for cells in rows]).markdown()
+def _markdown(table: Table) -> str:
+    return Table([*map(_text, table.header)], [[*map(_text, cells)] for cells in table.rows]).markdown()
 
 
 def _text(value: Any) -> str:
@@ -406,21 +378,45 @@ def _list(values: Sequence[Any]) -> str:
     return ", ".join(_text(_foreign(value)) for value in values)
 
 
+def row_values(row: Row) -> dict[str, Any]:
+    """The numbers of a row, in the CSV and on the page."""
+    return {
+        "rung": row.rung,
+        "scheme": row.scheme,
+        "connection": row.connection,
+        "parameters": row.parameters,
+        "tokens": row.tokens,
+        "seeds": len(row.losses),
+        "loss": row.loss and row.loss.mean,
+        "loss_half_width": row.loss and row.loss.half_width,
+    }
+
+
+def difference_values(difference: Difference) -> dict[str, Any]:
+    """The numbers of a difference, in the CSV and on the page."""
+    estimate = difference.estimate
+    return {
+        "baseline": difference.baseline,
+        "measure": difference.measure,
+        "cost": difference.cost,
+        "difference": estimate and estimate.mean,
+        "half_width": estimate and estimate.half_width,
+        "p": difference.p,
+        "p_holm": difference.holm,
+    }
+
+
 def table(found: Results) -> str:
     """The rows as CSV: one line for each difference, and one for each baseline itself."""
+    lines = [
+        row_values(row) | difference_values(difference)
+        for row in found.rows
+        for difference in row.differences or [Difference("", "", 1.0, None)]
+    ]
     text = io.StringIO()
-    header = ["rung", "scheme", "connection", "parameters", "tokens", "seeds", "loss", "loss_half_width", "baseline",
-              "measure", "cost", "difference", "half_width", "p", "p_holm"]  # fmt: skip
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    for row in found.rows:
-        loss = row.loss
-        own = [row.rung, row.scheme, row.connection, row.parameters, row.tokens, len(row.losses), loss and loss.mean]
-        own.append(loss and loss.half_width)
-        for d in row.differences or [Difference("", "", 1.0, None)]:
-            e = d.estimate
-            cells = [*own, d.baseline, d.measure, d.cost, e and e.mean, e and e.half_width, d.p, d.holm]
-            writer.writerow([_inert(cell) for cell in cells])
+    writer.writerows([[*lines[0]]] if lines else [])
+    writer.writerows([_inert(cell) for cell in line.values()] for line in lines)
     return text.getvalue()
 
 
@@ -431,61 +427,32 @@ def _inert(cell: Any) -> Any:
 
 def payload(found: Results) -> dict[str, Any]:
     """What the page shows, as plain values."""
-    study = found.study
-    header, gates = audit_table(found)
+    study, shown = found.study, columns(found)
     return {
         "title": study.title,
-        "seeds": len(study.seeds),
         "rungs": [rung for rung in study.rungs if any(row.rung == rung for row in found.rows)],
         "baselines": list(study.baselines),
         "measures": found.measures,
         "setting": [line.removeprefix("- ") for line in _setting(found)],
         "reading": [line.removeprefix("- ").replace("**", "") for line in _reading(found)],
-        "questions": [_plain_question(found, question) for question in study.questions.values()],
-        "gates": {"about": MEANS, "header": header, "rows": gates},
-        "ahead": {rung: " ".join(_ahead(found, rung)).replace("`", "") for rung in study.rungs},
-        "noise": {rung: " ".join(_noise(found, rung)).replace("`", "") for rung in study.rungs},
-        "rows": [_plain_row(found, row) for row in found.rows],
+        "about": {rung: [*_noise(found, rung), *_ahead(found, rung)] for rung in study.rungs},
+        "columns": list(shown),
+        "rows": [_plain_row(row) | {"cells": [text(row) for text in shown.values()]} for row in found.rows],
+        "questions": [asked._asdict() for asked in questions(found)],
+        "gates": audit_table(found) if found.audits else None,
+        "means": MEANS,
     }
 
 
-def _plain_row(found: Results, row: Row) -> dict[str, Any]:
-    cost, loss, base = row.cost, row.loss, found.row(row.rung, found.study.baselines[0])
+def _plain_row(row: Row) -> dict[str, Any]:
     return {
-        "rung": row.rung,
-        "scheme": row.scheme,
-        "connection": row.connection,
-        "point": dict(row.point),
-        "tuned": tuned(row),
-        "loss": loss and [loss.mean, loss.half_width],
-        "seeds": len(row.losses),
-        "whole": row.whole,
-        "parameters": row.parameters,
-        "tokens": row.tokens,
-        "steps": row.steps,
-        "tuning_runs": row.tuning_runs,
-        "time": cost and cost["time_ratio"],
-        "compiled": row.compiled and row.compiled["time_ratio"],
-        "flops": row.flops / base.flops if row.flops and base and base.flops else None,
-        "peak": cost and cost.get("peak_bytes"),
-        "differences": [
-            {
-                "baseline": d.baseline,
-                "measure": d.measure,
-                "cost": d.cost,
-                "mean": d.estimate and d.estimate.mean,
-                "half": d.estimate and d.estimate.half_width,
-                "seeds": d.estimate and d.estimate.count,
-                "p": d.p,
-                "holm": d.holm,
-            }
-            for d in row.differences
-        ],
+        **row_values(row),
+        "differences": [difference_values(difference) for difference in row.differences],
         "curves": row.curves,
+        "steps": row.steps,
         "runs": [
             {
-                **{name: run.get(name) for name in ("kind", "seed", "steps", "point", "val_loss", "seconds")},
-                "diverged": run.get("diverged"),
+                **{name: run.get(name) for name in ("kind", "seed", "steps", "point", "val_loss", "diverged")},
                 **{name: (run.get("facts") or {}).get(name) for name in ("commit", "torch", "device", "date")},
             }
             for run in [*row.runs, *({**run, "kind": "further"} for run in row.further)]
@@ -493,26 +460,8 @@ def _plain_row(found: Results, row: Row) -> dict[str, Any]:
     }
 
 
-def _plain_question(found: Results, question: Question) -> dict[str, Any]:
-    at = _by_size(found, question)
-    return {
-        "ask": question.ask.replace("`", ""),
-        "answers": [
-            {
-                "rung": answer.rung,
-                "scheme": answer.scheme,
-                "to": answer.to,
-                "measure": answer.measure,
-                "seeds": answer.difference.estimate.count,
-                "mean": answer.difference.estimate.mean,
-                "half": answer.difference.estimate.half_width,
-                "clear": answer.difference.clear,
-                "verdict": answer.verdict,
-            }
-            for here in at.values()
-            for answer in here
-            if answer.difference and answer.difference.estimate
-        ],
-        "waiting": {rung: sorted({name for one in there for name in one.waiting}) for rung, there in at.items()},
-        "missing": {rung: sorted({one.missing for one in there if one.missing}) for rung, there in at.items()},
-    }
+def page(payload: Mapping[str, Any]) -> str:
+    """The page that shows `payload`: one file that asks for nothing, in which every text is inert."""
+    data = json.dumps(finite(payload), ensure_ascii=True).replace("<", "\\u003c").replace(">", "\\u003e")
+    title, parts = html.escape(str(payload["title"])), TEMPLATE.read_text(encoding="utf-8").split("<!-- split -->")
+    return f"{parts[0]}{title}{parts[1]}{data}{parts[2]}"

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from residua.errors import fits
 from residua.lab.study.folder import AUDITS, read_folder, read_runs
-from residua.lab.study.plan import Study, chosen_points
+from residua.lab.study.plan import Study
 from residua.lab.study.questions import MEASURES, Question
+from residua.lab.study.search import at_edge, chosen_points
 from residua.records import jsonlines
 from residua.records.folder import read_object
 from residua.records.jobs import Record
@@ -117,20 +118,9 @@ class Row:
         return len(self.losses) == self.seeds
 
     @property
-    def devices(self) -> tuple[str, ...]:
-        """Where its runs were made, without those that tuned."""
-        own = [run for run in [*self.runs, *self.further] if run["kind"] in ("report", "longer")]
-        return tuple(sorted({str(_fact(run, "device")) for run in own}))
-
-    @property
     def edges(self) -> list[str]:
         """The tuned keys of which the best value is the smallest or largest that was tried: the budget ended there."""
-        return [key for key, some in self._tried.items() if len(some) > 1 and self.point[key] in (min(some), max(some))]
-
-    @property
-    def alone(self) -> list[str]:
-        """The tuned keys of which one value was tried: the budget ended before another."""
-        return [key for key, some in self._tried.items() if len(some) == 1]
+        return [key for key, values in self._tried.items() if at_edge(self.point[key], values)]
 
     @property
     def _tried(self) -> dict[str, set[float]]:
@@ -171,20 +161,6 @@ class Answer(NamedTuple):
     difference: Difference | None
     waiting: Sequence[str] = ()
     missing: str | None = None
-
-    @property
-    def verdict(self) -> str:
-        """The answer in words: a side, or the smallest difference that such runs would have shown."""
-        if self.difference is None or self.difference.estimate is None:
-            return "not yet"
-        estimate = self.difference.estimate
-        side = "ahead" if estimate.mean < 0 else "behind"
-        if self.difference.clear:
-            return side
-        if self.difference.seen:
-            return f"{side} by its interval, but not after the correction"
-        seen = "" if estimate.detectable is None else f"; four of five such studies would see {estimate.detectable:.4f}"
-        return f"no difference seen{seen}"
 
 
 @dataclass(frozen=True)
