@@ -386,7 +386,7 @@ def check_fsdp(place: Place) -> int:
             losses = []
             for parallel, start in (("none", [sys.executable]), ("fsdp", torchrun)):
                 folder = Path(home, f"{connection}-{parallel}")
-                argv = ["-m", "residua", "train", "--config", "tiny", "--run-dir", str(folder), *common]
+                argv = ["-m", "residua", "train", "--config", "tiny", "--run", str(folder), *common]
                 argv += ["--data.path", str(data), "--model.connection", connection]
                 argv += ["--train.precision", precision, "--train.parallel", parallel]
                 subprocess.run([*start, *argv], check=True)

@@ -326,9 +326,8 @@ def ranks(names: tuple[str, ...] = ("residual", "ddl-tc", "mhc", "attnres-block"
         for name in names:
             run = Path(folder) / name
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            subprocess.run(
-                [*torchrun, "-m", "residua", *train(name, data, run)], check=True, capture_output=True, timeout=300
-            )
+            command = [*torchrun, "-m", "residua", *train(name, data, run)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
             yield name, written(run)
 
 
@@ -345,7 +344,7 @@ def geometry() -> Results:
 
 
 def train(name: str, data: Path, run: Path, options: str = "") -> list[str]:
-    places = ["--run-dir", str(run), "--data.path", str(data), "--model.connection", name]
+    places = ["--run", str(run), "--data.path", str(data), "--model.connection", name]
     return ["train", *places, *shlex.split(OPTIONS + options)]
 
 
