@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from experiments.mup_check import Coordinate, check, main
-from residua.errors import InputError
 
 SITES = ["embedding", "attention", "mlp", "hidden", "logits"]
 
@@ -52,18 +51,6 @@ def test_a_slope_and_its_verdict(change, slope, verdict):
     coordinate = Coordinate("muP", "logits", change, change)
     assert coordinate.slope == pytest.approx(slope, nan_ok=True)
     assert coordinate.verdict == verdict
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"widths": (64,)}, {"widths": (32, 50)}, {"steps": 0}, {"seeds": 0}, {"lr": -1.0}),
-        *({"connection": "mhar:heads=7"}, {"connection": "ddll"}),
-    ],
-)
-def test_what_cannot_be_checked_is_refused(options):
-    with pytest.raises(InputError, match=f"--{next(iter(options))}"):
-        check(**options)
 
 
 def test_the_script_prints_a_table_and_draws_a_picture(capsys, tmp_path):

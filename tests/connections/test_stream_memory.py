@@ -46,24 +46,6 @@ def test_a_single_token_without_a_memory_is_refused(name):
     assert stream(token, SUB, memory=StreamMemory()).shape == (2, 1, DIM)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@torch.no_grad()
-@looking_back
-def test_left_padding_changes_nothing(name, streamed):
-    """Whatever stands at padding: the tokens behind it come out as they do alone."""
-    stream, x = build(name), 10 * normal(2, 7, DIM)
-    mask = torch.ones(2, 7)
-    mask[0, :3] = 0
-    if streamed:
-        memory, pieces = StreamMemory(), zip(x.split([4, 1, 2], 1), mask.split([4, 1, 2], 1))
-        found = torch.cat([stream(part, SUB, memory=memory, attention_mask=m) for part, m in pieces], 1)
-    else:
-        found = stream(x, SUB, attention_mask=mask)
-    assert found.isfinite().all()
-    assert_close(found[:1, 3:], stream(x[:1, 3:], SUB))
-    assert_close(found[1:], stream(x[1:], SUB))
-
-
 @torch.no_grad()
 @looking_back
 def test_a_copy_goes_on_by_itself_and_a_reset_forgets(name):

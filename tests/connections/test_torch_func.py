@@ -34,7 +34,7 @@ def sequences(count: int) -> Tensor:
     return torch.randn(count, SEQ, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PRESETS)
 def test_transforms_are_what_loops_compute(name):
     model = Alone(ALL[name])
     batch, tangent = sequences(2), sequences(3)[2]

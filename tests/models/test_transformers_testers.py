@@ -11,7 +11,7 @@ from residua.models import ResiduaConfig, ResiduaForCausalLM, ResiduaModel
 from support import transformers_testers
 
 PAGE = Path(__file__).parents[2] / "docs/transformers.md"
-PRESETS = ("residual", "ddl", "ddl-tc", "mhc", "attnres")
+PRESETS = ("ddl-tc", "mhc", "attnres")  # one row and several channels with a memory, streams, a growing tuple
 
 
 def listed(kind: str) -> dict[str, tuple[str, ...]]:

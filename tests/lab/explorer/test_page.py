@@ -1,6 +1,5 @@
 """The page as a file: one, self-contained, with what is put in it inert; and its modules, bundled or refused."""
 
-import builtins
 import json
 import sys
 from pathlib import Path
@@ -163,21 +162,6 @@ def test_plotly_is_packed_only_where_there_is_something_to_plot(tmp_path):
     packed = write_page(tmp_path / "b.html", EMPTY | {"comparison": {"runs": []}}, {}).stat().st_size
     assert without < 300_000
     assert without + 1_000_000 < packed < 6_000_000
-
-
-def test_a_missing_plotly_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "plotly", raising=False)
-    real = builtins.__import__
-
-    def without(name, *arguments, **options):
-        if name.partition(".")[0] == "plotly":
-            raise ModuleNotFoundError("No module named 'plotly'", name="plotly")
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    monkeypatch.setattr("importlib.import_module", without)
-    with pytest.raises(ModuleNotFoundError, match=r"residua\[lab\]"):
-        write_page(tmp_path / "page.html", EMPTY | {"comparison": {"runs": []}}, {})
 
 
 def test_the_committed_results_are_what_the_records_say():
