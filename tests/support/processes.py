@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import traceback
 
 import pytest
@@ -22,13 +21,12 @@ def start():
     return start
 
 
-def _member(rank, size, port, path, function, arguments):
+def _member(rank, size, path, function, arguments):
     import torch
 
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    torch.distributed.init_process_group("gloo")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path / 'meeting'}", rank=rank, world_size=size)
     try:
         found = function(rank, *arguments)
     except BaseException:
@@ -44,10 +42,7 @@ def together(start, path, size, function, *arguments):
     """
     import torch  # here: the process that hands out tests reads this file, and is ready seconds sooner without it
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    members = [start(_member, rank, size, port, path, function, arguments) for rank in range(size)]
+    members = [start(_member, rank, size, path, function, arguments) for rank in range(size)]
     for member in members:
         member.join(240)
         member.kill()
