@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from residua.ops.transforms import Unrecorded
+
 # FSDP2 inserts this node without changing the tensor, so a chain of writes is followed through it, and through a view
 # of another shape. The kernels replay several writes at once, which must all have one shape.
 PASSES_THROUGH = ("RegisterPostBackwardFunctionBackward",)
@@ -42,6 +44,8 @@ def save_state(
     if readers must keep the result; `recomputed`, the result after it was recomputed; `opened`, the saved tensors after
     they were read; `checkpoint`, the activation checkpoint in which the function ran.
     """
+    if isinstance(ctx, Unrecorded):
+        return
     ctx.recomputed = ctx.opened = None
     if torch.compiler.is_compiling():
         ctx.save_for_backward(*tensors)

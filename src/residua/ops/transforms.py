@@ -19,9 +19,27 @@ class Function(torch.autograd.Function):
         raise NotImplementedError
 
 
+class Unrecorded:
+    """The context of a function that runs without gradients: it keeps nothing."""
+
+    needs_input_grad: tuple[bool, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        pass
+
+    mark_non_differentiable = save_for_backward
+
+
 def applied(function: type[Function], *args: Any) -> Any:
-    """Return `function` of args, from its `plain` form inside a transform."""
-    return function.plain(*args) if transformed() else function.apply(*args)
+    """Return `function` of args, from its `plain` form inside a transform, and without autograd's record if not needed.
+
+    The record of one function costs a generation step more than some operations on its token.
+    """
+    if transformed():
+        return function.plain(*args)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function.apply(*args)
+    return function.forward(Unrecorded(), *args)
 
 
 def transformed() -> bool:
