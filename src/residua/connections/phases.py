@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch.nn.modules import module as modules
+
 from residua.connections.spec import expect_state
 
 
@@ -29,10 +31,26 @@ def as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         if name == "read" and self.takes is not None:
             expect_state(args[0] if args else kwargs["state"], self.takes)
+        if is_unobserved(self):  # a call would only cost its frames
+            return method(self, *args, **kwargs)
         return self((args, kwargs), phase)
 
     call.phase = phase  # type: ignore[attr-defined]
     return call
+
+
+def is_unobserved(module: Any) -> bool:
+    """Return whether a call of `module` would run its forward and nothing else: no hook, and nothing in its place."""
+    attributes = vars(module)
+    return not (
+        attributes["_forward_pre_hooks"]
+        or attributes["_forward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or "forward" in attributes
+        or module._compiled_call_impl is not None
+        or modules._has_any_global_hook()
+    )
 
 
 def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
