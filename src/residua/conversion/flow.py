@@ -70,43 +70,38 @@ class Flow:
         connections: Sequence[Connection] = (),
         memories: Sequence[Memory | None] = (),
         written: tuple[Connection, Carry, Tensor] | None = None,
+        lead: tuple[int, ...] | None = None,
     ):
         self.state = state
         self.connections = connections
         self.memories = memories
         self.written = written  # the last connection that wrote, and what: for a layer that adds twice after one read
+        self.lead = lead  # the axes before dim as the layer sees them; None: (batch, seq)
         self.x: Tensor | None = None
         self.carry: Carry | None = None
         self.read_dtype: torch.dtype | None = None  # in which the layer asks for x; None: that of the state
-        self.lead: tuple[int, ...] | None = None  # the axes before dim as the layer sees them; None: (batch, seq)
 
     def read(self) -> Tensor:
         """Return the input of the next sublayer, (batch, seq, dim); every reader of one state gets the same."""
         if self.carry is None:
             if not self.connections:
                 raise UnknownUse("reads the residual once more than when it was converted")
-            self.x, self.carry = self.connections[0].read(self.state, self.memories[0])
-            if not isinstance(self.x, Tensor):
+            x, self.carry = self.connections[0].read(self.state, self.memories[0])
+            if not isinstance(x, Tensor):
                 raise UnknownUse("takes one input, and this scheme reads several for every sublayer")
-            if not under_autocast(self.x.device):  # a scheme may read in float32 in a model of half precision too
-                self.x = self.x.to(self.read_dtype or self.dtype)
+            dtype = self.read_dtype or self.dtype  # a scheme may read in float32 in a model of half precision too
+            self.x = x if x.dtype == dtype or under_autocast(x.device) else x.to(dtype)
         assert self.x is not None
         return self.x if self.lead is None else self.x.reshape(self.shape)
 
     def reshape(self, *shape: Any) -> "Flow":
         """Return the flow as the layer wants to see it: its tokens in the same order, along other axes."""
         batch, seq, dim = self._sizes
-        wanted = tuple(shape[0]) if len(shape) == 1 else shape
-        if wanted[-1] != dim or wanted.count(-1) > 1:
-            raise UnknownUse(f"reshapes its residual to {wanted}")
-        known = math.prod(size for size in wanted[:-1] if size != -1)
-        return self.seen(tuple(batch * seq // known if size == -1 else size for size in wanted[:-1]))
-
-    def seen(self, lead: tuple[int, ...] | None) -> "Flow":
-        """Return the flow with other axes before dim, None for (batch, seq)."""
-        batch, seq, dim = self._sizes
-        if lead is not None and math.prod(lead) != batch * seq:
-            raise UnknownUse(f"reshapes its residual to {(*lead, dim)}")
+        sizes = tuple(shape[0]) if len(shape) == 1 else shape
+        given = math.prod(size for size in sizes[:-1] if size != -1)
+        lead = tuple(batch * seq // given if size == -1 else size for size in sizes[:-1])
+        if sizes[-1] != dim or sizes.count(-1) > 1 or math.prod(lead) != batch * seq:
+            raise UnknownUse(f"reshapes its residual to {sizes}")
         other = copy(self)
         other.lead = None if lead == (batch, seq) else lead
         return other
@@ -117,27 +112,28 @@ class Flow:
         if not isinstance(y, Tensor):
             raise UnknownUse(f"adds {'its residual to itself' if isinstance(y, Flow) else type(y).__name__}")
         if self.lead is not None:
-            return (self.seen(None) + y.expand(self.shape).reshape(self._sizes)).seen(self.lead)
+            y = y.expand(self.shape).reshape(self._sizes)
         if self.carry is not None:
             connection, carry = self.connections[0], self.carry
-            return Flow(connection.write(y, carry), self.connections[1:], self.memories[1:], (connection, carry, y))
+            state = connection.write(y, carry)
+            return Flow(state, self.connections[1:], self.memories[1:], (connection, carry, y), self.lead)
         if self.written is None:
-            raise UnknownUse("adds to its residual before it reads it")
+            raise UnknownUse("adds to its residual before any of its modules reads it")
         # Attention and MLP in parallel, x + a + m, are one sublayer: its output a + m takes the place of a.
         connection, carry, before = self.written
         if isinstance(carry.coefficients, ResidualCoefficients):  # (x + a) + m has other bits than x + (a + m)
             state = connection.write(y, carry._replace(residual=self.state))
         else:
             state = connection.write(before + y, carry)
-        return Flow(state, self.connections, self.memories, (connection, carry, before + y))
+        return Flow(state, self.connections, self.memories, (connection, carry, before + y), self.lead)
 
     __radd__ = __add__
 
     def __mul__(self, factor: Any) -> "Flow":
         if not is_number(factor) or self.carry is not None or self.written is None:
             self._refuse()
-        scaled = Flow(tree_map(lambda x: (x * factor).to(x.dtype), self.state), self.connections, self.memories)
-        return scaled.seen(self.lead)
+        state = tree_map(lambda x: (x * factor).to(x.dtype), self.state)
+        return Flow(state, self.connections, self.memories, lead=self.lead)
 
     __rmul__ = __mul__
 
@@ -151,12 +147,6 @@ class Flow:
             return args[0].expand(args[1].shape)
         raise UnknownUse(f"passes its residual to {getattr(func, '__name__', func)}")
 
-    def settled(self) -> State:
-        """Return the state at the end of a layer. Raises UnknownUse if a read or a connection is left over."""
-        if self.carry is not None or self.connections:
-            raise UnknownUse("returned before all its sublayers were written, as they were when it was converted")
-        return self.state
-
     def to(self, *where: Any, **options: Any) -> "Flow":
         """Return the flow in another dtype, or between layers on another device, if a model is spread over several."""
         flow, here = self, self.device
@@ -168,7 +158,7 @@ class Flow:
                 if device.type != here.type or device.index not in (None, here.index):
                     if self.connections or self.carry is not None:
                         raise UnknownUse(f"moves its residual to {device}")
-                    return Flow(tree_map(lambda x, device=device: x.to(device), self.state)).seen(self.lead)
+                    return Flow(tree_map(lambda x, device=device: x.to(device), self.state), lead=self.lead)
             elif item is not None and not isinstance(item, bool):
                 raise UnknownUse(f"moves its residual to {type(item).__name__}")
         return flow
@@ -179,11 +169,10 @@ class Flow:
         A narrower one before the read is the dtype of x, in which `Borrowed` reads too. All else is for the residual:
         it becomes wider, or is rounded to a narrower dtype before it is added to a wider output.
         """
-        if dtype == self.dtype:
-            return self
-        wider = torch.promote_types(dtype, self.dtype) == dtype
+        wider = dtype != self.dtype and torch.promote_types(dtype, self.dtype) == dtype
         if self.carry is None and not wider:
             self.read_dtype = dtype
+        if not wider and (self.carry is None or dtype == self.dtype):
             return self
 
         def moved(x: Tensor) -> Tensor:
@@ -197,7 +186,10 @@ class Flow:
 
     @property
     def _leaf(self) -> Tensor:
-        return next(iter(tree_leaves(self.state)))
+        first = self.state
+        while isinstance(first, tuple) and first:
+            first = first[0]
+        return first if isinstance(first, Tensor) else next(iter(tree_leaves(self.state)))
 
     @property
     def shape(self) -> torch.Size:
@@ -237,9 +229,8 @@ class Flow:
 
 def _unflatten(children: Iterable[Any], lead: tuple[int, ...] | None) -> Flow:
     """Return a flow of the state; some versions of torch put other things in its place, so nothing here looks at it."""
-    flow = Flow(*children)
-    flow.lead = lead
-    return flow
+    (state,) = children
+    return Flow(state, lead=lead)
 
 
 register_pytree_node(Flow, lambda flow: ([flow.state], flow.lead), _unflatten)
@@ -254,7 +245,8 @@ class LayerStream(nn.Module):
     """The part of the stream that a layer owns: its connections; in the first layer expand, in the last collapse.
 
     first: the index of its first connection in the whole stream; looks_back: whether the scheme reads earlier tokens;
-    keywords: the names of arguments that the layer or a module in it takes.
+    sees_others: whether it reads these or the whole sequence; keywords: the names of arguments that the layer or a
+    module in it takes.
     """
 
     keywords: frozenset[str] = frozenset()
@@ -267,10 +259,12 @@ class LayerStream(nn.Module):
         collapse: nn.Module | None,
         *,
         looks_back: bool,
+        sees_others: bool,
     ):
         super().__init__()
         self.first = first
         self.looks_back = looks_back
+        self.sees_others = sees_others
         self.expand = expand
         self.connections = nn.ModuleList(connections)
         self.collapse = collapse
@@ -287,6 +281,38 @@ class LayerStream(nn.Module):
     def parts(self) -> list[nn.Module]:
         """The modules of the stream that this layer owns, in order."""
         return [part for part in (self.expand, *self.connections, self.collapse) if part is not None]
+
+    def enter(self, incoming: Any, memories: Sequence[Memory | None] | None, *, checkpointed: bool) -> Flow:
+        """Return the flow inside the layer, from its input. memories: of all parts of the whole stream."""
+        if isinstance(incoming, Flow) != (self.expand is None):
+            raise UnknownUse("got the residual in a form that only another layer expects; were layers skipped?")
+        if self.expand is not None:
+            lead = None if incoming.dim() == 3 else tuple(incoming.shape[:-1])
+            state = self.expand(rows_of(incoming), None if memories is None else memories[0])
+        else:
+            lead = incoming.lead
+            # A recomputed layer must not recompute the layer before it, whose weights may be absent.
+            state = cut(incoming.state) if checkpointed else incoming.state
+        connections: Any = list(self.connections) if self.watched is None else self.watched
+        count = len(connections)
+        own = (None,) * count if memories is None else memories[1 + self.first : 1 + self.first + count]
+        return Flow(state, connections, own, lead=lead)
+
+    def leave(self, output: Any, memories: Sequence[Memory | None] | None) -> Any:
+        """Return what the layer returns in place of a flow: the state alone, or read out after the last layer."""
+        if not isinstance(output, Flow):
+            return output
+        if output.carry is not None or output.connections:
+            raise UnknownUse("returned before all its sublayers were written, as they were when it was converted")
+        if self.collapse is None:
+            return Flow(output.state, lead=output.lead)
+        x = self.collapse(output.state, None if memories is None else memories[-1]).to(output.dtype)
+        return x if output.lead is None else x.reshape(output.shape)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return the residual as (batch, seq, dim): without a batch, one sequence of all tokens; or one of each image."""
+    return x if x.dim() == 3 else x.reshape(1 if x.dim() == 2 else x.shape[0], -1, x.shape[-1])
 
 
 def expect_saved_whole(stream: LayerStream, *hook_arguments: Any) -> None:
@@ -322,13 +348,19 @@ class Borrowed(nn.Module):
 
     def __init__(self, layer: nn.Module, name: str, *, cast: bool):
         super().__init__()
-        self._place = [layer], name  # a list does not register a submodule
+        self._layer = [layer]  # a list does not register a submodule
+        self._path = name.split(".")
         self.cast = cast
 
     @property
     def owner(self) -> nn.Module:
-        (layer,), name = self._place
-        return layer.get_submodule(name)
+        (owner,) = self._layer
+        for name in self._path:
+            owner = owner._modules[name]  # type: ignore[assignment]
+        return owner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)  # hooks are on the norm
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -365,39 +397,16 @@ class ConvertedLayer(Swapped):
                 "is not handed the padding and the cache by its model, and this scheme reads earlier tokens"
             )
         name = "" if args else next(name for name in INPUTS if name in kwargs)
-        incoming = args[0] if args else kwargs[name]
-        if isinstance(incoming, Flow) != (stream.expand is None):
-            raise UnknownUse("got the residual in a form that only another layer expects; were layers skipped?")
-        if stream.expand is not None:
-            lead = None if incoming.dim() == 3 else tuple(incoming.shape[:-1])
-            if lead is not None:  # one sequence of all tokens, or one of each image
-                incoming = incoming.reshape(1 if len(lead) == 1 else lead[0], -1, incoming.shape[-1])
-            state = stream.expand(incoming, None if memories is None else memories[0])
-        else:
-            lead = incoming.lead
-            # A recomputed layer must not recompute the layer before it, whose weights may be absent.
-            checkpointed = self.training and getattr(self, "gradient_checkpointing", False)  # type: ignore[attr-defined]
-            state = cut(incoming.state) if checkpointed else incoming.state
-        here = slice(1 + stream.first, 1 + stream.first + len(stream.connections))
-        own = [None] * len(stream.connections) if memories is None else memories[here]
-        connections: list[Any] = list(stream.connections if stream.watched is None else stream.watched)
-        flow = Flow(state, connections, own).seen(lead)
+        checkpointed = self.training and getattr(self, "gradient_checkpointing", False)  # type: ignore[attr-defined]
+        flow = stream.enter(args[0] if args else kwargs[name], memories, checkpointed=checkpointed)
         if args:
-            args = (flow, *args[1:])
+            out = super().forward(flow, *args[1:], **kwargs)  # type: ignore[misc]
         else:
             kwargs[name] = flow
-        out = super().forward(*args, **kwargs)  # type: ignore[misc]
-
-        def ended(item: Any) -> Any:
-            if not isinstance(item, Flow):
-                return item
-            settled = item.settled()
-            if stream.collapse is None:
-                return Flow(settled).seen(item.lead)
-            x = stream.collapse(settled, None if memories is None else memories[-1]).to(item.dtype)
-            return x if item.lead is None else x.reshape(item.shape)
-
-        return tuple(map(ended, out)) if isinstance(out, tuple) else ended(out)
+            out = super().forward(**kwargs)  # type: ignore[misc]
+        if isinstance(out, tuple):
+            return tuple([stream.leave(item, memories) for item in out])
+        return stream.leave(out, memories)
 
 
 def keywords_of(layer: nn.Module) -> frozenset[str]:
@@ -413,9 +422,11 @@ def expect_taken(keywords: frozenset[str], kwargs: Mapping[str, Any]) -> None:
 
 
 def reads(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow | None:
-    """Return the flow that a module reads, which it gets as its first tensor. As a later one, it is to add to it."""
-    first = next((item for item in (*args, *kwargs.values()) if isinstance(item, (Flow, Tensor))), None)
-    return first if isinstance(first, Flow) else None
+    """Return the flow that a module reads, which is its first tensor argument; to later ones it adds."""
+    for item in (*args, *kwargs.values()):
+        if isinstance(item, (Flow, Tensor)):
+            return item if isinstance(item, Flow) else None
+    return None
 
 
 class Reader(Swapped):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.memory import positions_in, window_of
-from residua.conversion.flow import MEMORY, ConvertedLayer, Flow, layer_streams
+from residua.conversion.flow import MEMORY, STREAM, ConvertedLayer, Flow, layer_streams
 from residua.errors import extra
 from residua.models.memory import (
     CACHE,
@@ -74,10 +74,10 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     stack = next(x for x in trunk.children() if isinstance(x, nn.ModuleList) and isinstance(x[0], ConvertedLayer))
     for module in (trunk, stack[0]):
         expect_gradients(module)
-    parts = [part for stream in layer_streams(stack) for part in stream.parts]
-    windowed = [part for part in parts if window_of(part)]
-    if not windowed and all(getattr(part, "causal", True) for part in parts):
+    if not getattr(stack[0], STREAM).sees_others:
         return None
+    parts = [part for layer in stack for part in getattr(layer, STREAM).parts]
+    windowed = [part for part in parts if window_of(part)]
     names = inspect.signature(trunk.forward).parameters
     given = {**dict(zip(names, args)), **kwargs}
     tokens: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
