@@ -169,13 +169,20 @@ MEASURED = (
 def compared(name: str) -> str:
     """Return the finished rows of ResBench that are of the scheme `name`; "" for none."""
     baselines = resbench().study.baselines
-    rows = [["size", "scheme", "validation loss", *(f"to `{one}`, equal tokens" for one in baselines), "step time"]]
+    header = ["size", "scheme", "validation loss", *(f"to `{one}`, equal tokens" for one in baselines), "step time"]
+    rows = [[size, f"`{label}`", *cells] for size, label, *cells in compared_rows(name)]
+    return table([header, *rows]) if rows else ""
+
+
+def compared_rows(name: str) -> list[list[str]]:
+    """Return size, label, loss, differences from the baselines and step time of these rows."""
+    rows = []
     for row in resbench().rows:
         if row.whole and row.loss and scheme_of(row.scheme) == name:
-            differences = [difference_text(row, one, "tokens") for one in baselines]
+            differences = [difference_text(row, one, "tokens") for one in resbench().study.baselines]
             time = f"{row.cost['time_ratio']['median']:.2f}" if row.cost else "–"
-            rows.append([row.rung, f"`{row.scheme}`", estimate_text(row.loss, ".4f"), *differences, time])
-    return table(rows) if len(rows) > 1 else ""
+            rows.append([row.rung, row.scheme, estimate_text(row.loss, ".4f"), *differences, time])
+    return rows
 
 
 def measured(name: str, page: str, mark: str) -> str:

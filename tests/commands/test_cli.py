@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from residua.commands.signature import command_parser
 from residua.commands.table import COMMANDS
 from residua.connections import PRESETS, registry
 
+ROOT = Path(__file__).parents[2]
 SMALL = [
     *("--config", "tiny", "--train.steps", "4", "--train.warmup_steps", "1", "--train.batch_size", "2"),
     *("--train.sequence_length", "16", "--train.evaluate_every", "2", "--train.tensorboard", "false"),
@@ -150,11 +152,20 @@ def test_schemes_explains_one(capsys):
     assert " ".join(kind.users.split()) in " ".join(text.split())
     assert all(option["meaning"] in " ".join(text.split()) for option in record["all_options"])
     assert {"scheme": "ddl-cc", "small, 1-shot": "49.13 (v2)"}.items() <= record["published"][1].items()
+    assert {"row": "ddl-tc", "size": "0.1M"}.items() <= record["ours"][1].items()
     assert "ddl-cc" not in output(capsys, ["schemes", "mhc"])
     assert "num_streams = 2 (default: 4; int (at least 2, at most 256))" in output(
         capsys, ["schemes", "mhc:num_streams=2"]
     )
     assert "did you mean 'ddl'" in error(capsys, ["schemes", "dll"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / "experiments").is_dir(), reason="experiments/ is not in this archive")
+def test_our_results_are_those_of_the_records():
+    """experiments/scheme_results.py writes the file."""
+    module = runpy.run_path(str(ROOT / "experiments" / "scheme_results.py"))
+    assert module["FILE"].read_text(encoding="utf-8") == module["results"]()
 
 
 @pytest.mark.parametrize("name", PRESETS)

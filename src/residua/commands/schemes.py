@@ -1,16 +1,18 @@
 """The command `residua schemes`, and the facts of a scheme that it and the scheme's page show."""
 
+import csv
 import re
 from collections.abc import Collection
 from dataclasses import fields
 from functools import cache
+from importlib import resources
 from inspect import cleandoc
 from textwrap import TextWrapper, indent
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from residua.commands.signature import Output
-from residua.connections.names import canonical
+from residua.connections.names import SCHEMES, canonical
 from residua.connections.options import Range
 from residua.errors import InputError, first_line
 
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
     from residua.connections import Scheme
 
 WRAP = TextWrapper(75, break_on_hyphens=False)
+OURS = """
+ours, ResBench: validation loss of language models of 0.1 and 0.3 million
+parameters, tuned under the same budget, and the difference to two baselines
+(*: clear after the correction for the number of comparisons); step time
+relative to residual
+"""
 PAPER_SIZES = {"small": (768, 24), "medium": (1024, 48)}
 """Width and sublayers of the models of arXiv 2601.00417. `residua.models.SIZES` has more, and needs transformers."""
 
@@ -89,6 +97,7 @@ def _explained(name: str) -> Output:
         raise InputError(first_line(error)) from error
     kind = type(scheme)
     header, rows = averages({name})
+    ours_header, ours = own_results(kind)
     record = _record(name, scheme) | {
         "title": kind.title,
         "users": kind.users,
@@ -103,6 +112,7 @@ def _explained(name: str) -> Output:
             for field in fields(scheme)
         ],
         "published": [dict(zip(header, row)) for row in rows],
+        "ours": [dict(zip(ours_header, row)) for row in ours],
     }
     cost = f"it cannot be built here: {record['not_built']}"
     if not record["not_built"]:
@@ -121,7 +131,8 @@ def _explained(name: str) -> Output:
             "\npublished, mean accuracy in percent of eight tasks, one seed (arXiv 2601.00417):\n",
             (header, rows),
         ]
-    return Output(record, [*parts, "\nour own results: docs/results.md and docs/resbench.md"])
+    parts += [OURS, (ours_header, ours)] if ours else ["\nours: not trained in a comparison yet"]
+    return Output(record, parts)
 
 
 def state(scheme: "Scheme") -> str:
@@ -190,6 +201,14 @@ def _values(annotation: Any) -> list[str]:
         ranges = [part.words for part in annotation.__metadata__ if isinstance(part, Range)]
         return [f"{kind} ({', '.join(ranges)})" for kind in _values(get_args(annotation)[0])]
     return ["None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))]
+
+
+def own_results(kind: "type[Scheme]") -> tuple[list[str], list[list[str]]]:
+    """Return the header and rows of ResBench that are of a scheme; experiments/scheme_results.py wrote the file."""
+    text = (resources.files("residua.commands") / "results.csv").read_text(encoding="utf-8")
+    header, *rows = csv.reader(text.splitlines())
+    names = [name for name, place in SCHEMES.items() if place.partition(":")[2] == kind.__name__]
+    return header[1:], [row[1:] for row in rows if row[0] in names]
 
 
 def averages(names: Collection[str]) -> tuple[list[str], list[list[str]]]:
