@@ -100,8 +100,8 @@ def test_without_a_command_the_overview_is_an_error(capsys):
     ("argv", "expected"),
     [
         (["trian"], "there is no command trian; did you mean train?"),
-        (["study"], "residua study: a command must follow; it has run, report, verify, tune, geometry"),
-        (["study", "rnu"], "residua study: there is no command rnu; did you mean run?"),
+        (["study"], "one of run, report, verify, tune, geometry must follow study"),
+        (["study", "rnu"], "there is no command study rnu; did you mean run?"),
         (["generate"], "RUN|HF_DIR, --prompt"),
         (["generate", "x", "--prompt", "a", "--temprature", "1"], "did you mean --temperature?"),
         (["generate", "x", "--prompt", "a", "--seed", "one"], "--seed"),
@@ -114,7 +114,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         (["evaluate", "x", "--include-path", "x"], "--include-path needs --tasks beside it"),
         (["compare", "no-such-folder"], "give a run folder"),
         (["train", "--run", "x"], "--config NAME|FILE.yaml must say what to train"),
-        (["cost", "count"], "--config NAME|FILE.yaml must say the run to count"),
+        (["cost", "count"], "--config NAME|FILE.yaml must say which run to count"),
         (
             ["cost", "count", "--config", "tiny", "--gpus", "7"],
             "residua: --gpus: torchrun must start a number of processes",

@@ -82,7 +82,8 @@ def test_values_are_of_the_declared_types():
     ("argv", "message"),
     [
         ([], "the following arguments are required: DIR, --name"),
-        (["here", "--name"], "expected one argument"),
+        (["here", "--name"], "--name must have a value"),
+        (["here", "--name", "x", "--seeds"], "--seeds must have a value"),
         (["here", "--name", "x", "--share", "nan"], "--share must be a finite number, got 'nan'"),
         (["here", "--name", "x", "--step", "10"], "--step must be a whole number from 0 to 9 or best, got '10'"),
         (["here", "--name", "x", "--device", "tpu"], "--device must be one of cpu, cuda, got 'tpu'"),

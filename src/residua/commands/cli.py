@@ -63,9 +63,10 @@ def _dispatch(argv: list[str]) -> int | None:
             print(_overview(words))
             return 0
         if word not in choices:
-            prog = " ".join(["residua", *words])
-            wrong = f"there is no command {word}{did_you_mean(word, choices)}" if word else "a command must follow"
-            raise InputError(f"{prog}: {wrong}; it has {', '.join(choices)}")
+            if not word:
+                raise InputError(f"one of {', '.join(choices)} must follow {' '.join(words)}")
+            hint = did_you_mean(word, choices) or f"; there are {', '.join(choices)}"
+            raise InputError(f"there is no command {' '.join([*words, word])}{hint}")
         words.append(word)
     return run_function(" ".join(["residua", *words]), explained(words), argv)
 

@@ -31,7 +31,7 @@ def count(
         gpus: number of GPUs
         gpu: h200, h100, b200, a100 or rtx4090
     """
-    config = configuration.load(needed="the run to count")
+    config = configuration.load(needed="which run to count")
     if config is None:
         return None
     from residua.lab.cost.estimate import estimate

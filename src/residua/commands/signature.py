@@ -57,6 +57,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (\S+): must", r"\1 must", message)
+        message = re.sub(r"^argument (\S+): expected (?:at least )?one argument", r"\1 must have a value", message)
         raise InputError(f"{message}; see {self.prog} --help")
 
     def _refuse(self, argument: str) -> NoReturn:

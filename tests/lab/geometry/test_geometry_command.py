@@ -24,7 +24,7 @@ def test_every_command_explains_itself(capsys, command):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], "it has reflection, quick"),
+        ([], "one of reflection, quick must follow study geometry"),
         (["refection"], "refection"),
         (["quick", "--tasks", "gyroscop"], "did you mean gyroscope?"),
         (["quick", "--models", "dll"], "did you mean ddl?"),
