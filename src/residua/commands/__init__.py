@@ -1,4 +1,4 @@
-"""The commands, one module each: HELP, EXAMPLES, `add_arguments` and `run`, as `base.Command` says.
+"""The commands: functions whose signatures and docstrings are the options and the help, as `signature` says.
 
 Whatever takes long to import is imported by the function that uses it, so that `--help` is quick.
 """
