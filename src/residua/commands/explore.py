@@ -50,25 +50,17 @@ def explore(
         all_checkpoints: every checkpoint, one trace each
         data (DIR): the run's prepared data, if they have moved
     """
-    if out is not None and no_page:
-        raise InputError("--out is not allowed with --no-page")
     if checkpoint is not None and all_checkpoints:
         raise InputError("--checkpoint is not allowed with --all-checkpoints")
+    page_file = _page_file(out, no_page, json)
     for path in paths:
         expect_path(path, "a run folder or a trace")
     from residua.lab.explorer.collect import Reading, collect, page_of
     from residua.lab.explorer.page import write_page
 
-    page_file = None if no_page or (json and out is None) else Path(out or PAGE)
-    if page_file is None and not paths:
-        raise InputError("RUN must be given, unless a page is written")
-    if page_file is not None and page_file.is_dir():
-        raise InputError(f"--out must be a file, got the folder {out}; write {page_file / PAGE}")
-    if page_file is not None and not page_file.parent.is_dir():
-        raise InputError(f"--out must be a file in a folder that exists, got {out}; make {page_file.parent} first")
     reading = Reading(prompt, tokens, checkpoint, all_checkpoints, data)
-    if reading.again and not paths:
-        raise InputError("RUN must be given with --prompt, --data, --tokens and checkpoints")
+    if not paths and (page_file is None or reading.again):
+        raise InputError("RUN must be given, unless a page without one is written")
     sources, comparison = collect(paths, reading)
     page = None if page_file is None else page_of(sources, comparison)
     traces = [trace for source in sources for trace in (*source.earlier, source)]
@@ -78,6 +70,20 @@ def explore(
     if page_file is not None and page is not None:
         parts.append(f"open in a browser: {write_page(page_file, *page)}")
     return Output([_record(source) for source in traces], parts)
+
+
+def _page_file(out: str | None, no_page: bool, json: bool) -> Path | None:
+    """Return the page to write, or None for none."""
+    if out is not None and no_page:
+        raise InputError("--out is not allowed with --no-page")
+    if no_page or (json and out is None):
+        return None
+    file = Path(out or PAGE)
+    if file.is_dir():
+        raise InputError(f"--out must be a file, got the folder {out}; write {file / PAGE}")
+    if not file.parent.is_dir():
+        raise InputError(f"--out must be a file in a folder that exists, got {out}; make {file.parent} first")
+    return file
 
 
 def _record(source: "Source") -> dict[str, Any]:
