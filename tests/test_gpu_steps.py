@@ -95,7 +95,7 @@ def test_every_benchmark_is_one_that_its_command_takes(dry, gpu, tmp_path, monke
     assert len({step.name for step in steps}) == len(steps)
     commands = [step.command[2:] for step in steps if {"cost", "benchmarks"} & set(step.command)]
     for module in ("residua.commands.cost", "benchmarks.__main__"):
-        monkeypatch.setattr(f"{module}.measure", lambda benchmark, settings, out, json: steps_of.append(settings.steps))
+        monkeypatch.setattr(f"{module}.measure", lambda benchmark, settings, out: steps_of.append(settings.steps))
     steps_of, kinds = [], set()
     for command in commands:
         inside = command[:2] == ("residua", "cost")

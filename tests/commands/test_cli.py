@@ -119,7 +119,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
             ["cost", "count", "--config", "tiny", "--gpus", "7"],
             "residua: --gpus: torchrun must start a number of processes",
         ),
-        (["generate", "x", "--prompt", "a", "--temperature", "0"], "(--greedy takes the most probable token), got '0'"),
+        (["generate", "x", "--prompt", "a", "--temperature", "0"], "(--greedy takes the most probable token), got 0.0"),
         (["train", "--config", "tiny"], "--run DIR"),
         (["train", "--run", "no-such-folder", "--resume"], "must be a run to resume"),
         (["train", "--run", "x", "--config", "tyny"], "did you mean tiny?"),

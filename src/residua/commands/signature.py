@@ -262,16 +262,17 @@ def _value(text: str, kind: Any) -> Any:
     try:
         return read(text, kind)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be {error}, got {shown(text)}") from None
+        expected, value = error.args
+        raise argparse.ArgumentTypeError(f"must be {expected}, got {shown(value)}") from None
 
 
 def read(text: str, kind: Any) -> Any:
-    """Return the value of a type that a text stands for. Raises ValueError with the words for what it must be."""
+    """Return the value of a type that a text stands for. Raises ValueError of what it must be and what it is."""
     if get_origin(kind) is Annotated:
         value = read(text, get_args(kind)[0])
         for allowed in _metadata(kind, Range):
             if not allowed.holds(value):
-                raise ValueError(allowed.words)
+                raise ValueError(allowed.words, value)
         return value
     if get_origin(kind) in (Union, UnionType):
         expected = []
@@ -279,22 +280,22 @@ def read(text: str, kind: Any) -> Any:
             try:
                 return read(text, option)
             except ValueError as error:
-                expected.append(str(error))
-        raise ValueError(" or ".join(expected))
+                expected.append(error.args[0])
+        raise ValueError(" or ".join(expected), text)
     if kind is int:
         with suppress(ValueError):  # also for more digits than Python converts
             if -(2**63) <= int(text) < 2**63:
                 return int(text)
-        raise ValueError("a whole number of at most 64 bits")
+        raise ValueError("a whole number of at most 64 bits", text)
     if kind is float:
         with suppress(ValueError):
             if math.isfinite(float(text)):
                 return float(text)
-        raise ValueError("a finite number")
+        raise ValueError("a finite number", text)
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         if text not in choices:
-            raise ValueError(f"one of {', '.join(choices)}" if choices[1:] else choices[0])
+            raise ValueError(f"one of {', '.join(choices)}" if choices[1:] else choices[0], text)
         return text
     return kind(text)
 

@@ -196,6 +196,9 @@ def wrong(tmp_path: Path, a_run: Path) -> dict[str, tuple[list[Path], str]]:
     text = tmp_path / "notes.txt"
     text.write_text("no trace\n")
     (tmp_path / "empty").mkdir()
+    many = [tmp_path / str(number) for number in range(13)]
+    for folder in many:
+        folder.mkdir()
     untrained = tmp_path / "untrained"
     shutil.copytree(a_run, untrained)
     shutil.rmtree(untrained / "checkpoints")
@@ -206,7 +209,7 @@ def wrong(tmp_path: Path, a_run: Path) -> dict[str, tuple[list[Path], str]]:
         "tensors": ([tensors], "must be a trace"),
         "text": ([text], "must be a trace"),
         "untrained": ([untrained], "must hold a checkpoint"),
-        "too many": ([tmp_path / str(number) for number in range(13)], "at most 12"),
+        "too many": (many, "at most 12"),
         "last of two": ([a_run, tmp_path / "nowhere"], "found no such file or folder"),
     }
 
