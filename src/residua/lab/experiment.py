@@ -110,7 +110,7 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(threads(config.train.threads))
         ranks = stack.enter_context(join(config.train.device))
-        base_digest = getattr(config.model, "base_sha256", None)
+        has_digest = getattr(config.model, "base_sha256", None) is not None  # otherwise it is computed just now
         with ranks.raise_together():
             if ranks.first:
                 config = resolved(config)
@@ -119,23 +119,12 @@ def run(
         with ranks.raise_together():
             shard = BatchShard.of(config.train, ranks)
             if ranks.first:
-                data = _data(config.data, run_folder.path, restart=not run_folder.resume, progress=progress is True)
-                if not saved_steps(run_folder.path):  # the run starts at the first step
-                    with writable(run_folder.tokenizer, "a place for the tokenizer of the run"):
-                        copy_tokenizer(data.folder / "tokenizer", run_folder.tokenizer)
+                data = _prepare_data(config.data, run_folder, progress=progress is True)
         with ranks.raise_together():
             if not ranks.first:
-                data = _data(config.data, run_folder.path, restart=False, progress=False)
-            has_checkpoint = bool(saved_steps(run_folder.path))
-            verify = ranks.first and base_digest is not None  # otherwise the digest was computed just now
-            model = build_model(config, data, run_folder.model if has_checkpoint else None, verify_base=verify)
-            if isinstance(config.model, BaseModelConfig):
-                if ranks.first and not has_checkpoint:
-                    with writable(run_folder.model, "a place for the model's configuration"):
-                        remove(run_folder.model)
-                        with unfinished(run_folder.model) as model_folder:
-                            model.config.save_pretrained(model_folder)
-                model.config.get_text_config().use_cache = False  # a cache would be filled in every step
+                data = PreparedData.open(_place_of_data(config.data, run_folder.path))
+            further = _further_validation(config.data, data)
+            model = _model_to_train(config, data, run_folder, ranks, verify_base=ranks.first and has_digest)
             _require_memory(config, model, shard.rows_here)
             if ranks.first:
                 for remark in _remarks(config, data, ranks):
@@ -148,20 +137,16 @@ def run(
                 rank=shard.member,
                 world_size=shard.members,
             )
-        evaluator, subject = _evaluator(config, data, ranks), Subject.of(model)
-        facts = data.facts
-        if config.data.further_validation is not None:
-            further = _further_validation(config.data.further_validation, data)
-            facts = {**facts, "further_validation": further.facts}
-            evaluator = _with_further(evaluator, _evaluator(config, further, ranks))
+        subject = Subject.of(model)
+        facts = {**data.facts, "place": _relative_place(run_folder.path, data.folder)}
         return train(
             model,
             batches,
             config.train,
             run_folder,
-            evaluate=evaluator,
+            evaluate=_evaluator(config, {"": data} | further, ranks),
             observe=gate_quantiles if has_gates(subject.stream, subject.dim) else None,
-            facts={**facts, "place": _relative_place(run_folder.path, data.folder)},
+            facts=facts | {f"{prefix}validation": text.facts for prefix, text in further.items()},
             progress=progress,
             ranks=ranks,
         )
@@ -199,6 +184,68 @@ def _claimed_folder(config: RunConfig, folder: str | Path, resume: bool, ranks: 
             if ranks.first:
                 run_folder = stack.enter_context(claim(folder, asdict(config), resume=resume))
         yield run_folder
+
+
+def _prepare_data(config: DataConfig, run: RunFolder, *, progress: bool) -> PreparedData:
+    """Open the data of a run, or prepare them in its folder. Copy their tokenizer there before the first step."""
+    if config.path is not None:
+        data = PreparedData.open(_place_of_data(config, run.path))
+    else:
+        if not run.resume:
+            remove(run.path / "data")  # left by a run that ended before its first step, perhaps with other settings
+        data = open_or_prepare(config, run.path / "data", progress=progress)
+    if not saved_steps(run.path):
+        with writable(run.tokenizer, "a place for the tokenizer of the run"):
+            copy_tokenizer(data.folder / "tokenizer", run.tokenizer)
+    return data
+
+
+def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> PreparedData:
+    """Open `folder`, or prepare the source of a configuration there first. Raises InputError if there is no source."""
+    if folder.exists():
+        return PreparedData.open(folder)
+    if config.source is None:
+        raise InputError("data.path must be a folder written by residua prepare (or data.source: text), got neither")
+    return prepare(
+        config.source,
+        folder,
+        vocab_size=config.vocab_size,
+        tokenizer=config.tokenizer,
+        validation_fraction=config.validation_fraction,
+        progress=progress,
+    )
+
+
+def _further_validation(config: DataConfig, data: PreparedData) -> dict[str, PreparedData]:
+    """Open the second held-out text of a run, if any, under the prefix that its results get.
+
+    Raises InputError unless the tokenizer of `data` made its tokens.
+    """
+    if config.further_validation is None:
+        return {}
+    further = PreparedData.open(config.further_validation)
+    if further.facts["tokenizer_fingerprint"] != data.facts["tokenizer_fingerprint"]:
+        raise InputError(
+            f"data.further_validation must hold tokens of the tokenizer of {data.folder}, got those of another in "
+            f"{further.folder}; prepare its text with: residua prepare --tokenizer {data.folder / 'tokenizer'}"
+        )
+    return {"further_": further}
+
+
+def _model_to_train(
+    config: RunConfig, data: PreparedData, run: RunFolder, ranks: Ranks, *, verify_base: bool
+) -> ResiduaForCausalLM | PreTrainedModel:
+    """Build the model of a run. Keep the configuration of a converted one in its folder before the first step."""
+    begun = bool(saved_steps(run.path))
+    model = build_model(config, data, run.model if begun else None, verify_base=verify_base)
+    if isinstance(config.model, BaseModelConfig):
+        if ranks.first and not begun:
+            with writable(run.model, "a place for the model's configuration"):
+                remove(run.model)
+                with unfinished(run.model) as model_folder:
+                    model.config.save_pretrained(model_folder)
+        model.config.get_text_config().use_cache = False  # a cache would be filled in every step
+    return model
 
 
 def _remarks(config: RunConfig, data: PreparedData, ranks: Ranks) -> Iterator[str]:
@@ -342,25 +389,11 @@ def open_run(
     config = load_config(str(folder / "config.yaml"))
     state = _checkpoint(folder, checkpoint)
     place = _place_of_data(config.data, folder) if data is None else Path(data)
-    tokenizer = _tokenizer_of(folder, place, state)
+    copy = RunFolder(folder).tokenizer
+    tokenizer = SavedTokenizer.open(copy if copy.exists() else _data_of(folder, place, state).folder / "tokenizer")
     model = build_model(config, tokenizer, RunFolder(folder).model)
     load_checkpoint(state, model)
     return OpenRun(model.to(pick_device(device)).eval(), tokenizer.load(), config, state.step, folder, state, place)
-
-
-def _tokenizer_of(folder: Path, place: Path, checkpoint: Checkpoint) -> SavedTokenizer:
-    """Return the run's copy of its tokenizer, or the tokenizer of its data if there is no copy."""
-    copy = RunFolder(folder).tokenizer
-    expected = checkpoint.settings.get("data.tokenizer_fingerprint")
-    if expected is None or not copy.exists():
-        return SavedTokenizer.open(_data_of(folder, place, checkpoint).folder / "tokenizer")
-    tokenizer = SavedTokenizer.open(copy)
-    if tokenizer.fingerprint != expected:
-        raise InputError(
-            f"{copy} must be the tokenizer that this run was trained with, found another; remove this folder to use "
-            "the tokenizer of its data"
-        )
-    return tokenizer
 
 
 def _relative_place(folder: Path, data: Path) -> str | None:
@@ -376,10 +409,8 @@ def _place_of_data(config: DataConfig, folder: Path) -> Path:
     facts = RunFolder(folder).facts
     if configured.exists() or not facts.is_file():
         return configured
-    data = read_object(facts).get("data")
-    place = data.get("place") if isinstance(data, dict) else None
-    moved = folder / place if isinstance(place, str) else configured
-    return moved if moved.is_dir() else configured
+    place = read_object(facts)["data"].get("place")
+    return configured if place is None or not (folder / place).is_dir() else folder / place
 
 
 def _data_of(folder: Path, place: Path, checkpoint: Checkpoint) -> PreparedData:
@@ -408,10 +439,28 @@ def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedM
     return model.to(pick_device(device)).eval(), tokenizer  # type: ignore[arg-type]
 
 
+def _evaluator(
+    config: RunConfig, texts: Mapping[str, PreparedData], ranks: Ranks = ALONE
+) -> Callable[[torch.nn.Module], dict[str, float]]:
+    """Return what measures a model on the held-out part of each of the `texts`; results get its prefix."""
+    size = config.train.batch_size, config.train.sequence_length
+    batches = {prefix: HeldOutBatches(data.validation, *size) for prefix, data in texts.items()}
+
+    def evaluated(model: torch.nn.Module) -> dict[str, float]:
+        results = {}
+        for prefix, data in texts.items():
+            shard = shard_batches(batches[prefix], ranks.rank, ranks.world_size)
+            losses = held_out_loss(model, shard, bytes=data.validation_bytes, gather=ranks.gather)
+            results |= {f"{prefix}{name}": value for name, value in losses.items()}
+        return results
+
+    return evaluated
+
+
 def evaluate(opened: OpenRun) -> dict[str, float]:
     """Return validation loss, perplexity and bits per byte of an opened run, measured as during its training."""
     with opened.precision():
-        return _evaluator(opened.config, opened.data)(opened.model)
+        return _evaluator(opened.config, {"": opened.data})(opened.model)
 
 
 def trace_run(opened: OpenRun, prompt: str | None = None, *, tokens: int | None = None) -> Trace:
@@ -428,7 +477,7 @@ def trace_run(opened: OpenRun, prompt: str | None = None, *, tokens: int | None 
     if prompt is not None:
         with opened.precision():
             return trace_prompt(opened.model, opened.tokenizer, prompt, tokens=tokens, facts=facts)
-    _check_tokens(tokens)
+    require(tokens is None or tokens >= 1, "tokens", "at least 1", tokens)
     length = opened.config.train.sequence_length if tokens is None else tokens
     ids = opened.data.validation.window(0, min(length, len(opened.data.validation))).tolist()
     excerpt = f"the first {len(ids)} tokens of the validation data"
@@ -449,67 +498,10 @@ def trace_prompt(
     tokens: the largest number of tokens. Raises InputError if it is below 1, or if they do not fit into the model's
     context.
     """
-    _check_tokens(tokens)
+    require(tokens is None or tokens >= 1, "tokens", "at least 1", tokens)
     ids = (tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id])[:tokens]
     excerpt = f"{len(ids)} tokens of a prompt"
     return trace(model, ids, text=pieces(tokenizer, ids), facts={**(facts or {}), "read": excerpt})
-
-
-def _check_tokens(tokens: int | None) -> None:
-    if tokens is not None and tokens < 1:
-        raise InputError(f"tokens must be at least 1, got {tokens}")
-
-
-def _evaluator(
-    config: RunConfig, data: PreparedData, ranks: Ranks = ALONE
-) -> Callable[[torch.nn.Module], dict[str, float]]:
-    batches = HeldOutBatches(data.validation, config.train.batch_size, config.train.sequence_length)
-    return lambda model: held_out_loss(
-        model, shard_batches(batches, ranks.rank, ranks.world_size), bytes=data.validation_bytes, gather=ranks.gather
-    )
-
-
-def _further_validation(path: str, data: PreparedData) -> PreparedData:
-    """Open the second held-out text of a run. Raises InputError unless the tokenizer of `data` made its tokens."""
-    further = PreparedData.open(path)
-    if further.facts["tokenizer_fingerprint"] != data.facts["tokenizer_fingerprint"]:
-        raise InputError(
-            f"data.further_validation must hold tokens of the tokenizer of {data.folder}, got those of another in "
-            f"{path}; prepare its text with: residua prepare --tokenizer {data.folder / 'tokenizer'}"
-        )
-    return further
-
-
-def _with_further(
-    evaluator: Callable[[torch.nn.Module], dict[str, float]], further: Callable[[torch.nn.Module], dict[str, float]]
-) -> Callable[[torch.nn.Module], dict[str, float]]:
-    """Evaluate on a second text too; prefix the names of its results with further_."""
-    return lambda model: {**evaluator(model), **{f"further_{name}": value for name, value in further(model).items()}}
-
-
-def _data(config: DataConfig, folder: Path, *, restart: bool, progress: bool) -> PreparedData:
-    if config.path is not None:
-        return PreparedData.open(_place_of_data(config, folder))
-    data_folder = folder / "data"
-    if data_folder.exists() and restart:
-        remove(data_folder)  # left by a run that ended before its first step, perhaps with other settings
-    return open_or_prepare(config, data_folder, progress=progress)
-
-
-def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> PreparedData:
-    """Open `folder`, or prepare the source of a configuration there first. Raises InputError if there is no source."""
-    if folder.exists():
-        return PreparedData.open(folder)
-    if config.source is None:
-        raise InputError("data.path must be a folder written by residua prepare (or data.source: text), got neither")
-    return prepare(
-        config.source,
-        folder,
-        vocab_size=config.vocab_size,
-        tokenizer=config.tokenizer,
-        validation_fraction=config.validation_fraction,
-        progress=progress,
-    )
 
 
 def _checkpoint(folder: Path, step: int | Literal["best"] | None) -> Checkpoint:
