@@ -326,7 +326,7 @@ def ranks(names: tuple[str, ...] = ("residual", "ddl-tc", "mhc", "attnres-block"
         for name in names:
             run = Path(folder) / name
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            command = [*torchrun, "-m", "residua", *train(name, data, run)]
+            command = [*torchrun, "-m", "--", "residua", *train(name, data, run)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
             yield name, written(run)
 

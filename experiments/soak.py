@@ -124,7 +124,7 @@ class Soak:
             log.flush()
             job = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}",
-                 f"--max-restarts={RESTARTS}", __file__, "--rank", *self.arguments, "--run", str(self.folder),
+                 f"--max-restarts={RESTARTS}", "--", __file__, "--rank", *self.arguments, "--run", str(self.folder),
                  *resume],
                 stdout=log,
                 stderr=log,
