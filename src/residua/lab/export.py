@@ -16,7 +16,7 @@ from residua.errors import InputError, RunError, extra, first_line
 from residua.lab.data.tokenizer import save_tokenizer
 from residua.lab.experiment import OpenRun, open_run
 from residua.records.durable import unfinished
-from residua.records.folder import new_folder
+from residua.records.folder import new_folder, read_object
 from residua.records.jsonlines import read_metrics
 from residua.records.reading import read_json, write_yaml
 from residua.records.table import cell
@@ -147,10 +147,8 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     """Return the text of README.md: how to load the model, and how it was trained."""
     config = opened.model.config.get_text_config()
     context = context_of(opened.model)
-    facts = read_json(run / "facts.json") if (run / "facts.json").exists() else {}
-    data = facts.get("data", {}) if isinstance(facts, dict) else None
-    if not isinstance(data, dict):
-        raise InputError(f"{run / 'facts.json'} must hold a JSON object with an object data, got something else")
+    facts = read_object(run / "facts.json") if (run / "facts.json").exists() else {}
+    data = facts.get("data", {})
     settings = asdict(opened.config)
     settings["data"].pop("path")  # a path on the machine that trained it, as the path of a base is
     if "base" in settings["model"]:

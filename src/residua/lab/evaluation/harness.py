@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residua.conversion.opening import context_of
-from residua.errors import InputError, extra, require
+from residua.errors import InputError, extra
 from residua.lab.evaluation.published import TASKS, Row
 from residua.models.evaluating import evaluating
 
@@ -99,10 +99,8 @@ def score(
         bfloat16: compute under autocast, as in bfloat16 training.
 
     Raises:
-        InputError: a task is unknown or has no accuracy, the folder does not exist, or a number is out of range.
+        InputError: a task is unknown or has no accuracy, or the folder does not exist.
     """
-    for option, value, least in (("num_fewshot", num_fewshot, 0), ("batch_size", batch_size, 1), ("limit", limit, 1)):
-        require(value is None or value >= least, option, f"at least {least}", value)
     names = [task for given in tasks for task in (TASKS if given == PAPER else [given])]
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = _task_manager(names, include_path)

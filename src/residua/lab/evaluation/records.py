@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any, NamedTuple
 
-from residua.errors import InputError, fits, require
+from residua.errors import InputError, require
 from residua.records.folder import LOGGING_KEYS, RunFolder, read_object, read_settings
 from residua.records.jsonlines import read_metrics
 
@@ -54,13 +54,13 @@ class Run:
         facts = read_object(run.facts) if run.facts.is_file() else {}
         training, validation, speeds = _read_metrics(run.metrics)
 
-        _check(run.config, settings)
+        named = not settings.keys().isdisjoint(f"model.connection{part}" for part in ("", ".preset", ".scheme"))
+        require(named, f"{run.config}", "a configuration with model.connection", settings)
         seed = settings.pop("train.seed", 0)
         settings = {key: value for key, value in settings.items() if key not in LOGGING_KEYS}
-        data = facts.get("data")
-        if isinstance(data, dict) and data.get("fingerprint") is not None:
+        if (fingerprint := facts.get("data", {}).get("fingerprint")) is not None:
             settings = {key: value for key, value in settings.items() if not key.startswith("data.")}
-            settings["data"] = data["fingerprint"]
+            settings["data"] = fingerprint
         if before := [row["steps_before"] for row in facts.get("resumed", []) if "steps_before" in row]:
             # Trained on after its last step, so its learning rate was another than that of a run of this length.
             settings["train.steps"] = ", then ".join(dict.fromkeys(map(str, [*before, settings.get("train.steps")])))
@@ -68,9 +68,7 @@ class Run:
             settings.pop("model.base", None)
         # The first logged step is slow and would pull a mean down.
         speed = median_high(speeds) if speeds else None
-        parameters = facts.get("parameters")
-        require(fits(parameters, int | None), f"{run.facts}: parameters", "a whole number or null", parameters)
-        return cls(run.path, seed, settings, training, validation, speed, parameters)
+        return cls(run.path, seed, settings, training, validation, speed, facts.get("parameters"))
 
     @property
     def connection(self) -> str:
@@ -92,16 +90,6 @@ class Run:
         return max((*self.training, *self.validation), key=lambda point: point.step, default=None)
 
 
-def _check(path: Path, settings: Mapping[str, Any]) -> None:
-    """Check the settings that name a run and group it. Raises InputError."""
-    connection = [f"model.connection{part}" for part in ("", ".preset", ".scheme")]
-    named = any(isinstance(settings.get(key), str) for key in connection)
-    require(named, f"{path}", "a configuration with model.connection", settings)
-    for key in ("train.seed", "train.sequence_length"):
-        value = settings.get(key, 0)
-        require(type(value) is int, f"{path}: {key}", "a whole number", value)
-
-
 def _read_metrics(path: Path) -> tuple[tuple[Point, ...], tuple[Point, ...], list[float]]:
     """Return training points, validation points and the logged speeds.
 
@@ -111,11 +99,7 @@ def _read_metrics(path: Path) -> tuple[tuple[Point, ...], tuple[Point, ...], lis
     validation: list[Point] = []
     speeds: list[float] = []
     tokens, seconds = 0, 0.0
-    for number, row in enumerate(read_metrics(path), start=1):
-        for name in {"tokens", "seconds", "loss", "val_loss", "tokens_per_second"} & row.keys():
-            missing = row[name] is None and name not in ("tokens", "seconds")
-            if not missing and not isinstance(row[name], int | float):
-                raise InputError(f"{path} must have a number for {name} in line {number}, got {row[name]!r}")
+    for row in read_metrics(path):
         step = row["step"]
         tokens, seconds = row.get("tokens", tokens), row.get("seconds", seconds)
         for points, name in ((training, "loss"), (validation, "val_loss")):

@@ -315,12 +315,8 @@ def _shard(model: nn.Module, layers: list[nn.Module], config: "TrainConfig", dev
 
 def recompute_layers(model: nn.Module) -> None:
     """Make the layers of a Hugging Face model keep only their inputs and recompute the rest."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
-        model, "gradient_checkpointing_enable", None
-    )
-    if enable is None:
-        raise InputError("train.activation_checkpointing must be false, this model has no layers to recompute")
-    enable()
+    newest = getattr(model, "activation_checkpointing_enable", None)  # the older name warns where both exist
+    (newest or model.gradient_checkpointing_enable)()
 
 
 def gather(value: Any, group: Any) -> list[Any]:

@@ -37,18 +37,12 @@ class Block(NamedTuple):
 
 
 def local_block(tensor: Tensor) -> Block:
-    """Return this rank's part of a tensor: all of it, or its shard of a DTensor.
-
-    Raises:
-        ValueError: a DTensor is not sharded over exactly one dimension of a mesh.
-    """
+    """Return this rank's part of a tensor: all of it, or its shard of a DTensor that one dimension of a mesh cuts."""
     shape = tuple(tensor.shape)
     offset = [0] * len(shape)
     values = tensor.detach()
     if _is_sharded(tensor):
-        placement, *others = tensor.placements
-        if others or not placement.is_shard():
-            raise ValueError(f"a parameter must be sharded over one dimension of a mesh, got {tensor.placements}")
+        (placement,) = tensor.placements
         chunk = -(-shape[placement.dim] // tensor.device_mesh.size())
         offset[placement.dim] = min(chunk * tensor.device_mesh.get_local_rank(), shape[placement.dim])
         values = values.to_local()
