@@ -178,6 +178,19 @@ def state_dtype_table() -> str:
     return markdown(["recipe", "float32 state", "bfloat16 state", "difference, seed by seed"], rows)
 
 
+def kernels_table() -> str:
+    """Give the most that a kernel takes under any of its options: registers, bytes of stack, bytes of shared memory."""
+    found: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for row in records("kernel-resources.jsonl"):
+        found.setdefault(row["kernel"], {}).setdefault(row["width"], []).append(row)
+
+    def most(cases: list[dict[str, Any]]) -> str:
+        return ", ".join(f"{max(row[kind] for row in cases):,}" for kind in ("registers", "stack", "shared_memory"))
+
+    rows = [[f"`{kernel}`", *map(most, cells.values())] for kernel, cells in found.items()]
+    return markdown(["kernel", *(f"width {width:,}" for width in next(iter(found.values())))], rows)
+
+
 def connections_table() -> str:
     """Time our connections without their sublayer."""
     times: dict[str, dict[tuple[str, str], float]] = {}
@@ -465,6 +478,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "memory-small": memory_small_table,
         "generation": generation_table,
         "state-dtype": state_dtype_table,
+        "kernels": kernels_table,
     },
     "docs/results.md": {"demo": demo_table, "sweep": sweep_table, "results": results_table},
     "docs/resbench.md": {"resbench": resbench_table},

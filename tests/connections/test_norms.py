@@ -62,7 +62,7 @@ def test_the_plain_residual_is_the_sum_with_the_models_own_norms():
 def test_kernels_step_aside_for_a_norm_that_they_do_not_know(norm, asked, monkeypatch):
     """The implementation is chosen only where a kernel for write and read exists."""
     chosen = []
-    monkeypatch.setattr(deep_delta, "choose", lambda *inputs: chosen.append(inputs) or "reference")
+    monkeypatch.setattr(deep_delta, "choose_boundary", lambda *inputs: chosen.append(inputs) or "reference")
     stream = DeepDelta(value_channels=4, compress="channel", implementation="auto").build(DIM, 2, norm=norm)
     first, second = stream.connections
     x, carry = first.read(stream.expand(normal(2, 5, DIM, dtype=torch.float32)))

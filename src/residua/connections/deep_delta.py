@@ -21,8 +21,8 @@ from residua.connections.norm import RMSNorm, norms
 from residua.connections.options import Beta, Count, Finite, Positive, expect_used, require_option
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
-from residua.ops.dispatch import Implementation, choose
-from residua.ops.write_read import boundary
+from residua.ops.dispatch import Implementation
+from residua.ops.write_read import boundary, choose_boundary
 
 
 class DeltaCoefficients(NamedTuple):
@@ -62,7 +62,8 @@ class DeepDelta(ChannelScheme):
     phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
     implementation   of the delta write, and of everything between two sublayers if one kernel can do it all:
                      "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto", which picks triton
-                     if it can run. No kernel has been timed on a GPU yet, so the default is "reference"
+                     if it can run; in training not for everything between two sublayers, where it spills registers.
+                     No kernel has been timed on a GPU yet, so the default is "reference"
     """
 
     title: ClassVar[str] = "Deep Delta Learning"
@@ -261,7 +262,7 @@ class DeltaConnection(ChannelConnection):
         k = y if self.k_proj is None else self.k_proj(y)
         maps = (following.beta.out.weight[0], project.weight)
         inputs = (state, k, v, beta, compressor.weights(), norm.weight, *maps)
-        if choose(scheme.implementation, *inputs) == "reference":
+        if choose_boundary(scheme.implementation, *inputs) == "reference":
             return None
         options = {**scheme.write_options, "norm_eps": norm.eps, "value_input": scheme.v_input}
         written, context, gate, value = boundary(*inputs, **options, implementation="triton")

@@ -2,6 +2,7 @@
 
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from residua.ops.conv import causal_read
@@ -26,6 +27,16 @@ class Boundary(NamedTuple):
     value: Tensor
 
 
+def choose_boundary(implementation: Implementation, *tensors: Tensor) -> Literal["reference", "triton"]:
+    """Choose as `choose`, but "auto" takes a kernel only if nothing needs a gradient: the backward kernels spill.
+
+    experiments/kernel-resources.jsonl has the registers and the stack of the code that is compiled for every kernel.
+    """
+    if implementation == "auto" and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "reference"
+    return choose(implementation, *tensors)
+
+
 def boundary(
     state: Tensor,
     k: Tensor,
@@ -46,12 +57,12 @@ def boundary(
     """X' = X + beta k (v^T - k^T X); x_in = sum_j weights[j] X'[j]; c = gain x_in / rms(x_in); the gate's product
     gate_weight . c and the value's products value_weight x_in, or value_weight c with `value_input="context"`.
 
-    state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), `recompute_every` and
-    `implementation` as in `delta_write`; weights: (value_channels, dim) as in `stream_read`, for channel compression,
-    or the taps (kernel, value_channels, dim) of `causal_read` on a state (..., seq, value_channels, dim), for token
-    compression; gain and gate_weight: (dim,), value_weight: (value_channels, dim) belong to the sublayer that follows.
-    Results in the dtype of `state`, products in at least float32. Other shapes and options raise ValueError. arXiv
-    2601.00417v2 section 4.2.
+    state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), `recompute_every` as in
+    `delta_write`, `implementation` as in `choose_boundary`; weights: (value_channels, dim) as in `stream_read`, for
+    channel compression, or the taps (kernel, value_channels, dim) of `causal_read` on a state
+    (..., seq, value_channels, dim), for token compression; gain and gate_weight: (dim,), value_weight:
+    (value_channels, dim) belong to the sublayer that follows. Results in the dtype of `state`, products in at least
+    float32. Other shapes and options raise ValueError. arXiv 2601.00417v2 section 4.2.
     """
     channels, dim = state.shape[-2:]
     expect_write(state, k, v, beta, k_norm)
@@ -65,7 +76,7 @@ def boundary(
     if over_tokens and state.dim() < 3:
         raise ValueError(f"state must be (..., seq, value_channels, dim), got {tuple(state.shape)}")
     tensors = (state, k, v, beta, weights, gain, gate_weight, value_weight)
-    if choose(implementation, *tensors) == "triton":
+    if choose_boundary(implementation, *tensors) == "triton":
         from residua.ops.kernels import channel_boundary, token_boundary
 
         kernel = token_boundary.token_boundary if over_tokens else channel_boundary.channel_boundary
