@@ -6,11 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import (
-    compose,
-    delta_inverse,
-    delta_operator,
     delta_write,
-    delta_write_v1,
     unit,
 )
 from support.delta_cases import cases, direction, generator, normal, outer, product_form
@@ -63,30 +59,10 @@ def test_gradients_with_k_as_it_is(case, seed):
         assert_close(by_write, by_autograd)
 
 
-@pytest.mark.parametrize("write", [delta_write, delta_write_v1, delta_inverse])
-@pytest.mark.parametrize("value_channels", [1, 3])
-@pytest.mark.parametrize("dim", [1, 4])
-@pytest.mark.parametrize("length", [0.0, 1.0])
-def test_write_gradcheck(write, value_channels, dim, length):
-    g = generator(0)
-    k = length * direction(g, 2, dim)
-    beta = torch.tensor([0.3, 2.0], dtype=torch.float64)
-    arguments = leaves(normal(g, 2, value_channels, dim), k, normal(g, 2, value_channels), beta)
-    assert torch.autograd.gradcheck(write, arguments)
-
-
 def test_write_gradcheck_one_token_through_the_norm_at_zero():
     g = generator(0)
     arguments = leaves(normal(g, 1, 1, 3, 4), torch.zeros(1, 1, 4).double(), normal(g, 1, 1, 3), normal(g, 1, 1))
     assert torch.autograd.gradcheck(lambda x, k, v, b: delta_write(x, unit(k, eps=0.3), v, b), arguments)
-
-
-def test_operator_and_composition_gradcheck():
-    g = generator(0)
-    k, beta, state, v = leaves(normal(g, 2, 3, 4), normal(g, 2, 3), normal(g, 2, 2, 4), normal(g, 2, 3, 2))
-    assert torch.autograd.gradcheck(delta_operator, (k, beta))
-    assert torch.autograd.gradcheck(lambda k, beta: compose(k, beta).operator(), (k, beta))
-    assert torch.autograd.gradcheck(lambda k, beta, x, v: compose(k, beta).write(x, v), (k, beta, state, v))
 
 
 @pytest.mark.parametrize("wanted", range(4))

@@ -58,28 +58,6 @@ def test_gradients_are_those_of_the_sums(n, first, second, identity, seed):
             assert_close(a, b)
 
 
-OPS = {
-    "hyper_read": (hyper_read, [(2, 3, 4, 2), (2, 3, 4)]),
-    "hyper_read-shared": (hyper_read, [(2, 3, 4, 2), (4,)]),
-    "hyper_mix": (hyper_mix, [(2, 3, 4, 2), (2, 3, 4, 4)]),
-    "hyper_mix-sequence": (hyper_mix, [(2, 3, 4, 2), (2, 1, 4, 4)]),
-    "hyper_write": (hyper_write, [(2, 3, 2), (2, 2), (2, 3, 3), (2, 3)]),
-    "hyper_write-shared": (hyper_write, [(2, 3, 2), (2, 2), (3, 3), (3,)]),
-    "hyper_write-rows": (hyper_write, [(2, 3, 2), (2, 3, 2), (2, 3, 3), (2, 3)]),
-    "hyper_write-rows-shared": (hyper_write, [(2, 3, 2), (2, 3, 2), (3, 3), (3,)]),
-    "hyper_write-None": (lambda x, y, p: hyper_write(x, y, None, p), [(2, 3, 2), (2, 2), (2, 3)]),
-}
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_gradcheck_and_gradgradcheck(name):
-    op, shapes = OPS[name]
-    g = generator(0)
-    inputs = [normal(g, *shape).requires_grad_() for shape in shapes]
-    assert torch.autograd.gradcheck(op, inputs)
-    assert torch.autograd.gradgradcheck(op, inputs)
-
-
 @pytest.mark.parametrize("chosen", range(4))
 def test_gradients_of_one_argument_alone(chosen):
     g = generator(0)

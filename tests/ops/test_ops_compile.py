@@ -3,96 +3,10 @@
 import pytest
 import torch
 
-from residua.ops import (
-    K_NORMS,
-    causal_expand,
-    causal_read,
-    cayley,
-    cayley_angle,
-    cayley_apply,
-    cayley_transform,
-    channel_taps,
-    compose,
-    delta_inverse,
-    delta_operator,
-    delta_write,
-    delta_write_v1,
-    depth_read,
-    determinant,
-    eigenvalues,
-    gate_penalty,
-    gated_delta,
-    guarded_sinkhorn,
-    householder,
-    hybrid,
-    hyper_mix,
-    hyper_read,
-    hyper_write,
-    iterative_cayley,
-    kronecker_mixture,
-    linear_at_least_float32,
-    orthogonal_update,
-    permutation_mixture,
-    residual_scale,
-    scaled_sum,
-    singular_values,
-    sinkhorn,
-    stream_read,
-    unit,
-)
+from residua.ops import delta_write, unit
 from support.delta_cases import generator, normal
+from support.op_cases import OPS
 from support.tolerances import assert_close
-
-WRITE = [(2, 3, 2, 4), (2, 3, 4), (2, 3, 2), (2, 3)]
-STREAMS = (2, 3, 4, 5)
-# name: (op, shapes of its arguments)
-OPS = {
-    **{f"unit-{k_norm}": (lambda k, k_norm=k_norm: unit(k, k_norm=k_norm), [(2, 3, 4)]) for k_norm in K_NORMS},
-    "delta_write": (delta_write, WRITE),
-    "delta_write_v1": (delta_write_v1, WRITE),
-    "delta_inverse": (delta_inverse, WRITE),
-    "delta_operator": (delta_operator, [(2, 4), (2,)]),
-    "compose": (lambda k, beta: compose(k, beta).operator(), [(3, 4), (3,)]),
-    "Composition.write": (lambda k, beta, x, v: compose(k, beta).write(x, v), [(3, 4), (3,), (2, 4), (3, 2)]),
-    "eigenvalues": (lambda beta: eigenvalues(beta, 3), [(2,)]),
-    "singular_values": (lambda beta: singular_values(beta, 3), [(2,)]),
-    "determinant": (lambda beta: determinant(beta, 3), [(2,)]),
-    "causal_expand": (causal_expand, [(2, 5, 4), (3, 2, 4)]),
-    "causal_read": (causal_read, [(2, 5, 2, 4), (3, 2, 4)]),
-    "stream_read": (stream_read, [(2, 5, 2, 4), (2, 4)]),
-    "channel_taps": (channel_taps, [(2, 4), (3,)]),
-    "linear_at_least_float32": (linear_at_least_float32, [(2, 4), (3, 4), (3,)]),
-    "hyper_read": (hyper_read, [STREAMS, (2, 3, 4)]),
-    "hyper_mix": (hyper_mix, [STREAMS, (2, 3, 4, 4)]),
-    "hyper_write": (hyper_write, [STREAMS, (2, 3, 5), (2, 3, 4, 4), (2, 3, 4)]),
-    "hyper_write-rows": (hyper_write, [STREAMS, STREAMS, (2, 3, 4, 4), (2, 3, 4)]),
-    "hyper_write-shared": (hyper_write, [STREAMS, (2, 3, 5), (4, 4), (4,)]),
-    "hyper_write-identity": (lambda x, y, h_post: hyper_write(x, y, None, h_post), [STREAMS, (2, 3, 5), (2, 3, 4)]),
-    "sinkhorn": (lambda logits: sinkhorn(logits, 3), [(2, 3, 4, 4)]),
-    "guarded_sinkhorn": (lambda logits: guarded_sinkhorn(logits, 3), [(2, 3, 4, 4)]),
-    "kronecker_mixture": (lambda weights: kronecker_mixture(weights.sigmoid()), [(2, 3, 2)]),
-    "permutation_mixture": (permutation_mixture, [(2, 3, 24)]),
-    "cayley": (cayley, [(2, 3, 4), (2, 3, 4), (2, 3)]),
-    "cayley_angle": (cayley_angle, [(2, 3, 4), (2, 3, 4), (2, 3)]),
-    "cayley_apply": (cayley_apply, [STREAMS, (2, 3, 4), (2, 3, 4), (2, 3)]),
-    "cayley_apply-many": (cayley_apply, [(2, 3, 6, 5), (2, 1, 6), (2, 1, 6), (2, 1)]),
-    "cayley_transform": (lambda w: cayley_transform(w - w.mT), [(2, 3, 4, 4)]),
-    "iterative_cayley": (lambda w: iterative_cayley(w - w.mT), [(2, 3, 4, 4)]),
-    "householder": (householder, [STREAMS, (2, 3, 4)]),
-    "householder-gate": (householder, [STREAMS, (2, 3, 4), (2, 3)]),
-    "hybrid": (hybrid, [STREAMS, (2, 3, 4), (2, 3, 4), (2, 3), (2, 3, 4), (2, 3)]),
-    "gate_penalty": (gate_penalty, [(2, 3)]),
-    "gated_delta": (gated_delta, [(2, 3, 4), (2, 3, 4), (2, 3, 2), (2, 3, 2)]),
-    "gated_delta_channels": (gated_delta, [(2, 3, 5, 4), (2, 3, 4), (2, 3, 1, 2), (2, 3, 5, 2)]),
-    "orthogonal_update": (orthogonal_update, [(2, 3, 4), (2, 3, 4), (2, 3, 2)]),
-    "residual_scale": (residual_scale, [(2, 3, 4), (2, 3, 4), (2, 3, 2)]),
-    "scaled_sum": (lambda x, y, s: scaled_sum((x, y), (s, None)), [(2, 3, 4), (2, 3, 4), (4,)]),
-    "depth_read": (lambda query, *sources: depth_read(sources, query)[0], [(4,), *[(2, 3, 4)] * 3]),
-    "depth_read_normalised_in_heads": (
-        lambda query, *sources: depth_read(sources, query, heads=2, normalise_values=True)[0],
-        [(4,), *[(2, 3, 4)] * 3],
-    ),
-}
 
 HYPER = ["hyper_read", "hyper_mix", "hyper_write", "sinkhorn"]
 

@@ -473,28 +473,6 @@ def test_rotation_gradcheck(n, case):
     assert torch.autograd.gradcheck(hybrid, leaves(x, u, v, beta, k, gamma))
 
 
-@pytest.mark.parametrize("n", [1, 3, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("length", [0.0, 1e-6, 1.0, 2.0])
-def test_householder_gradcheck(n, length):
-    g = generator(n)
-    x, k, beta = normal(g, 2, 3, n, 2), length * direction(g, 2, 3, n), normal(g, 2, 3)
-    assert torch.autograd.gradcheck(householder, leaves(x, k))
-    assert torch.autograd.gradcheck(householder, leaves(x, k, beta))
-    u, v, gamma = normal(g, 2, 3, n), normal(g, 2, 3, n), normal(g, 2, 3).sigmoid()
-    assert torch.autograd.gradcheck(hybrid, leaves(x, u, v, beta, k, gamma))
-
-
-def test_other_gradchecks():
-    g = generator(0)
-    w = normal(g, 2, 3, 3)
-    assert torch.autograd.gradcheck(cayley_transform, leaves(w))
-    assert torch.autograd.gradcheck(lambda w: cayley_transform(w, 0.3), leaves(w - w.mT))
-    for start in ("linear", "identity"):
-        assert torch.autograd.gradcheck(lambda w, start=start: iterative_cayley(w, 0.7, 3, start), leaves(w))
-    assert torch.autograd.gradcheck(gate_penalty, leaves(normal(g, 5).sigmoid()))
-    assert torch.autograd.gradcheck(cayley_angle, leaves(normal(g, 2, 4), normal(g, 2, 4), normal(g, 2)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_angle_of_parallel_directions_has_the_gradient_zero(dtype):
     u = normal(generator(0), 4).to(dtype)
@@ -540,40 +518,6 @@ def test_float32_stays_orthogonal_for_long_and_almost_parallel_directions(scale,
         assert_close(q.mT @ q, torch.eye(n).expand(200, n, n))
         x = normal(g, 200, n, 3).float()
         assert_close(cayley_apply(x, u, v, beta).norm(dim=-2), x.norm(dim=-2))
-
-
-@pytest.mark.parametrize("n", [4, 6])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_the_float32_computation_rounded_once(dtype, n):
-    g = generator(0)
-    x, u, v, k = normal(g, 2, 5, n, 8), normal(g, 2, 5, n), normal(g, 2, 5, n), direction(g, 2, 5, n)
-    beta, gamma, w = normal(g, 2, 5), normal(g, 2, 5).sigmoid(), 3 * normal(g, 2, n, n)
-    calls = [
-        (cayley, (u, v, beta)),
-        (cayley_angle, (u, v, beta)),
-        (cayley_apply, (x, u, v, beta)),
-        (householder, (x, k, beta)),
-        (householder, (x, k)),
-        (hybrid, (x, u, v, beta, k, gamma)),
-        (cayley_transform, (w - w.mT,)),
-        (iterative_cayley, (w - w.mT,)),
-        (gate_penalty, (gamma,)),
-    ]
-    for op, exact in calls:
-        low = leaves(*(t.to(dtype) for t in exact))
-        wide = leaves(*(t.to(dtype).float() for t in exact))
-        with torch.autocast("cpu", torch.bfloat16):
-            out = op(*low)
-        expected = op(*wide)
-        assert out.dtype == dtype
-        assert torch.equal(out, expected.to(dtype))
-        grad = normal(g, *out.shape).to(dtype)
-        theirs = torch.autograd.grad(expected, wide, grad.float())
-        for a, b in zip(torch.autograd.grad(out, low, grad), theirs):
-            assert a.dtype == dtype
-            assert torch.equal(a, b.to(dtype))
-        assert op(*exact).dtype == torch.float64
-        assert op(*(t.float() for t in exact)).dtype == torch.float32
 
 
 def test_float32_coefficients_keep_their_digits_beside_a_bfloat16_state():

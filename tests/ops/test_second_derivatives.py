@@ -9,6 +9,7 @@ from residua.ops.derived import derive, flattened
 from residua.ops.norm import layer_norm
 from residua.ops.write_read import boundary
 from support.delta_cases import direction, generator, normal
+from support.op_cases import OPS
 
 G = generator(0)
 # (batch, seq, channels, dim). The cost grows with the square of what stands here, and finite differences are the cost.
@@ -54,6 +55,15 @@ CASES = {
     ),
     "linear": (ops.linear_at_least_float32, (WIDE, normal(G, 2, 3), normal(G, 2))),
 }
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_derivatives_are_those_of_finite_differences(name):
+    """The first of every number; the second along a direction where there are many. CASES have it of every number."""
+    op, shapes = OPS[name]
+    inputs = [normal(generator(i), *shape).requires_grad_() for i, shape in enumerate(shapes)]
+    assert torch.autograd.gradcheck(op, inputs)
+    assert torch.autograd.gradgradcheck(op, inputs, fast_mode=sum(x.numel() for x in inputs) > 80)
 
 
 @pytest.mark.parametrize("name", CASES)

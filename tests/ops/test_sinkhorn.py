@@ -106,24 +106,6 @@ def test_large_gradients_of_large_logits_are_exact(form, compiled):
             assert (found[0] - found[1]).norm() <= 1e-5 * found[1].norm(), (scale, size)
 
 
-@pytest.mark.parametrize(("shape", "iterations"), [((3, 3), 20), ((2, 4, 4), 1), ((2, 1, 2, 2), 7), ((1, 1), 3)])
-def test_sinkhorn_gradcheck(shape, iterations):
-    logits = normal(generator(0), *shape).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: sinkhorn(x, iterations), logits)
-    assert torch.autograd.gradgradcheck(lambda x: sinkhorn(x, iterations), logits)
-
-
-def test_low_precision_is_the_float32_computation_rounded_once():
-    logits, weights = normal(generator(0), 6, 4, 4), normal(generator(1), 6, 24).softmax(-1)
-    for dtype in (torch.bfloat16, torch.float16):
-        for op, x in [(sinkhorn, logits.to(dtype)), (permutation_mixture, weights.to(dtype))]:
-            with torch.autocast("cpu", torch.bfloat16):
-                low = op(x)
-            assert low.dtype == dtype
-            assert torch.equal(low, op(x.float()).to(dtype))
-    assert sinkhorn(logits).dtype == permutation_mixture(weights).dtype == torch.float64
-
-
 @pytest.mark.parametrize("n", range(1, 6))
 def test_permutations_are_all_there_once_identity_first(n):
     matrices = permutations(n)
@@ -163,12 +145,6 @@ def test_a_mixture_reaches_every_doubly_stochastic_matrix(n, seed):
         rest = rest - smallest[m] * matrices[m]
     assert (weights >= -1e-12).all()
     assert_close(permutation_mixture(weights), target)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_permutation_mixture_gradcheck(n):
-    weights = normal(generator(0), 2, math.factorial(n)).requires_grad_()
-    assert torch.autograd.gradcheck(permutation_mixture, weights)
 
 
 def test_bad_sizes_are_named():
