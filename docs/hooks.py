@@ -1,11 +1,14 @@
-"""What the site has beside the files of docs/: the home page, the examples, a page per scheme, ResBench's report, and
-copies of linked files.
+"""What the site has beside the files of docs/: the home page, the examples, a page per scheme, the explorer, ResBench's
+report, and copies of linked files. Formulas become MathML.
 """
 
 import ast
+import json
 import re
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mkdocs.structure.files import File
 
@@ -19,55 +22,126 @@ EXAMPLES = (
     "custom_scheme/use.py",
     "check_module.py",
 )
-FOLDERS = {"../examples": "examples.md", "../experiments/resbench": "resbench-report.html"}
-"""In place of folders of the repository that pages link to."""
+FOLDERS = {
+    "../examples": "examples.md",
+    "../experiments/resbench": "resbench-report.html",
+    "../CONTRIBUTING.md": "contributing.md",
+}
+"""In place of folders and pages of the repository that pages link to."""
+BUTTONS = (
+    "[Try it live](explorer/index.html){ .md-button .md-button--primary }\n"
+    "[DDL in ten minutes](tutorial.md){ .md-button }\n"
+    "[Which residual?](which.md){ .md-button }"
+)
+SECTIONS = {
+    "released-models": "api-convert",
+    "models-of-transformers": "api-convert",
+    "language-models": "api-lab",
+    "data": "api-lab",
+    "training-and-evaluation": "api-lab",
+    "analysis": "api-lab",
+    "testing": "api-write",
+    "operations": "api-write",
+}
+"""The sections of the one API page of old, and the pages that have them now."""
+ANCHORS = """\
+const pages = PAGES;
+const anchor = decodeURIComponent(location.hash.slice(1));
+if (/\\/api\\/$/.test(location.pathname) && anchor && !document.getElementById(anchor)) {
+  const names = Object.keys(pages).filter((name) => anchor === name || anchor.startsWith(`${name}.`));
+  const longest = names.sort((a, b) => b.length - a.length)[0];
+  if (longest) location.replace(`../${pages[longest]}/#${anchor}`);
+}
+"""
+DRAWING = re.compile(r'<img alt="([^"]*)" src="(?:\.\./)*([\w-]+)\.svg" ?/?>')
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 
 sys.path[:0] = [str(DOCS), str(ROOT / "src"), str(ROOT / "experiments")]
 
 import scheme_pages  # noqa: E402
+from formulas import Formulas, labelled  # noqa: E402
 
+import residua  # noqa: E402
+from residua.lab.explorer import write_page  # noqa: E402
+from residua.lab.explorer.collect import page_of  # noqa: E402
 from residua.lab.study.page import page as study_page  # noqa: E402
 from residua.lab.study.report import payload  # noqa: E402
 
 
 def on_config(config):
-    """Append the page of every scheme to the section of the navigation that holds the overview."""
+    """Name the version and the project's addresses, and list the pages of schemes by family."""
+    config.site_name = f"residua {residua.__version__}"
+    addresses = dict(url.split(", ", 1) for url in metadata("residua").get_all("Project-URL", []))
+    config.repo_url, config.site_url = addresses.get("Repository"), addresses.get("Documentation")
     section = next(pages for item in config.nav for title, pages in item.items() if title == "Schemes")
-    section.extend({scheme_pages.title(name): f"schemes/{name}.md"} for name in scheme_pages.names())
+    for family, names in scheme_pages.families().items():
+        section.append({family: [{scheme_pages.title(name): f"schemes/{name}.md"} for name in names]})
     return config
 
 
 def on_files(files, config):
     """Add the generated pages, and every file outside docs/ that a page links to."""
-    pages = {"index.md": home(), "examples.md": examples()}
+    pages = {
+        "index.md": home(),
+        "contributing.md": from_root("CONTRIBUTING.md"),
+        "examples.md": examples(),
+        "explorer/index.html": explorer(),
+        "anchors.js": anchors(),
+        FOLDERS["../experiments/resbench"]: study_page(payload(scheme_pages.resbench())),
+    }
     pages |= {f"schemes/{name}.md": scheme_pages.page(name) for name in scheme_pages.names()}
+    files.remove(files.get_file_from_path("deviations.md"))
+    pages["deviations.md"] = scheme_pages.index()
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
-    files.append(File.generated(config, FOLDERS["../experiments/resbench"], content=report()))
     for target in sorted(outside()):
         files.append(File.generated(config, copied(target), content=(ROOT / target).read_bytes()))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Point links that leave docs/ to the copies."""
-    return LINK.sub(lambda match: f"]({inside(match[1])}", markdown)
+    """Point links that leave docs/ to the copies, and take the formulas out."""
+    page.formulas = Formulas()
+    return page.formulas.taken_out(LINK.sub(lambda match: f"]({inside(match[1])}", markdown))
+
+
+def on_page_content(html, page, config, files):
+    """Put in the formulas, the drawings, so that they have the colours of the theme, and the headings of cells."""
+    return labelled(DRAWING.sub(lambda match: drawing(match[2], match[1]), page.formulas.put_back(html)))
+
+
+def drawing(name: str, text: str) -> str:
+    svg = (DOCS / f"{name}.svg").read_text(encoding="utf-8")
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{text}" ', 1)
 
 
 def home() -> str:
-    """Return the README with its links as the site has them."""
-    return LINK.sub(lambda match: f"]({inside(match[1])}", readme())
+    """Return the README as the site has it, with buttons below its first paragraph."""
+    title, pitch, rest = from_root("README.md").split("\n\n", 2)
+    return LINK.sub(lambda match: f"]({inside(match[1])}", f"{title}\n\n{pitch}\n\n{BUTTONS}\n\n{rest}")
 
 
-def readme() -> str:
-    """Return the README with its links seen from docs/."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def from_root(name: str) -> str:
+    """Return a page of the repository's root with its links seen from docs/."""
+    text = (ROOT / name).read_text(encoding="utf-8")
     return LINK.sub(lambda match: f"]({seen_from_docs(match[1])}", text)
 
 
 def seen_from_docs(target: str) -> str:
     return target.removeprefix("docs/") if target.startswith("docs/") else f"../{target}"
+
+
+def explorer() -> str:
+    """Return the explorer's page with its simulations, as `residua explore` writes it without a run."""
+    with TemporaryDirectory() as folder:
+        return write_page(Path(folder) / "explorer.html", *page_of(())).read_text(encoding="utf-8")
+
+
+def anchors() -> str:
+    """Return the script that leads from an anchor of the one API page of old to the page that has it now."""
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("api*.md"))}
+    names = {name: page for page, text in pages.items() for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
+    return ANCHORS.replace("PAGES", json.dumps(names | SECTIONS))
 
 
 def examples() -> str:
@@ -86,11 +160,6 @@ def examples() -> str:
     return "\n".join(parts)
 
 
-def report() -> str:
-    """Return ResBench's report as `residua study report` writes it."""
-    return study_page(payload(scheme_pages.resbench()))
-
-
 def fenced(text: str) -> str:
     """Put the indented blocks of a docstring between fences."""
     blocks = re.sub(r"(?m)^(?: {4}.*\n?)+", lambda match: f"```text\n{dedented(match[0])}\n```\n", text + "\n")
@@ -103,10 +172,12 @@ def dedented(block: str) -> str:
 
 def outside() -> set[str]:
     """Return the files of the repository outside docs/ that its pages link to, from the root."""
-    texts = [readme(), *(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))]
-    targets = {
-        target.removeprefix("../") for text in texts for target in LINK.findall(text) if target.startswith("../")
-    }
+    texts = [
+        *map(from_root, ("README.md", "CONTRIBUTING.md")),
+        *(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")),
+    ]
+    links = {target for text in texts for target in LINK.findall(text) if target.startswith("../")}
+    targets = {target.removeprefix("../") for target in links}
     return {target for target in targets if (ROOT / target).is_file()}
 
 

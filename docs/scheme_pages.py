@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from formulas import displayed
 from torch import nn
 
 import residua
@@ -24,9 +25,40 @@ DOCS = Path(__file__).parent
 WITH = {"mudd": 'ways="r"'}
 
 
+FAMILIES = {
+    "Scales": ("residual", "lambdas", "siamese"),
+    "Delta writes": ("deep_delta", "gated_delta", "gated_orthogonal"),
+    "Streams": ("hyper", "frac", "mhc", "mhc_deepseek", "krom", "ihc", "gated_residual", "altup"),
+    "Rotations": ("jpmhc", "edelta", "edelta_stream", "pooled_householder"),
+    "Depth": ("attnres", "attnres_inkling", "delta_attnres", "denseformer", "mudd"),
+}
+
+
+PICTURES = {
+    "Scales": "scales",
+    "Delta writes": "delta-writes",
+    "Streams": "streams",
+    "Rotations": "rotations-and-reflections",
+    "Depth": "attention-over-depth",
+}
+SECTIONS = {"edelta_stream": "edelta"}
+"""The schemes whose differences stand in the section of another."""
+
+
 def names() -> list[str]:
     """Return the names of all schemes."""
     return list(SCHEMES)
+
+
+def families() -> dict[str, list[str]]:
+    """Return the names of the schemes by family; those that are in none of FAMILIES are under "More"."""
+    listed = {name for family in FAMILIES.values() for name in family}
+    more = [name for name in SCHEMES if name not in listed]
+    return {family: list(members) for family, members in FAMILIES.items()} | ({"More": more} if more else {})
+
+
+def family_of(name: str) -> str:
+    return next(family for family, members in families().items() if name in members)
 
 
 def title(name: str) -> str:
@@ -43,9 +75,8 @@ def page(name: str) -> str:
     code = snippet(name)
     parts = [
         f"# {title(name)}",
-        f"```text\n{kind.equation}\n```",
-        f"Source: {sources(name)}. Class: `residua.{kind.__name__}`. [Deviations](../deviations.md) lists where "
-        "papers, code and this library differ.",
+        displayed(kind.equation),
+        f"Source: {sources(name)}. Class: `residua.{kind.__name__}`. {picture(name)}",
         *map(joined, about(kind)),
         "## Use it",
         f"```python\n{code}```",
@@ -62,8 +93,62 @@ def page(name: str) -> str:
         results(name),
         "## Who runs it",
         linked(kind.users),
+        "## Where papers and code differ",
+        differences(name),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def picture(name: str) -> str:
+    """Return the link to the picture of a scheme's family."""
+    anchor = PICTURES.get(family_of(name))
+    return f"[Its family in a picture](../pictures.md#{anchor})." if anchor else ""
+
+
+def differences(name: str) -> str:
+    """Return the section of docs/deviations.md about a scheme, its rows as a list that a phone can show."""
+    section = sections().get(title(SECTIONS.get(name, name)), "")
+    rows = re.findall(r"^\| (.*) \|$", section, flags=re.MULTILINE)
+    heads = next((row.split(" | ") for row in rows if row.startswith("#")), [])
+    items = [dict(zip(heads, row.split(" | "))) for row in rows if re.match(r"\d", row)]
+    text = re.sub(r"(?m)^\|.*\n?", "", section).strip()
+    general = "[Where papers and code differ](../deviations.md) has the points that hold for all schemes."
+    parts = ("\n".join(map(point, items)), text)
+    return "\n\n".join([*(rebased(part) for part in parts if part), general])
+
+
+def point(row: dict[str, str]) -> str:
+    """Return one row as an item: number, topic, our choice, the sources, the option."""
+    labels = {"paper": "Paper", "authors' code": "Authors' code", "comparison code": "Comparison code"}
+    labels |= {"public code": "Public code", "their code": "Their code", "option": "Option"}
+    others = [f"*{label}*: {row[key]}." for key, label in labels.items() if row.get(key, "-") != "-"]
+    return f"- **{row['#']}. {row['topic']}**: {row['ours, by default']}. {' '.join(others)}"
+
+
+@cache
+def sections() -> dict[str, str]:
+    """Return the sections of docs/deviations.md by heading."""
+    text = (DOCS / "deviations.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## (.*)$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2]))
+
+
+def index() -> str:
+    """Return docs/deviations.md for the site: the sections of schemes are links to their pages."""
+    text = (DOCS / "deviations.md").read_text(encoding="utf-8")
+    listed = []
+    for name in names():
+        count = len(re.findall(r"^\| \d+ \|", sections().get(title(name), ""), flags=re.MULTILINE))
+        if title(name) in sections():
+            text = text.replace(f"## {title(name)}{sections()[title(name)]}", "")
+            points = f"{count} {'point' if count == 1 else 'points'}" if count else "in words"
+            listed.append(f"- [{title(name)}](schemes/{name}.md#where-papers-and-code-differ): {points}")
+    return f"{text.strip()}\n\n## By scheme\n\n" + "\n".join(listed) + "\n"
+
+
+def rebased(text: str) -> str:
+    """Point the links of a page in docs/ from docs/schemes/."""
+    return re.sub(r"\]\((?!\w+:|#)", "](../", text)
 
 
 def sources(name: str) -> str:
@@ -147,9 +232,9 @@ COMPARED = (
 # Tables of other pages with rows for schemes: page, mark, and text before the rows.
 MEASURED = (
     (
-        "results.md",
+        "reproduce.md",
         "results",
-        "Ours: validation loss of a 0.6M-parameter language model, five seeds ([setting](../results.md)).",
+        "Ours: validation loss of a 0.6M-parameter language model, five seeds ([setting](../reproduce.md)).",
     ),
     (
         "geometry.md",

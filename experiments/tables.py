@@ -320,6 +320,38 @@ def results_table() -> str:
     )  # fmt: skip
 
 
+PUBLISHED_LOSSES = {
+    "ddl": ((2.84817 - 2.85426), (2.60388 - 2.60532)),
+    "ddl-tc": ((2.83545 - 2.85426), (2.59267 - 2.60532)),
+    "ddl-cc": ((2.8321 - 2.8543), (2.5790 - 2.6053)),
+    "ddl-ec": ((2.8299 - 2.8543), (2.5905 - 2.6053)),
+    "ddl-cc-ec": ((2.8329 - 2.8543), (2.5758 - 2.6053)),
+}
+"""Validation loss minus the baseline's of the same table at 124M and at 353M: arXiv 2601.00417v2, v3 below `ddl-tc`."""
+
+
+def paper_table() -> str:
+    """Give every row of the paper's tables the published differences and ours, in columns of their own."""
+    from residua.lab.evaluation.published import rows as published
+
+    ours = {row.variant: row for row in reproduction.results()}
+    averages = {size: {row.preset: row.average for row in published(size, 0)} for size in ("small", "medium")}
+    lines = []
+    for preset, losses in PUBLISHED_LOSSES.items():
+        gains = [f"{averages[size][preset] - averages[size]['residual']:+.2f}" for size in averages]
+        cells = [reproduction.interval(one) for one in (ours[preset].at_tokens, ours[preset].at_seconds)]
+        lines.append(
+            [f"`{preset}`", " / ".join(f"{loss:+.3f}" for loss in losses), " / ".join(gains)]
+            + [f"{mean:+.3f} ± {half:.3f}" for mean, half in cells]
+        )  # fmt: skip
+    header = [
+        "minus the plain residual",
+        "published: validation loss, 124M / 353M",
+        "published: mean of eight tasks, 0-shot",
+    ]
+    return markdown([*header, "ours at 0.64M: loss, same tokens", "ours: loss, same seconds"], lines)
+
+
 def resbench_table() -> str:
     """The leads of ResBench's picture at every size, and what a step costs beside the plain residual's."""
     from resbench_picture import BASELINE, RECORDS, SCHEMES
@@ -480,7 +512,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "state-dtype": state_dtype_table,
         "kernels": kernels_table,
     },
-    "docs/results.md": {"demo": demo_table, "sweep": sweep_table, "results": results_table},
+    "docs/results.md": {"demo": demo_table, "sweep": sweep_table},
+    "docs/reproduce.md": {"paper": paper_table, "results": results_table},
     "docs/resbench.md": {"resbench": resbench_table},
     "docs/retrofit.md": {
         "largest": largest_logit,

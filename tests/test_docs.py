@@ -15,6 +15,7 @@ import pytest
 
 import residua
 import residua.lab.demo
+from experiments.drawings import PICTURES
 from residua.commands.cli import main
 from residua.connections import PRESETS, SCHEMES
 from residua.lab.study.plan import load_study
@@ -48,6 +49,12 @@ def hooks(scheme_pages):
         return importlib.import_module("hooks")
 
 
+def cells(notebook: Path) -> list[str]:
+    """The code of a notebook, cell by cell."""
+    content = json.loads(notebook.read_text(encoding="utf-8"))
+    return ["".join(cell["source"]) + "\n" for cell in content["cells"] if cell["cell_type"] == "code"]
+
+
 def commands() -> list[list[str]]:
     """The commands in the `sh` blocks of all pages, each once; a page comes after the pages that make its runs."""
     order = ["README.md", "docs/language-models.md", *PAGES]
@@ -65,7 +72,7 @@ def commands() -> list[list[str]]:
 )
 def test_the_python_of_a_page_runs(page, tmp_path):
     """As printed: one block after the other, in a fresh process that has nothing but them."""
-    code = "\n".join(blocks(PAGES[page], "python"))
+    code = "\n".join(cells(DOCS / "tutorial.ipynb") if page == "docs/tutorial.md" else blocks(PAGES[page], "python"))
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=one_thread, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -75,6 +82,32 @@ def test_the_python_of_a_page_runs(page, tmp_path):
         losses, printed = re.findall(r"last loss (\d\.\d+) ", done.stdout), re.search(r"# such as (.*)", code)[1]
         for loss, about in zip(losses, re.findall(r"\d\.\d+", printed), strict=True):
             assert abs(float(loss) - float(about)) < 0.15
+
+
+def test_the_notebook_is_the_tutorial():
+    """`python docs/notebook.py` writes it; its cells run above."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)
+        notebook = importlib.import_module("notebook").notebook
+    assert (DOCS / "tutorial.ipynb").read_text(encoding="utf-8") == notebook(PAGES["docs/tutorial.md"])
+    assert cells(DOCS / "tutorial.ipynb") == blocks(PAGES["docs/tutorial.md"], "python")
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_drawing_is_what_its_script_draws(name):
+    """`python experiments/drawings.py` makes it from the records."""
+    assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name]()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_equation_of_a_scheme_becomes_a_formula(name, scheme_pages):
+    """Greek letters, roots and subscripts are LaTeX, and nothing of the equation is lost."""
+    latex = importlib.import_module("formulas").latex_of(SCHEMES[name].equation)
+    assert latex.count("{") == latex.count("}")
+    assert latex.count(r"\lVert") == latex.count(r"\rVert")
+    assert not re.search(r"(?<![\\{a-z])(beta|gamma|sqrt|h_res)\b", latex)
+    letters = re.sub(r"\\(text|tilde|lVert|rVert|langle|rangle|cdot|le|leftarrow)\b|[^A-Za-z]", "", latex)
+    assert letters == re.sub(r"[^A-Za-z]", "", SCHEMES[name].equation)
 
 
 @pytest.mark.processes
@@ -185,7 +218,7 @@ def test_the_schemes_are_listed_with_their_state_and_their_parameters(scheme_pag
 
     pattern = r"^\| `([a-z-]+)` \| .* \| (d|\d+d|\d*d to \d+d) \| ([\d,]+)(?: / ([\d,]+))? \|$"
     rows = re.findall(pattern, PAGES["docs/schemes.md"], flags=re.MULTILINE)
-    assert [name for name, *_ in rows] == list(PRESETS)
+    assert sorted(name for name, *_ in rows) == sorted(PRESETS)
     sizes = [SIZES[name] for name in ("small", "medium")]
     totals = {name: [parameters(ResiduaConfig(connection=name, **size))["total"] for size in sizes] for name in PRESETS}
     for name, state, small, medium in rows:
@@ -198,7 +231,7 @@ def test_the_schemes_are_listed_with_their_state_and_their_parameters(scheme_pag
 def test_the_page_of_a_scheme_is_whole(name, scheme_pages):
     """Its code runs and prints, every preset has a row, and every option a meaning."""
     page = scheme_pages.page(name)
-    assert SCHEMES[name].equation in page
+    assert scheme_pages.displayed(SCHEMES[name].equation) in page
     assert "torch.Size([2, 16, 64])" in page
     for preset, scheme in PRESETS.items():
         assert (f"\n| `{preset}` | " in page) or type(scheme) is not SCHEMES[name]
@@ -226,7 +259,7 @@ def test_the_start_of_a_scheme_is_measured(scheme_pages):
 def test_the_site_has_every_page_in_its_navigation():
     told = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r": ([\w-]+\.md)$", told, flags=re.MULTILINE))
-    assert listed == {path.name for path in DOCS.glob("*.md")} | {"index.md", "examples.md"}
+    assert listed == {path.name for path in DOCS.glob("*.md")} | {"index.md", "examples.md", "contributing.md"}
 
 
 def test_the_home_page_and_the_copies_of_the_site(hooks):
@@ -240,11 +273,12 @@ def test_the_home_page_and_the_copies_of_the_site(hooks):
         assert (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()[-1] in hooks.examples()
 
 
-def test_the_api_page_names_what_exists():
+def test_the_api_pages_name_what_exists():
     from pkgutil import resolve_name
 
-    names = re.findall(r"^::: ([\w.]+)$", PAGES["docs/api.md"], flags=re.MULTILINE)
-    assert len(names) > 10
+    pages = [text for page, text in PAGES.items() if page.startswith("docs/api")]
+    assert len(pages) == 4
+    names = [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page, flags=re.MULTILINE)]
     for name in names:
         resolve_name(name)
 
@@ -318,7 +352,7 @@ def test_the_limits_of_the_reproduction_agree_with_its_records():
         for place, rates in losses.items()
         if any(len(found) == 3 for found in rates.values())
     }
-    told = PAGES["docs/results.md"]
+    told = PAGES["docs/reproduce.md"]
     for own, shared in ((("ddl", 0.06, 0.5), ("ddl", 0.12, 0.5)), (("ddl-cc-ec", 0.12, 1.0), ("ddl-cc-ec", 0.12, 0.5))):
         assert best[own] == min(loss for place, loss in best.items() if place[0] == own[0])
         assert re.search(rf"\({best[own]:.3f}\b[^)]*\b{best[shared]:.3f}\b[^)]*\)", told), own
