@@ -64,7 +64,7 @@ from formulas import Formulas, labelled  # noqa: E402
 import residua  # noqa: E402
 from residua.lab.explorer import write_page  # noqa: E402
 from residua.lab.explorer.collect import page_of  # noqa: E402
-from residua.lab.study.page import page as study_page  # noqa: E402
+from residua.lab.study.report import page as study_page  # noqa: E402
 from residua.lab.study.report import payload  # noqa: E402
 
 

@@ -263,6 +263,10 @@ def training_time() -> str:
     return more("what a training step takes beyond the plain residual's", "bench-models-cpu.jsonl")
 
 
+def token_time() -> str:
+    return more("what a token takes beyond the unconverted Llama's", "bench-generate-converted.jsonl")
+
+
 def learning_rates() -> str:
     """The demo's sweep: the best loss of each scheme at each learning rate, over the other settings."""
     found = defaultdict(lambda: defaultdict(list))
@@ -342,6 +346,7 @@ PICTURES = {
     "family-depth": depth,
     "speed-steps": training_time,
     "tuning-rates": learning_rates,
+    "hugging-face-tokens": token_time,
     "which-gain": gain_and_time,
     "study-steps": lambda: flow(
         ("tune", "equal budgets"),

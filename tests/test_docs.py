@@ -302,6 +302,23 @@ def test_the_network_without_layers_is_ahead_where_the_pages_say_so():
     assert level == {"stability": set(), "near-pi": set(), "near-pi-multi": {"mhc"}}
 
 
+def test_the_extra_times_that_pages_name_are_those_of_the_records():
+    """Of a token of a converted model, and of a training step of ours."""
+    tokens = {row["preset"]: 100 * (row["ratio"]["median"] - 1) for row in records("bench-generate-converted.jsonl")}
+    least, *most = sorted(share for name, share in tokens.items() if name not in ("unconverted", "residual"))
+    told = PAGES["docs/hugging-face.md"].replace("\n", " ")
+    assert f"Every token takes longer: {tokens['residual']:.0f} % with the plain residual" in told
+    assert f"{least:.0f} to {tokens['krom']:.0f} % with most schemes, and up to {most[-1]:.0f} %" in told
+    assert sum(share <= tokens["krom"] for share in tokens.values()) > len(tokens) / 2
+
+    rows = [row for row in records("bench-models-cpu.jsonl") if not row["settings"]["compile"]]
+    steps = {row["preset"]: 100 * (row["ratio"]["median"] - 1) for row in rows}
+    wide = [share for name, share in steps.items() if name.startswith("ddl-")]
+    told = PAGES["docs/speed.md"].replace("\n", " ")
+    assert f"takes {steps['ddl']:.0f} to {max(steps.values()):.0f} % longer than with the plain residual" in told
+    assert f"DDL with four channels {min(wide):.0f} to {max(wide):.0f} %" in told
+
+
 def deviations() -> dict[int, str]:
     return {int(number): row for number, row in re.findall(r"^\| (\d+) \| (.*) \|$", PAGES["docs/deviations.md"], re.M)}
 
