@@ -64,6 +64,30 @@ def dot(x: float, y: float, words: str = "+", colour: str = INK) -> str:
     return circle + text(x, y + 6.5, words, colour)
 
 
+def connection() -> str:
+    """The two calls around a sublayer: read gives its input, write takes its output, a carry goes between them."""
+    lanes = [
+        line((x, y), (end, y), colour=ONE, arrow=False)
+        for x, end in ((20, 110), (232, 408), (532, 604))
+        for y in (176, 186, 196, 206)
+    ]
+    return picture(
+        262,
+        *lanes,
+        '<path d="M604 168L628 191L604 214z" fill="var(--one)"/>',
+        text(20, 160, "state X", ONE, "start"),
+        line((170, 153), (170, 48), (233, 48)),
+        text(184, 112, "x, normalised", INK, "start", 17),
+        box(320, 48, "attention or MLP", 174, 52),
+        line((407, 48), (470, 48), (470, 151)),
+        text(484, 112, "y", INK, "start"),
+        line((230, 228), (410, 228), colour=SOFT, dash="5 4"),
+        text(320, 254, "carry: X, gates", SOFT, size=17),
+        box(171, 191, "read", 122, 74, ONE),
+        box(470, 191, "write", 124, 74, ONE),
+    )
+
+
 def scales() -> str:
     """One stream from left to right; three learned numbers beside the plain residual."""
     return picture(
@@ -338,6 +362,7 @@ def gain_and_time() -> str:
 
 
 PICTURES = {
+    "read-sublayer-write": connection,
     "family-scales": scales,
     "family-delta": delta,
     "family-update": update,

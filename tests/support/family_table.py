@@ -81,29 +81,24 @@ def page(language_models: list[str], others: list[str]) -> str:
         [
             "# Families that convert",
             "",
-            "Every causal language model that transformers registers, as a tiny model with noise on its weights,",
-            f'given to `residua.convert(model, "residual")` with transformers {transformers.__version__}. '
-            f"{count(language_models, 'bit-equal')} of {len(language_models)} compute",
-            f"what they computed before, to the last bit; {count(language_models, 'refused')} are refused with the "
-            "reason;",
-            f"{count(language_models, 'not tried')} were not tried: no tiny model could be built, see the table. "
-            f"In bfloat16 {count(language_models, 'equal')} of the "
-            f"{count(language_models, 'bit-equal')} are equal to the",
-            "last bit too. A model that does not run there does not run unconverted either. All else is about float32.",
+            "For you if you want to know whether your model converts. Search the page for its `model_type`.",
+            f"Of the causal language models {count(language_models, 'bit-equal')} of {len(language_models)} compute",
+            "what they computed before, to the last bit; "
+            f"{count(language_models, 'refused')} raise an error with the reason; "
+            f"{count(language_models, 'not tried')} were not tried.",
+            "Of the encoders of text, images, video and sound, and the halves of encoder-decoders: "
+            f"{count(built, 'bit-equal')} of {len(built)}.",
             "",
-            f"Then the encoders of text, images, video and sound, and the halves of encoder-decoders: "
-            f"{count(built, 'bit-equal')} of {len(built)}",
-            f"are bit-equal, {count(built, 'refused')} are refused. {len(others) - len(built)} more, which no tiny "
-            "configuration and no small input fit,",
-            "are left out.",
+            "Each was a tiny model with noise on its weights, given to "
+            f'`residua.convert(model, "residual")` with transformers {transformers.__version__}.',
+            f"In bfloat16 {count(language_models, 'equal')} of the {count(language_models, 'bit-equal')} are bit-equal too; "
+            "a model that does not run there does not run unconverted either.",
+            f"{len(others) - len(built)} more encoders, which no tiny configuration and no small input fit, are left out.",
             "",
-            "For a converted family the last column names what reads the residual, sublayer by sublayer, where layers",
-            "differ each kind of layer. `a + b`: both read the same state, and what they return is written at once. A",
-            "norm that stands there is the norm of the connection; other modules read the state as it is.",
-            "The residual of `qwen4_exp` has four streams of its own: it is taken as one of four times the width, "
-            "and a scheme",
-            "of streams, such as `hc`, then makes streams of these.",
-            "`tests/support/family_table.py` writes this page, and a test compares every line.",
+            "The last column names the modules that read the residual, sublayer by sublayer, for each kind of layer.",
+            "`a + b`: both read the same state, and their outputs are written at once. A norm there is the norm of the",
+            "connection; other modules read the state as it is. The residual of `qwen4_exp` has four streams: it counts as",
+            "one of four times the width. `tests/support/family_table.py` writes this page, and a test compares every line.",
             "",
             "## Causal language models",
             "",
