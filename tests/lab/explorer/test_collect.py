@@ -193,23 +193,21 @@ def wrong(tmp_path: Path, a_run: Path) -> dict[str, tuple[list[Path], str]]:
     save_file({"token_ids": torch.zeros(1)}, other, {"residua_trace": "99", "facts": "{}", "tokens": "[]"})
     tensors = tmp_path / "tensors.safetensors"
     save_file({"x": torch.zeros(1)}, tensors)
-    text = tmp_path / "notes.txt"
-    text.write_text("no trace\n")
     (tmp_path / "empty").mkdir()
-    many = [tmp_path / str(number) for number in range(13)]
-    for folder in many:
-        folder.mkdir()
     untrained = tmp_path / "untrained"
     shutil.copytree(a_run, untrained)
     shutil.rmtree(untrained / "checkpoints")
+    texts = [tmp_path / f"{number}.txt" for number in range(13)]
+    for path in texts:
+        path.write_text("no trace\n")
     return {
         "missing": ([tmp_path / "nowhere"], "found no such file or folder"),
         "no run": ([tmp_path / "empty"], "config.yaml"),
         "version": ([other], "version 99"),
         "tensors": ([tensors], "must be a trace"),
-        "text": ([text], "must be a trace"),
+        "text": (texts[:1], "must be a trace"),
         "untrained": ([untrained], "must hold a checkpoint"),
-        "too many": (many, "at most 12"),
+        "too many": (texts, "at most 12"),
         "last of two": ([a_run, tmp_path / "nowhere"], "found no such file or folder"),
     }
 

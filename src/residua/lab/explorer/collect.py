@@ -124,8 +124,6 @@ def page_of(
 
 def _maker(path: Path, reading: Reading) -> Callable[[Path, Reading], Source]:
     """Return what makes the source of a path, once it is known to be possible."""
-    if not path.exists():
-        raise InputError(f"{path} must be a run folder or a trace, found no such file or folder")
     if path.is_file():
         if reading.again:
             raise InputError(f"{path}: a trace cannot be made again; give the folder of its run or model")
