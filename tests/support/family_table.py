@@ -91,14 +91,15 @@ def page(language_models: list[str], others: list[str]) -> str:
             "",
             "Each was a tiny model with noise on its weights, given to "
             f'`residua.convert(model, "residual")` with transformers {transformers.__version__}.',
-            f"In bfloat16 {count(language_models, 'equal')} of the {count(language_models, 'bit-equal')} are bit-equal too; "
+            f"In bfloat16 {count(language_models, 'equal')} of them are bit-equal too; "
             "a model that does not run there does not run unconverted either.",
-            f"{len(others) - len(built)} more encoders, which no tiny configuration and no small input fit, are left out.",
+            f"{len(others) - len(built)} more encoders, which no tiny configuration or small input fits, are left out.",
             "",
             "The last column names the modules that read the residual, sublayer by sublayer, for each kind of layer.",
-            "`a + b`: both read the same state, and their outputs are written at once. A norm there is the norm of the",
-            "connection; other modules read the state as it is. The residual of `qwen4_exp` has four streams: it counts as",
-            "one of four times the width. `tests/support/family_table.py` writes this page, and a test compares every line.",
+            "`a + b`: both read the same state, and their outputs are written at once. A norm there is the",
+            "connection's; other modules read the state as it is. The residual of `qwen4_exp` has four streams,",
+            "and counts as one of four times the width.",
+            "`tests/support/family_table.py` writes this page, and a test compares every line.",
             "",
             "## Causal language models",
             "",
