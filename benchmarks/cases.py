@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 from residua import ops
 from residua.connections import Connection, named, resolve
 from residua.connections.base import as_inputs
-from residua.errors import InputError
+from residua.errors import InputError, require
 from residua.lab.cost.models import perturb
 from residua.ops.write_read import boundary
 
@@ -221,3 +221,11 @@ def make(operation: str, sizes: Sizes, draw: Draw) -> Case:
         raise InputError(f"{operation}: {error}") from error
     known = ", ".join([*CASES, *CONNECTIONS])
     raise InputError(f"operations: no operation is called {operation!r} (known: {known}, or another preset)")
+
+
+def expect_at_least(least: int, settings: object, *names: str) -> None:
+    """Raise InputError if one of these settings, or a number in its tuple, is below `least`."""
+    for name in names:
+        values = getattr(settings, name)
+        for value in values if isinstance(values, tuple) else (values,):
+            require(value >= least, name, f"at least {least}", value)

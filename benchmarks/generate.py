@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.cases import expect_at_least
 from residua.errors import RunError, extra
 from residua.lab.cost.models import in_float64, many_graphs, model_and_tokens
-from residua.lab.cost.settings import BASELINE, Precision, Settings, expect_at_least
+from residua.lab.cost.settings import BASELINE, Precision, Settings
 from residua.lab.cost.timing import Timing, compare
 from residua.records.provenance import circumstances
 from residua.records.threads import threads

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.cases import CASES, CONNECTION, CONNECTIONS, MEASURED, Case, Draw, Dtype, Sizes, make
+from benchmarks.cases import CASES, CONNECTION, CONNECTIONS, MEASURED, Case, Draw, Dtype, Sizes, expect_at_least, make
 from benchmarks.roofline import TRAFFIC
 from residua.connections import TensorSpec, resolve
 from residua.errors import InputError, RunError, require
-from residua.lab.cost.settings import Measuring, expect_at_least
+from residua.lab.cost.settings import Measuring
 from residua.lab.cost.timing import Clock, Quartiles, Timing, compare, cuda_clock
 from residua.ops.dispatch import choose
 from residua.records.provenance import circumstances

@@ -106,7 +106,7 @@ def test_the_table_of_writing_has_a_line_for_each_preset_and_batch(capsys):
         (["--presets", "ddl:recompute"], "must be NAME:OPTION=VALUE"),
         (["--batch-sizes", "1", "0"], "batch_sizes must be at least 1, got 0"),
         (["--new-tokens", "0"], "new_tokens must be at least 1, got 0"),
-        (["--warmup", "-1"], "warmup must be at least 0, got -1"),
+        (["--warmup", "-1"], "warmup must be 0 or more, got -1"),
     ],
 )
 def test_settings_of_writing_that_cannot_be_used_are_refused(arguments, message):

@@ -149,7 +149,7 @@ def test_the_share_is_that_of_the_copy_in_the_same_round(monkeypatch):
         (["--tokens", "0"], "tokens must be at least 1, got 0"),
         (["--tokens", "13"], "tokens must be a multiple of the sequence length 6: 13"),
         (["--rounds", "0"], "rounds must be at least 1, got 0"),
-        (["--warmup", "-1"], "warmup must be at least 0, got -1"),
+        (["--warmup", "-1"], "warmup must be 0 or more, got -1"),
     ],
 )
 def test_settings_of_operations_that_cannot_be_used_are_refused(arguments, message):

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from residua.commands.signature import between
-from residua.connections.options import Natural
-from residua.errors import InputError
+from residua.errors import InputError, Natural
 from residua.records.terminal import one_line
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130

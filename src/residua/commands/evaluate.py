@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from residua.commands.base import Checkpoint, expect_path, opens_model
 from residua.commands.signature import Output, between
-from residua.connections.options import Count
-from residua.errors import InputError
+from residua.errors import Count, InputError
 
 NAMES = {
     "step": "step",

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from residua.commands.base import Checkpoint, expect_path, opens_model
-from residua.connections.options import Range
+from residua.errors import Range
 
 COLDEST, HOTTEST = 1e-6, 1e6
 """Outside this range logits overflow, or all tokens are equally probable."""

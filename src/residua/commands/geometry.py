@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from residua.commands.base import Workers
 from residua.commands.signature import Output, between
-from residua.connections.options import Count
-from residua.errors import extra
+from residua.errors import Count, extra
 from residua.records.reading import read_json
 
 if TYPE_CHECKING:

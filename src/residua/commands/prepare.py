@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from residua.commands.signature import Output
-from residua.connections.options import at_most
+from residua.errors import at_most
 from residua.records.folder import new_folder
 from residua.records.table import cell
 

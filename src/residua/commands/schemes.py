@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from residua.commands.signature import Output
 from residua.connections.names import SCHEMES, canonical
-from residua.connections.options import Range
-from residua.errors import InputError, first_line
+from residua.errors import InputError, Range, first_line
 
 if TYPE_CHECKING:
     from residua.connections import Scheme

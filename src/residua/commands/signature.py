@@ -22,8 +22,7 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from residua.connections.options import Range
-from residua.errors import InputError, did_you_mean, shown
+from residua.errors import InputError, Range, did_you_mean, shown
 from residua.records.table import print_table
 
 HELP = {"-h", "--help", "--help-all"}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from residua.commands.signature import Output
-from residua.connections.options import Count, Natural, Positive, Range
+from residua.errors import Count, Natural, Positive, Range
 
 if TYPE_CHECKING:
     from residua.lab.study.plan import Plan

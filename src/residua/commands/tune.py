@@ -5,8 +5,7 @@ from pathlib import Path
 
 from residua.commands.configuration import Configuration
 from residua.commands.signature import Output
-from residua.connections.options import Count
-from residua.errors import InputError, extra
+from residua.errors import Count, InputError, extra
 
 
 def tune(

@@ -1,10 +1,10 @@
 """What the benchmarks measure and how: the options of `residua cost`, without PyTorch."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from residua.connections.names import PRESETS, canonical
-from residua.errors import InputError, check_types, require
+from residua.errors import Count, InputError, Natural, at_most, check_types, require
 from residua.lab.cost.timing import Clock, cuda_clock, process_clock, wall_clock
 from residua.model_fields import ModelFields
 
@@ -12,7 +12,6 @@ BASELINE = "residual"
 Device = Literal["cpu", "cuda"]
 Precision = Literal["float32", "bfloat16"]
 Base = Literal["residua", "llama"]
-MOST_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +29,13 @@ class Measuring:
     """
 
     device: Device = "cpu"
-    rounds: int = 15
-    warmup: int = 3
-    threads: int = 1
+    rounds: Count = 15
+    warmup: Natural = 3
+    threads: Annotated[Count, at_most(4096)] = 1
     seed: int = 0
 
     def __post_init__(self):
         check_types(self)
-        expect_at_least(1, self, "threads", "rounds")
-        expect_at_least(0, self, "warmup")
-        require(self.threads <= MOST_THREADS, "threads", f"at most {MOST_THREADS}", self.threads)
         if self.device == "cuda":
             import torch
 
@@ -73,7 +69,7 @@ class Settings(Measuring):
     """
 
     presets: tuple[str, ...] = tuple(PRESETS)
-    layers: int = 6
+    layers: Count = 6
     dim: int = 384
     heads: int = 3
     head_dim: int = 128
@@ -81,13 +77,12 @@ class Settings(Measuring):
     precision: Precision = "float32"
     state_dtype: Precision | None = None
     compile: bool = False
-    rounds: int = 9
-    warmup: int = 2
+    rounds: Count = 9
+    warmup: Natural = 2
 
     def __post_init__(self):
         object.__setattr__(self, "presets", tuple(dict.fromkeys([BASELINE, *map(canonical, self.presets)])))
         super().__post_init__()
-        expect_at_least(1, self, "layers")
         ModelFields(**self.sizes)  # raises for sizes that cannot be used
 
     @property
@@ -124,12 +119,11 @@ class ModelSettings(Settings):
         base: residua's model, or a Llama of transformers that residua.convert gives each scheme
     """
 
-    sequence_length: int = 256
-    batch_size: int = 2
+    sequence_length: Count = 256
+    batch_size: Count = 2
     base: Base = "residua"
 
     def __post_init__(self):
-        expect_at_least(1, self, "sequence_length", "batch_size")
         super().__post_init__()
         narrow = self.base == "llama" and self.state_dtype is not None
         require(not narrow, "state_dtype", "None with base='llama'", self.state_dtype)
@@ -168,11 +162,3 @@ def with_and_without_recompute() -> tuple[str, ...]:
 
     variants = {name: next(iter(scheme.ways_to_keep())) == "replay" for name, scheme in PRESETS.items()}
     return tuple(name + how for name, replayed in variants.items() for how in ("", ":recompute=none")[: 1 + replayed])
-
-
-def expect_at_least(least: int, settings: object, *names: str) -> None:
-    """Raise InputError if one of these settings, or a number in its tuple, is below `least`."""
-    for name in names:
-        values = getattr(settings, name)
-        for value in values if isinstance(values, tuple) else (values,):
-            require(value >= least, name, f"at least {least}", value)
