@@ -2,8 +2,9 @@ import math
 import statistics
 
 import pytest
+from scipy.stats import ttest_ind, ttest_rel
 
-from residua.records.statistics import Estimate, holm, paired, t95
+from residua.records.statistics import Contrast, Estimate, Noise, holm, paired, t95, welch
 
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}
 
@@ -59,14 +60,36 @@ def test_holm_steps_down_and_never_orders_differently():
     assert holm([]) == []
 
 
-def test_an_error_that_all_values_share_does_not_average_out():
-    alone = Estimate.of([1.0, 2.0, 3.0, 4.0, 5.0])
+def test_an_error_that_all_seeds_share_does_not_average_out():
+    alone = Contrast(3.0, math.sqrt(0.5), 4, 5)
     both = alone.shared(0.5)
-    assert (both.mean, both.count) == (3, 5)
-    assert both.half_width == pytest.approx(2.776 * math.sqrt(0.5 + 0.25))  # standard errors, squared
-    assert alone.shared(0.0) == pytest.approx(alone)
-    assert Estimate(1.0, None, 1).shared(0.5).half_width is None
-    assert Estimate.of([1.0, 1.0]).shared(0.5).p_value is None  # equal values say nothing of their noise
+    assert (both.mean, both.freedom, both.count) == (3, 4, 5)
+    assert both.half_width == pytest.approx(2.7764 * math.sqrt(0.5 + 0.25), rel=1e-4)  # standard errors, squared
+    assert alone.shared(0.0) == alone
+    assert Contrast(1.0, 0.0, 4, 5).p_value is None  # equal values say nothing of their noise
+
+
+def test_two_schemes_alone_have_the_noise_of_their_paired_differences():
+    ours, theirs = {1: 4.0, 2: 4.3, 3: 3.9}, {1: 4.5, 2: 4.4, 3: 4.1}
+    pairs, noise = paired(ours, theirs), Noise.of([ours, theirs])
+    contrast = noise.contrast(list(ours.values()), list(theirs.values()))
+    assert (contrast.mean, contrast.freedom) == (pytest.approx(pairs.mean), 2)
+    assert contrast.error == pytest.approx(pairs.deviation / math.sqrt(3))
+    assert contrast.p_value == pytest.approx(ttest_rel(list(ours.values()), list(theirs.values())).pvalue)
+    assert Noise.of([ours]) is None
+    assert Noise.of([{1: 4.0}, {1: 4.1}]) is None
+    assert Noise.of([]) is None
+
+
+def test_schemes_that_differ_in_their_noise_are_compared_as_by_scipy():
+    ours, theirs = [4.0, 4.3, 3.9, 4.1], [4.5, 4.45, 4.5]
+    contrast, test = welch(ours, theirs), ttest_ind(ours, theirs, equal_var=False)
+    assert contrast.p_value == pytest.approx(test.pvalue)
+    low, high = test.confidence_interval()
+    assert (contrast.mean, contrast.half_width) == (pytest.approx((low + high) / 2), pytest.approx((high - low) / 2))
+    assert contrast.count == 3
+    assert welch([4.0], theirs) is None
+    assert welch([4.0, 4.0], [5.0, 5.0]).p_value is None
 
 
 def test_a_p_value_is_never_below_zero():

@@ -1,4 +1,4 @@
-"""Means with Student's 95 % intervals, paired differences, and Holm's correction."""
+"""Means with Student's 95 % intervals, differences with shared or own noise, and Holm's correction."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,15 +25,6 @@ class Estimate(NamedTuple):
         variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
         return cls(mean, math.sqrt(variance), len(values))
 
-    def shared(self, error: float) -> "Estimate":
-        """Return the estimate where all values share a further standard error, which does not average out.
-
-        The degrees of freedom stay those of the values. That is cautious where the error is better known; more of them
-        (Satterthwaite's) would give false findings at small p-values, where a correction for many comparisons looks.
-        """
-        deviation = self.deviation and math.hypot(self.deviation, math.sqrt(self.count) * error)
-        return self._replace(deviation=deviation)
-
     @property
     def half_width(self) -> float | None:
         """Half the width of the 95 % confidence interval of the mean (Student's t); None for a single value."""
@@ -43,22 +34,94 @@ class Estimate(NamedTuple):
 
     @property
     def p_value(self) -> float | None:
-        """The probability of a mean at least this far from 0 if the true one were 0 (Student's t, two-sided).
-
-        None for a single value, and for equal values, which say nothing about their noise.
-        """
-        if not self.deviation or self.count < 2 or not math.isfinite(self.mean):
+        """As `Contrast.p_value`; None for a single value."""
+        if self.deviation is None:
             return None
-        with extra("lab"):
-            from scipy.special import stdtr
-
-        return 2 * float(stdtr(self.count - 1, -abs(self.mean) * math.sqrt(self.count) / self.deviation))
+        return Contrast(self.mean, self.deviation / math.sqrt(self.count), self.count - 1, self.count).p_value
 
     @property
     def detectable(self) -> float | None:
         """The size of a true mean whose interval would exclude 0 in about four of five repetitions."""
         half = self.half_width
         return None if half is None else half * (1 + _quantile(0.8, self.count - 1) / t95(self.count - 1))
+
+
+class Contrast(NamedTuple):
+    """A difference of means over `count` seeds, its standard error, and the degrees of freedom of that error."""
+
+    mean: float
+    error: float
+    freedom: float
+    count: int  # type: ignore[assignment]  # a tuple has a method of this name
+
+    def shared(self, error: float) -> "Contrast":
+        """Return the contrast with a further standard error, which all seeds share and which does not average out."""
+        return self._replace(error=math.hypot(self.error, error))
+
+    @property
+    def half_width(self) -> float:
+        """Half the width of the 95 % confidence interval (Student's t)."""
+        return _quantile(0.975, self.freedom) * self.error
+
+    @property
+    def p_value(self) -> float | None:
+        """The probability of a mean at least this far from 0 if the true one were 0 (Student's t, two-sided).
+
+        None without an error: equal values say nothing about their noise.
+        """
+        if not self.error or not math.isfinite(self.mean):
+            return None
+        with extra("lab"):
+            from scipy.special import stdtr
+
+        return 2 * float(stdtr(self.freedom, -abs(self.mean) / self.error))
+
+    @property
+    def detectable(self) -> float:
+        """The size of a true difference whose interval would exclude 0 in about four of five repetitions."""
+        return (_quantile(0.975, self.freedom) + _quantile(0.8, self.freedom)) * self.error
+
+
+class Noise(NamedTuple):
+    """The standard deviation of one run that several schemes share, and its degrees of freedom."""
+
+    deviation: float
+    freedom: int
+
+    @classmethod
+    def of(cls, losses: Sequence[Mapping[int, float]]) -> "Noise | None":
+        """What scheme and seed leave unexplained, by scheme and seed; None for fewer than two of either."""
+        with extra("lab"):
+            import numpy
+
+        values = numpy.array([[scheme[seed] for seed in sorted(scheme)] for scheme in losses])
+        freedom = math.prod(size - 1 for size in values.shape) if values.ndim == 2 else 0
+        if freedom < 1:
+            return None
+        rest = values - values.mean(0) - values.mean(1, keepdims=True) + values.mean()
+        return cls(math.sqrt(float((rest**2).sum()) / freedom), freedom)
+
+    def contrast(self, ours: Sequence[float], theirs: Sequence[float]) -> Contrast:
+        """Compare two schemes whose runs all have this noise."""
+        error = self.deviation * math.sqrt(1 / len(ours) + 1 / len(theirs))
+        return Contrast(_mean(ours) - _mean(theirs), error, self.freedom, min(len(ours), len(theirs)))
+
+
+def welch(ours: Sequence[float], theirs: Sequence[float]) -> Contrast | None:
+    """Compare two schemes whose runs differ in their noise (Welch's t); None for fewer than two runs of either."""
+    with extra("lab"):
+        from scipy.stats import ttest_ind
+
+    if min(len(ours), len(theirs)) < 2:
+        return None
+    sides = [Estimate.of(side) for side in (ours, theirs)]
+    error = math.hypot(*((side.deviation or 0.0) / math.sqrt(side.count) for side in sides))
+    freedom = float(ttest_ind(ours, theirs, equal_var=False).df) if error else 1.0
+    return Contrast(sides[0].mean - sides[1].mean, error, freedom, min(len(ours), len(theirs)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate | None:
@@ -89,7 +152,7 @@ def t95(freedom: int) -> float:
     return round(_quantile(0.975, freedom), 3)
 
 
-def _quantile(probability: float, freedom: int) -> float:
+def _quantile(probability: float, freedom: float) -> float:
     """Return the t below which a value of Student's t lies with this probability."""
     with extra("lab"):
         from scipy.special import stdtrit

@@ -73,6 +73,8 @@ class Rung:
     longer                 in place of the study's; without longer runs there is no comparison at equal FLOPs or seconds
     tokens_per_parameter   in place of the study's
     seeds                  some of the study's in place of all, where runs are long; questions then add none
+    noise                  "pooled" if the runs of all schemes vary alike over the seeds, "own" where that is not
+                           expected, as when some runs go through a transition and others do not
     """
 
     name: str
@@ -82,6 +84,7 @@ class Rung:
     over: Mapping[str, Sequence[Any]] | None = None
     tokens_per_parameter: float | None = None
     seeds: Seeds | None = None
+    noise: Literal["pooled", "own"] = "pooled"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -189,6 +192,8 @@ class Study:
     warmup                 share of the steps
     evaluations            points of a learning curve
     questions              what the study is to answer, by name; a study of some schemes keeps all of them
+    primary                the contrasts at equal tokens that were named before their runs, pairs of schemes by size;
+                           p-values are corrected for their number, and everything else is descriptive
 
     Raises:
         InputError: a value cannot be used.
@@ -208,6 +213,7 @@ class Study:
     warmup: float = 0.1
     evaluations: Count = 10
     questions: Mapping[str, Question] = field(default_factory=dict)
+    primary: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -240,6 +246,11 @@ class Study:
             second = next((pair[1] for pair in question.compare if pair[1] not in self.baselines), None)
             reason = f"tokens, as {second} is not a baseline and is trained for one length"
             require(second is None or question.at == ("tokens",), f"questions.{name}.at", reason, question.at)
+        for size, pairs in self.primary.items():
+            good = fits(pairs, list | tuple) and all(fits(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+            require(good, f"primary.{size}", "a list of pairs of schemes", pairs)
+            alike = len({frozenset(pair) for pair in pairs}) == len(pairs)
+            require(alike, f"primary.{size}", "each pair once", pairs)
 
     def _check_rung(self, rung: Rung) -> None:
         place, again = f"rungs.{rung.name}", rung.over is not None
@@ -629,9 +640,13 @@ def load_study(source: str) -> Study:
     # Here and not for a folder, whose report needs no package that brings a scheme.
     entries = {name: replace(entry, connection=canonical(entry.connection)) for name, entry in study.schemes.items()}
     study = replace(study, schemes=entries)
-    for question, name in ((one, name) for one in study.questions.values() for name in one.schemes):
+    compared = {f"questions.{question.name}.compare": question.schemes for question in study.questions.values()}
+    for size, pairs in study.primary.items():
+        require(size in study.rungs, "primary", f"sizes ({', '.join(study.rungs)})", size)
+        compared[f"primary.{size}"] = tuple(name for pair in pairs for name in pair)
+    for where, name in ((where, name) for where, names in compared.items() for name in names):
         expected = f"some of the schemes ({', '.join(study.schemes)}{did_you_mean(name, study.schemes)})"
-        require(name in study.schemes, f"questions.{question.name}.compare", expected, name)
+        require(name in study.schemes, where, expected, name)
     return study
 
 

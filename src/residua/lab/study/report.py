@@ -14,9 +14,13 @@ from typing import Any, NamedTuple
 
 from residua.lab.cost.timing import Quartiles
 from residua.lab.study.picture import draw
+from residua.lab.study.plan import Study
 from residua.lab.study.results import (
+    ALPHA,
     BELOW,
     COMPILED,
+    FAILED,
+    SESSIONS,
     SIGNIFICANT,
     Answer,
     Difference,
@@ -29,7 +33,7 @@ from residua.records.figures import save
 from residua.records.folder import writable
 from residua.records.jobs import Record
 from residua.records.jsonlines import finite
-from residua.records.statistics import Estimate
+from residua.records.statistics import Contrast, Estimate
 from residua.records.table import Table
 
 FILES = ("report.md", "results.csv", "index.html")
@@ -61,6 +65,8 @@ def markdown(found: Results) -> str:
         shown = columns(found)
         cells = [[text(row) for text in shown.values()] for row in rows]
         lines += [_markdown(Table(list(shown), cells)), "", *map(_text, _ahead(found, rung)), ""]
+    if found.corrected:
+        lines += ["## Primary contrasts", "", _markdown(primary_table(found)), ""]
     if found.answers:
         lines += ["## Questions", "", ANSWERS, ""]
         for asked in questions(found):
@@ -87,7 +93,7 @@ def _setting(found: Results) -> list[str]:
     finals = f" The best {tuning.finalists} were trained in full with {judges} to choose between them."
     lines = [
         f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most once. Seeds {_list(study.seeds)}, "
-        "paired; none of them tuned.",
+        "none of which tuned.",
         f"- Tuning: {_grid(tuning.over)}, then neighbours of the best, runs of {tuning.length:g} of the full length "
         f"with seed {tuning.seed}, at most {tuning.runs} for a scheme and {tuning.baseline_runs} for a baseline "
         f"({_list(study.baselines)}).{finals if tuning.finalists > 1 else ''}",
@@ -104,7 +110,8 @@ def _setting(found: Results) -> list[str]:
         f"- Device: {_list(found.devices)}, one thread a run. Code: {_list([_short(one) for one in found.commits])}; "
         f"PyTorch {_list(found.torches)}.",
         f"- Corpus: {_text(corpus)}.",
-        f"- {found.comparisons} differences at equal tokens; p-values are corrected by Holm's method for their number.",
+        f"- {len(found.corrected)} primary contrasts at equal tokens, named before their runs; p-values are corrected "
+        "for their number by Holm's method. Everything else is descriptive.",
     ]
     if found.unfinished:
         lines.append(f"- Not finished, and therefore not or not wholly here: {_text(_shortened(found.unfinished))}.")
@@ -116,18 +123,21 @@ def _short(commit: str) -> str:
 
 
 def _noise(found: Results, rung: str) -> list[str]:
+    seeds = len(found.study.seeds_at(rung))
+    if found.study.rungs[rung].noise == "own":
+        return [f"Each scheme has the noise of its own {seeds} seeds (Welch's t): some runs go through a transition."]
     noise = found.noise(rung)
-    if noise is None or noise.deviation is None:
-        return ["The noise is not measured: fewer than two seeds of the first baseline are finished."]
-    rows = [row for row in found.rows if row.rung == rung]
-    seen = [d.estimate.detectable for row in rows for d in row.differences if d.measure == "tokens" and d.estimate]
-    seen = [value for value in seen if value is not None]
-    name = _names(found.study.baselines[:1])
-    text = f"Noise floor: a run of {name} varies by {noise.deviation:.4f} (standard deviation of {noise.count} seeds)."
-    if seen:
-        middle = statistics.median(seen)
-        text += f" Four of five such studies would see a paired difference of {middle:.4f} (median of the rows)."
-    return [text]
+    if noise is None:
+        return ["The noise is not measured: fewer than two schemes have all seeds."]
+    contrast = noise.contrast([0.0] * seeds, [0.0] * seeds)
+    text = (
+        f"Noise: a run varies by {noise.deviation:.4f}, which scheme and seed leave unexplained ({noise.freedom} "
+        f"degrees of freedom). A difference over {seeds} seeds has ± {contrast.half_width:.4f}; four of five such "
+        f"studies would see {contrast.detectable:.4f}."
+    )
+    failed = [row.scheme for row in found.rows if row.rung == rung and row.failed]
+    wild = f"{_names(failed)}: noise of its own (Welch's t), more than {FAILED:g} times that of the median row."
+    return [text, *([wild] if failed else [])]
 
 
 def _ahead(found: Results, rung: str) -> list[str]:
@@ -135,14 +145,25 @@ def _ahead(found: Results, rung: str) -> list[str]:
     told = {measure: found.ahead(rung, measure) for measure in found.measures}
     names = " and ".join(_names([name]) for name in found.study.baselines)
     parts = [f"equal {measure}: {_names(ahead) or 'none'}" for measure, ahead in told.items() if ahead is not None]
-    return [f"Ahead of {names}, clear of zero at {'; at '.join(parts)}."] if parts else []
+    return [f"Ahead of {names} by the intervals, at {'; at '.join(parts)}."] if parts else []
 
 
 ANSWERS = (
     "A cell is the loss of the first scheme minus that of the second at one size, in nats per token, with half of its "
-    "95 % interval; **bold** where it is clear of zero after the correction for the number of answers. Where the "
-    "interval holds zero, no difference is seen; the cell adds the one that four of five such studies would see."
+    "95 % interval; **bold** for a primary contrast that is clear of zero after the correction. Where the interval "
+    "holds zero, the cell adds the difference that four of five such studies would see."
 )
+
+
+def primary_table(found: Results) -> Table:
+    """The contrasts that were named before their runs, the smallest corrected p first."""
+    order = sorted(found.corrected, key=lambda named: found.corrected[named].holm)
+    rows = []
+    for rung, scheme, to in order:
+        difference = found.corrected[rung, scheme, to]
+        cells = [estimate_text(difference.estimate, "+.4f"), f"{difference.p:.2g}", f"{difference.holm:.2g}"]
+        rows.append([rung, f"{_names([scheme])} − {_names([to])}", *cells])
+    return Table(["size", "contrast, at equal tokens", "difference", "p", "corrected"], rows)
 
 
 class Asked(NamedTuple):
@@ -259,7 +280,7 @@ def _answer(answer: Answer, seeds: int) -> str:
     text = estimate_text(estimate, "+.4f")
     text = f"**{text}**" if difference.clear else text
     text += f" ({estimate.count} seeds)" if estimate.count != seeds else ""
-    return text if difference.seen or estimate.detectable is None else f"{text}; would see {estimate.detectable:.4f}"
+    return text if difference.seen else f"{text}; would see {estimate.detectable:.4f}"
 
 
 def _names(names: Iterable[str]) -> str:
@@ -271,28 +292,28 @@ def _reading(found: Results) -> list[str]:
     times = " and ".join(f"{factor:g}" for factor in factors)
     equal = (
         f"baselines were also trained for {times} times as many steps; where a scheme's step costs r times the "
-        "baseline's, the baseline counts after r times as many steps, linear in their logarithm between its runs. "
-        f"A dash: r is below {BELOW:g}, or the size has no baseline trained for as long."
+        f"baseline's, the baseline counts after r times as many steps, on a curve a + b C^-{ALPHA:g} of the tokens C "
+        f"between its runs. A dash: r is below {BELOW:g}, or the size has no baseline trained for as long."
     )
     if not times:
         equal = "not compared, as the baselines have no longer runs."
     return [
-        "- A difference is the scheme's last validation loss minus the baseline's with the same seed, in nats per "
-        "token, mean ± half of the 95 % interval (Student's t over the seeds). Below zero is better. "
-        f"**Bold**: Holm's corrected p is below {SIGNIFICANT}. An interval covers other seeds, not another text "
-        "or size; tuning looked at the same held-out text.",
-        "- The correction counts all rows of all sizes here, at equal tokens, FLOPs and so on each by itself, and the "
-        "answers to questions by themselves. Rows and questions that join later raise the number, and can take the "
-        "bold from a difference that has it.",
-        "- What four of five such studies would see is the true difference that their intervals would show; after "
-        "the correction it takes a larger one.",
+        "- A difference is the scheme's last validation loss minus the baseline's, in nats per token, mean ± half of "
+        "the 95 % interval (Student's t). Below zero is better. The noise is that which all schemes of a size share, "
+        "or each scheme's own, where the study says so and where a scheme varies far more than the others. "
+        f"**Bold**: a primary contrast whose corrected p is below {SIGNIFICANT}. An interval covers other seeds, not "
+        "another text or size; tuning looked at the same held-out text.",
+        "- What four of five such studies would see is the true difference that their intervals would show.",
+        "- Worth: as many times the tokens bring the baseline to the scheme's loss, and the effective speed-up: that "
+        "divided by the step time's ratio. Beyond the baseline's longest runs only the bound is known.",
+        "- Learned to copy: how many of the reported runs began to look up earlier pairs of tokens, and when.",
         f"- Equal FLOPs and seconds: {equal}",
         "- Tuned to: (edge) marks the smallest or largest value that was tried, where the budget ended; a better one "
         "may lie beyond it.",
         "- Step time: in interleaved rounds, process time of one thread on a CPU, the device's time on a GPU; median "
         "and quartiles of the ratio to the first baseline, as timed last. At equal seconds two are compared by the "
-        "newest rounds in which both took turns. The intervals contain the error of the "
-        "median too, as the quartiles tell it; a quieter machine (--measure) makes it smaller. "
+        "newest rounds in which both took turns. The intervals contain the error of the median, as the quartiles tell "
+        f"it, and {SESSIONS:.0%} from one session of measurements to the next. "
         "A compiled step goes through `torch.compile`; the runs took the other.",
         "- FLOPs: matrix products, and one for each element of every other operation.",
         "- Peak: what a process with the model grows by in two steps.",
@@ -309,6 +330,11 @@ def columns(found: Results) -> dict[str, Callable[[Row], str]]:
     def peak(row: Row) -> str:
         return f"{row.cost['peak_bytes'] / MEBIBYTE:.0f}" if row.cost and row.cost.get("peak_bytes") else "–"
 
+    def copying(row: Row) -> str:
+        steps = [step for step in row.transitions if step is not None]
+        ends = " to ".join(dict.fromkeys(f"{step:,.0f}" for step in (min(steps), max(steps)))) if steps else ""
+        return f"{len(steps)} of {len(row.transitions)}{ends and f', step {ends}'}" if row.transitions else "–"
+
     compared = itertools.product(found.study.baselines, found.measures)
     return {
         "scheme": lambda row: _names([row.scheme]),
@@ -317,6 +343,8 @@ def columns(found: Results) -> dict[str, Callable[[Row], str]]:
             f"vs {name}, equal {measure}": partial(difference_text, baseline=name, measure=measure)
             for name, measure in compared
         },
+        **{f"vs {name}, worth": partial(_worth, baseline=name, study=found.study) for name in found.study.baselines},
+        **({"learned to copy": copying} if any(row.transitions for row in found.rows) else {}),
         "step time": lambda row: _ratio(row.cost),
         **({"compiled step": lambda row: _ratio(row.compiled)} if COMPILED in found.measures else {}),
         "FLOPs": flops,
@@ -354,7 +382,21 @@ def difference_text(row: Row, baseline: str, measure: str) -> str:
     return f"**{text}**" if difference.clear else text
 
 
-def estimate_text(estimate: Estimate, form: str) -> str:
+def _worth(row: Row, baseline: str, study: Study) -> str:
+    """As many times the tokens, and the effective speed-up."""
+    difference = row.difference(baseline, "tokens")
+    if difference is None or difference.worth is None:
+        return "–"
+    bound = {math.inf: f"> {max(study.longer_at(row.rung), default=1.0):g}", 0.0: f"< {BELOW:g}"}
+    tokens = bound.get(difference.worth, f"{difference.worth:.2f}")
+    timed = row.difference(baseline, "seconds")
+    if timed is None:
+        return f"{tokens} tokens"
+    sign, _, limit = tokens.rpartition(" ")
+    return f"{tokens} tokens, {sign}{sign and ' '}{float(limit) / timed.cost:.2f} speed"
+
+
+def estimate_text(estimate: Estimate | Contrast, form: str) -> str:
     """A mean and half of its 95 % interval."""
     half = estimate.half_width
     return format(estimate.mean, form) + (f" ± {half:.4f}" if half is not None else " (one seed)")
@@ -403,6 +445,7 @@ def difference_values(difference: Difference) -> dict[str, Any]:
         "half_width": estimate and estimate.half_width,
         "p": difference.p,
         "p_holm": difference.holm,
+        "tokens_worth": difference.worth,
     }
 
 
@@ -438,6 +481,7 @@ def payload(found: Results) -> dict[str, Any]:
         "about": {rung: [*_noise(found, rung), *_ahead(found, rung)] for rung in study.rungs},
         "columns": list(shown),
         "rows": [_plain_row(row) | {"cells": [text(row) for text in shown.values()]} for row in found.rows],
+        "primary": primary_table(found) if found.corrected else None,
         "questions": [asked._asdict() for asked in questions(found)],
         "gates": audit_table(found) if found.audits else None,
         "means": MEANS,

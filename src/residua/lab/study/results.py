@@ -20,11 +20,19 @@ from residua.lab.study.search import at_edge, chosen_points
 from residua.records import jsonlines
 from residua.records.folder import read_object
 from residua.records.jobs import Record
-from residua.records.statistics import Estimate, holm, paired
+from residua.records.statistics import Contrast, Estimate, Noise, holm, paired, welch
 
 BELOW = 0.9
-"""A scheme whose step costs less than a baseline's is compared with fewer tokens of it, down to this share, along the
-line between its runs; beyond the longest runs of a baseline there is no comparison."""
+"""A scheme whose step costs less than a baseline's is compared with fewer tokens of it, down to this share; beyond the
+longest runs of a baseline there is no comparison."""
+ALPHA = 0.5
+"""Between runs of two lengths a baseline's loss is a + b C^-ALPHA of its tokens C. A straight line in the logarithm
+would lie above a convex curve and flatter every scheme."""
+SESSIONS = 0.02
+"""The standard error of a ratio of times from one session of measurements to the next."""
+FAILED = 3.0
+"""A row whose losses vary over the seeds more than this many times as much as the median row's, as when a run failed,
+has no part in the noise that a size shares, and its differences have its own."""
 FEWEST_ROUNDS = 9
 """With fewer rounds of time measurements the error of their median is not known, and nothing is compared."""
 NORMAL = statistics.NormalDist()
@@ -34,35 +42,39 @@ SIGNIFICANT = 0.05
 
 
 class Difference(NamedTuple):
-    """Loss minus a baseline's at an equal amount of something, paired by seed.
+    """Loss minus a baseline's at an equal amount of something.
 
     cost       of a step, relative to the baseline's: where on the baseline's curve it is compared
-    estimate   over the seeds; None where the baseline was not trained for as long. At equal seconds its deviation has
-               the error of the timing too, which the seeds share: of the median ratio, times the slope of the
-               baseline's loss over the logarithm of the steps
-    p, holm    of a difference of zero; corrected for the number of comparisons of its kind in the study
+    estimate   over the seeds; None where the baseline was not trained for as long. At equal seconds it has the error of
+               the timing too, which the seeds share: of the ratio, times the slope of the baseline's loss over the
+               logarithm of the steps
+    p          of a difference of zero
+    holm       corrected for the number of primary contrasts; None for all others
+    worth      as many times the tokens bring the baseline to the scheme's loss; infinite beyond its longest runs, 0
+               below the share BELOW
     """
 
     baseline: str
     measure: str
     cost: float
-    estimate: Estimate | None
+    estimate: Contrast | None
     p: float | None = None
     holm: float | None = None
+    worth: float | None = None
 
     @property
     def seen(self) -> bool:
-        """Whether zero is excluded before the correction."""
+        """Whether the interval excludes zero, which says nothing of how many were looked at."""
         return self.p is not None and self.p < SIGNIFICANT
 
     @property
     def clear(self) -> bool:
-        """Whether zero is excluded after the correction."""
+        """Whether zero is excluded after the correction: of primary contrasts alone."""
         return self.holm is not None and self.holm < SIGNIFICANT
 
     @property
     def ahead(self) -> bool:
-        return self.clear and self.estimate is not None and self.estimate.mean < 0
+        return self.seen and self.estimate is not None and self.estimate.mean < 0
 
 
 @dataclass
@@ -87,6 +99,13 @@ class Row:
     further: Sequence[Record] = ()
     differences: list[Difference] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float, float | None]]] = field(default_factory=dict)
+    failed: bool = False
+
+    @property
+    def transitions(self) -> list[float | None]:
+        """The steps at which the reported runs began to look up earlier pairs, None for one that did not; of the runs
+        whose records say it."""
+        return [run["transition"] for run in self.runs if run["kind"] == "report" and "transition" in run]
 
     @property
     def cost(self) -> Record | None:
@@ -170,12 +189,12 @@ class Results:
     study: Study
     rows: Sequence[Row]
     answers: Sequence[Answer]
-    comparisons: int
     commits: Sequence[str]
     torches: Sequence[str]
     devices: Sequence[str]
     corpora: Sequence[Mapping[str, Any]]
     unfinished: Sequence[str]
+    corrected: Mapping[tuple[str, str, str], Difference] = field(default_factory=dict)
     audits: Sequence[Record] = ()
 
     def with_audits(self, audits: Sequence[Record]) -> "Results":
@@ -187,7 +206,7 @@ class Results:
         return next((row for row in self.rows if (row.rung, row.scheme) == (rung, scheme)), None)
 
     def ahead(self, rung: str, measure: str) -> list[str] | None:
-        """The schemes that are ahead of every baseline, clear of zero; None where nothing was compared."""
+        """The schemes that are ahead of every baseline by their intervals; None where nothing was compared."""
         own = [row for row in self.rows if row.rung == rung and row.whole and row.scheme not in self.study.baselines]
         pairs = {row.scheme: [row.difference(name, measure) for name in self.study.baselines] for row in own}
         if not any(d is not None and d.p is not None for found in pairs.values() for d in found):
@@ -200,10 +219,9 @@ class Results:
         compiled = any(d.measure == COMPILED for row in self.rows for d in row.differences)
         return [measure for measure in MEASURES if compiled or measure != COMPILED]
 
-    def noise(self, rung: str) -> Estimate | None:
-        """The loss of the first baseline at a rung: its deviation over the seeds is the noise of a single run."""
-        row = self.row(rung, self.study.baselines[0])
-        return None if row is None else row.loss
+    def noise(self, rung: str) -> Noise | None:
+        """The noise of a single run that the schemes of a size share; None where each has its own."""
+        return _noise(self.study, rung, self.rows)
 
 
 def read_results(folder: str | Path) -> Results:
@@ -244,13 +262,65 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
             unfinished.append(f"{name} at {rung}: {len(row.losses)} of {row.seeds} seeds")
         rows.append(row)
     by_name = {(row.rung, row.scheme): row for row in rows}
+    noise = {rung: _noise(study, rung, rows) for rung in study.rungs}
     for row, baseline in itertools.product(rows, study.baselines):
         base = by_name.get((row.rung, baseline))
         if base is not None and base is not row:
-            row.differences += _differences(row, base, longer[base.rung, baseline])
+            row.differences += _differences(row, base, longer[base.rung, baseline], noise[row.rung])
             row.curves[baseline] = _curve(row, base)
-    _correct(rows)
-    return _gathered(study, rows, unfinished, _answers(study, by_name, longer))
+    answers = _answers(study, by_name, longer, noise)
+    corrected = _corrected(study, by_name, noise, answers)
+    for row in rows:
+        row.differences = [_with_holm(corrected, row.rung, row.scheme, d.baseline, d) for d in row.differences]
+    answers = [
+        one._replace(difference=one.difference and _with_holm(corrected, one.rung, one.scheme, one.to, one.difference))
+        for one in answers
+    ]
+    return replace(_gathered(study, rows, unfinished, answers), corrected=corrected)
+
+
+def _with_holm(
+    corrected: Mapping[tuple[str, str, str], Difference], rung: str, scheme: str, to: str, difference: Difference
+) -> Difference:
+    """A difference with the p-value of the primary contrast that it is, in one order or the other."""
+    primary = corrected.get((rung, scheme, to)) or corrected.get((rung, to, scheme))
+    return difference._replace(holm=primary.holm) if primary and difference.measure == "tokens" else difference
+
+
+def _corrected(
+    study: Study,
+    rows: Mapping[tuple[str, str], Row],
+    noise: Mapping[str, Noise | None],
+    answers: Sequence[Answer],
+) -> dict[tuple[str, str, str], Difference]:
+    """The primary contrasts whose rows are whole, with Holm's p-values: over all seeds that a question has for them."""
+    asked = {(one.rung, one.scheme, one.to): one.difference for one in answers if one.measure == "tokens"}
+    tests = {}
+    for rung, pairs in study.primary.items():
+        for scheme, to in pairs:
+            row, base = rows.get((rung, scheme)), rows.get((rung, to))
+            if row is not None and base is not None and row.whole and base.whole:
+                difference = asked.get((rung, scheme, to)) or _differences(row, base, [], noise[rung])[0]
+                if difference.p is not None:
+                    tests[rung, scheme, to] = difference
+    values = holm([difference.p for difference in tests.values()])
+    return {named: difference._replace(holm=value) for (named, difference), value in zip(tests.items(), values)}
+
+
+def _noise(study: Study, rung: str, rows: Sequence[Row]) -> Noise | None:
+    """The noise that the whole rows of a size share, without those that failed; None where each has its own."""
+    if study.rungs[rung].noise == "own":
+        return None
+    whole = [row for row in rows if row.rung == rung and row.whole and row.loss is not None]
+    failed = _failed(whole)
+    return Noise.of([row.losses for row in whole if row.scheme not in failed])
+
+
+def _failed(rows: Sequence[Row]) -> set[str]:
+    middle = statistics.median(row.loss.deviation for row in rows) if rows else 0.0
+    for row in rows:
+        row.failed = row.loss.deviation > FAILED * middle
+    return {row.scheme for row in rows if row.failed}
 
 
 def _gathered_row(
@@ -291,7 +361,6 @@ def _gathered(study: Study, rows: Sequence[Row], unfinished: Sequence[str], answ
         study,
         rows,
         answers,
-        sum(d.measure == "tokens" for row in rows for d in row.differences if d.p is not None),
         sorted({str(one.get("commit")) for one in facts}),
         sorted({str(one.get("torch")) for one in facts}),
         sorted({str(one.get("device")) for one in facts} | {str(row.cost["device"]) for row in rows if row.cost}),
@@ -307,18 +376,18 @@ def begun(study: Study, rows: Iterable[Row]) -> list[str]:
 
 
 def _answers(
-    study: Study, rows: Mapping[tuple[str, str], Row], longer: Mapping[tuple[str, str], Sequence[Record]]
+    study: Study,
+    rows: Mapping[tuple[str, str], Row],
+    longer: Mapping[tuple[str, str], Sequence[Record]],
+    noise: Mapping[str, Noise | None],
 ) -> list[Answer]:
-    """The answers to all questions at all sizes that have a finished row, corrected for their number."""
+    """The answers to all questions at all sizes that have a finished row."""
     answers = []
     sizes = begun(study, rows.values()) or list(study.rungs)[:1]
     for question, rung in itertools.product(study.questions.values(), sizes):
         for scheme, to in question.compare:
-            answers += _answers_of_pair(question, rung, scheme, to, rows, longer.get((rung, to), []))
-    tested = [place for place, answer in enumerate(answers) if answer.difference and answer.difference.p is not None]
-    for place, value in zip(tested, holm([answers[place].difference.p for place in tested])):
-        answer = answers[place]
-        answers[place] = answer._replace(difference=answer.difference._replace(holm=value))
+            more = longer.get((rung, to), [])
+            answers += _answers_of_pair(question, rung, scheme, to, rows, more, noise[rung])
     return answers
 
 
@@ -329,6 +398,7 @@ def _answers_of_pair(
     to: str,
     rows: Mapping[tuple[str, str], Row],
     longer: Sequence[Record],
+    noise: Noise | None,
 ) -> Iterator[Answer]:
     """Yield the answer of two schemes at a size for every measure of a question, not yet corrected."""
     row, base = rows.get((rung, scheme)), rows.get((rung, to))
@@ -337,9 +407,9 @@ def _answers_of_pair(
         yield from (Answer(question, rung, scheme, to, measure, None, waiting) for measure in question.at)
         return
     if question.seeds and all(set(question.seeds) <= side.all_losses.keys() for side in (row, base)):
-        differences = {"tokens": _at_all_seeds(row, base, question.seeds)}
+        differences = {"tokens": _at_all_seeds(row, base, question.seeds, noise)}
     else:
-        differences = {difference.measure: difference for difference in _differences(row, base, longer)}
+        differences = {difference.measure: difference for difference in _differences(row, base, longer, noise)}
     for measure in question.at:
         difference, missing = differences.get(measure), None
         if difference is None:
@@ -356,13 +426,24 @@ def _not_measured(measure: str, scheme: str, to: str) -> str:
     return f"{steps} of {scheme} and {to} were not timed in the same rounds (--measure{option})"
 
 
-def _at_all_seeds(row: Row, base: Row, further: Sequence[int]) -> Difference:
+def _at_all_seeds(row: Row, base: Row, further: Sequence[int], noise: Noise | None) -> Difference:
     """The difference at equal tokens over the study's seeds and further ones."""
     seeds = {*row.losses, *further}
     ours, theirs = ({seed: loss for seed, loss in one.all_losses.items() if seed in seeds} for one in (row, base))
     finite = None not in (*ours.values(), *theirs.values())
-    estimate = paired(ours, theirs) if finite else None
+    estimate = _contrast(row, base, ours, theirs, noise) if finite else None
     return Difference(base.scheme, "tokens", 1.0, estimate, estimate and estimate.p_value)
+
+
+def _contrast(
+    row: Row, base: Row, ours: Mapping[int, float], theirs: Mapping[int, float], noise: Noise | None
+) -> Contrast | None:
+    """Compare two rows over the seeds that both have: with the noise that their size shares, or with their own."""
+    shared = sorted(ours.keys() & theirs.keys())
+    sides = [[losses[seed] for seed in shared] for losses in (ours, theirs)]
+    if not shared:
+        return None
+    return welch(*sides) if noise is None or row.failed or base.failed else noise.contrast(*sides)
 
 
 def gates_of(audit: Record) -> list[str]:
@@ -422,7 +503,7 @@ def _row(
     )
 
 
-def _differences(row: Row, base: Row, longer: Sequence[Record]) -> list[Difference]:
+def _differences(row: Row, base: Row, longer: Sequence[Record], noise: Noise | None) -> list[Difference]:
     losses: dict[int, dict[int, float]] = {}
     for record in [*(r for r in base.runs if r["kind"] == "report"), *longer]:
         if record["val_loss"] is not None:
@@ -434,20 +515,37 @@ def _differences(row: Row, base: Row, longer: Sequence[Record]) -> list[Differen
         if timed := _timed_together(row, base, compiled):
             ours, theirs = timed
             costs[measure] = ours["time_ratio"]["median"] / theirs["time_ratio"]["median"]
-            errors[measure] = math.hypot(_error(ours), _error(theirs))
-    found = []
+            errors[measure] = math.hypot(_error(ours), _error(theirs), SESSIONS)
+    differences = []
     for measure, cost in costs.items():
         at = {seed: _at(known, row.steps * cost) for seed, known in losses.items()}
         theirs = {seed: loss for seed, (loss, _) in at.items() if loss is not None}
         ours = {seed: loss for seed, loss in row.losses.items() if loss is not None}
         # At another cost all seeds or none: the baselines' longer runs may still go on.
         whole = len(ours) == len(row.losses) and (cost == 1 or ours.keys() <= theirs.keys())
-        estimate = paired(ours, theirs) if whole else None
+        estimate = _contrast(row, base, ours, theirs, noise) if whole else None
         if measure in errors and estimate is not None:
             slope = statistics.fmean(at[seed][1] for seed in ours.keys() & theirs.keys())
             estimate = estimate.shared(slope * errors[measure])
-        found.append(Difference(base.scheme, measure, cost, estimate, estimate and estimate.p_value))
-    return found
+        worth = _worth(row, losses) if measure == "tokens" and estimate is not None else None
+        differences.append(Difference(base.scheme, measure, cost, estimate, estimate and estimate.p_value, worth=worth))
+    return differences
+
+
+def _worth(row: Row, losses: Mapping[int, Mapping[int, float]]) -> float | None:
+    """After how many times as many steps as a row has a baseline has the same mean loss; see `Difference`."""
+    known = [losses[seed] for seed in row.losses if seed in losses]
+    lengths = sorted(set.intersection(*map(set, known))) if known else []
+    if len(lengths) < 2 or row.loss is None:
+        return None
+    first, last = lengths[0], lengths[-1]
+    means = [statistics.fmean(one[steps] for one in known) for steps in (first, last)]
+    share = (row.loss.mean - means[0]) / (means[1] - means[0])  # of the way from the first length to the last
+    if share > 1:
+        return math.inf
+    power = first**-ALPHA + share * (last**-ALPHA - first**-ALPHA)
+    times = power ** (-1 / ALPHA) / row.steps
+    return times if times >= BELOW else 0.0
 
 
 def _timed_together(row: Row, base: Row, compiled: bool) -> tuple[Record, Record] | None:
@@ -474,18 +572,19 @@ def _error(cost: Record) -> float:
 
 
 def _at(losses: Mapping[int, float], steps: float) -> tuple[float | None, float]:
-    """The loss of runs of `steps` steps, linear in their logarithm between finished runs, None beyond the longest; and
-    what it changes by when the logarithm grows by one."""
+    """The loss of runs of `steps` steps, on the curve between finished runs, None beyond the longest; and what it
+    changes by there when the logarithm of the steps grows by one."""
     known = sorted(losses)
     if len(known) < 2:
         return losses.get(steps), 0.0
     upper = next((i for i in range(1, len(known)) if known[i] >= steps), len(known) - 1)
     low, high = known[upper - 1], known[upper]
-    slope = (losses[high] - losses[low]) / math.log(high / low)
+    factor = (losses[high] - losses[low]) / (high**-ALPHA - low**-ALPHA)
+    slope = -ALPHA * factor * steps**-ALPHA
     if steps in losses:
         return losses[int(steps)], slope
     there = BELOW * known[0] <= steps <= known[-1]
-    return losses[low] + slope * math.log(steps / low) if there else None, slope
+    return losses[low] + factor * (steps**-ALPHA - low**-ALPHA) if there else None, slope
 
 
 def _curve(row: Row, base: Row) -> list[tuple[int, float, float | None]]:
@@ -507,16 +606,3 @@ def _curve(row: Row, base: Row) -> list[tuple[int, float, float | None]]:
             estimate = paired(*values)
             curve.append((step, estimate.mean, estimate.half_width))
     return curve
-
-
-def _correct(rows: Sequence[Row]) -> None:
-    """Correct the p-values at equal tokens, FLOPs and so on each for the number of all of them, over all sizes."""
-    families: dict[str, list[tuple[Row, int]]] = {}
-    for row in rows:
-        for place, difference in enumerate(row.differences):
-            if difference.p is not None:
-                families.setdefault(difference.measure, []).append((row, place))
-    for places in families.values():
-        corrected = holm([row.differences[place].p for row, place in places])
-        for (row, place), value in zip(places, corrected):
-            row.differences[place] = row.differences[place]._replace(holm=value)
