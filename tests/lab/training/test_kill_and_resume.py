@@ -149,25 +149,3 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path, fit):
         fit(tmp_path / "run", batches=batches, gradient_accumulation=2)
     assert (tmp_path / "run" / "checkpoints" / "step-3").exists()
     assert fit(tmp_path / "run", resume=True, gradient_accumulation=2)["step"] == 12
-
-
-@pytest.mark.parametrize(
-    ("kept", "said"), [(0, "the rows of its first steps are missing"), (4, "its rows after step 4")]
-)
-def test_rows_that_are_gone_before_a_run_resumes_are_said(kept, said, tmp_path, fit, rows, capsys):
-    folder = tmp_path / "run"
-    fit(folder, batches=ToyBatches(signals={6: signal.SIGINT}))
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(lines[:kept]))
-    capsys.readouterr()
-    fit(folder, resume=True)
-    assert said in capsys.readouterr().err
-    assert [row["step"] for row in rows(folder)] == [*range(1, kept + 1), *range(8, 13)]
-
-
-def test_whole_logs_are_not_said_to_miss_rows(tmp_path, fit, capsys):
-    for number, every in enumerate((1, 2, 5)):
-        folder = tmp_path / f"run-{number}"
-        fit(folder, batches=ToyBatches(signals={6: signal.SIGINT}), log_every=every)
-        fit(folder, resume=True, log_every=1)
-    assert "missing" not in capsys.readouterr().err

@@ -279,8 +279,6 @@ class _Updates:
 class _Logs(AbstractContextManager["_Logs"]):
     """The rows that the first rank writes and shows: `metrics`, and `connections` if they are observed. All may raise
     OSError.
-
-    Opening reports the rows before `checkpoint` that a resumed run lacks; nothing writes them again.
     """
 
     def __init__(
@@ -292,10 +290,6 @@ class _Logs(AbstractContextManager["_Logs"]):
         progress: bool | Callable[[int], None],
     ):
         step = checkpoint.step if checkpoint else 0
-        if checkpoint:
-            _say_missing_rows(run.metrics, "train.log_every", checkpoint)
-            if observing:
-                _say_missing_rows(run.connections, "train.connections_every", checkpoint)
         with ExitStack() as stack:
             self.metrics = stack.enter_context(
                 MetricsLog(run, step=step, tensorboard=config.tensorboard, wandb=config.wandb)
@@ -317,17 +311,6 @@ class _Logs(AbstractContextManager["_Logs"]):
             self.metrics.sync()
             if self.connections:
                 self.connections.sync()
-
-
-def _say_missing_rows(path: Path, key: str, checkpoint: Checkpoint) -> None:
-    """Report the rows of a resumed run that a log lacks. `key` is the setting with the steps between rows."""
-    every = checkpoint.settings.get(key)
-    if not isinstance(every, int) or not 1 <= every <= checkpoint.step:
-        return
-    last = max((row["step"] for row in read_metrics(path)), default=0)
-    if last + every <= checkpoint.step:
-        missing = f"its rows after step {last}" if last else "the rows of its first steps"
-        say(f"{path}: {missing} are missing; training goes on after step {checkpoint.step}")
 
 
 def _finished(run: RunFolder, checkpoint: Checkpoint, ranks: Ranks) -> dict[str, Any]:
