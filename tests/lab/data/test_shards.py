@@ -197,10 +197,10 @@ def test_windows_across_shards(tmp_path_factory, lengths, data):
 
 
 def test_few_shards_are_open_at_a_time(prepared, monkeypatch):
-    monkeypatch.setattr(shards_module, "OPEN_SHARDS", 2)
+    monkeypatch.setattr(shards_module, "MAPPED_SHARDS", 2)
     tokens = PreparedData.open(prepared.folder).train
     assert np.array_equal(tokens.window(0, len(tokens)), prepared.train.window(0, len(prepared.train)))
-    assert len(tokens._files) == 2
+    assert len(tokens._mapped) == 2
 
 
 def test_tokens_travel_to_other_processes_without_their_content(prepared):
@@ -285,47 +285,6 @@ def test_large_data_is_verified_when_asked(copy, monkeypatch):
     large_token(copy)
     with pytest.raises(InputError, match="token id 400 near token 0 is outside the vocabulary of 400"):
         data.validation.window(0, 10)
-
-
-def test_a_shard_that_goes_away_later_is_named(copy):
-    data = PreparedData.open(copy)
-    (copy / "train-00002.bin").unlink()
-    with pytest.raises(RunError, match=r"train-00002\.bin: the shard can no longer be read"):
-        data.train.window(1990, 20)
-
-
-def test_a_shard_that_is_cut_while_training_is_an_error_and_not_a_crash(copy):
-    """A memory map would kill the process with SIGBUS here."""
-    data = PreparedData.open(copy)
-    before = data.train.window(1000, 900)
-    os.truncate(copy / "train-00001.bin", 1001)
-    with pytest.raises(RunError, match=r"train-00001\.bin: the shard was cut after it was opened") as error:
-        data.train.window(1000, 900)
-    assert "\n" not in str(error.value)
-    assert np.array_equal(data.train.window(1000, 500), before[:500])
-
-
-def test_tokens_are_read_where_the_system_has_no_pread(copy, prepared, monkeypatch):
-    monkeypatch.delattr(os, "pread")
-    data = PreparedData.open(copy)
-    assert np.array_equal(data.train.window(500, 2000), prepared.train.window(500, 2000))
-    os.truncate(copy / "train-00001.bin", 1001)
-    with pytest.raises(RunError, match="the shard was cut"):
-        data.train.window(1000, 900)
-
-
-@pytest.mark.processes
-def test_processes_that_share_open_shards_read_the_same(prepared):
-    """A fork shares the file and its position: reads must not depend on it."""
-    expected = [prepared.train.window(start, 300) for start in range(0, 3000, 7)]
-    children = []
-    for _ in range(4):
-        if not (child := os.fork()):
-            starts = list(range(0, 3000, 7))
-            same = all(np.array_equal(prepared.train.window(starts[i], 300), expected[i]) for i in range(len(starts)))
-            os._exit(0 if same else 1)
-        children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
 
 
 def test_out_must_be_new_or_empty(source, tmp_path):

@@ -14,11 +14,10 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from residua.errors import InputError, RunError, extra
+from residua.errors import InputError, extra
 from residua.lab.data.split import Split
 from residua.lab.data.tokenizer import SavedTokenizer, tokenizer_fingerprint, tokenizer_hash
 from residua.records.durable import file_sha256
@@ -33,8 +32,8 @@ VERSION = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 VERIFY_ON_OPEN = 64_000_000
 """Bytes of shards up to which `PreparedData.open` also verifies their content."""
-OPEN_SHARDS = 256
-"""The most shards that are open at a time; each has a file descriptor."""
+MAPPED_SHARDS = 256
+"""The most shards that are mapped at a time; each has a file descriptor."""
 
 
 class Shard(NamedTuple):
@@ -46,11 +45,9 @@ class Shard(NamedTuple):
 
 
 class Tokens:
-    """The token ids of one split, read from its shards as they are needed.
+    """The token ids of one split, in shards that are mapped into memory.
 
-    `len(tokens)` is their number, `tokens.window(start, length)` an int64 array of consecutive ones. It reads
-    files instead of mapping them, so that a shard that is cut or unreadable while training raises RunError and does not
-    kill the process.
+    `len(tokens)` is their number, `tokens.window(start, length)` an int64 array of consecutive ones.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: np.dtype, vocab_size: int):
@@ -61,18 +58,18 @@ class Tokens:
         self._starts = [0]
         for shard in self.shards:
             self._starts.append(self._starts[-1] + shard.tokens)
-        self._files: dict[int, FileIO] = {}
+        self._mapped: dict[int, np.memmap] = {}
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_files": {}}
+        return self.__dict__ | {"_mapped": {}}
 
     def window(self, start: int, length: int) -> np.ndarray:
         """Return the ids of tokens start, ..., start + length - 1, across shards.
 
-        Raises IndexError beyond the ends, InputError for an id outside the vocabulary, RunError for unreadable shards.
+        Raises IndexError beyond the ends, InputError for an id outside the vocabulary.
         """
         if not 0 <= start <= start + length <= len(self):
             raise IndexError(f"tokens {start} to {start + length} of {len(self)}")
@@ -81,7 +78,7 @@ class Tokens:
         position = 0
         while position < length:
             offset = start + position - self._starts[number]
-            part = self._read(number, offset, min(length - position, self.shards[number].tokens - offset))
+            part = self._shard(number)[offset : offset + length - position]
             window[position : position + len(part)] = part
             position += len(part)
             number += 1
@@ -92,27 +89,12 @@ class Tokens:
             )
         return window
 
-    def _read(self, number: int, start: int, length: int) -> np.ndarray:
-        path = self.folder / self.shards[number].file
-        width = self.dtype.itemsize
-        try:
-            if hasattr(os, "pread"):  # needs no seek, so that threads and forks can share the file
-                content = os.pread(self._file(number).fileno(), length * width, start * width)
-                part = np.frombuffer(content, self.dtype, len(content) // width)
-            else:
-                part = np.fromfile(path, self.dtype, length, offset=start * width)
-        except OSError as error:
-            raise RunError(f"{path}: the shard can no longer be read: {error}") from error
-        if len(part) < length:
-            raise RunError(f"{path}: the shard was cut after it was opened; restore it or prepare the data again")
-        return part
-
-    def _file(self, number: int) -> FileIO:
-        if number not in self._files:
-            if len(self._files) == OPEN_SHARDS:
-                self._files.pop(next(iter(self._files)))
-            self._files[number] = FileIO(self.folder / self.shards[number].file)
-        return self._files[number]
+    def _shard(self, number: int) -> np.memmap:
+        if number not in self._mapped:
+            if len(self._mapped) == MAPPED_SHARDS:
+                self._mapped.pop(next(iter(self._mapped)))
+            self._mapped[number] = np.memmap(self.folder / self.shards[number].file, self.dtype, "r")
+        return self._mapped[number]
 
 
 @dataclass(frozen=True)
