@@ -72,7 +72,7 @@ def test_it_starts_as_published():
     torch.manual_seed(0)
     model = Architecture("residual", MODELS["residual"], 64, 50, dim=128, layers=4, heads=4, hidden=512).build()
     attention, (up, _, down) = model.sublayers[:2]
-    for weight in (model.input.weight, model.positions, attention.qkv.weight, up.weight, model.output.weight):
+    for weight in (model.input.weight, model.positions.weight, attention.qkv.weight, up.weight, model.output.weight):
         assert weight.std().item() == pytest.approx(0.02, rel=0.05)
     for weight in (attention.out.weight, down.weight):
         assert weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from residua.errors import InputError, RunError
-from residua.lab.geometry import study
 from residua.lab.geometry.study import FULL, Settings, job, train
+from residua.lab.training.optimizer import parameter_groups
 from residua.records import jsonlines
 from residua.records.jobs import Job, open_runs, run_jobs
 
@@ -61,7 +61,7 @@ def test_the_recipe_is_the_published_one():
     assert rates == pytest.approx([1e-5, 5e-4, 1e-3, 5.5e-4, 1e-4])
     assert FULL.task("gyroscope").length == 255
     model = job("residual", "gyroscope", 0, TINY, CPU).arguments[0].build()
-    groups = study._optimizer(model, TINY).param_groups
+    groups = parameter_groups(model, TINY.weight_decay)
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert all(parameter.dim() == 2 for parameter in groups[0]["params"])
     assert all(parameter.dim() == 1 for parameter in groups[1]["params"])

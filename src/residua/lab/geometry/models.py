@@ -130,8 +130,8 @@ class RegressionModel(nn.Module):
         dim, width, wide = architecture.dim, architecture.width, architecture.row.wide
         stream = architecture.scheme.build(dim, 2 * architecture.layers)
         self.dim = dim
+        self.positions = nn.Embedding.from_pretrained(torch.empty(architecture.length, width), freeze=False)
         self.input = Projection(architecture.features, width, std=STD, bias=0.0)
-        self.positions = nn.Parameter(torch.empty(architecture.length, width))
         self.expand = None if wide else stream.expand
         self.connections = stream.connections
         self.collapse = None if wide else stream.collapse
@@ -147,7 +147,7 @@ class RegressionModel(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the positions; every other module draws its own parameters."""
-        nn.init.normal_(self.positions, std=STD)
+        nn.init.normal_(self.positions.weight, std=STD)
 
     def forward(self, x: Tensor, *, states: list[Any] | None = None, coefficients: list[Any] | None = None) -> Tensor:
         """Return predictions of the shape of x: (batch, seq, features) with at most `length` positions.
@@ -155,7 +155,7 @@ class RegressionModel(nn.Module):
         `states` collects the residual state before the first and after every sublayer, `coefficients` what every
         connection read from it. A sequence of one token is whole, so no connection needs a memory.
         """
-        h = self.input(x) + self.positions[: x.shape[1]]
+        h = self.input(x) + self.positions.weight[: x.shape[1]]
         state = h.unflatten(-1, (-1, self.dim)) if self.expand is None else self.expand(h)
         if states is not None:
             states.append(state)

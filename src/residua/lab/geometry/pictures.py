@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from residua.errors import extra
 from residua.lab.geometry.report import TITLES, Record, groups, is_causal
-from residua.records.figures import COLOURS, plain, save
+from residua.records.figures import curve, legend, line_style, panels, save
 from residua.records.table import Group
 
 with extra("lab"):
@@ -19,9 +19,8 @@ with extra("lab"):
 FIXED = {"residual": "#111111", "zero-layer": "#8a8a8a"}  # the colours of what has no scheme
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)))
 REFERENCE_COLOUR = "#777777"
-WIDTH, PANEL_HEIGHT, LEGEND_ROW_HEIGHT = 10.0, 3.3, 0.22  # inches
-LEGEND_CHARACTERS, LEGEND_HANDLE = 128, 9  # that fit beside each other; what a line and its gaps take of them
-FEW_POINTS = 12
+WIDTH, PANEL_HEIGHT = 10.0, 3.3  # inches
+MOST_DOTS = 12  # more hide the dashes
 
 Points = list[tuple[float, float]]
 Curve = Callable[[Record], Points]
@@ -114,10 +113,8 @@ def draw(records: Sequence[Record], folder: str | Path) -> list[Path]:
 def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Give every name a style, the same in all pictures, and different from all others as long as there are dashes."""
     styles = {name: {"color": colour} for name, colour in FIXED.items()}
-    for number, name in enumerate(name for name in dict.fromkeys(names) if name not in FIXED):
-        dash, colour = divmod(number, len(COLOURS))
-        styles[name] = {"color": COLOURS[colour], "linestyle": DASHES[dash % len(DASHES)]}
-    return styles
+    others = (name for name in dict.fromkeys(names) if name not in FIXED)
+    return styles | {name: line_style(number, DASHES) for number, name in enumerate(others)}
 
 
 def _with_points(panel: Panel) -> list[Group[Record]]:
@@ -125,48 +122,23 @@ def _with_points(panel: Panel) -> list[Group[Record]]:
     return [group for group in panel.groups if len(_mean(group, panel.curve)) > 1]
 
 
-def _figure(panels: Sequence[Panel], styles: dict[str, dict[str, Any]], note: str) -> Figure:
+def _figure(shown: Sequence[Panel], styles: dict[str, dict[str, Any]], note: str) -> Figure:
     """Draw the panels, one legend for all above them, and the note below."""
-    columns = min(len(panels), 2)
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(WIDTH, PANEL_HEIGHT * rows), dpi=150, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
-    for axes, panel in zip_longest(figure.subplots(rows, columns, squeeze=False).flat, panels):
+    columns = min(len(shown), 2)
+    rows = -(-len(shown) // columns)
+    figure, axes = panels(rows, columns, (WIDTH, PANEL_HEIGHT * rows), dpi=150)
+    for place, panel in zip_longest(axes.flat, shown):
         if panel is None:
-            axes.remove()
+            place.remove()
         else:
-            _draw(axes, panel, styles)
-    entries: dict[str, Any] = {}
-    for axes in figure.axes:
-        entries |= dict(zip(*reversed(axes.get_legend_handles_labels())))
-    legend_rows = _legend_rows([len(label) for label in entries])
-    figure.set_figheight(figure.get_figheight() + LEGEND_ROW_HEIGHT * legend_rows + 0.3)
-    figure.legend(
-        entries.values(),
-        entries,
-        loc="outside upper left",
-        ncols=-(-len(entries) // legend_rows),
-        frameon=False,
-        fontsize=9,
-        handlelength=3.2,
-    )
-    figure.supxlabel(
-        f"Strong: mean of seeds. Pale: each seed. {note}", fontsize=8.5, color="#555555", x=0.01, ha="left"
-    )
+            _draw(place, panel, styles)
+    legend(figure, columns=3, fontsize=9, handlelength=3.2)
+    note = f"Strong: mean of seeds. Pale: each seed. {note}"
+    figure.supxlabel(note, fontsize=8.5, color="#555555", x=0.01, ha="left")
     return figure
 
 
-def _legend_rows(lengths: list[int]) -> int:
-    """Return the least number of rows at which the columns, filled one after the other, fit beside each other."""
-    for rows in range(1, len(lengths)):
-        columns = [lengths[start : start + rows] for start in range(0, len(lengths), rows)]
-        if sum(max(column) + LEGEND_HANDLE for column in columns) <= LEGEND_CHARACTERS:
-            return rows
-    return len(lengths)
-
-
 def _draw(axes: Axes, panel: Panel, styles: dict[str, dict[str, Any]]) -> None:
-    plain(axes)
     axes.set_title(panel.title, loc="left", fontsize=10.5)
     axes.set_xlabel(panel.at)
     axes.set_ylabel(panel.values)
@@ -182,13 +154,11 @@ def _draw(axes: Axes, panel: Panel, styles: dict[str, dict[str, Any]]) -> None:
     if panel.line is not None:
         axes.axhline(panel.line, color=REFERENCE_COLOUR, linewidth=0.8, zorder=0)
     for group in panel.groups:
-        style, mean = styles[group.name], _mean(group, panel.curve)
-        if len(group.runs) > 1:
-            for points in filter(None, map(panel.curve, group.runs)):
-                axes.plot(*zip(*points), **style, linewidth=0.6, alpha=0.35)
-        marks = {"marker": "o", "markersize": 2.5} if len(mean) <= FEW_POINTS else {}
+        mean = _mean(group, panel.curve)
+        style = styles[group.name] | ({} if len(mean) <= MOST_DOTS else {"marker": ""})
         name = f"{group.name} (not causal)" if is_causal(group) is False else group.name
-        axes.plot(*zip(*mean), **style, **marks, linewidth=1.5, label=name)
+        seeds = map(panel.curve, group.runs) if len(group.runs) > 1 else ()
+        curve(axes, mean, seeds=seeds, label=name, **style)
         if panel.circles and is_causal(group) is False:
             circles = {"marker": "o", "markersize": 3.2, "markerfacecolor": "none", "markeredgewidth": 0.9}
             axes.plot(*zip(*_mean(group, panel.circles)), color=style["color"], linestyle="none", **circles)

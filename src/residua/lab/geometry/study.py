@@ -15,6 +15,7 @@ from residua.lab.geometry import measure
 from residua.lab.geometry.models import Architecture, match
 from residua.lab.geometry.operators import Gates, operator
 from residua.lab.geometry.tasks import Data, Task, task
+from residua.lab.training.optimizer import parameter_groups
 from residua.records.jobs import Job
 from residua.records.jsonlines import finite
 
@@ -144,6 +145,10 @@ def train(
     data = Data(*(part.to(device) for part in task.data()))
     model = _drawn(seed, architecture.build).to(device)
 
+    groups = parameter_groups(model, settings.weight_decay)
+    betas = (settings.beta1, settings.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=True)
+
     def evaluate() -> dict[str, float]:
         total, gates = 0.0, {}
         for inputs, targets in zip(*(part.split(measure.BATCH) for part in (data.val_inputs, data.val_targets))):
@@ -154,7 +159,7 @@ def train(
 
     fit = _fit(
         model,
-        _optimizer(model, settings),
+        optimizer,
         data,
         settings,
         lambda step: Generator().manual_seed(seed * 1_000_003 + step),
@@ -302,16 +307,6 @@ def _gate_means(coefficients: list[Any]) -> dict[str, float]:
     values = {gate: [getattr(part, gate, None) for part in coefficients] for gate in Gates._fields}
     means = {gate: [part.mean().item() for part in parts if part is not None] for gate, parts in values.items()}
     return {gate: sum(parts) / len(parts) for gate, parts in means.items() if parts}
-
-
-def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    decayed = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)} | {id(model.positions)}
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if id(p) in decayed], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), fused=True)
 
 
 # What is measured of a model, without numbers where it diverged or the task has a single position.
