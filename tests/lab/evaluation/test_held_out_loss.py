@@ -99,11 +99,6 @@ def test_no_label_is_an_input_error(batches):
         held_out_loss(Bigram(), batches)
 
 
-def test_no_bytes_is_an_input_error():
-    with pytest.raises(InputError, match="bytes"):
-        held_out_loss(Bigram(), [], bytes=0)
-
-
 def test_a_label_is_repeated_if_its_pair_stands_earlier_in_the_same_row():
     tokens = text(400).reshape(8, 50)
     inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
-from residua.errors import InputError, extra, require
+from residua.errors import InputError, extra
 
 with extra("lab"):
     import numpy as np
@@ -44,14 +44,11 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
     ):
-        _check_positive(batch_size=batch_size, sequence_length=sequence_length)
         if len(tokens) <= sequence_length:
             raise InputError(
                 f"sequence_length: {sequence_length} needs {sequence_length + 1} tokens, the data has {len(tokens)}; "
                 "give more text or a shorter sequence_length"
             )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be 0 to world_size - 1, got {rank} of {world_size}")
         self.tokens = tokens
         self.batch_size = batch_size
         self.sequence_length = sequence_length
@@ -67,7 +64,6 @@ class Batches:
 
         labels[b, t] is the token that follows inputs[b, t] in the text: already aligned, so do not shift them again.
         """
-        require(index >= 0, "index", "at least 0", index)
         first = (index * self.world_size + self.rank) * self.batch_size
         epochs, positions = np.divmod(np.arange(first, first + self.batch_size), self.windows_per_epoch)
         starts = np.empty_like(positions)
@@ -91,9 +87,6 @@ class HeldOutBatches:
     """
 
     def __init__(self, tokens: TokenSource, batch_size: int, sequence_length: int):
-        _check_positive(batch_size=batch_size, sequence_length=sequence_length)
-        if len(tokens) < 2:
-            raise InputError(f"held-out tokens must be at least 2, got {len(tokens)}; give more text")
         self.tokens = tokens
         self.batch_size = batch_size
         self.sequence_length = sequence_length
@@ -150,8 +143,3 @@ def _hash(values: np.ndarray, key: int) -> np.ndarray:
 def _aligned(block: np.ndarray) -> tuple[Tensor, Tensor]:
     # Copies, so that a change to one does not reach the other.
     return torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(block[:, 1:].copy())
-
-
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        require(size >= 1, name, "at least 1", size)

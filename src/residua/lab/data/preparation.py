@@ -60,10 +60,10 @@ def prepare(
 ) -> PreparedData:
     """Tokenize the text of `source` into the new folder `out`.
 
-    The same arguments and text give the same bytes. `out` appears when all of it is written, or not
-    at all. If a long preparation ends early, even by a kill, its whole shards stay beside `out`, and a call with the
-    same arguments continues from there: it reads the text again from the start (a data set of the hub is downloaded
-    again) and tokenizes the rest. Memory does not grow with the text.
+    The same arguments and text give the same bytes. `out` appears when all of it is written, or not at all. If a long
+    preparation ends early, even by a kill, its whole shards stay beside `out`, and a call with the same arguments
+    continues from there: it reads the text again from the start (a data set of the hub is downloaded again) and
+    tokenizes the rest. Memory does not grow with the text.
 
     Args:
         source: "stdlib" (the documentation inside this Python, about 2 MB), a path, "fineweb-edu" or a data set of the
@@ -87,10 +87,8 @@ def prepare(
     """
     out = Path(out).resolve()
     if validation_fraction is None and validation_tokens is None:
-        if source in NAMED:
-            validation_tokens = NAMED[source].validation_tokens
-        else:
-            validation_fraction = 0.05
+        validation_tokens = NAMED[source].validation_tokens if source in NAMED else None
+        validation_fraction = None if source in NAMED else 0.05
     _check(out, validation_fraction, validation_tokens, shard_tokens, tokenizer, vocab_size)
     codec = None if tokenizer == "bpe" else byte_tokenizer() if tokenizer == "byte" else load_tokenizer(tokenizer)
     corpus = open_corpus(source, text_column=text_column, sample=sample)
@@ -106,25 +104,21 @@ def prepare(
         "validation_tokens": validation_tokens,
         "shard_tokens": shard_tokens,
     }
+    if validation_tokens is None:
+        hold_out = partial(HashSplit, validation_fraction)
+    else:
+        hold_out = partial(LeadingSplit, validation_tokens)
     with staging(out, plan) as stage:
-        folder = stage.folder
         if stage.saved is None:
             codec = codec or _train(corpus, vocab_size, validation_fraction, progress)
-            save_tokenizer(codec, folder / "tokenizer")
+            save_tokenizer(codec, stage.folder / "tokenizer")
         else:
-            codec = load_tokenizer(folder / "tokenizer")
+            codec = load_tokenizer(stage.folder / "tokenizer")
         if _is_large(corpus):
             _announce(corpus, codec, stage, progress)
-        hold_out = (
-            partial(HashSplit, validation_fraction)
-            if validation_tokens is None
-            else partial(LeadingSplit, validation_tokens)
-        )
         result = writer.write_shards(corpus, codec, DTYPES[_dtype(codec)], stage, hold_out, shard_tokens, progress)
-        index = _index(corpus, codec, result)
-        index["tokenizer_sha256"] = tokenizer_hash(folder / "tokenizer")
-        index["facts"]["tokenizer"] = _tokenizer_name(tokenizer)
-        write_text(folder / "index.json", json.dumps(index, indent=2) + "\n")
+        index = _index(corpus, codec, tokenizer_hash(stage.folder / "tokenizer"), _tokenizer_name(tokenizer), result)
+        write_text(stage.folder / "index.json", json.dumps(index, indent=2) + "\n")
     data = PreparedData.open(out)
     if tokenizer == "bpe" and data.vocab_size < vocab_size:
         warnings.warn(
@@ -208,22 +202,24 @@ def _dtype(tokenizer: PreTrainedTokenizerFast) -> str:
     return "uint16" if vocabulary(tokenizer) <= 65536 else "uint32"
 
 
-def _index(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, result: writer.WriteResult) -> dict[str, Any]:
+def _index(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerFast, sha256: str, name: str, result: writer.WriteResult
+) -> dict[str, Any]:
     parts = result.splits.values()
     documents = sum(part.documents for part in parts)
-    for name, part in result.splits.items():
+    for split, part in result.splits.items():
         if part.tokens < 2:
             raise InputError(
-                f"{corpus.name}: too small: of {documents} document(s) nothing is left for {name}; give more text"
+                f"{corpus.name}: too small: of {documents} document(s) nothing is left for {split}; give more text"
             )
     splits = {
-        name: {
+        split: {
             "documents": part.documents,
             "bytes": part.bytes,
             "tokens": part.tokens,
             "shards": [shard._asdict() for shard in part.shards],
         }
-        for name, part in result.splits.items()
+        for split, part in result.splits.items()
     }
     return {
         "format": FORMAT,
@@ -243,7 +239,9 @@ def _index(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, result: writer.Wr
             "validation_tokens": result.splits["validation"].tokens,
             **result.held_out,
             "vocab_size": vocabulary(tokenizer),
+            "tokenizer": name,
         },
+        "tokenizer_sha256": sha256,
     }
 
 

@@ -90,10 +90,8 @@ def held_out_loss(
         so that it does not depend on the number of processes.
 
     Raises:
-        InputError: `batches` holds no label, or `bytes` is not positive.
+        InputError: `batches` holds no label.
     """
-    if bytes is not None and bytes < 1:
-        raise InputError(f"the number of bytes of the held-out text must be at least 1, got {bytes}")
     device = next(model.parameters()).device
     measured, repeats = [], []
     tokens = repeated_tokens = 0
