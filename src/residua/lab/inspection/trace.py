@@ -140,10 +140,6 @@ def trace(
     subject = Subject.of(model)
     ids = _token_ids(tokens, subject)
     shown = [str(i) for i in ids.tolist()] if text is None else list(text)
-    if len(shown) != len(ids):
-        raise InputError(f"trace needs a piece of text for each of the {len(ids)} tokens, got {len(shown)}")
-    if sample < 1:
-        raise InputError(f"trace needs a sample of at least 1 token, got {sample}")
     sampled = torch.linspace(0, len(ids) - 1, min(sample, len(ids)), dtype=torch.float64).round().long()
     scheme = subject.scheme
     recorder = _Recorder(sampled)
@@ -251,11 +247,9 @@ def _stacked(sublayers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def _token_ids(tokens: Sequence[int] | Tensor, subject: Subject) -> Tensor:
     ids = torch.as_tensor(tokens)
-    longest, size = subject.context, subject.vocabulary
-    if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
-        raise InputError(f"trace needs a list of at least one token id, got {tuple(ids.shape)} of {ids.dtype}")
-    if longest is not None and len(ids) > longest:
-        raise InputError(f"trace needs at most {longest} tokens, the model's context, got {len(ids)}")
+    longest, size = subject.context or len(ids), subject.vocabulary
+    if not 0 < len(ids) <= longest:
+        raise InputError(f"trace needs 1 to {longest} tokens, the model's context, got {len(ids)}")
     if not 0 <= ids.min() <= ids.max() < size:
         raise InputError(f"trace needs token ids from 0 to {size - 1}, got {ids.min()} to {ids.max()}")
     return ids.long()
