@@ -114,7 +114,7 @@ def score(
         mixed_precision_dtype="bfloat16" if bfloat16 else None,
     )
     with evaluating(model):
-        found = lm_eval.simple_evaluate(
+        report = lm_eval.simple_evaluate(
             model=runner,
             tasks=names,
             num_fewshot=num_fewshot,
@@ -122,7 +122,7 @@ def score(
             limit=limit,
             log_samples=False,
         )
-    return Scores(name, tuple(_score(task, found) for task in names), lm_eval.__version__)
+    return Scores(name, tuple(_score(task, report) for task in names), lm_eval.__version__)
 
 
 def _task_manager(names: Sequence[str], include_path: str | Path | None) -> TaskManager:
@@ -140,8 +140,8 @@ def _task_manager(names: Sequence[str], include_path: str | Path | None) -> Task
     return manager
 
 
-def _score(task: str, found: Mapping[str, Any]) -> Score:
-    results = found["results"][task]
+def _score(task: str, report: Mapping[str, Any]) -> Score:
+    results = report["results"][task]
     for metric in METRICS:
         if f"{metric},none" in results:
             stderr = results.get(f"{metric}_stderr,none")
@@ -150,8 +150,8 @@ def _score(task: str, found: Mapping[str, Any]) -> Score:
                 metric,
                 100 * float(results[f"{metric},none"]),
                 100 * float(stderr) if isinstance(stderr, (int, float)) else None,
-                str(found["versions"][task]),
-                int(found["n-shot"][task]),
-                int(found["n-samples"][task]["effective"]),
+                str(report["versions"][task]),
+                int(report["n-shot"][task]),
+                int(report["n-samples"][task]["effective"]),
             )
     raise InputError(f"--tasks must name tasks with an accuracy, got {task} with {', '.join(results)}")

@@ -203,17 +203,17 @@ def _described(source: Source, name: str) -> dict[str, Any]:
 def _checked(trace: Trace) -> list[str]:
     """Return the statements that hold for a trace without warnings, as far as it has the values for them."""
     facts, values = trace.facts, trace.values
-    found = ["all numbers are finite", "the connection is causal"]
+    statements = ["all numbers are finite", "the connection is causal"]
     if any(gate["range"] for gate in facts["gates"].values()):
-        found.append("no gate is stuck at its start or saturated")
+        statements.append("no gate is stuck at its start or saturated")
     if "h_res" in values and values["h_res"].shape[-1] > 1:
         kept = f" and stayed {facts['constraint']}" if facts["constraint"] else ""
-        found.append(f"the mixing has left the identity{kept}")
+        statements.append(f"the mixing has left the identity{kept}")
     if "stream_similarity" in values:
-        found.append("the streams are not copies of one another")
+        statements.append("the streams are not copies of one another")
     if "compress_share" in values and values["compress_share"].shape[1] > 1:
-        found.append("no compressor reads one channel alone")
-    return found
+        statements.append("no compressor reads one channel alone")
+    return statements
 
 
 def _fitted(trace: Trace, room: float) -> dict[str, tuple[np.ndarray, list[int] | None]]:
@@ -221,22 +221,22 @@ def _fitted(trace: Trace, room: float) -> dict[str, tuple[np.ndarray, list[int] 
     values = _derived(trace)
     small = {name: values[name].float().numpy() for name in SMALL if name in values}
     large = {name: values[name].float().numpy() for name in (*trace.facts["gates"], *OF_TOKENS) if name in values}
-    found = _whole(small)
+    arrays = _whole(small)
     room -= sum(array.nbytes for array in small.values())
     if AT_SAMPLES in values:
         weights = values[AT_SAMPLES].float().numpy()
         weights = weights if weights.nbytes <= room / 4 else weights.astype(np.float16)
         if weights.nbytes <= room / 4:
-            found |= _whole({AT_SAMPLES: weights})
+            arrays |= _whole({AT_SAMPLES: weights})
             room -= weights.nbytes
     if sum(array.nbytes for array in large.values()) > room:
         large = {name: array if name == "beta" else _halved(array) for name, array in large.items()}
     sampled = list(trace.facts["sampled"])
     for name, array in large.items():
         whole = array.nbytes <= room
-        found[name] = (array, None) if whole else (array[:, sampled], sampled)
-        room -= found[name][0].nbytes
-    return found
+        arrays[name] = (array, None) if whole else (array[:, sampled], sampled)
+        room -= arrays[name][0].nbytes
+    return arrays
 
 
 def _whole(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, None]]:

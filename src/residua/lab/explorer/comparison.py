@@ -25,22 +25,20 @@ def comparison_payload(folders: Sequence[Path]) -> dict[str, Any]:
     Raises:
         InputError: a folder does not hold a run.
     """
-    found = compare(folders)
-    records = {record["name"]: record for record in found.to_json()["groups"]}
-    names = [group.name for group in found.groups]
+    comparison = compare(folders)
+    records = {record["name"]: record for record in comparison.to_json()["groups"]}
+    names, colours = [group.name for group in comparison.groups], comparison.colours
     return {
         "axes": list(AXES),
-        "baseline": found.baseline.name if found.baseline else names[0],
-        "groups": [
-            _group(group, records[group.name]) | {"colour": found.colours[group.name]} for group in found.groups
-        ],
-        "against": {name: _against(found.against(name)) for name in names},
-        "settings": _settings(found.groups),
+        "baseline": comparison.baseline.name if comparison.baseline else names[0],
+        "groups": [_group(group, records[group.name]) | {"colour": colours[group.name]} for group in comparison.groups],
+        "against": {name: _against(comparison.against(name)) for name in names},
+        "settings": _settings(comparison.groups),
     }
 
 
 def _group(group: Group, record: dict[str, Any]) -> dict[str, Any]:
-    known = ("name", "seeds", "val_loss", "parameters", "tokens", "tokens_per_second", "seconds")
+    names = ("name", "seeds", "val_loss", "parameters", "tokens", "tokens_per_second", "seconds")
     curves = [
         {
             "run": run.folder.name,
@@ -50,23 +48,25 @@ def _group(group: Group, record: dict[str, Any]) -> dict[str, Any]:
         }
         for run in group.runs
     ]
-    return {name: record[name] for name in known} | {"runs": curves}
+    return {name: record[name] for name in names} | {"runs": curves}
 
 
-def _against(found: Comparison) -> dict[str, Any]:
+def _against(comparison: Comparison) -> dict[str, Any]:
     differences: dict[str, dict[str, list[Any]]] = {}
-    for group in found.groups:
-        if group is found.baseline:
-            own = {axis: sorted({getattr(p, axis) for r in group.runs for p in r.validation}) for axis in AXES}
-            rows = {axis: [[at, 0.0, None, 0] for at in points] for axis, points in own.items()}
+    final: dict[str, Any] = {}
+    reached = {}
+    for group in comparison.groups:
+        if group is comparison.baseline:
+            points = [point for run in group.runs for point in run.validation]
+            rows = {axis: [[at, 0.0, None, 0] for at in sorted({getattr(p, axis) for p in points})] for axis in AXES}
+            final[group.name] = [None, 0.0, None, 0]
         else:
-            rows = {axis: [_plain(d) for d in found.differences(group, axis)] for axis in AXES}
-        differences[group.name] = {axis: _thinned(points, DIFFERENCES) for axis, points in rows.items()}
-    reached = {group.name: found.final_difference(group) for group in found.groups if group is not found.baseline}
-    final = {group.name: [None, 0.0, None, 0] for group in found.groups if group is found.baseline}
-    final |= {name: _plain(difference) for name, difference in reached.items()}
+            rows = {axis: [_plain(d) for d in comparison.differences(group, axis)] for axis in AXES}
+            reached[group.name] = comparison.final_difference(group)
+            final[group.name] = _plain(reached[group.name])
+        differences[group.name] = {axis: _thinned(rows_of_axis, DIFFERENCES) for axis, rows_of_axis in rows.items()}
     clear = [name for name, difference in reached.items() if difference and difference.clear]
-    return {"differences": differences, "final": final, "clear": clear, "notes": list(found.notes)}
+    return {"differences": differences, "final": final, "clear": clear, "notes": list(comparison.notes)}
 
 
 def _settings(groups: Sequence[Group]) -> dict[str, Any]:

@@ -19,17 +19,17 @@ class DepthReads:
     def __init__(self, sampled: Tensor):
         self.sampled = sampled
         self.reads: tuple[str, ...] = ()
-        self._found: dict[int, tuple[tuple[range | None, ...], Tensor, Tensor, Tensor]] = {}
+        self._weights: dict[int, tuple[tuple[range | None, ...], Tensor, Tensor, Tensor]] = {}
 
-    def add(self, index: int, found: DepthWeights, y: Tensor) -> None:
+    def add(self, index: int, depth_weights: DepthWeights, y: Tensor) -> None:
         """Add what sublayer `index` reads; y: (1, T, dim), its output."""
-        weights = each_token(found.weights, y, 2).to("cpu", torch.float32)
-        self._found[index] = found.sources, weights[self.sampled], weights.mean(0), sources_read(weights)
-        self.reads = max(self.reads, found.reads, key=len)
+        weights = each_token(depth_weights.weights, y, 2).to("cpu", torch.float32)
+        self._weights[index] = depth_weights.sources, weights[self.sampled], weights.mean(0), sources_read(weights)
+        self.reads = max(self.reads, depth_weights.reads, key=len)
 
     def sources(self) -> list[range | None]:
         """Return the columns: learned sources, the embedding, and what sublayers gave, each as far as it was read."""
-        seen = {source for sources, *_ in self._found.values() for source in sources}
+        seen = {source for sources, *_ in self._weights.values() for source in sources}
         longest = {_start(source): source for source in sorted(seen, key=lambda source: len(source or ()))}
         return [longest[start] for start in sorted(longest)]
 
@@ -39,23 +39,23 @@ class DepthReads:
 
     def left_out(self, depth: int) -> dict[str, list[int]]:
         """Return those of `depth` sublayers that read no sources, where others do, as `Trace.facts` has them."""
-        missing = [i for i in range(depth) if i not in self._found]
-        return {"depth_weights": missing} if self._found and missing else {}
+        missing = [i for i in range(depth) if i not in self._weights]
+        return {"depth_weights": missing} if self._weights and missing else {}
 
     def values(self, depth: int) -> dict[str, Tensor]:
         """Return depth_weights, depth_mean and sources_read of `depth` sublayers as `Trace` describes them."""
-        if not self._found:
+        if not self._weights:
             return {}
         starts = [_start(source) for source in self.sources()]
         reads = max(1, len(self.reads))
-        first = next(iter(self._found.values()))
+        first = next(iter(self._weights.values()))
         weights = torch.zeros(depth, len(self.sampled), reads, len(starts))
         mean = torch.zeros(depth, reads, len(starts))
         counts = torch.ones(depth, len(first[3]))
-        for i, (sources, sampled, own, count) in self._found.items():
+        for i, (sources, sampled, average, count) in self._weights.items():
             columns = [starts.index(_start(source)) for source in sources]
             weights[i, ..., columns] = sampled  # a single read is that of all inputs
-            mean[i, ..., columns] = own
+            mean[i, ..., columns] = average
             counts[i] = count
         return {"depth_weights": weights, "depth_mean": mean, "sources_read": counts}
 

@@ -17,12 +17,12 @@ from residua.ops import at_least_float32
 
 def measured(record: ConnectionRecord, shortcut: RankOne | Mixing | None) -> dict[str, Tensor]:
     """Return norms and the values of the shortcut. The keys depend only on the connection."""
-    found = {"output_norm": norm(record.y), "change_norm": change(record.before, record.after)}
+    values = {"output_norm": norm(record.y), "change_norm": change(record.before, record.after)}
     if record.normed is not None:
-        found["input_norm"] = norm(record.normed)
+        values["input_norm"] = norm(record.normed)
     if isinstance(shortcut, RankOne):
-        return found | rank_one(shortcut, record.y)
-    return found if shortcut is None else found | mixing(shortcut, record.y)
+        return values | rank_one(shortcut, record.y)
+    return values if shortcut is None else values | mixing(shortcut, record.y)
 
 
 def stream_similarity(streams: Tensor) -> Tensor:
@@ -63,21 +63,21 @@ def rank_one(shortcut: RankOne, y: Tensor) -> dict[str, Tensor]:
     beta, k, readout = (
         each_token(x, y, axes) for x, axes in ((shortcut.beta, 0), (shortcut.k, 1), (shortcut.readout, 1))
     )
-    found = {"beta": beta, "readout": readout, "erase_norm": beta * readout.norm(dim=-1), "direction": k}
+    values = {"beta": beta, "readout": readout, "erase_norm": beta * readout.norm(dim=-1), "direction": k}
     if shortcut.v is not None:
         v = each_token(shortcut.v, y, 1)
-        found |= {
+        values |= {
             "target": v,
             "write_norm": beta * v.norm(dim=-1),
             "discrepancy_norm": (v - readout).norm(dim=-1),
         }
-    return found if shortcut.read_share is None else found | {"compress_share": shortcut.read_share}
+    return values if shortcut.read_share is None else values | {"compress_share": shortcut.read_share}
 
 
 def mixing(shortcut: Mixing, y: Tensor) -> dict[str, Tensor]:
     """Return the matrix that mixes the rows, its gates and errors, and the weights that read and write the rows."""
     h_res = each_token(shortcut.h_res, y, 2)
-    found = {
+    values = {
         "h_res": h_res,
         "row_error": (h_res.sum(-1) - 1).abs().amax(-1),
         "column_error": (h_res.sum(-2) - 1).abs().amax(-1),
@@ -85,11 +85,11 @@ def mixing(shortcut: Mixing, y: Tensor) -> dict[str, Tensor]:
     }
     for name in ("h_pre", "h_post"):
         if getattr(shortcut, name) is not None:
-            found[name] = each_token(getattr(shortcut, name), y, 1)
-    return found | {name: each_token(gate, y, 0) for name, gate in shortcut.gates.items()}
+            values[name] = each_token(getattr(shortcut, name), y, 1)
+    return values | {name: each_token(gate, y, 0) for name, gate in shortcut.gates.items()}
 
 
 def each_token(coefficient: Tensor, y: Tensor, axes: int) -> Tensor:
     """Expand a coefficient with `axes` inner axes to one row per token of y: (1, T, dim), if tokens share it."""
-    own = coefficient.shape[coefficient.dim() - axes :]
-    return at_least_float32(coefficient).expand(1, y.shape[1], *own)[0]
+    inner = coefficient.shape[coefficient.dim() - axes :]
+    return at_least_float32(coefficient).expand(1, y.shape[1], *inner)[0]

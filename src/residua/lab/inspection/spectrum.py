@@ -58,12 +58,12 @@ def matrix_products(m: Tensor) -> Products:
     broken = ~m.isfinite().all(-1).all(-1)
     identity = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
     m = torch.where(broken[..., None, None], identity, m)
-    product, found = identity, []
+    product, rows = identity, []
     for shortcut in m:
         product = shortcut @ product
         values = torch.linalg.svdvals(product)
-        found.append((torch.linalg.det(product), values[:, 0], values[:, -1], (values.square() - 1).abs().amax(-1)))
-    return _broken(Products(*map(torch.stack, zip(*found)), values), broken)
+        rows.append((torch.linalg.det(product), values[:, 0], values[:, -1], (values.square() - 1).abs().amax(-1)))
+    return _broken(Products(*map(torch.stack, zip(*rows)), values), broken)
 
 
 def _broken(products: Products, broken: Tensor) -> Products:

@@ -85,23 +85,23 @@ _MEANS = (
 
 def summary(trace: Trace) -> Table:
     """Return the `sublayer_statistics` as a table: one row per sublayer, with the columns that the scheme has."""
-    found = sublayer_statistics(trace)
+    statistics = sublayer_statistics(trace)
     gates = [column for name in trace.facts["gates"] for column in _columns_of_gate(name)]
-    columns = [column for column in (*gates, *_COLUMNS) if column.key in found[0]]
+    columns = [column for column in (*gates, *_COLUMNS) if column.key in statistics[0]]
     if trace.facts["constraint"] != "doubly stochastic":
         columns = [column for column in columns if column.key not in ("row_error", "column_error")]
-    rows = [[row["sublayer"], *(column.cell(row[column.key]) for column in columns)] for row in found]
+    rows = [[row["sublayer"], *(column.cell(row[column.key]) for column in columns)] for row in statistics]
     return Table(["sublayer", *(column.title for column in columns)], rows)
 
 
 def overview(trace: Trace) -> list[str]:
     """Return lines about the text that was read, the numbers over the whole depth, and the meaning of the columns."""
     facts, values = trace.facts, trace.values
-    known = [facts["preset"] or facts["scheme"]["scheme"]]
-    known += [f"step {facts['checkpoint']}"] if facts["checkpoint"] is not None else []
-    known += [facts.get("read", f"{trace.num_tokens} tokens")]
-    known += [f"loss {facts['loss']:.4f} nats per token"] if facts["loss"] is not None else []
-    lines = [", ".join(known)]
+    headline = [facts["preset"] or facts["scheme"]["scheme"]]
+    headline += [f"step {facts['checkpoint']}"] if facts["checkpoint"] is not None else []
+    headline += [facts.get("read", f"{trace.num_tokens} tokens")]
+    headline += [f"loss {facts['loss']:.4f} nats per token"] if facts["loss"] is not None else []
+    lines = [", ".join(headline)]
     if "alignment" in values and trace.num_sublayers > 1:
         others = ~torch.eye(trace.num_sublayers, dtype=torch.bool)
         lines.append(
@@ -182,8 +182,8 @@ def _most_read(rows: list[dict[str, Any]], trace: Trace) -> None:
     sources, without = trace.facts["sources"], trace.facts["left_out"].get("depth_weights", [])
     for i, (row, weights) in enumerate(zip(rows, trace.values["depth_mean"].mean(1))):
         most = int(weights.abs().argmax())
-        found = (None, None) if i in without or not weights.isfinite().all() else (sources[most], weights[most].item())
-        row.update(zip(_MOST_READ, found))
+        source = (None, None) if i in without or not weights.isfinite().all() else (sources[most], weights[most].item())
+        row.update(zip(_MOST_READ, source))
 
 
 def _named(trace: Trace, which: list[int]) -> str:
@@ -202,10 +202,10 @@ def _not_finite(trace: Trace) -> Iterator[str]:
     values = trace.values
     broken = []
     for name, value in values.items():
-        known = value[:-1] if name == "token_loss" else value
-        if name == "token_loss" and known.isnan().all():
+        numbers = value[:-1] if name == "token_loss" else value
+        if name == "token_loss" and numbers.isnan().all():
             continue  # a model without a head
-        if not known.isfinite().all():
+        if not numbers.isfinite().all():
             broken.append(name)
     if not broken:
         return
@@ -226,19 +226,19 @@ def _causality(trace: Trace) -> Iterator[str]:
 
 
 def _gates(trace: Trace) -> Iterator[str]:
-    for name, known in trace.facts["gates"].items():
-        gate, start = trace.values[name], known["start"]
-        there = torch.ones(trace.num_sublayers, dtype=torch.bool)
-        there[trace.facts["left_out"].get(name, [])] = False
-        stuck = _where(there & ((gate - start).abs().mean(1) < STUCK)) if start is not None else []
+    for name, gate_facts in trace.facts["gates"].items():
+        gate, start = trace.values[name], gate_facts["start"]
+        present = torch.ones(trace.num_sublayers, dtype=torch.bool)
+        present[trace.facts["left_out"].get(name, [])] = False
+        stuck = _where(present & ((gate - start).abs().mean(1) < STUCK)) if start is not None else []
         if stuck:
             yield f"{name} is still at its start, {start:g}: {_named(trace, stuck)}"
-        if known["range"] is None:
+        if gate_facts["range"] is None:
             continue
-        low, top = known["range"]
+        low, top = gate_facts["range"]
         margin = SATURATED * (top - low)
         for bound, near in ((low, gate < low + margin), (top, gate > top - margin)):
-            closed = _where(there & (near.float().mean(1) > MOST))
+            closed = _where(present & (near.float().mean(1) > MOST))
             if closed:
                 yield (
                     f"{name} is saturated at {bound:g}, where it has nearly no gradient, for most tokens: "

@@ -33,14 +33,14 @@ def gate_quantiles(model: nn.Module, tokens: Tensor) -> dict[str, dict[str, list
     S sublayers; one forward pass without gradients, in the precision of the caller. If ranks hold parts of the
     model, all of them must call this together.
     """
-    found: dict[str, list[Tensor]] = {}
+    sublayers: dict[str, list[Tensor]] = {}
 
     def collect(record: ConnectionRecord) -> None:
         for name, gate in gates(record.shortcut()).items():
-            found.setdefault(name, []).append(gate.float().flatten())
+            sublayers.setdefault(name, []).append(gate.float().flatten())
 
     Subject.of(model).run(tokens, collect, logits_to_keep=1)
-    return {name: _quantiles(torch.stack(rows)) for name, rows in found.items()}
+    return {name: _quantiles(torch.stack(rows)) for name, rows in sublayers.items()}
 
 
 def _quantiles(gates: Tensor) -> dict[str, Any]:
