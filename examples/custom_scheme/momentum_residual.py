@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import residua
-from residua.connections import Connection, TensorSpec, norms
+from residua.connections import Connection, TensorSpec
 
 
 class MomentumCoefficients(NamedTuple):
@@ -73,6 +73,5 @@ class Momentum(residua.Scheme):
     def state_spec(self, boundary, dim):
         return TensorSpec((2, dim))
 
-    def build(self, dim, num_sublayers, *, norm_eps=1e-5, norm=None):
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim, num_sublayers, norm, norm_eps):
         return residua.Stream(AtRest(), [MomentumConnection(norm(i)) for i in range(num_sublayers)], Position())

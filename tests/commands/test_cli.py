@@ -191,7 +191,7 @@ def test_schemes_lists_every_preset_with_the_parameters_of_the_paper(capsys):
 
 def test_a_scheme_that_cannot_be_built_ends_no_listing(capsys, monkeypatch):
     class Narrow(Residual):
-        def build(self, dim, num_sublayers, **options):
+        def assemble(self, dim, num_sublayers, *options):
             raise ValueError(f"must be a width of at most 64, got {dim}")
 
     monkeypatch.setattr(registry, "PRESETS", {"narrow": Narrow(), "residual": Residual()})

@@ -50,7 +50,7 @@ class Scaled(Scheme):
     paper: ClassVar[str] = "none"
     start: float = 0.5
 
-    def build(self, dim, num_sublayers, *, norm_eps=1e-5, norm=None):
+    def assemble(self, dim, num_sublayers, norm, norm_eps):
         return Stream(Same(), [ScaledConnection(dim, self.start) for _ in range(num_sublayers)], Same())
 """
 

@@ -95,7 +95,7 @@ class Scaled(Scheme):
     equation: ClassVar[str] = "x + beta * F(norm(x))"
     paper: ClassVar[str] = "none"
 
-    def build(self, dim, num_sublayers, *, norm_eps=1e-5):
+    def assemble(self, dim, num_sublayers, norm, norm_eps):
         return Stream(Same(), [ScaledConnection(dim) for _ in range(num_sublayers)], Same())
 
 

@@ -35,7 +35,7 @@ class Apart(Scheme):
     equation: ClassVar[str] = "x + F(norm(q x), norm(k x), norm(v x))"
     paper: ClassVar[str] = "none"
 
-    def build(self, dim, num_sublayers, *, norm_eps=1e-5, norm=None):
+    def assemble(self, dim, num_sublayers, norm, norm_eps):
         return Stream(Same(), [ThreeReads(dim, 1 if i % 2 else 3) for i in range(num_sublayers)], Same())
 
 

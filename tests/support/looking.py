@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections import Carry, Connection, Scheme, Stream, norms, remembered, remembered_tokens
+from residua.connections import Carry, Connection, Scheme, Stream, remembered, remembered_tokens
 from residua.connections.ends import Same
 from residua.ops import at_least_float32
 
@@ -51,8 +51,7 @@ class Look(Scheme):
         """Return the rows to look at, and which of them count."""
         return remembered_tokens(state, memory, self.window)
 
-    def build(self, dim, num_sublayers, *, norm_eps=1e-5, norm=None):
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim, num_sublayers, norm, norm_eps):
         return Stream(Same(), [LookConnection(self, dim, norm(i)) for i in range(num_sublayers)], Same())
 
 

@@ -18,7 +18,7 @@ from residua import (
     Scheme,
     Stream,
 )
-from residua.connections import DepthWeights, TensorSpec, norms, register, registry
+from residua.connections import DepthWeights, TensorSpec, register, registry
 from residua.connections.ends import Same
 from residua.testing import CONTRACT, CheckFailed, check_scheme
 from residua.testing.contract import checks
@@ -58,8 +58,7 @@ def scheme_of(connection: type[Connection], **declared) -> Scheme:
         equation: ClassVar[str] = "g x + F(norm(x))"
         paper: ClassVar[str] = "none"
 
-        def build(self, dim, num_sublayers, *, norm_eps=1e-5, norm=None):
-            norm = norms(dim, norm_eps, norm)
+        def assemble(self, dim, num_sublayers, norm, norm_eps):
             return Stream(Same(), [connection(norm(i), dim) for i in range(num_sublayers)], Same())
 
     for name, value in declared.items():
@@ -311,7 +310,7 @@ WRONG = {
     "shapes": (scheme_of(Scaled, state_spec=lambda *_: TensorSpec((3,))), r"state_spec\(0\) does not describe"),
     "telemetry_has_its_shapes": (scheme_of(ReadsItself), "connection 0: sources .* are not before sublayer 0"),
     "any_number_of_sublayers": (
-        scheme_of(Scaled, build=lambda self, dim, num_sublayers, **_: of_pairs(dim, num_sublayers)),
+        scheme_of(Scaled, assemble=lambda self, dim, num_sublayers, *_: of_pairs(dim, num_sublayers)),
         "0 connections for 1 sublayers",
     ),
     "the_norm_is_the_one_given": (scheme_of(OwnNorm), "was given for sublayer 0 is not used"),
@@ -416,8 +415,7 @@ class NestedScheme(Scheme):
         one = TensorSpec((dim,))
         return {"x": one, "before": [one, one]}
 
-    def build(self, dim, num_sublayers, *, norm_eps=1e-5, norm=None):
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim, num_sublayers, norm, norm_eps):
         return Stream(Begin(), [Nested(norm(i), dim) for i in range(num_sublayers)], End())
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from residua.connections.mhc import ManifoldHyperConnections
     from residua.connections.mhc_deepseek import DeepSeekHyperConnections
     from residua.connections.mudd import MultiwayDynamicDense
-    from residua.connections.norm import RMSNorm, norms
+    from residua.connections.norm import RMSNorm
     from residua.connections.options import named
     from residua.connections.pooled_householder import PooledHouseholder
     from residua.connections.projection import Projection, WideProjection
@@ -86,7 +86,6 @@ __all__ = [
     "build",
     "describe",
     "named",
-    "norms",
     "register",
     "remembered",
     "remembered_tokens",

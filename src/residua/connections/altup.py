@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import MeanStreams, Repeat
 from residua.connections.memory import Memory
-from residua.connections.norm import RMSNorm, norms
+from residua.connections.norm import RMSNorm
 from residua.connections.options import Natural, Positive, SeveralRows, expect_used, require_option
 from residua.connections.phases import called
 from residua.connections.projection import Projection, WideProjection, is_plain
@@ -85,8 +85,7 @@ class AlternatingUpdates(RecomputingScheme):
             )
         return replace(self, start="residual", ends="copies")
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections: list[Connection] = []
         for i in range(num_sublayers):
             if i % 2:

@@ -18,7 +18,6 @@ from residua.connections.base import Carry, Connection, Norm, Scheme, State, Str
 from residua.connections.ends import Copies
 from residua.connections.facts import EMBEDDING, DepthWeights
 from residua.connections.memory import Memory
-from residua.connections.norm import norms
 from residua.connections.options import Count
 from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, depth_read
@@ -72,8 +71,7 @@ class AttentionResiduals(SourcesScheme):
         """Return this scheme with scale="sum": the start is then the plain residual, and not only up to a norm."""
         return replace(self, scale="sum")
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [DepthConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         last = DepthRead(dim, eps=norm_eps, scale=self.scale, heads=self.heads) if num_sublayers else None
         return Stream(Copies(1), connections, DepthCollapse(last))

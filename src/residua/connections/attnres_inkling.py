@@ -18,7 +18,6 @@ from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import Copies
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
-from residua.connections.norm import norms
 from residua.connections.options import Count, Natural
 from residua.ops import at_least_float32, depth_read
 
@@ -58,9 +57,8 @@ class InklingAttentionResiduals(SourcesScheme):
             "are summed, which loses their sizes; use attnres"
         )
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        """Build as `Scheme.build`. If queries, keys and values have a norm each, the given norm is copied."""
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
+        """As the base class says. If queries, keys and values have a norm each, the given norm is copied."""
         connections = [InklingConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         last = InklingRead(dim, eps=norm_eps) if num_sublayers else None
         return Stream(Copies(1), connections, InklingCollapse(last))

@@ -12,14 +12,13 @@ depth. Only the scheme looks inside. All other code asks the scheme or the conne
 earlier sublayers, `Connection.streams` for the streams side by side.
 """
 
-import functools
 import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from residua.connections.facts import DepthWeights, GateFacts, Mixing, RankOne
 from residua.connections.memory import Memory, StreamMemory, memory_of, window_of
+from residua.connections.norm import RMSNorm
 from residua.connections.options import check_options
 from residua.connections.phases import as_call, open_to_phases
 from residua.connections.projection import WideProjection
@@ -285,20 +285,6 @@ class Stream(nn.Module):
         return self.collapse(state, memory_of(self.collapse, memory, attention_mask, documents))
 
 
-def _described(build: Callable[..., Stream]) -> Callable[..., Stream]:
-    """Wrap `build` of a scheme: it also sets what a stream was built from, and the facts of its connections."""
-
-    @functools.wraps(build)
-    def built(self: "Scheme", dim: int, num_sublayers: int, **options: Any) -> Stream:
-        stream = build(self, dim, num_sublayers, **options)
-        vars(stream).update(scheme=self, dim=dim)
-        for i, connection in enumerate(stream.connections):
-            vars(connection).update(takes=self.state_spec(i, dim), causal=self.causal)
-        return stream
-
-    return built
-
-
 @dataclass(frozen=True)
 class Scheme(ABC):
     """A residual scheme with all its options: a frozen dataclass that is its own configuration.
@@ -321,8 +307,6 @@ class Scheme(ABC):
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
-        if "build" in vars(cls):
-            cls.build = _described(cls.build)  # type: ignore[method-assign]
         if "__repr__" not in vars(cls):
             cls.__repr__ = Scheme.__repr__  # type: ignore[method-assign]  # so that `dataclass` does not write one
 
@@ -388,13 +372,27 @@ class Scheme(ABC):
         """
         return {"all": self}
 
-    @abstractmethod
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         """Build the modules for a stack of `num_sublayers` sublayers of width `dim`, initialised.
 
         norm: returns the norm before sublayer i, given i; None for an RMSNorm with `norm_eps`, which is also the eps of
         the norms inside the connections.
         """
+        if norm is None:
+            norm = partial(self.default_norm, dim, norm_eps)
+        stream = self.assemble(dim, num_sublayers, norm, norm_eps)
+        stream.scheme, stream.dim = self, dim
+        for i, connection in enumerate(stream.connections):
+            vars(connection).update(takes=self.state_spec(i, dim), causal=self.causal)
+        return stream
+
+    @abstractmethod
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
+        """Return the stream for `build`, whose arguments these are."""
+
+    def default_norm(self, dim: int, eps: float, index: int) -> nn.Module:
+        """Return the norm before sublayer `index` if `build` is given none."""
+        return RMSNorm(dim, eps=eps)
 
 
 @lru_cache(maxsize=256)

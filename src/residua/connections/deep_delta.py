@@ -17,7 +17,7 @@ from residua.connections.channels import ChannelConnection, ChannelScheme, Compr
 from residua.connections.ends import ChannelCompress, OnlyStream, TokenCompress
 from residua.connections.facts import RankOne
 from residua.connections.memory import Memory, current, remembered
-from residua.connections.norm import RMSNorm, norms
+from residua.connections.norm import RMSNorm
 from residua.connections.options import Beta, Count, Finite, Positive, expect_used, require_option
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
@@ -133,8 +133,7 @@ class DeepDelta(ChannelScheme):
             "writes v, and v has no way to give it back; gated-delta has a gate for each and starts as x + h"
         )
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         return self.stream(
             dim,
             num_sublayers,

@@ -18,7 +18,6 @@ from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import Copies
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
-from residua.connections.norm import norms
 from residua.connections.options import Count
 from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32
@@ -63,8 +62,7 @@ class DeltaAttentionResiduals(SourcesScheme):
     def preserving(self) -> "DeltaAttentionResiduals":
         return replace(self, gate="scalar")
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [DeltaDepthConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Copies(2), connections, LastOf())
 

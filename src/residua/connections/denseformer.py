@@ -15,7 +15,6 @@ from residua.connections.base import Carry, Connection, Norm, Scheme, State, Str
 from residua.connections.ends import Copies
 from residua.connections.facts import EMBEDDING, DepthWeights
 from residua.connections.memory import Memory
-from residua.connections.norm import norms
 from residua.connections.options import Count
 from residua.connections.sharded import on_whole_tensors
 from residua.connections.spec import TensorSpec
@@ -55,8 +54,7 @@ class DenseFormer(Scheme):
         averages = block > 0 and block % self.period == 0
         return range(block % self.dilation, block + 1, self.dilation) if averages else range(0)
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [DenseConnection(self, i, norm(i)) for i in range(num_sublayers)]
         blocks = -(-num_sublayers // 2)
         taken = self.taken(blocks)

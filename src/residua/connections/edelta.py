@@ -27,7 +27,7 @@ from residua.connections.facts import Mixing
 from residua.connections.gates import logit
 from residua.connections.jpmhc import Router
 from residua.connections.memory import Memory
-from residua.connections.norm import LayerNorm, norms
+from residua.connections.norm import LayerNorm
 from residua.connections.options import Count, NotNegative, Positive, Range, SeveralRows, require_option
 from residua.connections.projection import Projection, WideProjection, project
 from residua.connections.sharded import on_whole_tensors
@@ -107,9 +107,8 @@ class EDelta(_Hybrid):
             "changes every state; edelta-stream has such a start"
         )
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         require_option(self, "num_streams", dim % self.num_streams == 0, f"a divisor of the width dim = {dim}")
-        norm = norms(dim, norm_eps, norm)
         connections = [EDeltaConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Same(), connections, Same())
 
@@ -153,8 +152,8 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
             )
         return replace(self, start="residual", expand=self.learned_expand)
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        last, norm = num_sublayers - 1, norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
+        last = num_sublayers - 1
         connections = [
             EDeltaStreamConnection(self, dim, norm(i), distributes=i < last, norm_eps=norm_eps)
             for i in range(num_sublayers)

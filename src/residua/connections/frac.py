@@ -16,7 +16,6 @@ from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.ends import Same
 from residua.connections.facts import Mixing
 from residua.connections.hyper import CutConnection, MixingCoefficients, WeightedConnection, WeightedScheme
-from residua.connections.norm import norms
 from residua.connections.options import Rows, require_option
 from residua.ops import hyper_mix
 
@@ -44,9 +43,8 @@ class FracConnections(WeightedScheme):
     def preserving(self) -> "FracConnections":
         return self
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         require_option(self, "num_fractions", dim % self.num_fractions == 0, f"a divisor of the width dim = {dim}")
-        norm = norms(dim, norm_eps, norm)
         connections = [FracConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Same(), connections, Same())
 

@@ -21,7 +21,6 @@ from residua.connections.channels import ChannelConnection, ChannelScheme, Compr
 from residua.connections.facts import GateFacts, RankOne
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
-from residua.connections.norm import norms
 from residua.connections.options import Count, Positive, Range, expect_used, require_option
 from residua.connections.sharded import on_whole_tensors
 from residua.ops import at_least_float32, gated_delta, inverse_length, scaled_sum, unit
@@ -131,11 +130,10 @@ class GatedDelta(ChannelScheme):
             )
         return self
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         require_option(self, "heads", dim % self.heads == 0, f"a divisor of the width dim = {dim}")
         head_dim = dim // self.heads
         require_option(self, "rank", self.rank <= head_dim, f"at most the {head_dim} features of a head")
-        norm = norms(dim, norm_eps, norm)
         return self.stream(
             dim,
             num_sublayers,

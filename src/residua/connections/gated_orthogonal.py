@@ -19,7 +19,6 @@ from residua.connections.compressing import CompressingConnection
 from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import FixedGate, StaticGate, TokenGate
 from residua.connections.memory import Memory
-from residua.connections.norm import norms
 from residua.connections.options import Count, Positive, expect_used, require_option
 from residua.connections.single_stream import SingleStreamScheme
 from residua.ops import orthogonal_update, residual_scale
@@ -81,9 +80,8 @@ class GatedOrthogonal(SingleStreamScheme):
             )
         return self
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         require_option(self, "heads", dim % self.heads == 0, f"a divisor of the width dim = {dim}")
-        norm = norms(dim, norm_eps, norm)
         gated = {"all": (0, 1), "attention": (0,), "mlp": (1,)}[self.sublayers]
         return self.stream(
             dim,

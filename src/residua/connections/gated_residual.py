@@ -61,16 +61,16 @@ class GatedResidual(ExpandingScheme, MixingScheme):
             self, start="residual", head="mean", weight_std=type(self).weight_std, expand=self.learned_expand
         )
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        """Build as `Scheme.build`. A norm that is given takes the place of the RMSNorm without gain, in every stream;
-        the gains 1 + w of the streams follow it.
-        """
-        make_norm = norm or (lambda _: RMSNorm(dim, eps=norm_eps, gain=False))
-        connections = [GatedConnection(self, dim, i, make_norm(i)) for i in range(num_sublayers)]
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
+        connections = [GatedConnection(self, dim, i, norm(i)) for i in range(num_sublayers)]
         if self.head == "mean":
             return Stream(self.expander(dim), connections, MeanStreams())
         head = GatedRead(self, dim, num_sublayers, RMSNorm(dim, eps=norm_eps, gain=False))
         return Stream(self.expander(dim), connections, GatedCollapse(head))
+
+    def default_norm(self, dim: int, eps: float, index: int) -> nn.Module:
+        """Return an RMSNorm without gain. Any norm is applied to every stream, and the gains 1 + w follow it."""
+        return RMSNorm(dim, eps=eps, gain=False)
 
 
 class GatedRead(nn.Module):

@@ -18,7 +18,6 @@ from residua.connections.expanding import ExpandingScheme
 from residua.connections.facts import Mixing
 from residua.connections.gates import Scale
 from residua.connections.memory import Memory
-from residua.connections.norm import norms
 from residua.connections.options import Factor, Rows
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.recomputing import RecomputingScheme
@@ -89,8 +88,7 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
         """Return this scheme with the mean as its head: the sum of n equal streams is n times the residual."""
         return replace(self, head="mean", expand=self.learned_expand)
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [HyperConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         collapse = SumStreams() if self.head == "sum" else MeanStreams()
         return Stream(self.expander(dim), connections, collapse)

@@ -16,7 +16,7 @@ from residua.connections.base import Norm, Stream
 from residua.connections.ends import MeanStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
-from residua.connections.norm import LayerNorm, norms
+from residua.connections.norm import LayerNorm
 from residua.connections.options import Positive, Steps
 from residua.connections.projection import WideProjection, project
 from residua.connections.sharded import on_whole_tensors
@@ -59,8 +59,8 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
         """Return this scheme: reads start as the mean of the streams, which mixing keeps and every write moves by y."""
         return replace(self, expand=self.learned_expand)
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        last, norm = num_sublayers - 1, norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
+        last = num_sublayers - 1
         differ = self.streams_differ
         connections = [
             JacobianConnection(self, dim, norm(i), selects=i > 0 or differ, distributes=i < last, norm_eps=norm_eps)

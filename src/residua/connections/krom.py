@@ -15,7 +15,6 @@ from residua.connections.base import Norm, Stream
 from residua.connections.ends import MeanStreams, SumStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
-from residua.connections.norm import norms
 from residua.connections.options import Factor, Range, at_most
 from residua.connections.stream_logits import StreamLogits, reading_biases
 from residua.ops import kronecker_mixture
@@ -52,8 +51,7 @@ class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
         """Return this scheme with start="residual", and the mean as its head: the sum is n times the residual."""
         return replace(self, start="residual", head="mean", expand=self.learned_expand)
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [KroneckerConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         collapse = SumStreams() if self.head == "sum" else MeanStreams()
         return Stream(self.expander(dim), connections, collapse)

@@ -20,7 +20,6 @@ from residua.connections.compressing import CompressingConnection
 from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import Scale, TokenGate
 from residua.connections.memory import Memory, window_of
-from residua.connections.norm import norms
 from residua.connections.options import Finite, expect_used, require_option
 from residua.connections.single_stream import SingleStreamScheme
 from residua.connections.spec import TensorSpec
@@ -122,8 +121,7 @@ class Lambdas(SingleStreamScheme):
         start: dict[str, Any] = {name: value for name, value in neutral.items() if getattr(self, name) is not None}
         return replace(self, **start, r_last=None, z_last=None)
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         middle = min(2 * (num_sublayers // 4) + 2, num_sublayers - 1)
         connections, readout = self.connected(
             dim,

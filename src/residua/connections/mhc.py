@@ -17,7 +17,6 @@ from residua.connections.ends import MeanStreams, Same
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.gates import Scale
 from residua.connections.hyper import CutConnection, MixingCoefficients, MixingConnection, MixingScheme
-from residua.connections.norm import norms
 from residua.connections.options import Factor, Steps, expect_used, require_option
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.sharded import on_whole_tensors
@@ -89,8 +88,8 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
             )
         return replace(self, start="residual", expand=self.learned_expand)
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        n, norm = self.num_streams, norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
+        n = self.num_streams
         if self.layout == "split":
             require_option(self, "num_streams", dim % n == 0, f"a divisor of the width dim = {dim} with layout='split'")
             pieces = [SplitConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]

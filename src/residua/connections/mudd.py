@@ -18,7 +18,7 @@ from residua.connections.denseformer import BlockCollapse, BlockConnection, bloc
 from residua.connections.ends import Copies
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
-from residua.connections.norm import RMSNorm, norms
+from residua.connections.norm import RMSNorm
 from residua.connections.options import Count
 from residua.connections.projection import WideProjection
 from residua.connections.sharded import on_whole_tensors
@@ -71,8 +71,7 @@ class MultiwayDynamicDense(Scheme):
         hidden = hidden if multiple == 1 else (hidden // multiple + 1) * multiple
         return MultiwayAverage(dim, ways, sources, hidden, eps=eps, normalised=self.prepost_norm)
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [MultiwayConnection(self, dim, i, norm, norm_eps=norm_eps) for i in range(num_sublayers)]
         blocks = -(-num_sublayers // 2)
         last = self.averages(dim, 1, blocks + 1, eps=norm_eps, expand=self.expand_last) if blocks else None

@@ -2,7 +2,6 @@
 
 from torch import Tensor, nn
 
-from residua.connections.base import Norm
 from residua.ops import rms_norm
 from residua.ops.norm import layer_norm
 
@@ -32,8 +31,3 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
-
-
-def norms(dim: int, eps: float, norm: Norm | None) -> Norm:
-    """Return `norm`, or if it is None, a function that makes an RMSNorm of width `dim` for every sublayer."""
-    return (lambda _: RMSNorm(dim, eps=eps)) if norm is None else norm

@@ -22,7 +22,6 @@ from residua.connections.edelta import K_EPS, gelu_parts
 from residua.connections.ends import Same
 from residua.connections.facts import RankOne
 from residua.connections.memory import Memory
-from residua.connections.norm import norms
 from residua.connections.options import Beta
 from residua.connections.projection import WideProjection
 from residua.ops import at_least_float32, householder, unit
@@ -67,8 +66,7 @@ class PooledHouseholder(Scheme):
             "nothing is written there"
         )
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [PooledHouseholderConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Same(), connections, Same())
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.compressing import CompressingConnection
 from residua.connections.memory import Memory
-from residua.connections.norm import norms
 from residua.connections.single_stream import SingleStreamScheme
 
 
@@ -42,6 +41,5 @@ class Residual(SingleStreamScheme):
     def preserving(self) -> "Residual":
         return self
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         return self.stream(dim, num_sublayers, lambda i, compress: ResidualConnection(norm(i), compress))

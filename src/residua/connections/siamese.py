@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Connection, Norm, Scheme, State, Stream
 from residua.connections.ends import Copies
 from residua.connections.memory import Memory
-from residua.connections.norm import RMSNorm, norms
+from residua.connections.norm import RMSNorm
 from residua.connections.spec import TensorSpec
 from residua.ops import at_least_float32, rms_norm, scaled_sum
 from residua.ops.derived import derive
@@ -66,8 +66,7 @@ class SiameseNorm(Scheme):
         """Return the pre-norm case of the paper, norm_x = 0, if no second norm stands between Y and a sublayer."""
         return replace(self, normalised_input=False, start="residual", head="stream")
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [SiameseConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Copies(2), connections, SiameseCollapse(self, dim, norm_eps=norm_eps))
 

@@ -16,7 +16,6 @@ from residua.connections.expanding import ExpandingScheme
 from residua.connections.gates import Scale, logit
 from residua.connections.hyper import MixingScheme
 from residua.connections.memory import Memory
-from residua.connections.norm import norms
 from residua.connections.options import Factor, NotNegative, expect_used, require_option
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.sharded import on_whole_tensors
@@ -113,8 +112,7 @@ class ProductionHyperConnections(ExpandingScheme, MixingScheme):
     def preserving(self) -> "ProductionHyperConnections":
         return replace(self, start="residual", weight_std=type(self).weight_std, expand=self.learned_expand)
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [self.connection(dim, i, norm(i), norm_eps) for i in range(num_sublayers)]
         collapse: nn.Module = MeanStreams()
         if self.head == "sigmoid":

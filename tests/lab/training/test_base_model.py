@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import residua
 from residua import Residual
 from residua.commands.cli import main
-from residua.connections import norms, registry
+from residua.connections import registry
 from residua.connections.residual import ResidualConnection
 from residua.conversion import base_model as base_model
 from residua.conversion.base_model import base_sha256, rebuild_base
@@ -170,8 +170,7 @@ class PenalConnection(ResidualConnection):
 
 @dataclass(frozen=True)
 class Penal(Residual):
-    def build(self, dim, num_sublayers, *, norm_eps=1e-5, norm=None):
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim, num_sublayers, norm, norm_eps):
         return self.stream(dim, num_sublayers, lambda i, compress: PenalConnection(norm(i), compress))
 
 
