@@ -284,17 +284,6 @@ def quick_reflection_table() -> str:
     return markdown(["model", "cosine with -x", "mean gamma"], rows)
 
 
-def online_table() -> str:
-    """Compare the online error of models that are not causal with their error on full sequences."""
-    rows = []
-    for row in records("geometry/quick/records.jsonl"):
-        if row["causal"] is False:
-            rows.append([f"`{row['model']}`", GEOMETRY[row["task"]], str(row["seed"]), f"{row['loss']:.2e}",
-                         f"{row['online_difference']:+.1e} ± {row['online_difference_error']:.0e}"])  # fmt: skip
-    header = ["model", "task", "seed", "full sequence", "online minus full, on the same trajectories"]
-    return markdown(header, sorted(rows))
-
-
 def memory_small_table() -> str:
     """Give peaks as ratios to the plain residual with a state of the same dtype."""
     totals = {
@@ -420,25 +409,6 @@ def refused_table() -> str:
     return markdown(["presets", "reason"], [[", ".join(names), reason] for reason, names in reasons.items()])
 
 
-def retrofit_rates_table() -> str:
-    """The losses of tuning, the chosen one in bold."""
-    found: dict[tuple[str, str], dict[float, float | None]] = {}
-    for record in retrofit_results.read():
-        if record["kind"] == "tune":
-            rate = record["lr"] if record["connection_lr"] is None else record["connection_lr"]
-            found.setdefault((record["mode"], record["scheme"]), {})[rate] = record["val_loss"]
-    rates = sorted({rate for losses in found.values() for rate in losses})
-    rows = []
-    for (_, scheme), losses in sorted(found.items()):
-        best = min(loss for loss in losses.values() if loss is not None)
-        cells = ["" if rate not in losses else "diverged" if losses[rate] is None else f"{losses[rate]:.4f}"
-                 for rate in rates]  # fmt: skip
-        cells = [f"**{cell}**" if cell == f"{best:.4f}" else cell for cell in cells]
-        what = {"norms": "gains of the norms", "residual": "all weights, plain"}.get(scheme, f"`{scheme}`, connections")
-        rows.append([what, *cells])
-    return markdown(["what is trained", *(f"{rate:g}" for rate in rates)], rows) if rows else NO_RUNS
-
-
 def retrofit_table(mode: str) -> str:
     """Continued training: each scheme beside the plain model of its mode."""
     rows = []
@@ -532,14 +502,12 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "verdict": verdict_table,
         "connections": partial(retrofit_table, "connections"),
         "all": partial(retrofit_table, "all"),
-        "rates": retrofit_rates_table,
         "learned": learned_table,
     },
     "docs/geometry.md": {
         "ours": partial(sequences_table, "ours"),
         "references": partial(sequences_table, "reference"),
         "published": partial(sequences_table, "published"),
-        "online": online_table,
         "reflection": reflection_table,
         "quick-reflection": quick_reflection_table,
     },
