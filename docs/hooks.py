@@ -118,7 +118,8 @@ def drawing(name: str, text: str) -> str:
 def home() -> str:
     """Return the README as the site has it, with buttons below its first paragraph."""
     title, pitch, rest = from_root("README.md").split("\n\n", 2)
-    return LINK.sub(lambda match: f"]({inside(match[1])}", f"{title}\n\n{pitch}\n\n{BUTTONS}\n\n{rest}")
+    page = f"---\nhide: [navigation]\n---\n\n{title}\n\n{pitch}\n\n{BUTTONS}\n\n{rest}"
+    return LINK.sub(lambda match: f"]({inside(match[1])}", page)
 
 
 def from_root(name: str) -> str:

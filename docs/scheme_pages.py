@@ -107,14 +107,18 @@ def picture(name: str) -> str:
 
 def differences(name: str) -> str:
     """Return the section of docs/deviations.md about a scheme, its rows as a list that a phone can show."""
-    section = sections().get(title(SECTIONS.get(name, name)), "")
+    listed = listing(sections().get(title(SECTIONS.get(name, name)), ""))
+    general = "[Where papers and code differ](../deviations.md) has the points that hold for all schemes."
+    return "\n\n".join([*([rebased(listed)] if listed else []), general])
+
+
+def listing(section: str) -> str:
+    """Return a section of docs/deviations.md with its table as a list."""
     rows = re.findall(r"^\| (.*) \|$", section, flags=re.MULTILINE)
     heads = next((row.split(" | ") for row in rows if row.startswith("#")), [])
     items = [dict(zip(heads, row.split(" | "))) for row in rows if re.match(r"\d", row)]
     text = re.sub(r"(?m)^\|.*\n?", "", section).strip()
-    general = "[Where papers and code differ](../deviations.md) has the points that hold for all schemes."
-    parts = ("\n".join(map(point, items)), text)
-    return "\n\n".join([*(rebased(part) for part in parts if part), general])
+    return "\n\n".join(part for part in (text, "\n".join(map(point, items))) if part)
 
 
 def point(row: dict[str, str]) -> str:
@@ -143,6 +147,8 @@ def index() -> str:
             text = text.replace(f"## {title(name)}{sections()[title(name)]}", "")
             points = f"{count} {'point' if count == 1 else 'points'}" if count else "in words"
             listed.append(f"- [{title(name)}](schemes/{name}.md#where-papers-and-code-differ): {points}")
+    for heading in sections().keys() - set(map(title, names())):
+        text = text.replace(sections()[heading], f"\n\n{listing(sections()[heading])}\n\n")
     return f"{text.strip()}\n\n## By scheme\n\n" + "\n".join(listed) + "\n"
 
 

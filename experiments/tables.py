@@ -435,7 +435,7 @@ def retrofit_table(mode: str) -> str:
 def verdict_table() -> str:
     """Which schemes are clear of zero over seeds, after the correction for their number."""
     rows = []
-    for mode, name in (("connections", "connections alone"), ("all", "all weights")):
+    for mode, name in (("connections", "only the connections"), ("all", "all weights")):
         found = [row for row in retrofit_results.rows(retrofit_results.read()) if row.mode == mode and row.tokens]
         for steps in sorted({row.steps for row in found}):
             own = [row for row in found if row.steps == steps]
