@@ -11,7 +11,7 @@ from torch import Tensor
 
 from residua.conversion.convert_model import convert
 from residua.errors import InputError, extra
-from residua.lab.cost.settings import BASELINE, ModelSettings, Settings
+from residua.lab.cost.settings import BASELINE, Settings
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 
 with extra("lab"):
@@ -42,7 +42,7 @@ def model_and_tokens(settings: Settings, preset: str, *shape: int) -> tuple[Any,
         torch.manual_seed(settings.seed)
         tokens = torch.randint(settings.vocab_size, shape)
         config = model_config(settings, preset)
-        if isinstance(settings, ModelSettings) and settings.base == "llama":
+        if settings.base == "llama":
             model = _llama(config)
             if preset != BASELINE:
                 convert(model, preset, start="fresh")

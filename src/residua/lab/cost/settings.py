@@ -60,6 +60,7 @@ class Settings(Measuring):
         dim: width
         precision: bfloat16 is autocast, with weights in float32
         compile: every model through torch.compile, as one graph
+        base: residua's model, or a Llama of transformers that residua.convert gives each scheme
 
     Rarely:
         heads: attention heads
@@ -77,6 +78,7 @@ class Settings(Measuring):
     precision: Precision = "float32"
     state_dtype: Precision | None = None
     compile: bool = False
+    base: Base = "residua"
     rounds: Count = 9
     warmup: Natural = 2
 
@@ -84,6 +86,8 @@ class Settings(Measuring):
         object.__setattr__(self, "presets", tuple(dict.fromkeys([BASELINE, *map(canonical, self.presets)])))
         super().__post_init__()
         ModelFields(**self.sizes)  # raises for sizes that cannot be used
+        narrow = self.base == "llama" and self.state_dtype is not None
+        require(not narrow, "state_dtype", "None with base='llama'", self.state_dtype)
 
     @property
     def positions(self) -> int:
@@ -116,17 +120,15 @@ class ModelSettings(Settings):
     Args:
         sequence_length: tokens in a sequence
         batch_size: sequences in a step
-        base: residua's model, or a Llama of transformers that residua.convert gives each scheme
     """
 
+    base: Base = "residua"
     sequence_length: Count = 256
     batch_size: Count = 2
     base: Base = "residua"
 
     def __post_init__(self):
         super().__post_init__()
-        narrow = self.base == "llama" and self.state_dtype is not None
-        require(not narrow, "state_dtype", "None with base='llama'", self.state_dtype)
 
     @property
     def positions(self) -> int:
