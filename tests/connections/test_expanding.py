@@ -17,7 +17,18 @@ SCHEMES = {name: scheme for name, scheme in PRESETS.items() if isinstance(scheme
 
 
 def test_the_schemes_of_streams_have_it():
-    streams = {"hc", "mhc", "mhc-deepseek", "mhc-glm", "krom", "ihc", "gated-residual", "jpmhc", "edelta-stream"}
+    streams = {
+        "hc",
+        "mhc",
+        "mhc-deepseek",
+        "mhc-glm",
+        "krom",
+        "ihc",
+        "gated-residual",
+        "jpmhc",
+        "edelta-stream",
+        "wide",
+    }
     assert set(SCHEMES) == streams
 
 

@@ -50,7 +50,7 @@ PRESERVING = preserving()
 # The presets that must not lose their start; new ones that have a start need no entry.
 KNOWN = {
     *("residual", "lambdas", "gated-orthogonal", "hc", "mhc", "mhc-deepseek", "krom", "ihc", "gated-residual", "jpmhc"),
-    *("frac", "siamese", "gated-delta", "edelta-stream", "attnres", "attnres-block"),
+    *("wide", "frac", "siamese", "gated-delta", "edelta-stream", "attnres", "attnres-block"),
 }
 
 

@@ -25,6 +25,7 @@ from residua import (
     Residual,
     Scheme,
     SiameseNorm,
+    WideResidual,
 )
 from residua.connections import PRESETS
 from residua.testing import bare_sublayers, normal, perturbed
@@ -166,6 +167,9 @@ VARIANTS: dict[str, Scheme] = {
         implementation="auto",
     ),
     "ihc-residual": IndependentHyperConnections(start="residual", recompute_every=2),
+    # Streams that are read and written by constants, and forget.
+    "wide-n3-retention": WideResidual(num_streams=3, retention=0.95, spread=0.5, recompute_every=2),
+    "wide-n2-gains": WideResidual(num_streams=2, retention=0.9, max_forget=0.3, expand="gains", implementation="auto"),
     "gated-residual-n2": GatedResidual(num_streams=2, rank=3, weight_std=0.3, implementation="auto", recompute="none"),
     "gated-residual-start": GatedResidual(num_streams=3, rank=5, head="mean", start="residual", recompute_every=2),
     # Mixing that is orthogonal.
@@ -239,6 +243,7 @@ KERNELS: dict[str, Scheme] = {
     "krom": KroneckerHyperConnections(implementation="triton"),
     "ihc": IndependentHyperConnections(implementation="triton"),
     "gated-residual": GatedResidual(rank=3, implementation="triton"),
+    "wide": WideResidual(retention=0.999, implementation="triton"),
     "jpmhc": JacobianHyperConnections(num_streams=2, implementation="triton"),
 }
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from residua.connections.residual import Residual
     from residua.connections.siamese import SiameseNorm
     from residua.connections.spec import TensorSpec
+    from residua.connections.wide import WideResidual
 
 __all__ = [
     "PRESETS",
@@ -83,6 +84,7 @@ __all__ = [
     "StreamMemory",
     "TensorSpec",
     "WideProjection",
+    "WideResidual",
     "build",
     "describe",
     "named",

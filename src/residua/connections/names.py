@@ -39,6 +39,7 @@ SCHEMES = {  # the name of a class in files: its module here, and the class
     "delta_attnres": "delta_attnres:DeltaAttentionResiduals",
     "denseformer": "denseformer:DenseFormer",
     "mudd": "mudd:MultiwayDynamicDense",
+    "wide": "wide:WideResidual",
 }
 
 PRESETS = {  # a scheme's name in files, and the options that differ from its defaults
@@ -75,6 +76,7 @@ PRESETS = {  # a scheme's name in files, and the options that differ from its de
     "delta-attnres": "delta_attnres",
     "denseformer": "denseformer",
     "mudd": "mudd",
+    "wide": "wide",
 }
 
 ALIASES = {  # a preset, and the options that differ from it

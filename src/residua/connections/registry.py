@@ -37,6 +37,7 @@ from residua.connections.options import check_options, named, nearest
 from residua.connections.pooled_householder import PooledHouseholder
 from residua.connections.residual import Residual
 from residua.connections.siamese import SiameseNorm
+from residua.connections.wide import WideResidual
 
 RESERVED = ("preset", "scheme", "package")  # keys of a description that are not options
 
@@ -78,6 +79,7 @@ _CLASSES = {
         PooledHouseholder,
         Residual,
         SiameseNorm,
+        WideResidual,
     )
 }
 SCHEMES: dict[str, type[Scheme]] = {name: _CLASSES[place.partition(":")[2]] for name, place in names.SCHEMES.items()}

@@ -158,3 +158,20 @@ def _different_pair(total: float) -> tuple[float, float]:
     high = torch.special.logit(total - low.sigmoid()).float().double()
     best = (high.sigmoid() + low.sigmoid() - total).abs().argmin()
     return high[best].item(), low[best].item()
+
+
+@cache
+def even_biases(num_streams: int, *, eps: float = 0.0) -> tuple[float, ...]:
+    """Return biases b that read with sigmoid(b_i) + eps = 1 / n within 1e-3, the same forwards and backwards.
+
+    Streams that differ in pairs around their mean are then read as their mean. The biases are numbers of float32, and
+    the weights sum to 1 within 1e-11: the best of many for the outer streams, with the rest in the middle.
+    """
+    middle = 2 - num_streams % 2
+    outer = num_streams - middle
+    steps = torch.arange(2**12, dtype=torch.float64, device="cpu") * 2**-21
+    low = (logit(1 / num_streams - eps) + steps).float().double()
+    high = torch.special.logit((1 - outer * (low.sigmoid() + eps)) / middle - eps).float().double()
+    best = (outer * low.sigmoid() + middle * high.sigmoid() + num_streams * eps - 1).abs().argmin()
+    side = [low[best].item()] * (outer // 2)
+    return (*side, *[high[best].item()] * middle, *side)

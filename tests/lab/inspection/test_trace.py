@@ -34,6 +34,7 @@ WITHOUT = (
 MIXING = (
     *("lambdas", "gated-orthogonal", "orthogonal", "frac"),
     *("hc", "mhc", "mhc-deepseek", "mhc-glm", "krom", "ihc", "gated-residual", "jpmhc", "edelta", "edelta-stream"),
+    "wide",
 )
 EVERYWHERE = {"token_ids", "token_loss", "state_norm", "input_norm", "output_norm", "change_norm"}
 DELTA = {

@@ -1,0 +1,96 @@
+"""The wide residual (NVIDIA) against a plain form for one token, and its preserving start in streams that differ."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua import WideResidual
+from residua.connections.stream_logits import even_biases
+from support.references import assert_computes
+from support.stream_cases import built, influence, output_beside_residual, spread_over_streams, states
+from support.tolerances import assert_close
+from support.variants import ALL
+
+VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, WideResidual)}
+every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def published(stream, x: Tensor, sublayers: list, scheme: WideResidual) -> Tensor:
+    """Token by token and stream by stream."""
+    n, result = scheme.num_streams, []
+    for token in x.flatten(0, 1):
+        gains = stream.expand.taps[0] if scheme.expand == "gains" else torch.ones(n, token.shape[0], dtype=token.dtype)
+        rows = [gains[i] * token for i in range(n)]
+        for connection, sublayer in zip(stream.connections, sublayers):
+            read = sum(sigmoid(connection.weights.logits[i]) * rows[i] for i in range(n))
+            y = sublayer(read / (read.square().mean() + 1e-5).sqrt() * connection.norm.weight)
+            r = connection.retention_logits
+            kept = [1.0] * n if r is None else [1 - scheme.max_forget * sigmoid(-r[i]) for i in range(n)]
+            rows = [kept[i] * rows[i] + 2 * sigmoid(connection.write_logits[i]) * y for i in range(n)]
+        result.append(sum(sigmoid(stream.collapse.weights.logits[i]) * rows[i] for i in range(n)))
+    return torch.stack(result).view_as(x)
+
+
+@every_variant
+def test_values_and_gradients_are_those_of_the_plain_form(scheme):
+    assert_computes(built(scheme, noise=0.3), published, scheme, tokens=(2, 2))
+
+
+@every_variant
+def test_every_coefficient_changes_the_output(scheme):
+    expected = {"h_pre", "h_post"} | ({"h_res"} if scheme.retention is not None else set())
+    for index, coefficients in enumerate(influence(built(scheme, noise=0.3))):
+        assert coefficients.keys() == expected
+        if index == 0 and scheme.expand == "copies":
+            del coefficients["h_pre"]  # reads of equal streams differ by a factor, which the norm takes out
+        for name, value in coefficients.items():
+            assert (value.diagonal() if name == "h_res" else value).min() > 1e-3, f"{name} of sublayer {index}"
+
+
+@pytest.mark.parametrize("num_streams", [2, 3, 4, 5, 16])
+def test_it_starts_as_the_plain_residual_in_streams_that_differ(num_streams):
+    scheme = WideResidual(num_streams=num_streams, spread=0.3)
+    assert_close(*output_beside_residual(scheme))
+    for index, (_, state) in enumerate(states(built(scheme))):
+        assert index == 0 or spread_over_streams(state) > 1e-2
+
+
+def test_the_start_with_retention_is_near_the_plain_residual():
+    ours, plain = output_beside_residual(WideResidual(retention=0.999))
+    assert 1e-4 < (ours - plain).norm() / plain.norm() < 0.02
+    for connection in built(WideResidual(retention=0.999)).connections:
+        assert_close(connection.coefficients(torch.empty(0)).h_res, 0.999 * torch.eye(4).double(), factor=1e3)
+
+
+@pytest.mark.parametrize("num_streams", [2, 3, 4, 7, 64])
+def test_reads_start_even_and_symmetric_with_sum_one(num_streams):
+    biases = torch.tensor(even_biases(num_streams))  # in float32, as a parameter holds them
+    weights = sigmoid(biases.double())
+    assert abs(weights.sum().item() - 1) < 1e-11
+    assert (weights - 1 / num_streams).abs().max() < 1e-3
+    assert torch.equal(biases, biases.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_streams": 1}, ["num_streams", "at least 2", "1"]),
+        ({"spread": -0.1}, ["spread", "0 or more", "-0.1"]),
+        ({"retention": 1.0}, ["retention", "below 1", "1.0"]),
+        ({"retention": 0.8}, ["retention", "above 1 - max_forget, 0.9", "0.8"]),
+        ({"max_forget": 0.0}, ["max_forget", "above 0", "0.0"]),
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(options, words):
+    with pytest.raises(ValueError) as raised:
+        WideResidual(**options)
+    assert all(word in str(raised.value) for word in ["WideResidual", "must", "got", *words])
+
+
+def test_the_preserving_form_forgets_nothing():
+    assert WideResidual(retention=0.99).preserving() == WideResidual()
+    assert_close(*output_beside_residual(WideResidual(retention=0.99).preserving()))
