@@ -231,6 +231,11 @@ residual:expand_kernel=3 | expand_kernel must be 4 unless expand is 'conv'
 residual:compress=token,compress_kernel=0 | compress_kernel must be at least 1
 residual:compress_kernel=3 | compress_kernel must be 4 unless compress is 'token'
 residual:compress_sharing=separate | compress_sharing must be 'block' unless compress is 'token'
+wide:num_streams=1 | num_streams must be at least 2
+wide:spread=-0.1 | spread must be 0 or more
+wide:retention=1.0 | retention must be a number above 0 and below 1
+wide:retention=0.8 | retention must be above 1 - max_forget, 0.9, or null
+wide:max_forget=0.0 | max_forget must be a number above 0 and below 1
 """
 # Each range, and each option that another one rules out. Types have one check, that of DeepDelta's rows.
 

@@ -128,6 +128,7 @@ VARIANTS: dict[str, Scheme] = {
     "authors-channel": DeepDelta(value_channels=4, compress="channel", beta_head="mlp", beta_hidden=6, init="authors"),
     # Hyper-connections.
     "hc-n1-linear": HyperConnections(num_streams=1, tanh=False, scale_init=0.1, head="mean", recompute_every=3),
+    "hc-mirrored": HyperConnections(start="mirrored", head="mean"),
     "hc-static-n3": HyperConnections(num_streams=3, dynamic=False, implementation="auto", recompute="none"),
     # The same among the fractions of a state of the model's width.
     "frac-m1-linear": FracConnections(num_fractions=1, tanh=False, scale_init=0.1, recompute_every=3),
@@ -166,6 +167,7 @@ VARIANTS: dict[str, Scheme] = {
         head="mean",
         implementation="auto",
     ),
+    "ihc-mirrored-n3": IndependentHyperConnections(num_streams=3, start="mirrored", head="mean"),
     "ihc-residual": IndependentHyperConnections(start="residual", recompute_every=2),
     # Streams that are read and written by constants, and forget.
     "wide-n3-retention": WideResidual(num_streams=3, retention=0.95, spread=0.5, recompute_every=2),

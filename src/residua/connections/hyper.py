@@ -25,6 +25,9 @@ from residua.connections.sharded import on_whole_tensors
 from residua.ops import at_least_float32, hyper_read, hyper_write
 from residua.ops.dispatch import Implementation
 
+SPREAD = 0.005
+"""How far the largest initial write weight of a mirrored start is from 1, as in Megatron-LM's wide residual."""
+
 
 class MixingCoefficients(NamedTuple):
     """h_pre: (..., n), h_res: (..., n, n) with the target stream first, h_post: (..., n), in at least float32.
@@ -74,6 +77,9 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
 
     num_streams     n; with 1 there is nothing to mix, but the weights still scale
     head            the readout: "sum" of the streams (the paper) or "mean"
+    start           "published": each sublayer reads one stream, and all are written alike; "mirrored": each reads the
+                    mean of the streams, and they are written with weights in pairs around 1, so that the mean is the
+                    plain residual although the streams differ
     """
 
     title: ClassVar[str] = "Hyper-connections"
@@ -83,6 +89,7 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
 
     num_streams: Rows = 4
     head: Literal["sum", "mean"] = "sum"
+    start: Literal["published", "mirrored"] = "published"
 
     def preserving(self) -> "HyperConnections":
         """Return this scheme with the mean as its head: the sum of n equal streams is n times the residual."""
@@ -206,11 +213,25 @@ class HyperConnection(WeightedConnection):
     """One hyper-connection; the state is (batch, seq, n, dim). The one mixture that is read is x = h_pre X.
 
     It is stream `index` mod n at the start, so that sublayers start from different streams and the streams become
-    different from the first step on.
+    different from the first step on; a mirrored start has different streams at once.
     """
+
+    scheme: HyperConnections
 
     def __init__(self, scheme: HyperConnections, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__(scheme, scheme.num_streams, dim, norm, reads=1, first=index, norm_eps=norm_eps)
+
+    @on_whole_tensors
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.scheme.start == "mirrored":
+            n, middle = len(self.beta), (len(self.beta) - 1) // 2
+            with torch.no_grad():
+                self.alpha[:, 0] = 1 / n
+                rest = self.alpha[middle : n - middle, 0]  # one or two streams make up for the rounding of the others
+                rest.fill_((1 - 2 * self.alpha[:middle, 0].sum(dtype=torch.float64).item()) / len(rest))
+                self.beta.copy_(1 + SPREAD * torch.linspace(-1, 1, n, device="cpu"))
+                self.beta[: n // 2] = 2 - self.beta[n - n // 2 :].flip(0)  # in pairs around 1 to the last bit
 
     def coefficients(self, streams: Tensor) -> MixingCoefficients:
         alpha, beta = self.weights(streams)

@@ -6,16 +6,21 @@ This is mHC (arXiv 2512.24880) without its mixing matrix, as Tencent's Hy4 runs 
 """
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from residua.connections.gates import logit
-from residua.connections.hyper import MixingCoefficients, MixingConnection
+from residua.connections.hyper import SPREAD, MixingCoefficients, MixingConnection
 from residua.connections.options import Factor, NotNegative, Range
-from residua.connections.stream_logits import ProductionHyperConnections, reading_biases
+from residua.connections.stream_logits import (
+    ProductionHyperConnections,
+    even_biases,
+    mirrored_biases,
+    reading_biases,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class IndependentHyperConnections(ProductionHyperConnections):
     head            the readout: "sigmoid", its own weights from all streams (Hy4), or "mean"
     start           "published": W is drawn, every stream is read with 1/n and written with 1 (Hy4); "residual": W is 0
                     and the biases make up for `gate_eps`, so that the stream computes exactly the plain residual; each
-                    sublayer prefers one stream
+                    sublayer prefers one stream; "mirrored": W is 0, each sublayer reads the mean of the streams, and
+                    they are written with weights in pairs around 1: the plain residual, in streams that differ
     """
 
     title: ClassVar[str] = "Independent hyper-connections"
@@ -41,6 +47,7 @@ class IndependentHyperConnections(ProductionHyperConnections):
     magnitude: Annotated[float, Range("a number above 1, the initial write weight", lambda x: 1 < x < math.inf)] = 2.0
     scale_init: Factor = 0.01
     weight_std: NotNegative = 0.006
+    start: Literal["published", "residual", "mirrored"] = "published"  # type: ignore[assignment]
 
     def preserving(self) -> ProductionHyperConnections:
         bias = torch.tensor(logit((1 - self.gate_eps) / self.magnitude), dtype=torch.float32).double()
@@ -49,7 +56,8 @@ class IndependentHyperConnections(ProductionHyperConnections):
                 f"IndependentHyperConnections: magnitude={self.magnitude}, gate_eps={self.gate_eps}: no bias in "
                 "float32 gives a write weight of exactly 1; use magnitude=2.0 and a gate_eps of at most 1e-5"
             )
-        return super().preserving()
+        scheme: Any = super().preserving()
+        return replace(scheme, start="mirrored") if self.start == "mirrored" else scheme
 
     def connection(self, dim: int, index: int, norm: nn.Module, norm_eps: float) -> "IndependentConnection":
         return IndependentConnection(self, dim, index, norm, norm_eps=norm_eps)
@@ -57,10 +65,14 @@ class IndependentHyperConnections(ProductionHyperConnections):
     def read_biases(self, index: int) -> list[float]:
         if self.start == "published":
             return [-math.log(self.num_streams - 1)] * self.num_streams
+        if self.start == "mirrored":
+            return [*even_biases(self.num_streams, eps=self.gate_eps)]
         return reading_biases(self.num_streams, index % self.num_streams, eps=self.gate_eps)
 
     def write_biases(self) -> list[float]:
         """Return the initial biases of a write."""
+        if self.start == "mirrored":
+            return [*mirrored_biases(self.num_streams, SPREAD, magnitude=self.magnitude, eps=self.gate_eps)]
         bias = 0.0 if self.start == "published" else logit((1 - self.gate_eps) / self.magnitude)
         return [bias] * self.num_streams
 

@@ -152,26 +152,44 @@ def reading_biases(num_streams: int, preferred: int, *, eps: float = 0.0, total:
 
 
 @cache
-def _different_pair(total: float) -> tuple[float, float]:
-    """Return two numbers of float32 near 1 and -1 whose sigmoids sum to `total`, near 1, to 1e-12: the best of many."""
-    low = -1 - torch.arange(2**18, dtype=torch.float64, device="cpu") * 2**-19  # down to -1.5; float32 has them all
-    high = torch.special.logit(total - low.sigmoid()).float().double()
-    best = (high.sigmoid() + low.sigmoid() - total).abs().argmin()
-    return high[best].item(), low[best].item()
-
-
-@cache
 def even_biases(num_streams: int, *, eps: float = 0.0) -> tuple[float, ...]:
     """Return biases b that read with sigmoid(b_i) + eps = 1 / n within 1e-3, the same forwards and backwards.
 
-    Streams that differ in pairs around their mean are then read as their mean. The biases are numbers of float32, and
-    the weights sum to 1 within 1e-11: the best of many for the outer streams, with the rest in the middle.
+    Streams that differ in pairs around their mean are then read as their mean. The weights sum to 1 within 1e-11.
     """
     middle = 2 - num_streams % 2
     outer = num_streams - middle
-    steps = torch.arange(2**12, dtype=torch.float64, device="cpu") * 2**-21
-    low = (logit(1 / num_streams - eps) + steps).float().double()
-    high = torch.special.logit((1 - outer * (low.sigmoid() + eps)) / middle - eps).float().double()
-    best = (outer * low.sigmoid() + middle * high.sigmoid() + num_streams * eps - 1).abs().argmin()
-    side = [low[best].item()] * (outer // 2)
-    return (*side, *[high[best].item()] * middle, *side)
+    side, center = _balanced(logit(1 / num_streams - eps), 2**-21, 1 - num_streams * eps, (outer, middle))
+    return (*[side] * (outer // 2), *[center] * middle, *[side] * (outer // 2))
+
+
+@cache
+def mirrored_biases(num_streams: int, spread: float, *, magnitude: float, eps: float) -> tuple[float, ...]:
+    """Return biases b that write with w_i = magnitude sigmoid(b_i) + eps, evenly from 1 - spread to 1 + spread.
+
+    They lie in pairs around 1, with mean 1 within 1e-9. Of an odd number the middle one is 1 itself.
+    """
+    places = [spread * (1 - 2 * i / (num_streams - 1)) for i in range(num_streams // 2)]
+    total = 2 * (1 - eps) / magnitude
+    pairs = [_balanced(logit((1 - place - eps) / magnitude), 2**-26, total, (1, 1)) for place in places]
+    middle = [logit((1 - eps) / magnitude)] * (num_streams % 2)
+    return (*(low for low, _ in pairs), *middle, *(high for _, high in reversed(pairs)))
+
+
+@cache
+def _different_pair(total: float) -> tuple[float, float]:
+    """Return two numbers near 1 and -1 whose sigmoids sum to `total`, near 1, to 1e-12."""
+    low, high = _balanced(-1, -(2**-19), total, (1, 1), choices=2**18)  # down to -1.5
+    return high, low
+
+
+def _balanced(
+    start: float, step: float, total: float, counts: tuple[int, int], *, choices: int = 2**12
+) -> tuple[float, float]:
+    """Return two numbers of float32, the first near `start`: `counts` of their sigmoids sum to `total`, the best of
+    many. `step` is that of the first number from choice to choice."""
+    first, second = counts
+    ones = (start + step * torch.arange(choices, dtype=torch.float64, device="cpu")).float().double()
+    others = torch.special.logit((total - first * ones.sigmoid()) / second).float().double()
+    best = (first * ones.sigmoid() + second * others.sigmoid() - total).abs().argmin()
+    return ones[best].item(), others[best].item()

@@ -19,6 +19,7 @@ from residua.connections.hyper import MixingCoefficients, MixingConnection, Mixi
 from residua.connections.memory import Memory
 from residua.connections.norm import norms
 from residua.connections.options import NotNegative, Range, require_option
+from residua.connections.sharded import on_whole_tensors
 from residua.connections.stream_logits import even_biases
 from residua.ops import at_least_float32, hyper_read
 from residua.ops.dispatch import Implementation
@@ -68,6 +69,7 @@ class WideRead(nn.Module):
         self.logits = nn.Parameter(torch.empty(num_streams))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         with torch.no_grad():
             self.logits.copy_(torch.tensor(even_biases(len(self.logits)), dtype=self.logits.dtype, device="cpu"))
@@ -96,17 +98,19 @@ class WideConnection(MixingConnection):
         self.scheme: WideResidual = scheme
         self.weights = WideRead(scheme.num_streams)
         self.write_logits = nn.Parameter(torch.empty(scheme.num_streams))
-        kept = None if scheme.retention is None else nn.Parameter(torch.empty(scheme.num_streams))
-        self.register_parameter("retention_logits", kept)
+        self.retention_logits: nn.Parameter | None = None
+        if scheme.retention is not None:
+            self.retention_logits = nn.Parameter(torch.empty(scheme.num_streams))
         self.norm = norm
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         scheme = self.scheme
         with torch.no_grad():
             spread = torch.linspace(-scheme.spread, scheme.spread, scheme.num_streams, device="cpu")
             self.write_logits.copy_(spread)
-            if scheme.retention is not None:
+            if self.retention_logits is not None and scheme.retention is not None:
                 nn.init.constant_(self.retention_logits, -logit((1 - scheme.retention) / scheme.max_forget))
 
     def coefficients(self, streams: Tensor) -> MixingCoefficients:
