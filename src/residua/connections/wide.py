@@ -17,7 +17,6 @@ from residua.connections.expanding import ExpandingScheme
 from residua.connections.gates import logit
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.memory import Memory
-from residua.connections.norm import norms
 from residua.connections.options import NotNegative, Range, require_option
 from residua.connections.sharded import on_whole_tensors
 from residua.connections.stream_logits import even_biases
@@ -55,8 +54,7 @@ class WideResidual(ExpandingScheme, MixingScheme):
     def preserving(self) -> "WideResidual":
         return replace(self, retention=None, expand=self.learned_expand)
 
-    def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        norm = norms(dim, norm_eps, norm)
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [WideConnection(self, norm(i)) for i in range(num_sublayers)]
         return Stream(self.expander(dim), connections, WideCollapse(self.num_streams, self.implementation))
 
