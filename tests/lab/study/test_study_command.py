@@ -169,6 +169,15 @@ def test_a_study_may_add_seeds_and_questions(finished, data):
     assert joined(more, finished / "out").seeds == (1, 2, 3)
 
 
+def test_a_contrast_becomes_primary_before_its_runs_and_not_after(finished, data):
+    named = {"small": [["ddl", "residual"]]}
+    with pytest.raises(InputError, match=r"primary\.small must be contrasts named before both have runs in"):
+        joined(study(**{**SMALLEST, "primary": named}), finished / "out")
+    schemes = {**SMALLEST["schemes"], "hc": {}}
+    open_ = study(**{**SMALLEST, "schemes": schemes, "primary": {"small": [["hc", "residual"]]}})
+    assert joined(open_, finished / "out").primary == {"small": [["hc", "residual"]]}
+
+
 def test_a_size_may_add_seeds_and_leave_out_none(finished, data, tmp_path):
     few, all_ = ({"small": {**SMALLEST["rungs"]["small"], "seeds": seeds}} for seeds in ([1, 2], [1, 2, 3]))
     known = study(**{**SMALLEST, "seeds": [1, 2, 3], "rungs": few})

@@ -137,7 +137,8 @@ def joined(study: Study, out: Path) -> Study:
 
     Raises:
         InputError: the runs of the folder had other settings, so that rows would mix runs that cannot be compared; or
-            the study leaves out seeds, baselines, longer runs or tuning runs that the folder's study has.
+            the study leaves out seeds, baselines, longer runs or tuning runs that the folder's study has; or it names a
+            primary contrast of which the folder has the runs already.
     """
     if not (out / "study.json").is_file():
         return study
@@ -160,6 +161,13 @@ def joined(study: Study, out: Path) -> Study:
     for name, (earlier, now) in growing.items():
         fewer = [one for one in earlier if one not in now]
         require(not fewer, name, f"those of {out} ({', '.join(map(str, earlier))})", now)
+    reported = {
+        (run["rung"], run["scheme"]) for run in jsonlines.read(out / "records.jsonl") if run["kind"] == "report"
+    }
+    for rung, pairs in study.primary.items():
+        named = {frozenset(pair) for pair in before.primary.get(rung, ())}
+        late = [pair for pair in pairs if frozenset(pair) not in named and {(rung, name) for name in pair} <= reported]
+        require(not late, f"primary.{rung}", f"contrasts named before both have runs in {out}", late)
     first = before.baselines[0]
     require(study.baselines[0] == first, "baselines", f"{first} first, beside which {out} timed steps", study.baselines)
     for name in ("runs", "baseline_runs", "finalists"):
