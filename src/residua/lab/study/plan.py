@@ -520,7 +520,7 @@ class Plan:
         again = [self._tuning_run(rung, scheme, *final) for final in finals]
         ended = [(*final, finished[run.key]["val_loss"]) for final, run in zip(finals, again) if run.key in finished]
         done = len(losses) == len(runs) and len(ended) == len(finals)
-        chosen = chosen_points(trials, ended, tuning) if done else []
+        chosen = chosen_points(trials, ended, finalists=tuning.finalists, seeds=tuning.judges) if done else []
         searched = [*runs, *again], chosen[0] if chosen else None
         if done:
             self._done[rung, scheme] = searched

@@ -473,7 +473,7 @@ def _searched(
     finals = [r for r in records if r["kind"] == "final"]
     trials = ((record["point"], record["val_loss"]) for record in tuned)
     ended = [(record["point"], record["seed"], record["val_loss"]) for record in finals]
-    return [*tuned, *finals], chosen_points(trials, ended, tuning)
+    return [*tuned, *finals], chosen_points(trials, ended, finalists=tuning.finalists, seeds=tuning.judges)
 
 
 def _row(

@@ -6,14 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from residua.errors import InputError
 from residua.lab.training import RunConfig
 from residua.records.folder import flatten
-
-if TYPE_CHECKING:
-    from residua.lab.study.plan import Tuning
 
 Point = tuple[Any, ...]
 """A value for each key of a search."""
@@ -106,23 +103,28 @@ def at_edge(value: float, tried: Iterable[float]) -> bool:
 
 
 def chosen_points(
-    trials: Iterable[tuple[Any, float | None]], finals: Sequence[tuple[Any, int, float | None]], tuning: "Tuning"
+    trials: Iterable[tuple[Any, float | None]],
+    finals: Sequence[tuple[Any, int, float | None]],
+    *,
+    finalists: int,
+    seeds: Sequence[int],
 ) -> list[Any]:
     """The points that a search chose: several where losses are equal, none while a finalist is not trained in full.
 
     trials    points with the losses of their short runs, None where one diverged
     finals    the finalists' points, seeds and losses in full
+    finalists, seeds    how many finalists there are, and the seeds that decide between them
     """
-    finalists = lowest(trials, tuning.finalists)
-    if tuning.finalists == 1:
-        return finalists
+    best = lowest(trials, finalists)
+    if finalists == 1:
+        return best
     means = []
-    for point in finalists:
+    for point in best:
         by_seed = {seed: loss for other, seed, loss in finals if other == point}
-        if by_seed.keys() >= {*tuning.judges}:
-            losses = [by_seed[seed] for seed in tuning.judges]
+        if by_seed.keys() >= {*seeds}:
+            losses = [by_seed[seed] for seed in seeds]
             means.append((point, None if None in losses else math.fsum(losses) / len(losses)))
-    return lowest(means, 1) if len(means) >= min(tuning.finalists, len(finalists)) else []
+    return lowest(means, 1) if len(means) >= min(finalists, len(best)) else []
 
 
 def lowest(losses: Iterable[tuple[Any, float | None]], count: int) -> list[Any]:
