@@ -384,9 +384,9 @@ def test_tuples_come_back_from_a_file():
     [
         ({"n": "abc"}, "n must be .*, got 'abc'"),
         ({"n": 2.5}, r"n must be .*, got 2\.5"),
-        ({"w": 1.0}, "w must be tuple"),
-        ({"w": ["a"]}, r"w must be tuple.*, got \('a',\)"),
-        ({"pairs": [[1, "a", 2]]}, "pairs must be tuple"),
+        ({"w": 1.0}, "w must be a list, each item a number, got 1.0"),
+        ({"w": ["a"]}, r"w must be a list, each item a number, got \['a'\]"),
+        ({"pairs": [[1, "a", 2]]}, "pairs must be a list, each item a list of 2 items"),
         ({"way": "left"}, "way must be one of .*up.*, .*down.*, got 'left'"),
     ],
 )
