@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from residua.commands.base import Checkpoint, expect_path, opens_model
-from residua.errors import Range
+from residua.errors import Count, Natural, Range
 
 COLDEST, HOTTEST = 1e-6, 1e6
 """Outside this range logits overflow, or all tokens are equally probable."""
@@ -20,10 +20,10 @@ def generate(
     run: str,
     *,
     prompt: str,
-    max_new_tokens: int | None = None,
+    max_new_tokens: Count | None = None,
     temperature: Temperature = 0.8,
-    top_p: float = 0.95,
-    top_k: int = 0,
+    top_p: Annotated[float, Range("a number above 0, at most 1", lambda x: 0 < x <= 1)] = 0.95,
+    top_k: Natural = 0,
     greedy: bool = False,
     seed: int = 0,
     checkpoint: Checkpoint | None = None,

@@ -52,10 +52,8 @@ def complete(
         on_text: called with each piece of new text as soon as it is final, to stream the output.
 
     Raises:
-        InputError: a setting is out of range, prompt and new tokens do not fit into the model's context, or the model
-            computes no probabilities.
+        InputError: prompt and new tokens do not fit into the model's context, or the model computes no probabilities.
     """
-    _check(temperature, top_p, top_k)
     tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
     if None in tokens:
         raise InputError("prompt must be a text, since this tokenizer has no end-of-text token, got an empty one")
@@ -63,10 +61,6 @@ def complete(
     room = context - len(tokens)
     if max_new_tokens is None:
         max_new_tokens = min(DEFAULT_NEW_TOKENS, room)
-    elif max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if min_new_tokens > max_new_tokens:
-        raise InputError(f"min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {min_new_tokens}")
     if max_new_tokens > room or room < 1:
         raise InputError(
             f"prompt and new text must be within the model's {context} positions, got "
@@ -105,15 +99,6 @@ def _alone(model: "GenerationMixin") -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
-
-
-def _check(temperature: float, top_p: float, top_k: int) -> None:
-    if not temperature > 0:
-        raise InputError(f"temperature must be above 0, got {temperature}: for the most probable text use greedy")
-    if not 0 < top_p <= 1:
-        raise InputError(f"top_p must be in (0, 1], got {top_p}")
-    if top_k < 0:
-        raise InputError(f"top_k must be at least 0 (0: all tokens), got {top_k}")
 
 
 class _Numbers(LogitsProcessor):
