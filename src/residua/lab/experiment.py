@@ -1,9 +1,13 @@
-"""One experiment from its parts: data, a model, the training loop, evaluation and telemetry."""
+"""One experiment from its parts.
+
+`run` goes from the configuration to the last row: folder, data, model, batches, evaluation, training, in this order.
+`open_run` opens its model later, for `evaluate`, `trace_run` and everything else that reads a run.
+"""
 
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -115,7 +119,11 @@ def run(
             if ranks.first:
                 config = resolved(config)
         config = ranks.gather(config)[0]
-        run_folder = stack.enter_context(_claimed_folder(config, folder, resume, ranks))
+        resume = resume or (ranks.restarts > 0 and (Path(folder) / "config.yaml").is_file())  # torchrun started again
+        run_folder = RunFolder(Path(folder), asdict(config), resume)
+        with ranks.raise_together():
+            if ranks.first:
+                run_folder = stack.enter_context(claim(folder, asdict(config), resume=resume))
         with ranks.raise_together():
             shard = BatchShard.of(config.train, ranks)
             if ranks.first:
@@ -129,14 +137,8 @@ def run(
             if ranks.first:
                 for remark in _remarks(config, data, ranks):
                     say(remark)
-            batches = Batches(
-                data.train,
-                shard.rows_here,
-                config.train.sequence_length,
-                config.train.seed,
-                rank=shard.member,
-                world_size=shard.members,
-            )
+            length, seed = config.train.sequence_length, config.train.seed
+            batches = Batches(data.train, shard.rows_here, length, seed, rank=shard.member, world_size=shard.members)
         subject = Subject.of(model)
         facts = {**data.facts, "place": _relative_place(run_folder.path, data.folder)}
         return train(
@@ -172,18 +174,6 @@ def resolved(config: RunConfig) -> RunConfig:
     if "package" in description:  # names what to install before the run is opened elsewhere
         model = replace(model, connection=description)
     return replace(config, model=model, data=data)
-
-
-@contextmanager
-def _claimed_folder(config: RunConfig, folder: str | Path, resume: bool, ranks: Ranks) -> Iterator[RunFolder]:
-    """Claim the run folder in the first rank, for all ranks. A restart by torchrun resumes the first attempt."""
-    resume = resume or (ranks.restarts > 0 and (Path(folder) / "config.yaml").is_file())
-    run_folder = RunFolder(Path(folder), asdict(config), resume)
-    with ExitStack() as stack:
-        with ranks.raise_together():
-            if ranks.first:
-                run_folder = stack.enter_context(claim(folder, asdict(config), resume=resume))
-        yield run_folder
 
 
 def _prepare_data(config: DataConfig, run: RunFolder, *, progress: bool) -> PreparedData:
