@@ -169,7 +169,7 @@ def test_how_much_was_trained(study, rows):
     begun = {run["scheme"] for run in records("resbench/records.jsonl")}
     finished = rows["0.1M"].keys() | rows["0.1M-muon"].keys()
     recipe = load_study("resbench").schemes
-    assert (len(recipe), len(finished), len(recipe.keys() - begun)) == (72, 33, 37)
+    assert (len(recipe), len(finished), len(recipe.keys() - begun)) == (73, 33, 38)
     assert not begun & {"ddl-cc", "ddl-cc-ec", "ddl-v", "denseformer", "altup", "siamese", "frac"}
     assert not finished & {"ddl-apart", "gated-delta-4-gates", "gated-delta-4", "layerscale", "scales", "residual-mup"}
     assert {name: rows["0.1M"][name].tuning_runs for name in BASELINES} == {"residual": 8, "lambdas": 12}
