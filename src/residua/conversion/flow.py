@@ -118,7 +118,7 @@ class Flow:
             state = connection.write(y, carry)
             return Flow(state, self.connections[1:], self.memories[1:], (connection, carry, y), self.lead)
         if self.written is None:
-            raise UnknownUse("adds to its residual before any of its modules reads it")
+            raise UnknownUse("adds to its residual before it reads it")
         # Attention and MLP in parallel, x + a + m, are one sublayer: its output a + m takes the place of a.
         connection, carry, before = self.written
         if isinstance(carry.coefficients, ResidualCoefficients):  # (x + a) + m has other bits than x + (a + m)
@@ -437,7 +437,7 @@ class Reader(Swapped):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        flow = reads(args, kwargs)
+        flow = None if args and isinstance(args[0], Tensor) else reads(args, kwargs)
         if flow is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         x = flow.read()
