@@ -282,9 +282,12 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
 def _with_holm(
     corrected: Mapping[tuple[str, str, str], Difference], rung: str, scheme: str, to: str, difference: Difference
 ) -> Difference:
-    """A difference with the p-value of the primary contrast that it is, in one order or the other."""
+    """A difference with the p-value of the primary contrast that it is, in one order or the other, of as many seeds."""
     primary = corrected.get((rung, scheme, to)) or corrected.get((rung, to, scheme))
-    return difference._replace(holm=primary.holm) if primary and difference.measure == "tokens" else difference
+    if primary is None or difference.measure != "tokens" or difference.estimate is None:
+        return difference
+    same = primary.estimate.count == difference.estimate.count
+    return difference._replace(holm=primary.holm) if same else difference
 
 
 def _corrected(
