@@ -21,7 +21,7 @@ from residua.lab.data.tokenizer import (
 
 def text_encoder(tokenizer):
     """A function from texts to the ids that a preparation writes for them, without the end of text."""
-    encoder = Encoder(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "<u4")
+    encoder = Encoder(tokenizer, np.dtype("<u4"))
 
     def encode(texts):
         encoded = encoder([text.encode() for text in texts])
