@@ -181,13 +181,6 @@ def test_empty_files_have_no_documents(tmp_path):
     assert texts(tmp_path) == ["one"]
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_a_pipe_among_the_files_is_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "a.txt")
-    with pytest.raises(InputError, match=r"a\.txt must be a regular file"):
-        texts(tmp_path)
-
-
 def test_a_file_name_that_is_not_utf8_is_read(tmp_path):
     (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("one")
     assert texts(tmp_path) == ["one"]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from residua.errors import InputError, extra, first_line
+from residua.errors import InputError, extra, first_line, require
 from residua.lab.data.hub import download_tokenizer
 from residua.records.durable import remove, unfinished
 from residua.records.reading import read_json, read_json_files
@@ -49,10 +49,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    if vocab_size < SMALLEST_BPE:
-        raise InputError(f"vocab_size: a BPE needs at least {SMALLEST_BPE} (bytes and end of text), got {vocab_size}")
-    if vocab_size > LARGEST_BPE:
-        raise InputError(f"vocab_size must be at most {LARGEST_BPE:,}, got {vocab_size}; give a smaller one")
+    expected = f"{SMALLEST_BPE} (bytes and end of text) to {LARGEST_BPE:,}"
+    require(SMALLEST_BPE <= vocab_size <= LARGEST_BPE, "vocab_size", expected, vocab_size)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
