@@ -12,7 +12,7 @@ import torch
 from residua.errors import InputError
 from residua.records.durable import unlinked, write_text
 from residua.records.folder import RunFolder, flatten, read_object
-from residua.records.jsonlines import JsonLines, read_metrics
+from residua.records.jsonlines import JsonLines
 from residua.records.progress import Progress, say
 from residua.records.provenance import circumstances
 
@@ -24,7 +24,6 @@ class Rows(JsonLines):
     """
 
     def __init__(self, path: Path, *, step: int):
-        read_metrics(path)
         super().__init__(path, keep=lambda row: row["step"] <= step)
 
 
@@ -110,11 +109,7 @@ def _event_writer(folder: Path, step: int) -> Any:
     except ImportError:
         say("no TensorBoard events are written: tensorboard is not installed (pip install 'residua[lab]')")
         return None
-    try:
-        return SummaryWriter(str(folder), purge_step=step + 1)
-    except UnicodeEncodeError:  # it accepts only file names in UTF-8
-        say(f"no TensorBoard events are written: {str(folder)!r} has a name that is not UTF-8 here; set LC_ALL=C.UTF-8")
-        return None
+    return SummaryWriter(str(folder), purge_step=step + 1)
 
 
 def _wandb_run(run: RunFolder, project: str) -> Any:
