@@ -136,7 +136,7 @@ def test_a_page_has_the_trace_that_the_options_ask_for(capsys, run, tmp_path, mo
 def test_what_cannot_be_used_is_one_line(capsys, run, tmp_path):
     assert "must be a run folder or a trace, found no such file" in refused(capsys, tmp_path / "none")
     assert "must hold a checkpoint of step 3; there are 2, 4" in refused(capsys, run, "--checkpoint", "3")
-    assert "at most 32 tokens" in refused(capsys, run, "--tokens", "33")
+    assert "1 to 32 tokens, the model's context, got 33" in refused(capsys, run, "--tokens", "33")
     assert "tokens must be at least 1, got 0" in refused(capsys, run, "--tokens", "0")
     assert "no prepared data" in refused(capsys, run, "--data", "nowhere")
     assert "not allowed with" in refused(capsys, run, "--checkpoint", "2", "--all-checkpoints")
