@@ -434,11 +434,8 @@ def test_a_frozen_parameter_has_no_gradient():
 
 
 def test_every_check_can_fail():
-    """`penalty` is in the tests of the schemes that have one; the memories are counted from the windows."""
-    assert set(CONTRACT) - set(WRONG) == {
-        "penalty_is_of_each_token_or_none",
-        "num_memories_counts_the_parts_that_look_back",
-    }
+    """`penalty` is in the tests of the schemes that have one."""
+    assert set(CONTRACT) - set(WRONG) == {"penalty_is_of_each_token_or_none"}
 
 
 def test_all_failures_are_in_one_message_and_an_error_is_one_of_them():

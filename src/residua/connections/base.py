@@ -18,7 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -350,10 +350,6 @@ class Scheme(ABC):
         """Return how many numbers the state holds per token after `boundary` sublayers."""
         return sum(math.prod(spec.shape) for spec in tree_leaves(self.state_spec(boundary, dim)))
 
-    def num_memories(self, dim: int, num_sublayers: int) -> int:
-        """Return how many parts of the built stream read earlier tokens and need a memory."""
-        return _num_memories(self, dim, num_sublayers)
-
     def preserving(self) -> "Scheme":
         """Return this scheme with the start from which its stream computes exactly the plain pre-norm residual.
 
@@ -393,9 +389,3 @@ class Scheme(ABC):
     def default_norm(self, dim: int, eps: float, index: int) -> nn.Module:
         """Return the norm before sublayer `index` if `build` is given none."""
         return RMSNorm(dim, eps=eps)
-
-
-@lru_cache(maxsize=256)
-def _num_memories(scheme: Scheme, dim: int, num_sublayers: int) -> int:
-    with torch.device("meta"):
-        return sum(window_of(part) > 0 for part in scheme.build(dim, num_sublayers).parts)

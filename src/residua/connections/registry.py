@@ -210,7 +210,7 @@ def written(scheme: Scheme) -> dict[str, Any]:
         if not _fits_json(value := getattr(scheme, field.name)):
             raise ValueError(
                 f"{kind.__name__}: {field.name} must be None, a bool, int, float, str or a tuple of these, which "
-                f"files keep, got {value!r}; take the name of a choice as the option, and look it up in build()"
+                f"files keep, got {value!r}; take the name of a choice as the option, and look it up in assemble()"
             )
     options = json.loads(json.dumps(asdict(scheme)))
     try:

@@ -415,13 +415,6 @@ def packed_documents_equal_documents_alone(scheme: Scheme) -> None:
 
 
 @CONTRACT.add
-def num_memories_counts_the_parts_that_look_back(scheme: Scheme) -> None:
-    windows = sum(window_of(part) > 0 for part in build(scheme).parts)
-    counted = scheme.num_memories(DIM, SUBLAYERS)
-    expect(counted == windows, f"num_memories is {counted}, but {windows} parts have a window")
-
-
-@CONTRACT.add
 def a_part_without_a_window_reads_its_own_token(scheme: Scheme) -> None:
     """`window` 0 promises that no earlier token is needed: generation gives such a part no memory."""
     expect_causal(scheme)
