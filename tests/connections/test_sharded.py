@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+import residua
 from support.processes import together
 from support.tolerances import assert_close
 from support.variants import PRESETS, bare_sublayers, normal, perturbed
@@ -36,7 +37,7 @@ class Network(nn.Module):
 
     def __init__(self, name):
         super().__init__()
-        stream = PRESETS[name].build(DIM, 2 * LAYERS)
+        stream = residua.build(name, DIM, 2 * LAYERS)
         self.expand, self.collapse = stream.expand, stream.collapse
         self.layers = nn.ModuleList(Layer(stream.connections[2 * i : 2 * i + 2]) for i in range(LAYERS))
 
@@ -87,4 +88,4 @@ def sharded_as_alone(rank, names):
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_preset_starts_and_trains_in_shards_as_alone(start, tmp_path, size):
     """Under activation checkpointing inside each unit, no layer is replayed for another, whose weights are away."""
-    together(start, tmp_path, size, sharded_as_alone, list(PRESETS))
+    together(start, tmp_path, size, sharded_as_alone, [*PRESETS, "delta-attnres:gate=scalar"])

@@ -93,7 +93,7 @@ class DeltaDepthConnection(Connection):
             if self.completed or scheme.null_source:
                 self.attend = DepthRead(dim, eps=norm_eps, heads=scheme.heads)
             if scheme.gate != "none":
-                self.gate = nn.Parameter(torch.empty(()))
+                self.gate = nn.Parameter(torch.empty(1))  # FSDP2 shards no scalars
         self.norm = norm
         self.reset_parameters()
 
@@ -111,7 +111,7 @@ class DeltaDepthConnection(Connection):
         if self.null is not None:
             sources = (self.null.to(stream.dtype).expand_as(stream), *sources)
         added, weights = (sources[0], None) if self.attend is None else self.attend(sources)
-        gate = None if self.gate is None else at_least_float32(self.gate)
+        gate = None if self.gate is None else at_least_float32(self.gate)[0]
         if gate is not None and self.scheme.gate == "sigmoid":
             gate = gate.sigmoid()
         x = derive(_beside, stream, added, *(() if gate is None else (gate,)))
