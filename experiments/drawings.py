@@ -268,19 +268,21 @@ def flow(*steps: tuple[str, str], under: str = "") -> str:
 
 
 def more(title: str, name: str) -> str:
-    """What every row of a record takes more than its baseline, in percent, as bars."""
-    ratios = {row["preset"]: row["ratio"]["median"] for row in records(name) if not row["settings"].get("compile")}
-    percent = sorted(((100 * (ratio - 1), preset) for preset, ratio in ratios.items()))
-    scale = 330 / percent[-1][0]
+    """What every row of a record takes more than its baseline, in percent, as bars, with the quartiles over rounds."""
+    ratios = {row["preset"]: row["ratio"] for row in records(name) if not row["settings"].get("compile")}
+    rows = sorted(ratios.items(), key=lambda row: row[1]["median"])
+    scale = 300 / (rows[-1][1]["upper"] - 1)
     parts = [text(320, 24, title, INK, size=17)]
-    for number, (value, preset) in enumerate(percent):
-        y, width = 56 + 27 * number, max(2, scale * value)
+    for number, (preset, ratio) in enumerate(rows):
+        y = 56 + 27 * number
+        low, middle, high = (208 + max(1, scale * (ratio[part] - 1)) for part in ("lower", "median", "upper"))
         parts += [
             text(196, y + 6, preset, INK, "end", 17),
-            f'<rect x="208" y="{y - 9}" width="{width:.1f}" height="18" rx="3" fill="var(--one)"/>',
-            text(208 + width + 8, y + 6, f"{value:+.0f} %", SOFT, "start", 17),
+            f'<rect x="208" y="{y - 9}" width="{middle - 208:.1f}" height="18" rx="3" fill="var(--one)"/>',
+            line((low, y), (high, y), colour=INK, width=1.5, arrow=False),
+            text(high + 8, y + 6, f"{100 * (ratio['median'] - 1):+.0f} %", SOFT, "start", 17),
         ]
-    return picture(56 + 27 * len(percent), *parts)
+    return picture(56 + 27 * len(rows), *parts)
 
 
 def training_time() -> str:

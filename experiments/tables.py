@@ -126,15 +126,6 @@ def generation_table() -> str:
     return markdown(header, rows)
 
 
-def converted_generation_table() -> str:
-    rows = [
-        [f"`{one['preset']}`", f"{one['median_seconds_per_token'] * 1000:.0f}", quartiles(one)]
-        for one in records("bench-generate-converted.jsonl")
-        if one["preset"] != one["baseline"]
-    ]
-    return markdown(["preset", "ms per token", "ratio to the unconverted model [quartiles]"], rows)
-
-
 def memory_table(name: str = "bench-memory.jsonl") -> str:
     rows = []
     for record in records(name):
@@ -494,7 +485,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/results.md": {"demo": demo_table, "sweep": sweep_table},
     "docs/reproduce.md": {"paper": paper_table, "results": results_table},
     "docs/resbench.md": {"resbench": resbench_table},
-    "docs/hugging-face.md": {"converted": converted_generation_table},
     "docs/retrofit.md": {
         "largest": largest_logit,
         "preserved": preserved_table,
