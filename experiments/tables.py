@@ -269,12 +269,6 @@ def reflection_table() -> str:
     return markdown(["source", "operator", "parameters", "cosine with -x", "beta", "gamma"], rows)
 
 
-def quick_reflection_table() -> str:
-    rows = [[f"`{row['name']}`", plus_minus(row.get("cosine"), ".4f"), plus_minus(row.get("gamma"), ".3f")]
-            for row in geometry("quick", "reflection", "ours")]  # fmt: skip
-    return markdown(["model", "cosine with -x", "mean gamma"], rows)
-
-
 def memory_small_table() -> str:
     """Give peaks as ratios to the plain residual with a state of the same dtype."""
     totals = {
@@ -499,7 +493,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "references": partial(sequences_table, "reference"),
         "published": partial(sequences_table, "published"),
         "reflection": reflection_table,
-        "quick-reflection": quick_reflection_table,
     },
 }
 

@@ -302,6 +302,16 @@ def test_the_network_without_layers_is_ahead_where_the_pages_say_so():
     assert level == {"stability": set(), "near-pi": set(), "near-pi-multi": {"mhc"}}
 
 
+def test_every_whole_model_solves_the_reflection_as_the_page_says():
+    found = {}
+    for run in records("geometry/quick/records.jsonl"):
+        if run["kind"] == "run" and run["task"] == "reflection":
+            found.setdefault(run["model"], []).append(run["cosine"])
+    assert len(found) > 10
+    worst = min(statistics.mean(cosines) for cosines in found.values())
+    assert f"a mean cosine of at least {int(worst * 1000) / 1000}" in PAGES["docs/geometry.md"].replace("\n", " ")
+
+
 def test_the_extra_times_that_pages_name_are_those_of_the_records():
     """Of a token of a converted model, and of a training step of ours."""
     tokens = {row["preset"]: 100 * (row["ratio"]["median"] - 1) for row in records("bench-generate-converted.jsonl")}
