@@ -1,26 +1,31 @@
 """Find out how the layers of a transformers model use their residual, by watching them run on a small input.
 
-Each layer runs its own code with an `Observed` in place of `hidden_states`, which adds as a tensor would and notes
-which modules read it and when something is added to it. Nothing about a family is written down here: a layer that does
-anything else with its residual is refused, and so is a model whose output changes in a single bit.
+Each layer runs its own code with a `Flow` in place of `hidden_states`, as later when it is converted. Its connections
+are the plain residual, and note which modules read it and when something is added to it. Nothing about a family is
+written down here: a layer that does anything else with its residual is refused, and so is a model whose output changes
+in a single bit.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from residua.connections import Scheme, describe, resolve
-from residua.conversion.flow import INPUTS, Flow, UnknownUse, is_number, reads
+from residua.connections import Carry, Scheme, describe, resolve
+from residua.connections.residual import ResidualCoefficients
+from residua.conversion.flow import INPUTS, Flow, UnknownUse, reads, rows_of
 from residua.conversion.probe import Situation
 from residua.errors import InputError, check_types, extra, first_line, shown
 
 with extra("lab"):
     from transformers import PreTrainedModel
+
+MOST_SUBLAYERS = 64
+"""Of a layer."""
 
 STACKS = ("layers", "h", "blocks", "layer", "block")
 """The names of the list of layers in the models of transformers."""
@@ -78,53 +83,38 @@ class Conversion:
             raise InputError(f"{source}: {first_line(error)}") from error
 
 
-class Observed(Flow):
-    """A flow with the plain residual, a tensor, that notes what a layer does.
+class Observed:
+    """What one layer does with its residual: every connection of its flow in turn, each with the plain residual.
 
-    events: the name of a reader, or None for an addition; casts: readers for which the layer casts the residual to the
-    dtype of their weights; asked: the dtype of the last cast.
+    readers: the names of the modules that read before each addition; casts: those for which the layer casts the
+    residual to the dtype of their weights; additions: how many there were.
     """
 
-    def __init__(self, state: Tensor, events: list[str | None], casts: set[str], asked: torch.dtype | None = None):
-        super().__init__(state)
-        self.events = events
-        self.casts = casts
-        self.asked = asked
+    def __init__(self) -> None:
+        self.readers: list[list[str]] = []
+        self.casts: set[str] = set()
+        self.additions = 0
 
-    def __add__(self, y: Any) -> "Observed":
-        if not isinstance(y, Tensor):
-            raise UnknownUse(f"adds {'its residual to itself' if isinstance(y, Flow) else type(y).__name__}")
-        if not any(self.events):
-            raise UnknownUse("adds to its residual before any of its modules reads it")
-        self.events.append(None)
-        return Observed(self.state + y, self.events, self.casts)
+    def flow(self, incoming: Tensor) -> Flow:
+        lead = None if incoming.dim() == 3 else tuple(incoming.shape[:-1])
+        connections: list[Any] = [self] * MOST_SUBLAYERS
+        return Flow(rows_of(incoming), connections, [None] * MOST_SUBLAYERS, lead=lead)
 
-    __radd__ = __add__
+    def note(self, name: str, flow: Flow, reader: nn.Module) -> None:
+        """Note that a module reads a flow."""
+        index = MOST_SUBLAYERS - len(flow.connections)
+        if index == len(self.readers):
+            self.readers.append([])
+        self.readers[index].append(name)
+        if flow.read_dtype is not None and flow.read_dtype == next((p.dtype for p in reader.parameters()), None):
+            self.casts.add(name)
 
-    def __mul__(self, factor: Any) -> "Observed":
-        if not is_number(factor) or not self.events or self.events[-1] is not None:
-            self._refuse()
-        return Observed((self.state * factor).to(self.state.dtype), self.events, self.casts)
+    def read(self, state: Tensor, memory: None) -> tuple[Tensor, Carry]:
+        return state, Carry(state, ResidualCoefficients())
 
-    __rmul__ = __mul__
-
-    def reshape(self, *shape: Any) -> "Observed":
-        if (tuple(shape[0]) if len(shape) == 1 else shape)[-1] != self.state.shape[-1]:
-            raise UnknownUse("reshapes its residual across its width")
-        return Observed(self.state.reshape(*shape), self.events, self.casts, self.asked)
-
-    view = reshape
-
-    def cast(self, dtype: torch.dtype) -> "Observed":
-        return Observed(self.state.to(dtype), self.events, self.casts, dtype)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.state.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.state.dtype
+    def write(self, y: Tensor, carry: Carry) -> Tensor:
+        self.additions += 1
+        return carry.residual + y
 
 
 def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -186,8 +176,7 @@ class Watch:
         self.model = model
         self.stack = stack
         self.opened = opened
-        self.events: dict[int, list[str | None]] = {}
-        self.casts: dict[int, set[str]] = {}
+        self.seen: dict[int, Observed] = {}
         self.incoming: dict[int, Tensor] = {}
 
     def run(self, run: Situation) -> tuple[Anatomy, list[Tensor]]:
@@ -196,11 +185,11 @@ class Watch:
             with self._hooks():
                 unchanged = run()
         except UnknownUse as error:
-            where = self._place(list(self.events)[-1]) if self.events else "a layer"
+            where = self._place(list(self.seen)[-1]) if self.seen else "a layer"
             raise InputError(f"{name}: {where} {first_line(error)}") from error
         except Exception as error:  # whatever code of a layer raises that meets no tensor
             raise InputError(f"{name}: a layer needs its residual as a tensor: {first_line(error)}") from error
-        missing = [i for i in range(len(self.stack)) if i not in self.events]
+        missing = [i for i in range(len(self.stack)) if i not in self.seen]
         if missing:
             raise InputError(f"{name}: {self._place(missing[0])} did not run")
         return tuple(self._sublayers(i) for i in range(len(self.stack))), unchanged
@@ -209,9 +198,9 @@ class Watch:
         """Return the modules that read and have parts of their own, other than norms, in the layer that ran last."""
         return {
             (i, name)
-            for i in list(self.events)[-1:]
-            for name in self.events[i]
-            if name and any(self._module(i, name).children()) and not _is_norm(self._module(i, name))
+            for i in list(self.seen)[-1:]
+            for name in chain(*self.seen[i].readers)
+            if any(self._module(i, name).children()) and not _is_norm(self._module(i, name))
         }
 
     @contextmanager
@@ -223,7 +212,7 @@ class Watch:
             for name, child in list(layer.named_modules())[1:]:
                 if (i, name) not in self.opened:
                     handles.append(
-                        child.register_forward_pre_hook(partial(_note, name), prepend=True, with_kwargs=True)
+                        child.register_forward_pre_hook(partial(self._note, i, name), prepend=True, with_kwargs=True)
                     )
         try:
             yield
@@ -232,65 +221,58 @@ class Watch:
                 handle.remove()
 
     def _open(self, i: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        if i in self.events:
+        if i in self.seen:
             raise UnknownUse("runs twice in one pass")
-        self.events[i], self.casts[i] = [], set()
+        self.seen[i] = Observed()
         name = next((name for name in INPUTS if name in kwargs), None)
         incoming = args[0] if args else kwargs.get(name)
         if not isinstance(incoming, Tensor) or not 2 <= incoming.dim() <= 5:
             raise UnknownUse("does not get its residual as one tensor (batch, seq, dim)")
         self.incoming[i] = incoming
-        flow = Observed(incoming, self.events[i], self.casts[i])
+        flow = self.seen[i].flow(incoming)
         return ((flow, *args[1:]), kwargs) if args else (args, {**kwargs, name: flow})
 
     def _close(self, i: int, layer: nn.Module, args: Any, out: Any) -> Any:
         """Check that a layer returns its residual, and return instead the one that it got."""
         items = out if isinstance(out, tuple) else (out,)
-        if sum(isinstance(item, Observed) for item in items) != 1:
-            last = next((event for event in reversed(self.events[i]) if event), None)
-            if None in self.events[i] and last is not None and _is_norm(self._module(i, last)):
+        seen = self.seen[i]
+        if sum(isinstance(item, Flow) for item in items) != 1:
+            last = next(iter(seen.readers[-1:]), [""])[-1]
+            if seen.additions and _is_norm(self._module(i, last)):
                 raise UnknownUse(
                     f"normalises its residual after an addition ({last}): a stream would not pass the norm"
                 )
             raise UnknownUse("does not return its residual")
-        if any(item.shape != self.incoming[i].shape for item in items if isinstance(item, Observed)):
+        if any(item.shape != self.incoming[i].shape for item in items if isinstance(item, Flow)):
             raise UnknownUse("changes the shape of its residual")
-        plain = tuple(self.incoming[i].to(item.dtype) if isinstance(item, Observed) else item for item in items)
+        plain = tuple(self.incoming[i].to(item.dtype) if isinstance(item, Flow) else item for item in items)
+        if not seen.readers or any(isinstance(item, Flow) and item.carry is not None for item in items):
+            raise UnknownUse("reads its residual and does not add to it")
         return plain if isinstance(out, tuple) else plain[0]
 
+    def _note(self, i: int, name: str, child: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Note that `child` reads the residual, and give it the tensor."""
+        flow = reads(args, kwargs)
+        if flow is None:
+            return None
+        self.seen[i].note(name, flow, child)
+        x = flow.read()
+        args = tuple(x if isinstance(item, Flow) else item for item in args)
+        return args, {key: x if isinstance(item, Flow) else item for key, item in kwargs.items()}
+
     def _sublayers(self, i: int) -> tuple[Sublayer, ...]:
-        """Cut the events of a layer into sublayers: some reads of one state, then one or several additions to it."""
-        found: list[Sublayer] = []
-        readers: list[str] = []
-        for event in self.events[i]:
-            if event is not None:
-                readers.append(event)
-            elif readers:
-                normed = len(set(readers)) == 1 and _is_norm(self._module(i, readers[0]))
-                cast = normed and readers[0] in self.casts[i]
-                found.append(Sublayer(tuple(dict.fromkeys(readers)), normed, cast))
-                readers = []
-        if readers or not found:
-            raise InputError(f"{type(self.model).__name__}: {self._place(i)} reads its residual and does not add to it")
-        return tuple(found)
+        sublayers = []
+        for names in self.seen[i].readers:
+            readers = tuple(dict.fromkeys(names))
+            normed = len(readers) == 1 and _is_norm(self._module(i, readers[0]))
+            sublayers.append(Sublayer(readers, normed, normed and readers[0] in self.seen[i].casts))
+        return tuple(sublayers)
 
     def _module(self, i: int, name: str) -> nn.Module:
         return self.stack[i].get_submodule(name)
 
     def _place(self, i: int) -> str:
         return f"layer {i} ({type(self.stack[i]).__name__})"
-
-
-def _note(name: str, child: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Note that `child` reads the residual, and give it the tensor."""
-    flow = reads(args, kwargs)
-    if not isinstance(flow, Observed):
-        return None
-    flow.events.append(name)
-    if flow.asked is not None and flow.asked == next((p.dtype for p in child.parameters()), None):
-        flow.casts.add(name)
-    args = tuple(item.state if isinstance(item, Observed) else item for item in args)
-    return args, {key: item.state if isinstance(item, Observed) else item for key, item in kwargs.items()}
 
 
 def _is_norm(module: nn.Module) -> bool:

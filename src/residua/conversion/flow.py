@@ -101,7 +101,7 @@ class Flow:
         given = math.prod(size for size in sizes[:-1] if size != -1)
         lead = tuple(batch * seq // given if size == -1 else size for size in sizes[:-1])
         if sizes[-1] != dim or sizes.count(-1) > 1 or math.prod(lead) != batch * seq:
-            raise UnknownUse(f"reshapes its residual to {sizes}")
+            raise UnknownUse("reshapes its residual across its width")
         other = copy(self)
         other.lead = None if lead == (batch, seq) else lead
         return other
