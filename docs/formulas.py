@@ -3,7 +3,7 @@
 import re
 from html import escape
 
-GREEK = ("alpha", "beta", "gamma", "lambda", "mu", "theta")
+GREEK = ("alpha", "beta", "gamma", "delta", "lambda", "mu", "rho", "sigma", "tau", "theta")
 OPERATORS = ("softmax", "sigmoid", "tanh", "gelu", "norm", "rms", "mean", "block")
 SYMBOLS = {"<=": r"\le ", "<-": r"\leftarrow ", ".": r"\cdot ", "*": ""}
 

@@ -28,7 +28,7 @@ WITH = {"mudd": 'ways="r"'}
 FAMILIES = {
     "Scales": ("residual", "lambdas", "siamese"),
     "Delta writes": ("deep_delta", "gated_delta", "gated_orthogonal"),
-    "Streams": ("hyper", "frac", "mhc", "mhc_deepseek", "krom", "ihc", "gated_residual", "altup"),
+    "Streams": ("hyper", "frac", "mhc", "mhc_deepseek", "krom", "ihc", "gated_residual", "wide", "altup"),
     "Rotations": ("jpmhc", "edelta", "edelta_stream", "pooled_householder"),
     "Depth": ("attnres", "attnres_inkling", "delta_attnres", "denseformer", "mudd"),
 }

@@ -105,7 +105,7 @@ def test_the_equation_of_a_scheme_becomes_a_formula(name, scheme_pages):
     latex = importlib.import_module("formulas").latex_of(SCHEMES[name].equation)
     assert latex.count("{") == latex.count("}")
     assert latex.count(r"\lVert") == latex.count(r"\rVert")
-    assert not re.search(r"(?<![\\{a-z])(beta|gamma|sqrt|h_res)\b", latex)
+    assert not re.search(r"(?<!\\)\b(alpha|beta|gamma|lambda|mu|rho|sigma|tau|theta|sqrt|h_res)\b", latex)
     letters = re.sub(r"\\(text|tilde|lVert|rVert|langle|rangle|cdot|le|leftarrow)\b|[^A-Za-z]", "", latex)
     assert letters == re.sub(r"[^A-Za-z]", "", SCHEMES[name].equation)
 
@@ -337,6 +337,12 @@ def test_the_rows_of_the_deviations_are_numbered_in_order():
     numbers = re.findall(r"^\| (\d+) \|", PAGES["docs/deviations.md"], flags=re.MULTILINE)
     assert len(numbers) > 50
     assert list(map(int, numbers)) == list(range(1, len(numbers) + 1))
+    assert f"every difference listed: {len(numbers)} points" in PAGES["docs/deviations.md"]
+
+
+def test_every_scheme_is_in_a_family(scheme_pages):
+    """The site lists those that are in none under "More", so that a new scheme is not lost."""
+    assert sorted(name for members in scheme_pages.families().values() for name in members) == sorted(SCHEMES)
 
 
 def test_the_cited_rows_of_the_deviations_are_the_right_ones():
