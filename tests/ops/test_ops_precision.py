@@ -91,8 +91,8 @@ def results_and_gradients(op, inputs, grad):
     return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
 
 
-# Formulas in the dtype that comes in: the spectrum, and a mixture of gates, which are float32 in every connection.
-AS_GIVEN = {"delta_operator", "determinant", "eigenvalues", "singular_values", "kronecker_mixture"}
+# Formulas of the spectrum, in the dtype that comes in.
+AS_GIVEN = {"delta_operator", "determinant", "eigenvalues", "singular_values"}
 ROUNDED = every_op.OPS.keys() - AS_GIVEN
 
 

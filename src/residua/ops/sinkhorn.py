@@ -125,17 +125,18 @@ def kronecker_mixture(weights: Tensor) -> Tensor:
     """H = U_1 kron ... kron U_K, U_k = [[p_k, 1 - p_k], [1 - p_k, p_k]]: doubly stochastic exactly, and symmetric.
 
     weights: (..., K), the p_k in [0, 1], the weights of the identity. Returns (..., 2^K, 2^K) in the dtype of
-    `weights`. arXiv 2601.21579 (KromHC).
+    `weights`, computed in at least float32. arXiv 2601.21579 (KromHC).
     """
     if weights.shape[-1] < 1:
         raise ValueError(f"weights must be (..., K) with K of at least 1, got {tuple(weights.shape)}")
     # Entry (i, j) is the product over k of p_k where i and j agree in bit k, else of 1 - p_k.
-    matrix = weights.new_ones(*weights.shape[:-1], 1, 1)
-    for p in weights.unbind(-1):
+    wide = at_least_float32(weights)
+    matrix = wide.new_ones(*wide.shape[:-1], 1, 1)
+    for p in wide.unbind(-1):
         factor = torch.stack([p, 1 - p, 1 - p, p], -1).unflatten(-1, (2, 2))
         product = matrix[..., :, None, :, None] * factor[..., None, :, None, :]
         matrix = product.flatten(-2).flatten(-3, -2)
-    return matrix
+    return matrix.to(weights.dtype)
 
 
 def permutations(n: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
