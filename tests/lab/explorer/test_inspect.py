@@ -453,7 +453,11 @@ def test_gates_of_any_name_are_shown(show, open_page, tmp_path):
     assert "gate_0 = " in page.locator("[data-panel=map] .readout").inner_text()
     close(line(page, "gate_0", "token 3"), gate[:, 3])
     close(line(page, "gate_1", "gate_1, median"), TRACES["gated"].values["gate_1"].quantile(0.5, dim=1))
-    rows = [{"step": step, "gate_1": {key: [step / 100] * SUBLAYERS for key in QUANTILES}} for step in (10, 20)]
+    gates = ("gate_0", "gate_1")
+    rows = [
+        {"step": step, **{gate: {key: [step / 100] * SUBLAYERS for key in QUANTILES} for gate in gates}}
+        for step in (10, 20)
+    ]
     (tmp_path / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = Source("logged", TRACES["gated"], tmp_path)
     page = open_page(write_page(tmp_path / "page.html", *page_of([source])), "view=inspect&sublayer=3")
