@@ -12,6 +12,7 @@ from residua.errors import RunError, extra
 from residua.lab.cost.models import in_float64, many_graphs, model_and_tokens
 from residua.lab.cost.settings import BASELINE, Precision, Settings
 from residua.lab.cost.timing import Timing, compare
+from residua.models.memory import CACHE
 from residua.records.provenance import circumstances
 from residua.records.threads import threads
 
@@ -76,7 +77,7 @@ class Decoding:
         """Read the prompt."""
         self.cache.reset()
         prompt = self.tokens[:, : self.settings.prompt_length]
-        logits = self.model(input_ids=prompt, cache=self.cache, use_cache=True, logits_to_keep=1).logits
+        logits = self.model(input_ids=prompt, use_cache=True, logits_to_keep=1, **{CACHE: self.cache}).logits
         self.next = logits.argmax(-1)
 
     @torch.inference_mode()
@@ -87,7 +88,7 @@ class Decoding:
     def _step(self, ids: Tensor) -> Tensor:
         if self.settings.compile and self.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        return self.forward(input_ids=ids, cache=self.cache, use_cache=True).logits
+        return self.forward(input_ids=ids, use_cache=True, **{CACHE: self.cache}).logits
 
     @torch.inference_mode()
     def check(self) -> float:

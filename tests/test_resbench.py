@@ -134,11 +134,11 @@ def test_every_interval_on_a_page_is_of_two_schemes_that_its_paragraph_names(pag
 
 
 def test_the_csv_is_what_the_report_writes(study):
-    """Numbers to twelve digits: the last ones depend on the version of SciPy."""
+    """To nine digits: the quantiles of Student's t in SciPy 1.15 and 1.17 differ by 2e-11."""
     shipped = (EXPERIMENTS / "resbench" / "results.csv").read_text(encoding="utf-8")
     for ours, theirs in itertools.zip_longest(csv.reader(table(study).splitlines()), csv.reader(shipped.splitlines())):
         for cell, other in zip(ours, theirs, strict=True):
-            same = cell == other or float(cell) == pytest.approx(float(other), rel=1e-12)
+            same = cell == other or float(cell) == pytest.approx(float(other), rel=1e-9)
             assert same, (ours, theirs)
 
 
