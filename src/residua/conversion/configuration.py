@@ -152,11 +152,12 @@ AutoConfig.register(MODEL_TYPE, ConvertedConfig)
 def converted_class(plain: type) -> type:
     """Return the class of the configurations of converted models of a family; from now on Auto classes take it."""
     converted = swapped_class(ConvertedConfig, plain)
+    converted.__module__ = __name__  # Auto classes register no configuration of a module of transformers
     for auto, models in ((AutoModel, MODEL_MAPPING), (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)):
         if plain in models:
             model = swapped_class(BuiltConverted, models[plain])
             model.config_class = converted  # type: ignore[attr-defined]
-            auto.register(converted, model, exist_ok=True)  # without, a class of a module of transformers is left out
+            auto.register(converted, model)
     return converted
 
 
