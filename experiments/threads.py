@@ -4,7 +4,8 @@ Steps: models of four layers and several widths (forward, backward, clip, step) 
 Demo: the runs of `residua demo`, one after the other on two threads, and side by side on one thread each. Both are
 measured as the machine is, and again beside processes that count. Medians of the rounds, in seconds of the clock.
 `busy` in a row is the number of these processes, and `load` what the machine did before: 0 if it was quiet.
-`wait_policy` is how idle threads wait: OMP_WAIT_POLICY=PASSIVE makes them sleep, as the command `residua` does.
+`waiting` is how idle threads wait, as GOMP_SPINCOUNT or OMP_WAIT_POLICY says; the command `residua` lets them spin
+10,000 times before they sleep.
 
     python experiments/threads.py [--record experiments/threads.jsonl] [--rounds 3]
 """
@@ -135,7 +136,7 @@ def main() -> None:
         data = Path(home) / "data"
         if arguments.steps:
             prepare("stdlib", data, vocab_size=VOCABULARY, progress=False)
-        policy = os.environ.get("OMP_WAIT_POLICY")
+        waiting = os.environ.get("GOMP_SPINCOUNT") or os.environ.get("OMP_WAIT_POLICY")
         for count in (0, arguments.busy):
             here = circumstances(torch.device("cpu"))
             print(f"beside {count} busy processes, load {here['load']:.1f}", flush=True)
@@ -144,7 +145,7 @@ def main() -> None:
                 rows += demo(arguments.rounds, arguments.steps, data) if arguments.steps else []
             if arguments.record:
                 with arguments.record.open("a") as file:
-                    facts = {"wait_policy": policy, "busy": count, **here}
+                    facts = {"waiting": waiting, "busy": count, **here}
                     file.writelines(json.dumps({**row, **facts}) + "\n" for row in rows)
 
 

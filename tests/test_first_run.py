@@ -63,12 +63,15 @@ def test_no_command_warns_of_what_will_be_removed(tmp_path):
     assert "deprecat" not in done.stderr.lower()  # transformers warns through its logger too
 
 
-@pytest.mark.parametrize(("chosen", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_idle_threads_sleep_unless_asked_otherwise(chosen, expected):
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
+)
+def test_idle_threads_soon_sleep_unless_asked_otherwise(chosen, expected):
     """It counts only if it is set before PyTorch is loaded."""
-    code = "import os, sys, residua.__main__; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    if chosen is not None:
-        environment["OMP_WAIT_POLICY"] = chosen
-    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert printed.stdout.split() == [expected, "False"]
+    code = "import os, sys, residua.__main__; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, env=environment | chosen, capture_output=True, text=True, check=True).stdout
+    assert printed.split() == [expected, "False"]
