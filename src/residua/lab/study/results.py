@@ -262,6 +262,8 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
             unfinished.append(f"{name} at {rung}: {len(row.losses)} of {row.seeds} seeds")
         rows.append(row)
     by_name = {(row.rung, row.scheme): row for row in rows}
+    for rung in study.rungs:
+        _mark_failed(study, rung, rows)
     noise = {rung: _noise(study, rung, rows) for rung in study.rungs}
     for row, baseline in itertools.product(rows, study.baselines):
         base = by_name.get((row.rung, baseline))
@@ -310,20 +312,25 @@ def _corrected(
     return {named: difference._replace(holm=value) for (named, difference), value in zip(tests.items(), values)}
 
 
+def _mark_failed(study: Study, rung: str, rows: Sequence[Row]) -> None:
+    """Mark the rows of a size that vary far more than the others."""
+    shared = _sharing(study, rung, rows) or []
+    middle = statistics.median(row.loss.deviation for row in shared) if shared else 0.0
+    for row in shared:
+        row.failed = row.loss.deviation > FAILED * middle
+
+
 def _noise(study: Study, rung: str, rows: Sequence[Row]) -> Noise | None:
     """The noise that the whole rows of a size share, without those that failed; None where each has its own."""
+    shared = _sharing(study, rung, rows)
+    return None if shared is None else Noise.of([row.losses for row in shared if not row.failed])
+
+
+def _sharing(study: Study, rung: str, rows: Sequence[Row]) -> list[Row] | None:
+    """The whole rows of a size that has one noise; None where each row has its own."""
     if study.rungs[rung].noise == "own":
         return None
-    whole = [row for row in rows if row.rung == rung and row.whole and row.loss is not None]
-    failed = _failed(whole)
-    return Noise.of([row.losses for row in whole if row.scheme not in failed])
-
-
-def _failed(rows: Sequence[Row]) -> set[str]:
-    middle = statistics.median(row.loss.deviation for row in rows) if rows else 0.0
-    for row in rows:
-        row.failed = row.loss.deviation > FAILED * middle
-    return {row.scheme for row in rows if row.failed}
+    return [row for row in rows if row.rung == rung and row.whole and row.loss is not None]
 
 
 def _gathered_row(
