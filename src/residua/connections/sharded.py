@@ -28,12 +28,15 @@ def on_whole_tensors(reset: Callable[[Module], None]) -> Callable[[Module], None
         if any(x.is_meta for x in parameters.values()):
             return
         sharded = {name: x for name, x in parameters.items() if hasattr(x, "device_mesh")}
+        if not sharded:
+            reset(module)
+            return
+        from torch.distributed.tensor import distribute_tensor
+
         for name, x in sharded.items():
             module._parameters[name] = nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device=x.device))
         reset(module)
         for name, x in sharded.items():
-            from torch.distributed.tensor import distribute_tensor
-
             whole = module.get_parameter(name).detach()
             module._parameters[name] = x
             with torch.no_grad():
