@@ -157,6 +157,10 @@ def at_most(limit: int) -> Range:
     return Range(f"at most {limit}", lambda x: x <= limit)
 
 
+def between(low: int, high: int) -> Range:
+    return Range(f"a whole number from {low} to {high}", lambda value: low <= value <= high)
+
+
 Natural = Annotated[int, Range("0 or more", lambda x: x >= 0)]
 Count = Annotated[int, Range("at least 1", lambda x: x >= 1)]
 Finite = Annotated[float, Range("a finite number", math.isfinite)]

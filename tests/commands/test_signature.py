@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 import pytest
 
-from residua.commands.signature import Output, between, call, command_parser, run_function
-from residua.connections.options import Count
-from residua.errors import InputError
+from residua.commands.signature import Output, call, command_parser, run_function
+from residua.errors import Count, InputError, between
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
-from residua.commands.signature import between
-from residua.errors import InputError, Natural
+from residua.errors import InputError, Natural, between
 from residua.records.terminal import one_line
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130

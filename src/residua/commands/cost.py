@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from residua.commands.configuration import Configuration
-from residua.commands.signature import Output, between
+from residua.commands.signature import Output
+from residua.errors import between
 from residua.lab.cost.settings import MemorySettings, ModelSettings
 from residua.records.terminal import one_line
 

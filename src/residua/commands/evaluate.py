@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from residua.commands.base import Checkpoint, expect_path, opens_model
-from residua.commands.signature import Output, between
-from residua.errors import Count, InputError
+from residua.commands.signature import Output
+from residua.errors import Count, InputError, between
 
 NAMES = {
     "step": "step",

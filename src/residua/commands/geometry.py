@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from residua.commands.base import Workers
-from residua.commands.signature import Output, between
-from residua.errors import Count, extra
+from residua.commands.signature import Output
+from residua.errors import Count, between, extra
 from residua.records.reading import read_json
 
 if TYPE_CHECKING:

@@ -299,10 +299,6 @@ def read(text: str, kind: Any) -> Any:
     return kind(text)
 
 
-def between(low: int, high: int) -> Range:
-    return Range(f"a whole number from {low} to {high}", lambda value: low <= value <= high)
-
-
 def _item(kind: Any) -> tuple[Any, bool]:
     """Return a type without None, the type of the items for that of a tuple, and whether it is a tuple's."""
     if get_origin(kind) in (Union, UnionType):

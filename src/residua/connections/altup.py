@@ -19,12 +19,13 @@ from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import MeanStreams, Repeat
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
-from residua.connections.options import Natural, Positive, SeveralRows, expect_used, require_option
+from residua.connections.options import SeveralRows, expect_used, require_option
 from residua.connections.phases import called
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.connections.recomputing import RecomputingScheme
 from residua.connections.sharded import on_whole_tensors
 from residua.connections.spec import TensorSpec
+from residua.errors import Natural, Positive
 from residua.ops import at_least_float32, hyper_mix, hyper_write, rms_norm
 from residua.ops.norm import mean_square
 from residua.ops.precision import linear

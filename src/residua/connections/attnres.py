@@ -18,8 +18,8 @@ from residua.connections.base import Carry, Connection, Norm, Scheme, State, Str
 from residua.connections.ends import Copies
 from residua.connections.facts import EMBEDDING, DepthWeights
 from residua.connections.memory import Memory
-from residua.connections.options import Count
 from residua.connections.spec import TensorSpec
+from residua.errors import Count
 from residua.ops import at_least_float32, depth_read
 from residua.ops.derived import derive
 

@@ -18,7 +18,7 @@ from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import Copies
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
-from residua.connections.options import Count, Natural
+from residua.errors import Count, Natural
 from residua.ops import at_least_float32, depth_read
 
 

@@ -18,8 +18,9 @@ from residua.connections.ends import ChannelCompress, OnlyStream, TokenCompress
 from residua.connections.facts import RankOne
 from residua.connections.memory import Memory, current, remembered
 from residua.connections.norm import RMSNorm
-from residua.connections.options import Beta, Count, Finite, Positive, expect_used, require_option
+from residua.connections.options import Beta, expect_used, require_option
 from residua.connections.projection import Projection, WideProjection, is_plain
+from residua.errors import Count, Finite, Positive
 from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
 from residua.ops.dispatch import Implementation
 from residua.ops.write_read import boundary, choose_boundary

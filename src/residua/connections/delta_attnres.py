@@ -18,8 +18,8 @@ from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import Copies
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
-from residua.connections.options import Count
 from residua.connections.spec import TensorSpec
+from residua.errors import Count
 from residua.ops import at_least_float32
 from residua.ops.derived import derive
 

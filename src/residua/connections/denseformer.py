@@ -15,9 +15,9 @@ from residua.connections.base import Carry, Connection, Norm, Scheme, State, Str
 from residua.connections.ends import Copies
 from residua.connections.facts import EMBEDDING, DepthWeights
 from residua.connections.memory import Memory
-from residua.connections.options import Count
 from residua.connections.sharded import on_whole_tensors
 from residua.connections.spec import TensorSpec
+from residua.errors import Count
 from residua.ops import at_least_float32, depth_mix
 
 

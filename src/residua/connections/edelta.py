@@ -28,9 +28,10 @@ from residua.connections.gates import logit
 from residua.connections.jpmhc import Router
 from residua.connections.memory import Memory
 from residua.connections.norm import LayerNorm
-from residua.connections.options import Count, NotNegative, Positive, Range, SeveralRows, require_option
+from residua.connections.options import SeveralRows, require_option
 from residua.connections.projection import Projection, WideProjection, project
 from residua.connections.sharded import on_whole_tensors
+from residua.errors import Count, NotNegative, Positive, Range
 from residua.ops import cayley_angle, gate_penalty, hybrid, hyper_read, hyper_write, unit
 from residua.ops.derived import derive, flattened
 

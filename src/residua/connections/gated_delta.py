@@ -21,8 +21,9 @@ from residua.connections.channels import ChannelConnection, ChannelScheme, Compr
 from residua.connections.facts import GateFacts, RankOne
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
-from residua.connections.options import Count, Positive, Range, expect_used, require_option
+from residua.connections.options import expect_used, require_option
 from residua.connections.sharded import on_whole_tensors
+from residua.errors import Count, Positive, Range
 from residua.ops import at_least_float32, gated_delta, inverse_length, scaled_sum, unit
 
 

@@ -19,8 +19,9 @@ from residua.connections.compressing import CompressingConnection
 from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import FixedGate, StaticGate, TokenGate
 from residua.connections.memory import Memory
-from residua.connections.options import Count, Positive, expect_used, require_option
+from residua.connections.options import expect_used, require_option
 from residua.connections.single_stream import SingleStreamScheme
+from residua.errors import Count, Positive
 from residua.ops import orthogonal_update, residual_scale
 
 

@@ -20,9 +20,10 @@ from residua.connections.facts import Mixing
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
-from residua.connections.options import Count, NotNegative, expect_used
+from residua.connections.options import expect_used
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.connections.sharded import on_whole_tensors
+from residua.errors import Count, NotNegative
 from residua.ops import rms_norm
 from residua.ops.derived import derive
 from residua.ops.precision import linear, promote

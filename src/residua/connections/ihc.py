@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from residua.connections.gates import logit
 from residua.connections.hyper import SPREAD, MixingCoefficients, MixingConnection
-from residua.connections.options import Factor, NotNegative, Range
+from residua.connections.options import Factor
 from residua.connections.stream_logits import (
     ProductionHyperConnections,
     even_biases,
     mirrored_biases,
     reading_biases,
 )
+from residua.errors import NotNegative, Range
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from residua.connections.ends import MeanStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.norm import LayerNorm
-from residua.connections.options import Positive, Steps
+from residua.connections.options import Steps
 from residua.connections.projection import WideProjection, project
 from residua.connections.sharded import on_whole_tensors
+from residua.errors import Positive
 from residua.ops import at_least_float32, cayley_transform, iterative_cayley
 from residua.ops.derived import flattened
 

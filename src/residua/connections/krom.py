@@ -15,8 +15,9 @@ from residua.connections.base import Norm, Stream
 from residua.connections.ends import MeanStreams, SumStreams
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
-from residua.connections.options import Factor, Range, at_most
+from residua.connections.options import Factor
 from residua.connections.stream_logits import StreamLogits, reading_biases
+from residua.errors import Range, at_most
 from residua.ops import kronecker_mixture
 
 SWAP = -8.0  # initial logit of the swap in every factor, against 0 for the identity

@@ -19,10 +19,10 @@ from residua.connections.ends import Copies
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
-from residua.connections.options import Count
 from residua.connections.projection import WideProjection
 from residua.connections.sharded import on_whole_tensors
 from residua.connections.spec import TensorSpec
+from residua.errors import Count
 from residua.ops import at_least_float32, depth_mix
 from residua.ops.derived import derive
 from residua.ops.norm import mean_square

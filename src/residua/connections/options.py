@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any
 
-from residua.errors import Count, Finite, Natural, NotNegative, Positive, Range, at_most, did_you_mean, refusal
-
-__all__ = ["Count", "Finite", "Natural", "NotNegative", "Positive", "Range", "at_most"]
+from residua.errors import Count, Range, at_most, did_you_mean, refusal
 
 Rows = Annotated[Count, at_most(256)]
 SeveralRows = Annotated[int, Range("at least 2", lambda x: x >= 2), at_most(256)]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from torch import Tensor
 
 from residua.connections.base import Scheme
-from residua.connections.options import Range
+from residua.errors import Range
 from residua.ops.derived import derive
 
 

@@ -16,9 +16,10 @@ from residua.connections.expanding import ExpandingScheme
 from residua.connections.gates import Scale, logit
 from residua.connections.hyper import MixingScheme
 from residua.connections.memory import Memory
-from residua.connections.options import Factor, NotNegative, expect_used, require_option
+from residua.connections.options import Factor, expect_used, require_option
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.sharded import on_whole_tensors
+from residua.errors import NotNegative
 from residua.ops import at_least_float32, hyper_read
 from residua.ops.derived import flattened
 from residua.ops.dispatch import Implementation

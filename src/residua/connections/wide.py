@@ -17,13 +17,14 @@ from residua.connections.expanding import ExpandingScheme
 from residua.connections.gates import logit
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.memory import Memory
-from residua.connections.options import NotNegative, Range, require_option
+from residua.connections.options import require_option
 from residua.connections.sharded import on_whole_tensors
 from residua.connections.stream_logits import even_biases
+from residua.errors import NotNegative, Range
 from residua.ops import at_least_float32, hyper_read
 from residua.ops.dispatch import Implementation
 
-Share = Annotated[float, Range("a number above 0 and below 1", lambda x: 0 < x < 1)]
+Fraction = Annotated[float, Range("a number above 0 and below 1", lambda x: 0 < x < 1)]
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class WideResidual(ExpandingScheme, MixingScheme):
     paper: ClassVar[str] = "github.com/NVIDIA/Megatron-LM/pull/6716"
 
     spread: NotNegative = 0.01
-    retention: Share | None = None
-    max_forget: Share = 0.1
+    retention: Fraction | None = None
+    max_forget: Fraction = 0.1
 
     def __post_init__(self):
         super().__post_init__()
