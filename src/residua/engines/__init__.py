@@ -1,0 +1,1 @@
+"""residua inside other people's programs: one optional module for each, imported where it is used."""
