@@ -1,0 +1,134 @@
+"""torchtitan trains our Llama as `residua train` does, on two processes and on one, and goes on where it stopped.
+
+Needs torchtitan: `make titan`.
+"""
+
+import json
+import math
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import residua
+from residua.conversion.base_model import open_base
+from residua.lab.data import prepare
+from residua.lab.experiment import open_run, run
+from residua.lab.training import BaseModelConfig, DataConfig, RunConfig, TrainConfig
+from support.processes import together
+
+pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="torchtitan is not installed; make titan does it")
+SCHEMES = ("residual", "lambdas", "ddl-tc", "ddl-cc", "hc", "mhc", "attnres-block")
+STEPS, WIDTH = 10, 32
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder of prepared bytes."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(60):
+        (folder / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
+    return prepare(folder, tmp_path_factory.mktemp("prepared") / "data", tokenizer="byte", progress=False).folder
+
+
+def arguments(connection, data, out, *more, policy="none"):
+    """The command line of a run of ten steps with a constant learning rate on four rows of 16 tokens."""
+    return [
+        *("--module", "residua.engines.torchtitan", "--config", "debug", "--connection", connection),
+        *("--dataloader.dataset-path", str(data), "--dump-folder", str(out)),
+        *("--training.steps", str(STEPS), "--training.seq-len", "16", "--training.global-batch-size", "4"),
+        *("--training.mixed-precision-param", "float32", "--training.disable-cuda-graphs"),
+        *("--lr-scheduler.warmup-steps", "0", "--lr-scheduler.min-lr-factor", "1"),
+        *("--parallelism.spmd-backend", "partial_dtensor", "--metrics.log-freq", "1"),
+        *more,
+        f"activation-checkpoint:{policy}",
+    ]
+
+
+def train(rank, runs):
+    """On each rank: the losses and the norms of the gradients of every run, by its name."""
+    import torch.distributed as dist
+
+    from engines import torchtitan_on_cpu
+
+    torchtitan_on_cpu.install()
+    from torchtitan.config import ConfigManager
+
+    curves = {}
+    for name, command in runs.items():
+        trainer = ConfigManager().parse_args(command).build()
+        curve = curves[name] = {}
+        trainer.metrics_processor.log = lambda step, loss, *rest, curve=curve, **_: curve.update({step: (loss, rest[1])})
+        trainer.train()
+        trainer.close()
+        dist.barrier()
+    return curves
+
+
+@pytest.fixture(scope="module")
+def begun(data, tmp_path_factory):
+    """Where to find what: a converted Llama of each scheme with fresh connections, as transformers saves it."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from residua.engines.torchtitan import FLAVOURS
+
+    sizes = FLAVOURS["debug"]
+    folder = tmp_path_factory.mktemp("begun")
+    for name in SCHEMES:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=sizes["vocab"],
+            hidden_size=sizes["dim"],
+            intermediate_size=sizes["hidden_dim"],
+            num_hidden_layers=sizes["layers"],
+            num_attention_heads=sizes["heads"],
+            num_key_value_heads=sizes["heads"],
+            rms_norm_eps=1e-5,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+        )
+        model = residua.convert(LlamaForCausalLM(config), name, start="fresh")
+        model.save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(folder / name)
+    return folder
+
+
+def from_folder(folder):
+    return ("--checkpoint.enable", "--checkpoint.initial-load-path", str(folder), "--checkpoint.initial-load-in-hf")
+
+
+TO_FOLDER = ("--checkpoint.last-save-model-only", "--checkpoint.last-save-in-hf")
+
+
+@pytest.fixture(scope="module")
+def on_two(start, begun, data, tmp_path_factory):
+    """The curves of all schemes on two processes, and the folder of their runs."""
+    out = tmp_path_factory.mktemp("two")
+    more = ("--training.local-batch-size", "2", "--checkpoint.interval", "5", *TO_FOLDER)
+    runs = {name: arguments(name, data, out / name, *from_folder(begun / name), *more) for name in SCHEMES}
+    first, second = together(start, tmp_path_factory.mktemp("ranks"), 2, train, runs)
+    assert first == second
+    return first, out
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_two_processes_train_as_one_of_ours(on_two, begun, data, tmp_path, name):
+    """The losses of ten steps, and the folder that is left, are those of `residua train` on the same start."""
+    curves, out = on_two
+    training = TrainConfig(
+        steps=STEPS, batch_size=4, sequence_length=16, min_lr_ratio=1.0, device="cpu", tensorboard=False
+    )
+    config = RunConfig(BaseModelConfig(str(begun / name)), DataConfig(path=str(data)), training)
+    run(config, tmp_path / "run", progress=False)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    ours = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
+    assert curves[name].keys() == ours.keys()
+    for step, pair in curves[name].items():
+        assert pair == pytest.approx(ours[step], rel=2e-5), f"step {step}"
+
+    theirs = residua.load(out / name / "checkpoint" / f"step-{STEPS}")
+    mine = open_run(tmp_path / "run", device="cpu").model
+    assert type(theirs) is type(mine)
+    assert theirs.state_dict().keys() == mine.state_dict().keys()
+    for weight, expected in zip(theirs.state_dict().values(), mine.state_dict().values()):
+        assert (weight - expected).abs().max() < 1e-4
