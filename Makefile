@@ -13,7 +13,7 @@ FAST := --hypothesis-profile quick -m "not (interpreter or compiler or processes
 # Workers, and the processes that tests start, read what one of them has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test gpu testers lint types docs lock newest lowest clean
+.PHONY: demo check test gpu testers lint types docs titan lock newest lowest clean
 
 demo: $(LAB)
 	$(VENV)/bin/residua demo --out runs/demo
@@ -50,7 +50,20 @@ docs: $(READY)
 	$(PIP) --editable '.[docs]'
 	$(VENV)/bin/mkdocs build --strict
 
-# requirements.txt anew, with the newest of everything but torch: TORCH=2.14.1 changes that.
+# The tests of residua.engines.torchtitan with torchtitan itself, in an environment of its own: it bounds packages that
+# the others do not. Adds a record to experiments/torchtitan.jsonl.
+titan: $(VENV)-titan/.ready
+	$(VENV)-titan/bin/python experiments/engine_tests.py torchtitan
+
+$(VENV)-titan/.ready: pyproject.toml requirements-titan.txt
+	$(PYTHON) -m venv $(VENV)-titan
+	$(subst requirements.txt,requirements-titan.txt,$(subst $(VENV)/,$(VENV)-titan/,$(PIP))) torch
+	$(subst requirements.txt,requirements-titan.txt,$(subst $(VENV)/,$(VENV)-titan/,$(PIP))) hatchling
+	$(subst requirements.txt,requirements-titan.txt,$(subst $(VENV)/,$(VENV)-titan/,$(PIP))) --editable '.[titan]' \
+	  pytest pytest-timeout hypothesis
+	touch $@
+
+# requirements.txt and requirements-titan.txt anew, with the newest of everything but torch: TORCH=2.14.1 changes that.
 lock:
 	$(PYTHON) experiments/versions.py lock $(if $(TORCH),--torch $(TORCH))
 
@@ -60,7 +73,7 @@ newest lowest:
 	$(PYTHON) experiments/versions.py $@ $(if $(TORCH),--torch $(TORCH)) -- $(PARALLEL) $(or $(TESTS),$(FAST))
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest runs
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest $(VENV)-titan runs
 
 # torch first and alone: resolved together with the rest, pip may look at builds of several gigabytes. The build of PyPI
 # for Linux brings the libraries of CUDA. uv knows where the others are, and takes the one for the CPU if there is no GPU.

@@ -1,6 +1,6 @@
 """The versions of the packages that residua needs: the lock, and the tests with the newest and with the lowest.
 
-    python experiments/versions.py lock                        write requirements.txt anew
+    python experiments/versions.py lock                        write requirements.txt and requirements-titan.txt anew
     python experiments/versions.py newest -- tests/models -x   with pytest's arguments, in the environment .venv-newest
     python experiments/versions.py lowest -- tests/models      with the lower bounds of pyproject.toml, in .venv-lowest
 
@@ -21,6 +21,7 @@ import tempfile
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -32,6 +33,10 @@ HEAD = """\
 # All packages that `make demo`, `make test` and `.ci/run` install. `make lock` writes it; pip takes it as --constraint.
 # CUDA's libraries are left out: a build of torch that needs them requires their versions, and the others need none.
 """
+TITAN_LOCK = ROOT / "requirements-titan.txt"
+OLDEST_FOR_TITAN = "3.11"
+TITAN_HEAD = "# All packages that `make titan` installs. `make lock` writes it.\n"
+TESTING = ("pytest>=8.2", "pytest-timeout>=2.3", "hypothesis>=6.100")
 CUDA = re.compile(r"(nvidia|cuda)-")
 PIN = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)
 NAMED = "residua (pyproject.toml)"
@@ -56,18 +61,21 @@ def uv() -> Iterator[Path]:
         yield tool
 
 
-def resolve(uv: Path, *options: str | Path, also: Sequence[str] = ()) -> str:
-    """Return the versions of everything for development and pages, a line each; `also` are further requirements."""
-    ours = ["pyproject.toml", "-", "--extra", "dev", "--extra", "docs"]
+def resolve(uv: Path, *options: str | Path, also: Sequence[str] = (), extras: Sequence[str] = ("dev", "docs")) -> str:
+    """Return the versions of everything for these extras, a line each; `also` are further requirements."""
+    ours = ["pyproject.toml", "-", *chain.from_iterable(("--extra", extra) for extra in extras)]
     plain = ["--no-header", "--annotation-style", "line", "--no-python-downloads", "--quiet"]
     text = run(uv, "pip", "compile", *ours, *plain, *options, stdin="\n".join(also))
     return "".join(line for line in text.splitlines(keepends=True) if not CUDA.match(line))
 
 
 def write_lock(uv: Path, torch: str) -> None:
-    """Write the lock for every Python from the oldest on, with this version of torch."""
+    """Write the locks for every Python from the oldest on, with this version of torch."""
     text = resolve(uv, "--universal", "--python-version", OLDEST_PYTHON, also=[f"torch=={torch}"])
     LOCK.write_text(HEAD + text, encoding="utf-8")
+    also = [f"torch=={torch}", *TESTING]
+    text = resolve(uv, "--universal", "--python-version", OLDEST_FOR_TITAN, also=also, extras=["titan"])
+    TITAN_LOCK.write_text(TITAN_HEAD + text, encoding="utf-8")
 
 
 class Outcome(NamedTuple):

@@ -39,7 +39,7 @@ def test_the_citation_has_the_version_of_the_package():
 
 def test_there_are_few_extras_and_every_hint_names_one_of_them():
     extras = project()["project"]["optional-dependencies"]
-    assert extras.keys() == {"lab", "eval", "kernels", "wandb", "completion", "dev", "docs"}
+    assert extras.keys() == {"lab", "eval", "kernels", "wandb", "completion", "titan", "dev", "docs"}
     hinted = set()
     for path in Path(residua.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -71,10 +71,10 @@ def locked(python):
     return pins
 
 
-def test_a_requirement_has_a_lower_bound_and_transformers_alone_an_upper_one():
+def test_a_requirement_has_a_lower_bound_and_what_we_reach_into_an_upper_one():
     for name, requirement in requirements().items():
         operators = {bound.operator for bound in requirement.specifier}
-        assert operators == ({">=", "<"} if name == "transformers" else {">="}), requirement
+        assert operators == ({">=", "<"} if name in ("transformers", "torchtitan") else {">="}), requirement
 
 
 def test_one_package_has_the_same_bound_in_every_extra():
@@ -88,11 +88,13 @@ def test_one_package_has_the_same_bound_in_every_extra():
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_lock_has_everything_that_we_install_and_all_that_this_needs(python):
-    """Every requirement but those of wandb, which nothing installs, and those of packages installed as locked."""
+    """Every requirement but those that nothing installs or that a lock of its own has, and those of packages installed
+    as locked."""
     pins = locked(python)
     environment = {"python_version": python, "python_full_version": f"{python}.20", "extra": ""}
     for name, requirement in requirements().items():
-        if name != "wandb" and (requirement.marker is None or requirement.marker.evaluate(environment)):
+        applies = requirement.marker is None or requirement.marker.evaluate(environment)
+        if applies and name not in ("wandb", "torchtitan"):
             version = pins[canonicalize_name(name)]
             assert requirement.specifier.contains(version, prereleases=True), (requirement, version)
     for name in pins:

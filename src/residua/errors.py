@@ -16,7 +16,6 @@ _LAB = {
     *("scipy", "tensorboard", "tokenizers", "transformers", "yaml"),
 }
 PACKAGES = {"lab": _LAB, "eval": _LAB | {"lm_eval", "accelerate"}, "completion": {"shtab"}}
-PACKAGES["titan"] = _LAB | {"torchtitan"}
 """The packages of each extra, by the names that are imported."""
 
 

@@ -3,15 +3,12 @@
 torchtitan 0.3 takes a GPU for granted in a few places; this replaces them before it is imported.
 """
 
-import sys
 import types
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -52,7 +49,7 @@ def install():
 
     FSDPModule.set_gradient_divide_factor = divide
 
-    from torchtitan.models.common import attention, config_utils
+    from torchtitan.models.common import config_utils
     from torchtitan.protocols.module import Module
 
     class CausalAttention(Module):

@@ -11,32 +11,63 @@ computes all of it. The configurations are the functions at the end of this file
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.func import functional_call
 
 from residua.connections import resolve
 from residua.connections.base import as_inputs
-from residua.connections.memory import memory_of
+from residua.conversion.anatomy import Conversion, Sublayer
+from residua.conversion.configuration import with_conversion
 from residua.errors import InputError, extra, require
+from residua.lab.data import Batches, PreparedData
 from residua.models.linear import initialise
-from residua.models.sizes import SIZES
 
-with extra("titan"):
+with extra("lab"):
+    from transformers import LlamaConfig
+
+TESTED = (0, 3)
+NEEDED = f"residua works with torchtitan {TESTED[0]}.{TESTED[1]}: pip install 'residua[titan]'"
+"""Which releases, in the words of an error; the extra `titan` has the same range."""
+
+
+def expect_tested(installed: str) -> None:
+    """Raise InputError unless this version of torchtitan is one that was tested."""
+    if tuple(map(int, installed.split(".")[:2])) != TESTED:
+        raise InputError(f"torchtitan {installed} is installed, and {NEEDED}")
+
+
+@contextmanager
+def tested() -> Iterator[None]:
+    """Import torchtitan in this context. Raises ModuleNotFoundError that says which releases, if it is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torchtitan":
+            raise
+        raise ModuleNotFoundError(f"torchtitan is not installed, and {NEEDED}", name=error.name) from None
+
+
+with tested():
+    from torchtitan import __version__
+
+    expect_tested(__version__)
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-    from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
     from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
     from torchtitan.distributed.compile import apply_compile
     from torchtitan.distributed.fsdp import disable_fsdp_gradient_division, get_fsdp_reshard_after_forward_policy
-    from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm, TransformerBlock
     from torchtitan.models.common.attention import QKVLinear
     from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
@@ -73,15 +104,31 @@ class AddPenalty(torch.autograd.Function):
         return gradient, gradient.new_ones((), dtype=torch.float32)
 
 
+class Part(nn.ModuleList):
+    """Modules of the stream that run together. The stream owns them."""
+
+    def forward(self, function: Callable, *inputs: Any) -> Any:
+        """Return function(*inputs), which runs these modules: on plain tensors, also under tensor parallelism."""
+        local = {name: x.to_local() for name, x in self.named_parameters() if isinstance(x, DTensor)}
+        return functional_call(self, local, (function, *inputs)) if local else function(*inputs)
+
+
+def as_local(x: Tensor) -> Tensor:
+    """Return a tensor of which each rank of a tensor-parallel group has the whole, as a plain one."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 class Block(TransformerBlock):
-    """The two sublayers of a layer. `connections` are the stream's, which the model owns."""
+    """The two sublayers of a layer, and the part of the stream around them, which is not a submodule of it.
+
+    share: of a micro-batch of this rank in the tokens of a step.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(TransformerBlock.Config):
         pass
 
-    connections: tuple[Any, ...] = ()
-    packed = False
+    connections: Part
     share = 1.0
 
     def __init__(self, config: Config):
@@ -90,23 +137,21 @@ class Block(TransformerBlock):
         self.feed_forward = config.feed_forward.build()
 
     def forward(self, state: Any, attention_masks: Any, positions: Tensor | None = None) -> Any:
-        documents = documents_at(positions) if self.packed else None
+        return self.connections(self.update, state, attention_masks, positions)
+
+    def update(self, state: Any, attention_masks: Any, positions: Tensor | None) -> Any:
+        """Return the state after both sublayers."""
         sublayers: tuple[Callable, ...] = (
             lambda *inputs: self.attention(inputs if inputs[1:] else inputs[0], attention_masks, positions),
             self.feed_forward,
         )
         for connection, sublayer in zip(self.connections, sublayers, strict=True):
-            x, carry = connection.read(state, memory_of(connection, None, None, documents))
-            y = sublayer(*as_inputs(x))
+            x, carry = connection.read(state)
+            y = as_local(sublayer(*as_inputs(x)))
             if self.training and (penalty := connection.penalty(carry.coefficients)) is not None:
                 y = AddPenalty.apply(y, penalty.mean() * self.share)
             state = connection.write(y, carry)
         return state
-
-
-def documents_at(positions: Tensor) -> Tensor:
-    """Return the number of each token's document, from positions: (batch, seq), which begin with 0 in each."""
-    return (positions == 0).cumsum(1)
 
 
 class ResidualLlama(Llama3Model):
@@ -114,35 +159,25 @@ class ResidualLlama(Llama3Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Llama3Model.Config):
-        """connection: a preset's name or a mapping, as everywhere in residua. The rest is the trainer's to set.
-
-        packed: rows hold several documents; compute: the dtype of autocast; None for float32.
-        """
+        """connection: as everywhere in residua; compute: the dtype of autocast, None for float32."""
 
         connection: Any = "ddl"
-        packed: bool = False
         compute: str | None = None
 
         def update_from_config(self, *, config: Any, **options: Any) -> None:
             Llama3Model.Config.update_from_config(self, config=config, **options)
             self.connection = config.connection
-            self.packed = not isinstance(config.dataloader, PreparedDataLoader.Config)
             narrow = config.training.mixed_precision_param
             self.compute = None if narrow == "float32" else narrow
-
-        @property
-        def norm_eps(self) -> float:
-            return self.norm.eps
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.scheme = resolve(config.connection)
         require(self.scheme.causal, "connection", "a scheme that reads no later tokens", config.connection)
-        norms = [nn.RMSNorm(config.dim, eps=config.norm_eps) for _ in range(2 * len(config.layers))]
-        self.stream = self.scheme.build(config.dim, len(norms), norm_eps=config.norm_eps, norm=norms.__getitem__)
+        norms = [nn.RMSNorm(config.dim, eps=config.norm.eps) for _ in range(2 * len(config.layers))]
+        self.stream = self.scheme.build(config.dim, len(norms), norm_eps=config.norm.eps, norm=norms.__getitem__)
         for i, block in enumerate(self.layers.values()):
-            block.connections = tuple(self.stream.connections[2 * i : 2 * i + 2])
-            block.packed = config.packed
+            vars(block)["connections"] = Part(self.stream.connections[2 * i : 2 * i + 2])
 
     def verify_module_protocol(self) -> None:
         """Do nothing: connections are plain modules, which `init_states` starts."""
@@ -154,15 +189,16 @@ class ResidualLlama(Llama3Model):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, attention_masks: Any = None) -> Tensor:
         embeddings = self.tok_embeddings(tokens)
-        documents = documents_at(positions) if self.config.packed else None
         compute = None if self.config.compute is None else TORCH_DTYPE_MAP[self.config.compute]
         with torch.autocast(embeddings.device.type, compute, enabled=compute is not None):
-            expand, collapse = self.stream.expand, self.stream.collapse
-            state = expand(embeddings.float(), memory_of(expand, None, None, documents))
+            state = Part([self.stream.expand])(self.stream.expand, as_local(embeddings).float())
             for block in self.layers.values():
                 state = block(state, attention_masks, positions)
-            x = collapse(state, memory_of(collapse, None, None, documents))
-        x = self.norm(x.to(embeddings.dtype))
+            x = Part([self.stream.collapse])(self.stream.collapse, state)
+        x = x.to(embeddings.dtype)
+        if isinstance(embeddings, DTensor):
+            x = DTensor.from_local(x, embeddings.device_mesh, embeddings.placements)
+        x = self.norm(x)
         return x if self._skip_lm_head else self.lm_head(x)
 
 
@@ -181,24 +217,25 @@ def parallelize(
     A block is a unit of FSDP2 in the narrow dtype. The stream belongs to the root unit, in float32: gates and mappings
     need it, and a connection that is replayed finds its parameters whole.
     """
-    typed = parallelism.spmd_backend != "partial_dtensor"
-    if typed or parallel_dims.tp_enabled:
+    if parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)
+        for module in model.stream.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                whole = distribute_tensor(parameter, parallel_dims.get_mesh("tp"), [Replicate()])
+                module.register_parameter(name, nn.Parameter(whole))
     blocks = model.layers
-    accumulation = max(1, training.global_batch_size // (training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard))
+    rows = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
+    step = max(rows, training.global_batch_size)  # negative: one micro-batch of each rank
     for block in blocks.values():
-        block.share = 1 / (accumulation * parallel_dims.dp_replicate * parallel_dims.dp_shard)
+        block.share = training.local_batch_size / step
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
+        # A block's code is compiled anew for every form of the state, which grows with depth in some schemes.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
 
-    if typed:
-        mesh, axes = resolve_fsdp_mesh(parallel_dims)
-    else:
-        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-        mesh, axes = parallel_dims.get_mesh(names), None
-    options: dict[str, Any] = {"mesh": mesh} if axes is None else {"mesh": mesh, "dp_mesh_dims": axes}
+    mesh = parallel_dims.get_mesh(["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"])
     wide, narrow = (
         MixedPrecisionPolicy(
             param_dtype=TORCH_DTYPE_MAP[dtype],
@@ -208,15 +245,11 @@ def parallelize(
         for dtype in ("float32", training.mixed_precision_param)
     )
     reshard = get_fsdp_reshard_after_forward_policy(parallelism.fsdp_reshard_after_forward, pp_enabled=False)
-    ends: list[nn.Module] = [model.norm, model.lm_head]
-    if model.enable_weight_tying:
-        ends.insert(0, model.tok_embeddings)
-    else:
-        fully_shard(model.tok_embeddings, mp_policy=narrow, reshard_after_forward=reshard, **options)
-    fully_shard(ends, mp_policy=narrow, reshard_after_forward=False, **options)
+    ends = [model.tok_embeddings, model.norm, model.lm_head]  # the first and the last have one weight
+    fully_shard(ends, mp_policy=narrow, reshard_after_forward=False, mesh=mesh)
     for block in blocks.values():
-        fully_shard(block, mp_policy=narrow, reshard_after_forward=reshard, **options)
-    fully_shard(model, mp_policy=wide, **options)
+        fully_shard(block, mp_policy=narrow, reshard_after_forward=reshard, mesh=mesh)
+    fully_shard(model, mp_policy=wide, mesh=mesh)
     disable_fsdp_gradient_division(model)
     return model
 
@@ -233,11 +266,11 @@ class PreparedDataLoader(BaseDataLoader):
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
     ):
-        from residua.lab.data import Batches, PreparedData
-
-        self.data = open_data(config)
+        path = config.dataset_path
+        require(path is not None, "dataloader.dataset_path", "a folder that `residua prepare` wrote", path)
+        data = PreparedData.open(path)
         self.rows = local_batch_size * dp_world_size
-        self.batches = Batches(self.data.train, local_batch_size, seq_len, config.seed, dp_rank, dp_world_size)
+        self.batches = Batches(data.train, local_batch_size, seq_len, config.seed, dp_rank, dp_world_size)
         self.positions = torch.arange(seq_len).repeat(local_batch_size, 1)
         self.windows = 0
 
@@ -283,12 +316,11 @@ class ConvertedLlama(StateDictAdapter):
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         back = {theirs: ours for ours, theirs in self.names.items()}
         state_dict = {back[name]: value for name, value in hf_state_dict.items()}
-        if self.model_config.enable_weight_tying:
-            state_dict["lm_head.weight"] = state_dict["tok_embeddings.weight"]
+        state_dict["lm_head.weight"] = state_dict["tok_embeddings.weight"]
         return state_dict
 
     def describe(self, folder: str | Path) -> None:
-        """Write the configuration beside the weights, and the tokenizer: then `AutoModelForCausalLM` opens the folder."""
+        """Write what `AutoModelForCausalLM` needs beside the weights: the configuration and the tokenizer."""
         converted_configuration(self.model_config).save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             if self.tokenizer and (source := Path(self.tokenizer) / file).is_file():
@@ -300,7 +332,7 @@ def names_in_transformers(config: ResidualLlama.Config) -> dict[str, str]:
     with torch.device("meta"):
         stream = ResidualLlama(config).stream
     depth = len(config.layers)
-    names = dict(ENDS) if config.enable_weight_tying else ENDS | {"lm_head.weight": "lm_head.weight"}
+    names = dict(ENDS)
     for i in range(depth):
         names |= {f"layers.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in LAYER.items()}
     for name, _ in stream.named_parameters():
@@ -318,11 +350,6 @@ def names_in_transformers(config: ResidualLlama.Config) -> dict[str, str]:
 
 def converted_configuration(config: ResidualLlama.Config) -> Any:
     """Return the configuration of the converted Llama of transformers."""
-    from transformers import LlamaConfig
-
-    from residua.conversion.anatomy import Conversion, Sublayer
-    from residua.conversion.configuration import with_conversion
-
     attention, feed_forward = config.layers[0].attention, config.layers[0].feed_forward
     anatomy = (tuple(Sublayer((norm,), normed=True) for norm in NORMS),) * len(config.layers)
     plain = LlamaConfig(
@@ -335,8 +362,8 @@ def converted_configuration(config: ResidualLlama.Config) -> Any:
         head_dim=attention.rope.dim,
         max_position_embeddings=attention.rope.max_seq_len,
         rope_parameters={"rope_type": "default", "rope_theta": attention.rope.theta},
-        rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=config.enable_weight_tying,
+        rms_norm_eps=config.norm.eps,
+        tie_word_embeddings=True,
         architectures=["LlamaForCausalLM"],
         dtype="float32",
     )
@@ -344,29 +371,19 @@ def converted_configuration(config: ResidualLlama.Config) -> Any:
     return with_conversion(plain, conversion.as_json())
 
 
-class DecayMatrices(OptimizersContainer):
-    """torchtitan's optimizers; weights of linear maps and embeddings are decayed, gains, biases and taps are not."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):
-        pass
-
-    @staticmethod
-    def _build_param_groups(model: nn.Module, configs: list[ParamGroupConfig], options: dict[str, Any]) -> Any:
-        groups, patterns = OptimizersContainer._build_param_groups(model, configs, options)
-        matrices = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))}
-        for name, whole in groups.items():
-            halves = []
-            for group, pattern in zip(whole, patterns.pop(name), strict=True):
-                pairs = list(zip(group["params"], group["param_names"], strict=True))
-                for kept in (True, False):
-                    if half := [pair for pair in pairs if (id(pair[0]) in matrices) == kept]:
-                        parameters, names = map(list, zip(*half))
-                        changed = {"params": parameters, "param_names": names} | ({} if kept else {"weight_decay": 0.0})
-                        halves.append(group | changed)
-                        patterns.setdefault(name, []).append(pattern)
-            groups[name] = halves
-        return groups, patterns
+def decay_matrices(optimizers: OptimizersContainer, model_parts: list[nn.Module], parallel_dims: Any) -> None:
+    """Leave weight decay to the weights of linear maps and embeddings: gains, biases and taps need not be small."""
+    modules = [module for part in model_parts for module in part.modules()]
+    matrices = {id(module.weight) for module in modules if isinstance(module, (nn.Linear, nn.Embedding))}
+    for optimizer in optimizers:
+        halves = []
+        for group in optimizer.param_groups:
+            for decayed in (True, False):
+                chosen = [(id(x) in matrices) == decayed for x in group["params"]]
+                half = {name: list(compress(group[name], chosen)) for name in ("params", "param_names")}
+                if any(chosen):
+                    halves.append(group | half | ({} if decayed else {"weight_decay": 0.0}))
+        optimizer.param_groups = halves
 
 
 class FolderCheckpoints(CheckpointManager):
@@ -379,6 +396,7 @@ class FolderCheckpoints(CheckpointManager):
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **options: Any) -> Any:
         saved = super().dcp_save(state_dict, checkpoint_id, *args, **options)
         if options.get("to_hf") and torch.distributed.get_rank() == 0:
+            shutil.rmtree(Path(checkpoint_id) / "sharded")  # the parts of each rank, which are in the whole file too
             self.sd_adapter.describe(checkpoint_id)
         return saved
 
@@ -394,9 +412,18 @@ class ResidualTrainer(Trainer):
         def __post_init__(self) -> None:
             Trainer.Config.__post_init__(self)
             resolve(self.connection)
+            prepared = isinstance(self.dataloader, PreparedDataLoader.Config)  # others pack documents into rows
+            require(prepared, "dataloader", "a PreparedDataLoader", self.dataloader)
             parallelism = self.parallelism
-            if parallelism.tensor_parallel_degree > 1 and parallelism.enable_sequence_parallel:
-                raise InputError("parallelism.enable_sequence_parallel must be false: every rank has the whole stream")
+            backend, sequence = parallelism.spmd_backend, parallelism.enable_sequence_parallel
+            require(backend == "partial_dtensor", "parallelism.spmd_backend", "partial_dtensor", backend)
+            if (
+                parallelism.tensor_parallel_degree > 1
+            ):  # torch 2.13 compiles the gradient of a part for that of the whole
+                require(not self.compile.enable, "compile.enable", "false with tensor parallelism", True)
+            require(
+                not sequence, "parallelism.enable_sequence_parallel", "false: ranks have the whole stream", sequence
+            )
             if self.hf_assets_path == ASSETS and self.dataloader.dataset_path:
                 self.hf_assets_path = str(Path(self.dataloader.dataset_path) / "tokenizer")
 
@@ -404,65 +431,52 @@ class ResidualTrainer(Trainer):
 ASSETS = Trainer.Config.__dataclass_fields__["hf_assets_path"].default
 
 
-def open_data(config: PreparedDataLoader.Config) -> Any:
-    """Return the prepared data. Raises InputError without a path."""
-    from residua.lab.data import PreparedData
-
-    require(config.dataset_path is not None, "dataloader.dataset_path", "a folder that `residua prepare` wrote", None)
-    return PreparedData.open(config.dataset_path)
+SIZES: dict[str, dict[str, Any]] = {
+    "debug": {"dim": 64, "layers": 4, "heads": 4, "hidden_dim": 192, "vocab": 2048},
+    "small": {"dim": 768, "layers": 12, "heads": 6, "hidden_dim": 2048, "vocab": 50304},
+    "medium": {"dim": 1024, "layers": 24, "heads": 8, "hidden_dim": 2730, "vocab": 50304},
+    "llama_1b": {"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden_dim": 8192, "vocab": 128256},
+}
+"""Sizes by name: one for trying, the two of arXiv 2601.00417, and Llama 3.2 1B's."""
 
 
 def llama(
-    *, dim: int, layers: int, heads: int, head_dim: int, hidden_dim: int, vocab: int, key_value_heads: int | None = None,
-    theta: float = 10000.0, attention: str = "flex", tied: bool = True,
-) -> ResidualLlama.Config:  # fmt: skip
-    """Return the configuration of a model. Its matrices start as in `residua.models`, not as in torchtitan."""
+    *, dim: int, layers: int, heads: int, hidden_dim: int, vocab: int, kv_heads: int | None = None, attention: str
+) -> ResidualLlama.Config:
+    """Return the configuration of a model with tied embeddings. Its matrices start as in `residua.models`."""
     std = 0.5 / math.sqrt(dim)
-    normal = {"weight": partial(nn.init.normal_, std=std)}
-    output = {"weight": partial(nn.init.normal_, std=std / math.sqrt(layers))}
-    embedding = {"weight": partial(nn.init.normal_, std=0.02)}
+    start = {"weight": partial(nn.init.normal_, std=std)}
+    start_of_output = {"weight": partial(nn.init.normal_, std=std / math.sqrt(layers))}
     norm = RMSNorm.Config(normalized_shape=dim, param_init={"weight": nn.init.ones_})
     blocks = []
     for _ in range(layers):
         sublayer = make_gqa_config(
             dim=dim,
             n_heads=heads,
-            n_kv_heads=key_value_heads,
-            head_dim=head_dim,
-            wqkv_param_init=normal,
-            wo_param_init=output,
+            n_kv_heads=kv_heads,
+            wqkv_param_init=start,
+            wo_param_init=start_of_output,
             inner_attention=get_attention_config(attention),
-            rope=CosSinRoPE.Config(dim=head_dim, max_seq_len=131072, theta=theta),
+            rope=CosSinRoPE.Config(dim=dim // heads, max_seq_len=131072, theta=10000.0),
         )
         plain = sublayer.qkv_linear
         sublayer.qkv_linear = Projections.Config(head_dim=plain.head_dim, wq=plain.wq, wkv=plain.wkv)
-        feed_forward = make_ffn_config(dim=dim, hidden_dim=hidden_dim, w1_param_init=normal, w2w3_param_init=normal)
-        feed_forward.w2.param_init = output
-        blocks.append(
-            Block.Config(attention=sublayer, feed_forward=feed_forward, attention_norm=norm, ffn_norm=norm)
-        )
+        feed_forward = make_ffn_config(dim=dim, hidden_dim=hidden_dim, w1_param_init=start, w2w3_param_init=start)
+        feed_forward.w2.param_init = start_of_output
+        blocks.append(Block.Config(attention=sublayer, feed_forward=feed_forward, attention_norm=norm, ffn_norm=norm))
     return ResidualLlama.Config(
         dim=dim,
         vocab_size=vocab,
-        enable_weight_tying=tied,
+        enable_weight_tying=True,
         tok_embeddings=Embedding.Config(
-            num_embeddings=vocab, embedding_dim=dim, param_init={"weight": skip_param_init} if tied else embedding
+            num_embeddings=vocab, embedding_dim=dim, param_init={"weight": skip_param_init}
         ),
         norm=norm,
-        lm_head=Linear.Config(in_features=dim, out_features=vocab, param_init=embedding),
+        lm_head=Linear.Config(
+            in_features=dim, out_features=vocab, param_init={"weight": partial(nn.init.normal_, std=0.02)}
+        ),
         layers=blocks,
     )
-
-
-FLAVOURS: dict[str, dict[str, Any]] = {
-    "debug": dict(dim=64, layers=4, heads=4, head_dim=16, hidden_dim=192, vocab=2048),
-    "small": dict(dim=768, layers=12, heads=6, head_dim=128, hidden_dim=2048, vocab=50304),
-    "medium": dict(dim=1024, layers=24, heads=8, head_dim=128, hidden_dim=2730, vocab=50304),
-    "llama_1b": dict(
-        dim=2048, layers=16, heads=32, head_dim=64, hidden_dim=8192, vocab=128256, key_value_heads=8, theta=500000.0
-    ),
-}
-"""Sizes by name: one for trying, the two of arXiv 2601.00417, and Llama 3.2 1B's."""
 
 
 def model_registry(flavor: str, attn_backend: str = "flex") -> ModelSpec:
@@ -470,52 +484,47 @@ def model_registry(flavor: str, attn_backend: str = "flex") -> ModelSpec:
     return ModelSpec(
         name="residua",
         flavor=flavor,
-        model=llama(**FLAVOURS[flavor], attention=attn_backend),
+        model=llama(**SIZES[flavor], attention=attn_backend),
         parallelize_fn=parallelize,
         pipelining_fn=None,
-        post_optimizer_build_fn=None,
+        post_optimizer_build_fn=decay_matrices,
         state_dict_adapter=ConvertedLlama,
     )
 
 
-def _configuration(flavor: str, *, batch_size: int, sequence_length: int, steps: int, lr: float, warmup: int, rows: int) -> ResidualTrainer.Config:
+def training(flavor: str, *, rows: int, length: int, lr: float, warmup: int, **step: int) -> ResidualTrainer.Config:
+    """Return a configuration: micro-batches of `rows` sequences of `length` tokens; `step`: other options."""
     spec = model_registry(flavor)
     cross_entropy = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
-    adamw = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8}
+    adamw = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=adamw)
     return ResidualTrainer.Config(
         model_spec=spec,
         loss=ChunkedLossWrapper.Config(loss_fn=cross_entropy),
         dataloader=PreparedDataLoader.Config(),
-        optimizer=DecayMatrices.Config(
-            param_groups=[
-                ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=adamw | {"weight_decay": 0.1})
-            ]
-        ),
+        optimizer=OptimizersContainer.Config(param_groups=[group]),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=warmup, decay_type="cosine", min_lr_factor=0.05),
-        training=TrainingConfig(
-            local_batch_size=batch_size, global_batch_size=rows, seq_len=sequence_length, steps=steps
-        ),
-        parallelism=ParallelismConfig(enable_sequence_parallel=False),
-        metrics=MetricsProcessor.Config(log_freq=10),
+        training=TrainingConfig(local_batch_size=rows, seq_len=length, **step),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor", enable_sequence_parallel=False),
         checkpoint=FolderCheckpoints.Config(last_save_model_only=False),
     )
 
 
 def debug() -> ResidualTrainer.Config:
-    """Four layers of width 64, ten steps."""
-    return _configuration("debug", batch_size=2, sequence_length=64, steps=10, lr=1e-3, warmup=2, rows=-1)
+    """Ten steps of a model that trains anywhere."""
+    return training("debug", rows=2, length=64, lr=1e-3, warmup=2, steps=10)
 
 
 def small() -> ResidualTrainer.Config:
-    """The sizes and the training of the paper's small model, arXiv 2601.00417 section 5.1."""
-    return _configuration("small", batch_size=20, sequence_length=1024, steps=100_000, lr=1e-3, warmup=2000, rows=480)
+    """The paper's small model and its training, arXiv 2601.00417 section 5.1."""
+    return training("small", rows=20, length=1024, lr=1e-3, warmup=2000, global_batch_size=480, steps=100_000)
 
 
 def medium() -> ResidualTrainer.Config:
-    """The sizes and the training of the paper's medium model."""
-    return _configuration("medium", batch_size=20, sequence_length=1024, steps=100_000, lr=1e-3, warmup=2000, rows=480)
+    """The paper's medium model and its training."""
+    return training("medium", rows=10, length=1024, lr=1e-3, warmup=2000, global_batch_size=480, steps=100_000)
 
 
 def llama_1b() -> ResidualTrainer.Config:
     """The sizes of Llama 3.2 1B."""
-    return _configuration("llama_1b", batch_size=4, sequence_length=4096, steps=100_000, lr=3e-4, warmup=2000, rows=512)
+    return training("llama_1b", rows=4, length=4096, lr=3e-4, warmup=2000, global_batch_size=512, steps=100_000)

@@ -1,0 +1,42 @@
+"""Without torchtitan, or with a release that was not tested, one line says which one residua works with."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from residua.errors import InputError
+
+MODULE = "residua.engines.torchtitan"
+
+
+@pytest.fixture(autouse=True)
+def _import_anew(monkeypatch):
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+
+
+def test_a_missing_torchtitan_is_said_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module(MODULE)
+    assert str(caught.value) == (
+        "torchtitan is not installed, and residua works with torchtitan 0.3: pip install 'residua[titan]'"
+    )
+
+
+@pytest.mark.parametrize("installed", ["0.2.1", "0.4.0.dev20261101", "1.0"])
+def test_another_release_is_refused_in_one_line(monkeypatch, tmp_path, installed):
+    monkeypatch.delitem(sys.modules, "torchtitan", raising=False)
+    (tmp_path / "torchtitan.py").write_text(f"__version__ = {installed!r}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError) as caught:
+        importlib.import_module(MODULE)
+    assert str(caught.value) == (
+        f"torchtitan {installed} is installed, and residua works with torchtitan 0.3: pip install 'residua[titan]'"
+    )
+
+
+def test_the_extra_takes_the_release_that_was_tested():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '"torchtitan>=0.3,<0.4; python_version' in text
