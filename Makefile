@@ -4,8 +4,10 @@ WORKERS ?= 2
 VENV := .venv
 LAB := $(VENV)/.lab
 READY := $(VENV)/.ready
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --use-pep517 \
-  --constraint requirements.txt
+TITAN := $(VENV)-titan
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-build-isolation --use-pep517 --constraint
+PIP := $(VENV)/bin/python $(INSTALL) requirements.txt
+TITAN_PIP := $(TITAN)/bin/python $(INSTALL) requirements-titan.txt
 PYTEST := $(VENV)/bin/python -m pytest
 PARALLEL := -n $(WORKERS) --dist worksteal
 FAST := --hypothesis-profile quick -m "not (interpreter or compiler or processes or browser or variant or slow)"
@@ -52,15 +54,14 @@ docs: $(READY)
 
 # The tests of residua.engines.torchtitan with torchtitan itself, in an environment of its own: it bounds packages that
 # the others do not. Adds a record to experiments/torchtitan.jsonl.
-titan: $(VENV)-titan/.ready
-	$(VENV)-titan/bin/python experiments/engine_tests.py torchtitan
+titan: $(TITAN)/.ready
+	$(TITAN)/bin/python experiments/engine_tests.py torchtitan
 
-$(VENV)-titan/.ready: pyproject.toml requirements-titan.txt
-	$(PYTHON) -m venv $(VENV)-titan
-	$(subst requirements.txt,requirements-titan.txt,$(subst $(VENV)/,$(VENV)-titan/,$(PIP))) torch
-	$(subst requirements.txt,requirements-titan.txt,$(subst $(VENV)/,$(VENV)-titan/,$(PIP))) hatchling
-	$(subst requirements.txt,requirements-titan.txt,$(subst $(VENV)/,$(VENV)-titan/,$(PIP))) --editable '.[titan]' \
-	  pytest pytest-timeout hypothesis
+$(TITAN)/.ready: pyproject.toml requirements-titan.txt
+	$(PYTHON) -m venv $(TITAN)
+	$(TITAN_PIP) torch
+	$(TITAN_PIP) hatchling
+	$(TITAN_PIP) --editable '.[titan]' pytest pytest-timeout hypothesis
 	touch $@
 
 # requirements.txt and requirements-titan.txt anew, with the newest of everything but torch: TORCH=2.14.1 changes that.
@@ -73,7 +74,7 @@ newest lowest:
 	$(PYTHON) experiments/versions.py $@ $(if $(TORCH),--torch $(TORCH)) -- $(PARALLEL) $(or $(TESTS),$(FAST))
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest $(VENV)-titan runs
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest $(TITAN) runs
 
 # torch first and alone: resolved together with the rest, pip may look at builds of several gigabytes. The build of PyPI
 # for Linux brings the libraries of CUDA. uv knows where the others are, and takes the one for the CPU if there is no GPU.
