@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import residua
+import residua.engines.vllm
 import residua.models
 from residua.errors import PACKAGES
 
@@ -39,7 +40,7 @@ def test_the_citation_has_the_version_of_the_package():
 
 def test_there_are_few_extras_and_every_hint_names_one_of_them():
     extras = project()["project"]["optional-dependencies"]
-    assert extras.keys() == {"lab", "eval", "kernels", "wandb", "completion", "titan", "dev", "docs"}
+    assert extras.keys() == {"lab", "eval", "kernels", "wandb", "completion", "titan", "vllm", "dev", "docs"}
     hinted = set()
     for path in Path(residua.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -74,7 +75,7 @@ def locked(python):
 def test_a_requirement_has_a_lower_bound_and_what_we_reach_into_an_upper_one():
     for name, requirement in requirements().items():
         operators = {bound.operator for bound in requirement.specifier}
-        assert operators == ({">=", "<"} if name in ("transformers", "torchtitan") else {">="}), requirement
+        assert operators == ({">=", "<"} if name in ("transformers", "torchtitan", "vllm") else {">="}), requirement
 
 
 def test_one_package_has_the_same_bound_in_every_extra():
@@ -94,7 +95,7 @@ def test_the_lock_has_everything_that_we_install_and_all_that_this_needs(python)
     environment = {"python_version": python, "python_full_version": f"{python}.20", "extra": ""}
     for name, requirement in requirements().items():
         applies = requirement.marker is None or requirement.marker.evaluate(environment)
-        if applies and name not in ("wandb", "torchtitan"):
+        if applies and name not in ("wandb", "torchtitan", "vllm"):
             version = pins[canonicalize_name(name)]
             assert requirement.specifier.contains(version, prereleases=True), (requirement, version)
     for name in pins:
@@ -120,6 +121,11 @@ def test_the_upper_bound_of_transformers_is_the_newest_minor_that_is_locked():
     major, minor = map(int, locked(PYTHONS[-1])["transformers"].split(".")[:2])
     assert f"<{major}.{minor + 1}" in str(requirements()["transformers"].specifier)
     assert (major, minor) == residua.models.TESTED
+
+
+def test_the_extra_for_vllm_takes_the_minor_release_that_was_tested():
+    major, minor = residua.engines.vllm.TESTED
+    assert str(requirements()["vllm"].specifier) == f"<{major}.{minor + 1},>={major}.{minor}"
 
 
 def test_a_transformers_newer_than_tested_is_said_in_one_line(caplog):

@@ -16,6 +16,7 @@ _LAB = {
     *("scipy", "tensorboard", "tokenizers", "transformers", "yaml"),
 }
 PACKAGES = {"lab": _LAB, "eval": _LAB | {"lm_eval", "accelerate"}, "completion": {"shtab"}}
+PACKAGES["vllm"] = _LAB | {"vllm"}
 """The packages of each extra, by the names that are imported."""
 
 
