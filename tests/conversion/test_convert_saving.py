@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -101,6 +102,15 @@ def test_a_configuration_that_two_models_share_is_changed_for_one():
     assert type(second.config) is LlamaConfig
     assert not hasattr(second.config, "residua")
     assert type(residua.unconvert(first).config) is LlamaConfig
+
+
+@pytest.mark.processes
+def test_a_pickled_configuration_builds_a_converted_model_in_another_process(tmp_path):
+    (tmp_path / "config").write_bytes(pickle.dumps(converted("hc", torch.float32).config))
+    code = "import pickle, sys; from transformers import AutoModel; config = pickle.load(open(sys.argv[1], 'rb')); "
+    code += "print(*AutoModel.from_config(config).state_dict())"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "config"], capture_output=True, text=True)
+    assert ".stream." in done.stdout, done.stderr
 
 
 @pytest.mark.processes

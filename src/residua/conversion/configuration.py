@@ -48,6 +48,10 @@ class ConvertedConfig(Swapped):
     """The file of the weights: the classes of single models, such as `LlamaForCausalLM`, open a configuration of any
     type, but no weights from a file of this name, which the error shows."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the plain class, so that the Auto classes of another process take the configuration too."""
+        return _blank, type(self).__bases__[1:], self.__dict__
+
     @classmethod
     def from_pretrained(cls, folder: Any, **options: Any) -> Any:
         """Return the configuration in the folder of a converted model, or of a plain one, as every class does."""
@@ -159,6 +163,10 @@ def converted_class(plain: type) -> type:
             model.config_class = converted  # type: ignore[attr-defined]
             auto.register(converted, model)
     return converted
+
+
+def _blank(plain: type) -> Any:
+    return object.__new__(converted_class(plain))
 
 
 def with_conversion(config: Any, conversion: dict[str, Any]) -> Any:
