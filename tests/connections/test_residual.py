@@ -1,11 +1,12 @@
-"""The plain residual with the convolutions of Deep Delta Learning, the controls of what these do there."""
+"""The plain residual with the convolutions of Deep Delta Learning, or with a gate: controls of what they do there."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from residua import DeepDelta, GatedDelta, Residual
+from residua import DeepDelta, DeepSeekHyperConnections, GatedDelta, Residual
 from residua.connections import resolve
+from support.references import assert_computes
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
 
@@ -86,3 +87,50 @@ def test_a_convolution_wants_a_sequence():
     for part in (stream.expand, stream.connections[0].read, stream.connections[1].read, stream.collapse):
         with pytest.raises(ValueError, match=r"must get \(batch, seq, dim\).*got \(3, 8\)"):
             part(normal(3, DIM))
+
+
+def gated(stream, x: Tensor, sublayers: list) -> Tensor:
+    """The gate of prime-rl, token by token."""
+    rows = []
+    for row in x.flatten(0, 1):
+        for connection, sublayer in zip(stream.connections, sublayers):
+            size = (row.square().mean() + 1e-5).sqrt()
+            w, s, b = (dict(connection.logits.named_parameters())[key] for key in ("project.weight", "scale", "bias"))
+            gate = 2 / (1 + torch.exp(-(s * (w[0] @ row) / size + b)))
+            row = row + gate * sublayer(row / size * connection.norm.weight)
+        rows.append(row)
+    return torch.stack(rows).view_as(x)
+
+
+def test_the_gate_is_that_of_the_plain_form():
+    assert_computes(perturbed(Residual(gate="token").build(DIM, 4)).double(), gated)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_gate_starts_as_the_plain_residual_to_the_bit(dtype):
+    x, sublayers = normal(2, 5, DIM, dtype=dtype), bare_sublayers(DIM, 4)
+    ours, plain = (Residual(gate=gate).build(DIM, 4) for gate in ("token", "none"))  # parameters in float32
+    assert torch.equal(ours(x, sublayers), plain(x, sublayers))
+    ours(x, sublayers).square().sum().backward()
+    for connection in ours.connections:
+        assert connection.logits.project.weight.grad.abs().min() > 1e-6
+        assert connection.logits.bias.grad.abs() > 1e-6
+
+
+def test_the_gate_is_the_write_weight_of_mhc_with_one_stream():
+    """Also that of gated-delta which erases nothing, up to the place of gains and scales: 1 + tanh(z / 2) is 2 s(z)."""
+    ours = perturbed(Residual(gate="token").build(DIM, 2)).double()
+    theirs = DeepSeekHyperConnections(num_streams=2).build(DIM, 2).double()
+    delta = GatedDelta(erase="none", write_gate=True).build(DIM, 2).double()
+    for one, mhc, other in zip(ours.connections, theirs.connections, delta.connections):
+        with torch.no_grad():
+            mhc.logits.scale[1], mhc.logits.bias[2] = one.logits.scale[0], one.logits.bias[0]
+            mhc.logits.project.weight[2] = one.logits.project.weight[0].repeat(2) / 2
+            other.norm.load_state_dict(one.norm.state_dict())
+            scaled = one.logits.scale * one.logits.project.weight / one.norm.weight
+            other.write_gate.out.weight.copy_(scaled / 2)
+            other.write_gate.out.bias.copy_(one.logits.bias / 2)
+        x = normal(2, 5, DIM)
+        gate = one.read(x)[1].coefficients.gate
+        assert_close(mhc.read(x.unsqueeze(-2).expand(2, 5, 2, DIM))[1].coefficients.h_post[..., :1], gate)
+        assert_close(other.read(x)[1].coefficients.write, gate)

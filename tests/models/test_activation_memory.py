@@ -71,6 +71,11 @@ def plain(dtype: torch.dtype = torch.float32, device: str = "cpu") -> float:
     return kept("residual", dtype, device=device)
 
 
+def test_a_gate_of_the_plain_residual_keeps_what_is_written():
+    """The output of each of the two sublayers of a layer, and a few numbers for each token."""
+    assert kept("residual:gate=token") - plain() <= 2 + 2 * 6 / DIM
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["ddl-cc", "ddl-tc"])
 def test_four_channels_keep_little_more_than_one(name, dtype):

@@ -39,6 +39,9 @@ VARIANTS: dict[str, Scheme] = {
     # The plain residual behind DDL's embedding convolution, a control.
     "residual-ec4": Residual(expand="conv"),
     "residual-ec1": Residual(expand="conv", expand_kernel=1),
+    # The same with a gate for each token on what is written.
+    "residual-gated": Residual(gate="token"),
+    "residual-gated-tc4-ec2": Residual(gate="token", compress="token", expand="conv", expand_kernel=2),
     # The same that reads through DDL's token compression.
     "residual-tc4": Residual(compress="token"),
     "residual-tc3-ec2": Residual(
