@@ -9,10 +9,10 @@ from residua import DeepDelta
 from residua.connections import Projection
 from residua.connections.branches import Gate, Value
 from support.tolerances import assert_close
-from support.variants import ALL, normal
+from support.variants import ALL, DEEP_DELTA, normal
 
 DIM = 8
-AVERAGE = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta) and scheme.init == "average"}
+AVERAGE = {name: scheme for name, scheme in DEEP_DELTA.items() if scheme.init == "average"}
 states = normal(2, 5, 8, DIM, dtype=torch.float32)
 
 

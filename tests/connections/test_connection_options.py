@@ -226,6 +226,11 @@ mhc-deepseek:weight_std=0.1,start=residual | weight_std must be 0.02 unless star
 mudd:hidden_multiple=0 | hidden_multiple must be at least 1
 mudd:expand_last=0 | expand_last must be at least 1
 pooled-householder:beta_init=2.5 | beta_init must be a number in [0, 2]
+residual:branch=conv,compress=token | branch must be null if reads are convolved over the tokens too
+residual:branch_kernel=3 | branch_kernel must be 4 unless branch is 'conv'
+residual:branch=conv,branch_kernel=0 | branch_kernel must be at least 1
+ddl-tc:branch=conv | branch must be null if reads are convolved over the tokens too
+ddl:beta_input=conv,branch=conv | branch must be null if reads are convolved over the tokens too
 residual:expand=conv,expand_kernel=0 | expand_kernel must be at least 1
 residual:expand_kernel=3 | expand_kernel must be 4 unless expand is 'conv'
 residual:compress=token,compress_kernel=0 | compress_kernel must be at least 1

@@ -14,10 +14,9 @@ from residua import DeepDelta, DeltaResidual
 from residua.connections.branches import Direction
 from residua.connections.ends import TokenCompress
 from support.tolerances import assert_close
-from support.variants import ALL, bare_sublayers, looks_back, normal, perturbed
+from support.variants import ALL, DEEP_DELTA, bare_sublayers, looks_back, normal, perturbed
 
 DIM, EPS = 8, 1e-5
-DEEP_DELTA = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta)}
 
 
 def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:

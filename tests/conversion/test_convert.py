@@ -176,6 +176,14 @@ def test_every_scheme_that_preserves_takes_what_is_added_in_two_steps(family, co
     assert (model(ids).logits - before).abs().max() <= 1e-9 * before.abs().max()
 
 
+def test_outputs_that_are_added_in_two_steps_cannot_be_convolved():
+    model = parallel("cohere")
+    before = model(IDS).logits
+    with pytest.raises(InputError, match="adds two outputs one after the other, and this scheme convolves them as one"):
+        residua.convert(model, "residual:branch=conv")
+    assert torch.equal(model(IDS).logits, before)
+
+
 @pytest.mark.parametrize("connection", ["mhc", "ddl", "attnres", "altup"])
 def test_what_is_added_in_two_steps_is_one_sublayer(connection):
     model = lively(parallel("cohere"), connection)

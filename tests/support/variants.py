@@ -33,7 +33,18 @@ from residua.connections import PRESETS
 from residua.connections.memory import window_of
 from residua.testing import bare_sublayers, normal, perturbed
 
-__all__ = ["ALL", "KERNELS", "KINDS", "LOOKING_BACK", "NON_CAUSAL", "VARIANTS", "bare_sublayers", "normal", "perturbed"]
+__all__ = [
+    "ALL",
+    "DEEP_DELTA",
+    "KERNELS",
+    "KINDS",
+    "LOOKING_BACK",
+    "NON_CAUSAL",
+    "VARIANTS",
+    "bare_sublayers",
+    "normal",
+    "perturbed",
+]
 
 VARIANTS: dict[str, Scheme] = {
     # The plain residual behind DDL's embedding convolution, a control.
@@ -47,6 +58,13 @@ VARIANTS: dict[str, Scheme] = {
     "residual-tc3-ec2": Residual(
         compress="token", compress_kernel=3, compress_sharing="separate", expand="conv", expand_kernel=2
     ),
+    # The same that convolves what sublayers write, and other schemes of one row that do.
+    "residual-branch4": Residual(branch="conv"),
+    "residual-gated-branch2": Residual(gate="token", branch="conv", branch_kernel=2, expand="conv"),
+    "lambdas-branch3": Lambdas(z=0.1, backout=0.1, gate="token", branch="conv", branch_kernel=3),
+    "gated-orthogonal-branch1": GatedOrthogonal(branch="conv", branch_kernel=1),
+    "gated-delta-branch2": GatedDelta(branch="conv", branch_kernel=2),
+    "channel-dv3-branch3": DeepDelta(value_channels=3, compress="channel", branch="conv", branch_kernel=3),
     # The plain residual with scales: each public form, and scales everywhere.
     "lambdas-start": Lambdas(),
     "lambdas-written": Lambdas(r=1.0488, r_last=0.9, r_every="sublayer", z=0.0, p=1.0, when="write"),
@@ -256,6 +274,9 @@ KERNELS: dict[str, Scheme] = {
 }
 
 ALL: dict[str, Scheme] = PRESETS | VARIANTS
+
+# Deep Delta Learning, whose parts tests look at: those that are not inside a convolution of their sublayer's output.
+DEEP_DELTA = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta) and scheme.branch is None}
 
 # The presets that `make check` tries on whole models, one of each kind of state and of memory: one row, several rows,
 # a growing tuple, several inputs, a penalty, sums over tokens, convolutions of the state and of the embedding.

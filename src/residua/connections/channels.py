@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from residua.connections.base import State, Stream
+from residua.connections.branch_convolution import BranchScheme
 from residua.connections.compressing import CompressingConnection, connected
 from residua.connections.ends import (
     ChannelCompress,
@@ -26,7 +27,7 @@ Compressor = TokenCompress | ChannelCompress | OnlyStream
 
 
 @dataclass(frozen=True)
-class ChannelScheme(RecomputingScheme):
+class ChannelScheme(RecomputingScheme, BranchScheme):
     """A scheme whose state has the value channels of Deep Delta Learning.
 
     value_channels   d_v, the rows of the state; 1 for a single residual stream
@@ -55,6 +56,7 @@ class ChannelScheme(RecomputingScheme):
         super().__post_init__()
         if self.compress is None and self.value_channels > 1:
             object.__setattr__(self, "compress", "token")
+        self.expect_one_memory(self.compress == "token")
         if self.compress is not None and self.compress_kernel is None:
             object.__setattr__(self, "compress_kernel", 4 if self.compress == "token" else self.value_channels)
         if self.compress == "channel":
@@ -104,6 +106,7 @@ class ChannelScheme(RecomputingScheme):
         self, dim: int, num_sublayers: int, compressor: Callable[[int], Compressor], connection: Callable[..., Any]
     ) -> Stream:
         """Return the stream of `connection(i, compress)` for each sublayer; `compressor(j)` makes compressor j."""
+        connection = self.with_branch(dim, connection)
         connections, readout = connected(num_sublayers, self.sharing, compressor, connection)
         if not self.has_stream_axis:
             return Stream(Same(), connections, Same())

@@ -101,6 +101,16 @@ class ConvExpand(nn.Module):
         return current(causal_expand(extended, self.taps, documents_in(memory)), x, extended)
 
 
+class TokenConv(ConvExpand):
+    """The same filter for a state without a stream axis, or for a sublayer's output: (batch, seq, dim) -> the same."""
+
+    def __init__(self, dim: int, kernel: int):
+        super().__init__(dim, 1, kernel)
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+        return super().forward(x, memory).squeeze(-2)
+
+
 CompressStart = Literal["average", "authors"] | int  # the average of the streams, the authors' draw, or one stream
 
 

@@ -6,15 +6,16 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from residua.connections.base import Scheme, State, Stream
+from residua.connections.base import State, Stream
+from residua.connections.branch_convolution import BranchScheme
 from residua.connections.compressing import C, CompressingConnection, connected
-from residua.connections.ends import Collapse, ConvExpand, Copies, Same, TokenCompress
+from residua.connections.ends import Collapse, Copies, Same, TokenCompress, TokenConv
 from residua.connections.memory import Memory, expect_tokens
 from residua.connections.options import Taps, expect_used
 
 
 @dataclass(frozen=True, kw_only=True)
-class SingleStreamScheme(Scheme):
+class SingleStreamScheme(BranchScheme):
     """A scheme of one stream, (batch, seq, dim), with the convolutions over tokens of Deep Delta Learning if wanted.
 
     The options are named as in `DeepDelta` and mean the same. They show how much of its gain needs no delta write. Both
@@ -37,6 +38,7 @@ class SingleStreamScheme(Scheme):
 
     def __post_init__(self):
         super().__post_init__()
+        self.expect_one_memory(self.compress == "token")
         reads, expands = (self.compress == "token", "compress is 'token'"), (self.expand == "conv", "expand is 'conv'")
         expect_used(self, {"compress_kernel": reads, "compress_sharing": reads, "expand_kernel": expands})
 
@@ -48,6 +50,7 @@ class SingleStreamScheme(Scheme):
 
     def connected(self, dim: int, num_sublayers: int, connection: Callable[..., C]) -> tuple[list[C], nn.Module]:
         """Return `connection(i, compress)` for each sublayer, and the compressor of the readout."""
+        connection = self.with_branch(dim, connection)
         if self.compress is None:
             return connected(num_sublayers, "separate", lambda _: Same(), connection)
         kernel, sharing = self.compress_kernel, self.compress_sharing
@@ -59,15 +62,15 @@ class SingleStreamScheme(Scheme):
         return Stream(self.expander(dim), connections, Collapse(readout))
 
 
-class ConvEmbedding(ConvExpand):
+class ConvEmbedding(TokenConv):
     """The embedding convolution for a state without a stream axis: (batch, seq, dim), or a tuple of copies of it."""
 
     def __init__(self, dim: int, kernel: int, copies: int):
-        super().__init__(dim, 1, kernel)
+        super().__init__(dim, kernel)
         self.copies = copies
 
     def forward(self, x: Tensor, memory: Memory | None = None) -> State:
-        x = super().forward(x, memory).squeeze(-2)
+        x = super().forward(x, memory)
         return x if self.copies == 1 else (x,) * self.copies
 
 

@@ -28,6 +28,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from residua.connections import Carry, Connection, Memory
 from residua.connections.base import State
+from residua.connections.branch_convolution import BranchCoefficients
 from residua.connections.residual import ResidualCoefficients
 from residua.errors import InputError, extra
 from residua.ops.precision import under_autocast
@@ -121,6 +122,8 @@ class Flow:
             raise UnknownUse("adds to its residual before it reads it")
         # Attention and MLP in parallel, x + a + m, are one sublayer: its output a + m takes the place of a.
         connection, carry, before = self.written
+        if isinstance(carry.coefficients, BranchCoefficients):  # the memory has taken the first output
+            raise UnknownUse("adds two outputs one after the other, and this scheme convolves them as one")
         if isinstance(carry.coefficients, ResidualCoefficients):  # (x + a) + m has other bits than x + (a + m)
             state = connection.write(y, carry._replace(residual=self.state))
         else:

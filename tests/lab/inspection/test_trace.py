@@ -17,7 +17,7 @@ from residua.lab.inspection.watch import watching
 from residua.ops import delta_operator, delta_write, hyper_mix, hyper_write
 from support.tolerances import assert_close
 from support.traced_models import VOCAB, passages, small_model, words
-from support.variants import ALL, PRESETS
+from support.variants import ALL, DEEP_DELTA, PRESETS
 
 WITHOUT = (
     "residual",
@@ -106,7 +106,7 @@ def test_the_numbers_are_those_of_the_model(name):
     assert_close(found.values["state_norm"][::2], torch.stack(states))
 
 
-@pytest.mark.parametrize("name", [name for name, scheme in ALL.items() if isinstance(scheme, DeepDelta)])
+@pytest.mark.parametrize("name", DEEP_DELTA)
 def test_a_delta_write_is_rebuilt_from_its_trace(name):
     for passage in passages(small_model(name), words(12)):
         assert isinstance(passage.carry.coefficients, DeltaCoefficients)

@@ -1,0 +1,91 @@
+"""A convolution over the tokens of what a sublayer writes, for any connection that reads no earlier tokens itself.
+
+    y <- y + conv(y),   then the write of the connection
+
+As the short convolutions of Inkling behind attention and MLP (`attn_sconv`, `mlp_sconv` in transformers). It starts at
+zero, so that the scheme starts as it does without.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from residua.connections.base import Carry, Scheme, State
+from residua.connections.compressing import CompressingConnection
+from residua.connections.ends import TokenConv
+from residua.connections.facts import Mixing, RankOne
+from residua.connections.memory import Memory
+from residua.connections.options import Taps, expect_used, require_option
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchScheme(Scheme):
+    """A scheme whose sublayers' outputs may be convolved before they are written.
+
+    branch         None: a sublayer's output is written as it is; "conv": with a causal convolution of it over the
+                   tokens added, which starts at 0
+    branch_kernel  taps of that convolution
+    """
+
+    branch: Literal["conv"] | None = None
+    branch_kernel: Taps = 4
+
+    def __post_init__(self):
+        super().__post_init__()
+        expect_used(self, {"branch_kernel": (self.branch is not None, "branch is 'conv'")})
+
+    def expect_one_memory(self, looks_back: bool) -> None:
+        """Raise ValueError if outputs are convolved and the reads need earlier tokens as well."""
+        require_option(
+            self, "branch", self.branch is None or not looks_back, "null if reads are convolved over the tokens too"
+        )
+
+    def with_branch(self, dim: int, connection: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `connection(i, compress)`, around which the output of sublayer i is convolved if wanted."""
+        if self.branch is None:
+            return connection
+        return lambda i, compress: BranchConnection(connection(i, compress), dim, self.branch_kernel)
+
+
+class BranchCoefficients(NamedTuple):
+    """inner: the coefficients of the connection inside. memory: of earlier outputs of the sublayer, or None."""
+
+    inner: Any
+    memory: Memory | None
+
+
+class BranchConnection(CompressingConnection):
+    """A connection that convolves the sublayer's output before `inner` writes it. The tap of the token itself is in
+    the convolution and starts at 1, the others at 0.
+    """
+
+    def __init__(self, inner: CompressingConnection, dim: int, kernel: int):
+        super().__init__(inner)
+        self.inner = inner
+        self.convolution = TokenConv(dim, kernel)
+        self.window = self.convolution.window
+
+    @property
+    def norm(self) -> nn.Module:
+        return self.inner.norm  # type: ignore[return-value]
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        x, (residual, coefficients) = self.inner.read(state)
+        return x, Carry(residual, BranchCoefficients(coefficients, memory))
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        coefficients, memory = carry.coefficients
+        return self.inner.write(self.convolution(y, memory), Carry(carry.residual, coefficients))
+
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | Mixing | None:
+        """Return the map of the connection inside, of a whole sequence: its memory would take y a second time."""
+        coefficients, _ = carry.coefficients
+        return self.inner.shortcut(state, Carry(carry.residual, coefficients), self.convolution(y))
+
+    def streams(self, state: State) -> Tensor | None:
+        return self.inner.streams(state)
+
+    def penalty(self, coefficients: BranchCoefficients) -> Tensor | None:
+        return self.inner.penalty(coefficients.inner)

@@ -1,0 +1,74 @@
+"""Convolved outputs of sublayers against a plain convolution around the sublayers, and against that of Inkling."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from residua.connections.branch_convolution import BranchScheme
+from residua.connections.ends import TokenConv
+from support.stream_cases import DIM, built
+from support.tolerances import assert_close
+from support.variants import ALL, bare_sublayers, normal, perturbed
+
+VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, BranchScheme) and scheme.branch}
+every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
+
+
+def without(scheme: BranchScheme) -> BranchScheme:
+    return replace(scheme, branch=None, branch_kernel=4)
+
+
+def convolved(y: Tensor, taps: Tensor) -> Tensor:
+    """y + conv(y), with the taps of the parameters less the one of the token itself. y: (batch, seq, dim)."""
+    taps = taps.squeeze(1) - F.one_hot(torch.tensor(0), len(taps)).unsqueeze(1)
+    padded = F.pad(y.mT, (len(taps) - 1, 0))
+    return y + F.conv1d(padded, taps.flip(0).T.unsqueeze(1), groups=y.shape[-1]).mT
+
+
+@every_variant
+def test_values_and_gradients_are_those_of_convolved_sublayers(scheme):
+    ours, plain = built(scheme, noise=0.3), built(without(scheme))
+    plain.load_state_dict(
+        {name.replace(".inner.", "."): p for name, p in ours.state_dict().items() if ".convolution." not in name}
+    )
+    sublayers = bare_sublayers(DIM, len(ours.connections))
+    wrapped = [
+        lambda x, sublayer=sublayer, connection=connection: convolved(sublayer(x), connection.convolution.taps)
+        for sublayer, connection in zip(sublayers, ours.connections)
+    ]
+    x, grad = normal(2, 6, DIM), normal(2, 6, DIM, seed=7)
+    results = []
+    for stream, functions in ((ours, sublayers), (plain, wrapped)):
+        start, taps = x.clone().requires_grad_(), [connection.convolution.taps for connection in ours.connections]
+        out = stream(start, functions)
+        results.append([out, *torch.autograd.grad(out, [start, *taps], grad)])
+    for a, b in zip(*results, strict=True):
+        assert_close(a, b)
+
+
+@every_variant
+def test_it_starts_as_the_scheme_without_to_the_bit(scheme):
+    x, sublayers = normal(2, 6, DIM), bare_sublayers(DIM, 6)
+    ours, plain = built(scheme), built(without(scheme))
+    states = {name.replace(".inner.", "."): p for name, p in ours.state_dict().items() if ".convolution." not in name}
+    plain.load_state_dict(states)
+    assert torch.equal(ours(x, sublayers), plain(x, sublayers))
+    ours(x, sublayers).square().sum().backward()
+    assert all(connection.convolution.taps.grad.abs().min() > 1e-9 for connection in ours.connections)
+
+
+def test_it_is_the_short_convolution_of_inkling():
+    pytest.importorskip("transformers.models.inkling", reason="this transformers has no Inkling")
+    from transformers.models.inkling.modeling_inkling import InklingShortConvolution
+
+    theirs = InklingShortConvolution(DIM, 4, layer_idx=0, conv_idx=2)
+    ours = perturbed(TokenConv(DIM, 4))
+    with torch.no_grad():
+        taps = ours.taps.squeeze(1).clone()
+        taps[0] -= 1
+        theirs.conv1d.weight.copy_(taps.flip(0).T.unsqueeze(1))
+    x = normal(2, 7, DIM, dtype=torch.float32)
+    assert_close(ours(x), theirs(x), dtype=torch.float32)
