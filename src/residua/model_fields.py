@@ -40,6 +40,9 @@ class ModelFields:
     attention_output_gate: bool = setting(
         False, "heads are normalised and gated by SiLU(W_g x) before the output projection"
     )
+    key_value_kernel: Annotated[Count, at_most(1024)] | None = setting(
+        None, "taps of a causal convolution of keys and values that is added to them, from 0; null for none"
+    )
     rms_norm_eps: Positive = setting(1e-5, "epsilon of every norm")
     embedding_init_std: NotNegative = setting(0.02, "standard deviation of the embedding at the start")
     hidden_init_std_factor: NotNegative = setting(

@@ -39,6 +39,12 @@ def plain_attention(attention: Attention, x: Tensor) -> Tensor:
         (x @ projection.weight.T).view(-1, heads, width)
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
+    if config.key_value_kernel is not None:
+        taps = attention.convolution.taps.view(config.key_value_kernel, 2, heads, width)  # the first of k and v itself
+        k, v = (
+            torch.stack([sum(taps[s, i] * rows[t - s] for s in range(min(t + 1, len(taps)))) for t in range(len(rows))])
+            for i, rows in enumerate((k, v))
+        )
 
     def prepared(row: Tensor, position: int, norm: str) -> Tensor:
         if config.qk_norm == "pre_rope":
@@ -63,7 +69,8 @@ def plain_attention(attention: Attention, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("qk_norm", ["post_rope", "pre_rope", None])
 @pytest.mark.parametrize("rope_ratio", [1.0, 0.6, 0.0])
 @pytest.mark.parametrize("gate", [True, False])
-def test_attention_equals_its_formula(qk_norm, rope_ratio, gate):
+@pytest.mark.parametrize("kernel", [None, 3])
+def test_attention_equals_its_formula(qk_norm, rope_ratio, gate, kernel):
     config = tiny_config(
         hidden_size=12,
         num_attention_heads=3,
@@ -72,6 +79,7 @@ def test_attention_equals_its_formula(qk_norm, rope_ratio, gate):
         rope_ratio=rope_ratio,
         rope_theta=50.0,
         attention_output_gate=gate,
+        key_value_kernel=kernel,
     )
     config._attn_implementation = "eager"
     attention = perturbed(Attention(config, 0).double())
@@ -117,3 +125,23 @@ def test_the_mlp_equals_its_formula():
     assert_close(mlp(x), (gate * torch.sigmoid(gate) * up) @ mlp.down_proj.weight.T)
     assert mlp.up_proj.weight.shape == (42, 16), "floor(8 * 16 / 3)"
     assert not any(name.endswith("bias") for name, _ in mlp.named_parameters())
+
+
+def test_convolved_keys_and_values_start_as_without_to_the_bit():
+    options = {"scale": 0.0, "num_hidden_layers": 3}
+    plain, convolved = (tiny_model("residual", key_value_kernel=kernel, **options) for kernel in (None, 4))
+    convolved.load_state_dict(plain.state_dict(), strict=False)
+    ids = prompt(2, 7)
+    assert torch.equal(plain(ids).logits, convolved(ids).logits)
+    convolved(ids, labels=ids).loss.backward()
+    assert all(layer.attention.convolution.taps.grad.abs().max() > 1e-6 for layer in convolved.model.layers)
+
+
+def test_a_packed_document_has_keys_and_values_of_its_own():
+    model, ids = tiny_model("residual", key_value_kernel=3), prompt(1, 9)
+    packed = model(ids, seq_idx=torch.tensor([[0] * 4 + [1] * 5])).logits
+    assert_close(packed, torch.cat([model(ids[:, :4]).logits, model(ids[:, 4:]).logits], 1))
+
+
+def test_no_rank_cuts_convolved_keys_and_values():
+    assert tiny_config(key_value_kernel=3).base_model_tp_plan is None

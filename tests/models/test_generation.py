@@ -17,19 +17,25 @@ from support.tiny_models import EOS, PAD, VOCAB, left_padded, prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import LOOKING_BACK, PRESETS
 
-# Every preset, and what looks back in other ways than they do.
-NAMES = [*PRESETS, "beta-conv-dv1", "token-dv5-k3-ec2", "token-dv3-k2-separate"]
+# Every preset, and what looks back in other ways than they do; "+kv3": with keys and values that are convolved.
+CONVOLVED = ["residual+kv3", "ddl-tc+kv3"]
+NAMES = [*PRESETS, "beta-conv-dv1", "token-dv5-k3-ec2", "token-dv3-k2-separate", "channel-dv3-branch3", *CONVOLVED]
 every_scheme = pytest.mark.parametrize("name", NAMES)
 # The cache is more than keys and values for schemes that look back. For all others generation calls what
 # test_causality_and_padding.py shows to be a function of one token, so two of them stand for all.
-keeping = pytest.mark.parametrize("name", [name for name in NAMES if name in {"residual", "mudd", *LOOKING_BACK}])
+keeping = pytest.mark.parametrize(
+    "name", [name for name in NAMES if name in {"residual", "mudd", *LOOKING_BACK, *CONVOLVED}]
+)
 # eos_token_id -1 is never produced: texts run to their full length unless a test is about their end.
 PLAIN = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": -1, "pad_token_id": PAD}
 
 
 def lively(name: str):
     """A model whose next token depends on what came before: large embeddings, and a head of its own."""
-    return tiny_model(name, embedding_init_std=2.0, tie_word_embeddings=False)
+    name, _, kernel = name.partition("+kv")
+    return tiny_model(
+        name, embedding_init_std=2.0, tie_word_embeddings=False, key_value_kernel=int(kernel) if kernel else None
+    )
 
 
 def generate(model, ids: Tensor, mask: Tensor | None = None, **options) -> Tensor:
@@ -233,6 +239,8 @@ def test_scores_and_states_can_be_asked_for(name):
 def test_a_cache_without_room_for_convolutions_is_refused():
     with pytest.raises(ValueError, match=r"must be a cache .* DynamicCache\(config=model.config\)"):
         tiny_model("ddl-tc")(prompt(1, 3), cache=DynamicCache(), use_cache=True)
+    with pytest.raises(ValueError, match=r"must be a cache .* DynamicCache\(config=model.config\)"):
+        lively("residual+kv3")(prompt(1, 3), cache=DynamicCache(), use_cache=True)
     tiny_model("ddl-cc")(prompt(1, 3), cache=DynamicCache(), use_cache=True)
 
 
@@ -303,6 +311,8 @@ def test_pages_are_refused_where_the_scheme_reads_earlier_tokens(make):
         make("ddl-tc")(prompt(1, 4), cache=object(), write_index=[], use_cache=False)
     with pytest.raises(ValueError, match="or an engine such as vLLM"):
         make("ddl-tc")(prompt(1, 4), attention_instances={}, use_cache=False)
+    with pytest.raises(ValueError, match="call generate, not generate_batch"):
+        lively("residual+kv3")(prompt(1, 4), cache=object(), write_index=[], use_cache=False)
 
 
 @torch.no_grad()

@@ -51,3 +51,4 @@ def test_options_of_the_backbone():
     assert count("residual", tie_word_embeddings=False, **options) - plain == 48 * 16
     assert plain - count("residual", qk_norm=None, **options) == 3 * 2 * 8
     assert count("residual", attention_output_gate=True, **options) - plain == 3 * (16 * 16 + 8)
+    assert count("residual", key_value_kernel=4, **options) - plain == 3 * 4 * 2 * 16

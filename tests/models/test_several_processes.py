@@ -117,7 +117,8 @@ def test_a_pipeline_of_two_stages_trains_as_one_process(start, tmp_path):
 @pytest.mark.parametrize("name", PRESETS)
 def test_stages_one_after_the_other_are_the_model(name):
     """At every border: whole sequences to the last bit, and tokens that arrive in pieces with one cache per stage."""
-    model, ids = tiny_model(name, tie_word_embeddings=False, num_hidden_layers=3), prompt(2, 6)
+    options = {"tie_word_embeddings": False, "num_hidden_layers": 3, "key_value_kernel": 2}
+    model, ids = tiny_model(name, **options), prompt(2, 6)
     expected = model(ids, use_cache=False).logits
     stages = [Stage(model, index, 3) for index in range(3)]
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections import RMSNorm
+from residua.connections import Memory, RMSNorm
+from residua.connections.ends import TokenConv
 from residua.errors import extra
 from residua.models.configuration import ResiduaConfig
 from residua.models.linear import linear
@@ -56,8 +57,9 @@ PAGED = PACKED.union(CONTINUOUS, OLDER, ENGINES)
 
 class AttentionContext(NamedTuple):
     """The inputs of attention besides x: angles, mask, cache, the dtype in which sublayers compute, what is called with
-    the weights (or None), and options for an attention function of transformers, such as positions and the borders of
-    packed documents. The cache may be paged, for continuous batching.
+    the weights (or None), options for an attention function of transformers, such as positions and the borders of
+    packed documents, and by layer the memory of earlier keys and values, if these are convolved. The cache may be
+    paged, for continuous batching.
     """
 
     rotary: Rotary
@@ -66,6 +68,7 @@ class AttentionContext(NamedTuple):
     dtype: torch.dtype
     keep_weights: Callable[[Tensor], None] | None = None
     options: Mapping[str, Any] = MappingProxyType({})
+    memories: Mapping[int, Memory | None] = MappingProxyType({})
 
 
 def eager_attention(
@@ -84,7 +87,8 @@ class Attention(nn.Module):
 
     Queries, keys and values come from one input, or from three if the connection reads three. `qk_norm="post_rope"`
     normalises after the rotation, as the authors do; with gains that differ within a rotated pair, the scores then
-    depend on absolute positions. "pre_rope" normalises first.
+    depend on absolute positions. "pre_rope" normalises first. With `key_value_kernel` keys and values are k + conv(k)
+    and v + conv(v), before their norm and rotation, as in Inkling (`inkling` in transformers).
     """
 
     is_causal = True
@@ -102,6 +106,8 @@ class Attention(nn.Module):
         self.v_proj = linear(config.hidden_size, width, std=std)
         # Two sublayers of every layer write into the residual; this keeps their sum from growing with depth.
         self.o_proj = linear(width, config.hidden_size, std=std / math.sqrt(config.num_hidden_layers))
+        if config.key_value_kernel is not None:
+            self.convolution = TokenConv(2 * width, config.key_value_kernel)
         if config.qk_norm is not None:
             self.q_norm = RMSNorm(head_dim, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(head_dim, eps=config.rms_norm_eps)
@@ -115,10 +121,10 @@ class Attention(nn.Module):
         config = self.config
         heads = (*x.shape[:-1], -1, config.head_dim)  # all heads, or those of this rank
         inputs = (x, x if for_keys is None else for_keys, x if for_values is None else for_values)
-        q, k, v = (
-            project(part).view(heads).transpose(1, 2)
-            for project, part in zip((self.q_proj, self.k_proj, self.v_proj), inputs)
-        )
+        q, k, v = (project(part) for project, part in zip((self.q_proj, self.k_proj, self.v_proj), inputs))
+        if config.key_value_kernel is not None:
+            k, v = self.convolution(torch.cat([k, v], -1), context.memories.get(self.layer_idx)).chunk(2, -1)
+        q, k, v = (part.reshape(heads).transpose(1, 2) for part in (q, k, v))
         if config.qk_norm == "pre_rope":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = context.rotary.rotate(q), context.rotary.rotate(k)

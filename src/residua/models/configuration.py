@@ -100,7 +100,7 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("connection", "num_hidden_layers") and "layer_types" in vars(self):
+        if name in ("connection", "num_hidden_layers", "key_value_kernel") and "layer_types" in vars(self):
             layers = self.num_hidden_layers
             expected = f"a whole number from 1 to {MOST_LAYERS}"
             require(fits(layers, int) and 1 <= layers <= MOST_LAYERS, "num_hidden_layers", expected, layers)
@@ -120,12 +120,17 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
     def _count_states(self, scheme: Scheme) -> None:
         """Store how many convolution states the cache holds in every layer, besides keys and values."""
         layers = self.num_hidden_layers
-        states = states_per_layer(scheme, self.hidden_size, layers)
+        states = states_per_layer(scheme, self.hidden_size, layers, self.key_value_kernel)
         vars(self)["layer_types"] = ["hybrid" if states else "full_attention"] * layers
         vars(self)["number_of_conv_states"] = states
 
-    def _tensor_parallel_plan(self) -> dict[str, str]:
-        """Return how to cut the trunk: into heads and rows of the MLP. Every rank has all connections."""
+    def _tensor_parallel_plan(self) -> dict[str, str] | None:
+        """Return how to cut the trunk: into heads and rows of the MLP. Every rank has all connections.
+
+        None if keys and values are convolved: their taps are one tensor for all heads.
+        """
+        if self.key_value_kernel is not None:
+            return None
         gated, normed = self.attention_output_gate, self.qk_norm is not None
         projections, norms = ("qkvg" if gated else "qkv"), ("qk" if normed else "") + ("o" if gated else "")
         return {

@@ -1,6 +1,6 @@
 """The memory of short convolutions and running sums, kept in the cache of transformers next to the keys and values."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.connections import Scheme, Stream
+from residua.connections.ends import TokenConv
 from residua.connections.memory import expect_no_gap, expect_none, expect_separable, masked, window_of
 from residua.errors import extra
 
@@ -67,33 +68,41 @@ class CacheSlots(NamedTuple):
     """A slot for each part of a model, None for parts that need no memory.
 
     parts: expand, all connections, collapse. readouts: collapse after each layer but the last, for hidden states, which
-    are used only if a call asks for these.
+    are used only if a call asks for these. attentions: the convolution of keys and values of each layer, if there are.
     """
 
     parts: list[CacheSlot | None]
     readouts: list[CacheSlot | None]
+    attentions: list[CacheSlot | None]
 
     @property
     def per_layer(self) -> int:
         """How many convolution states the fullest layer of the cache has."""
-        return max((slot.conv_state + 1 for slot in (*self.parts, *self.readouts) if slot), default=0)
+        slots = (*self.parts, *self.readouts, *self.attentions)
+        return max((slot.conv_state + 1 for slot in slots if slot), default=0)
 
 
-def cache_slots(stream: Stream, num_layers: int) -> CacheSlots:
-    """Return the slots for the first `num_layers` layers of a stream, spread over as many layers of the cache."""
+def cache_slots(stream: Stream, num_layers: int, attentions: Sequence[nn.Module] = ()) -> CacheSlots:
+    """Return the slots for the first `num_layers` layers of a stream, spread over as many layers of the cache.
+
+    attentions: the convolutions of keys and values of these layers.
+    """
     parts = [stream.expand, *stream.connections[: 2 * num_layers], stream.collapse]
     needs = [window_of(part) > 0 for part in parts] + [window_of(stream.collapse) > 0] * (num_layers - 1)
+    needs += [window_of(convolution) > 0 for convolution in attentions]
     numbers = iter(range(len(needs)))
     looking = [next(numbers) if need else None for need in needs]
     slots = [None if i is None else CacheSlot(i % num_layers, i // num_layers) for i in looking]
-    return CacheSlots(slots[: len(parts)], slots[len(parts) :])
+    first, last = len(parts), len(needs) - len(attentions)
+    return CacheSlots(slots[:first], slots[first:last], slots[last:])
 
 
 @lru_cache(maxsize=256)
-def states_per_layer(scheme: Scheme, dim: int, num_layers: int) -> int:
+def states_per_layer(scheme: Scheme, dim: int, num_layers: int, key_value_kernel: int | None) -> int:
     """Return how many convolution states the cache needs in every layer."""
     with torch.device("meta"):
-        return cache_slots(scheme.build(dim, 2 * num_layers), num_layers).per_layer
+        attentions = [] if key_value_kernel is None else [TokenConv(1, key_value_kernel)] * num_layers
+        return cache_slots(scheme.build(dim, 2 * num_layers), num_layers, attentions).per_layer
 
 
 class CacheMemory:
@@ -147,6 +156,7 @@ class Memories(NamedTuple):
 
     parts: list[CacheMemory | None]
     readouts: list[CacheMemory | None]
+    attentions: list[CacheMemory | None]
 
 
 def memories(
@@ -166,18 +176,19 @@ def memories(
     """
     if cache is not None and slots.per_layer:
         hidden_states = _expect_readouts(slots, cache, hidden_states)
-        _fill_unused(cache, {*slots.parts, *(slots.readouts if hidden_states else ())}, x)
-    parts, readouts = (
-        [memory_at(slot, cache, padding, documents) for slot in some]
-        for some in (slots.parts, slots.readouts if hidden_states else [])
+        _fill_unused(cache, {*slots.parts, *(slots.readouts if hidden_states else ()), *slots.attentions}, x)
+    return Memories(
+        *(
+            [memory_at(slot, cache, padding, documents) for slot in some]
+            for some in (slots.parts, slots.readouts if hidden_states else [], slots.attentions)
+        )
     )
-    return Memories(parts, readouts)
 
 
 def _expect_readouts(slots: CacheSlots, cache: Any, hidden_states: bool) -> bool:
     """Return whether the cache takes readouts, from now on or as before; raise ValueError as `memories`."""
     room = [getattr(layer, "number_of_states", 0) for layer in cache.layers]
-    used = [slot for slot in (*slots.parts, *slots.readouts) if slot]
+    used = [slot for slot in (*slots.parts, *slots.readouts, *slots.attentions) if slot]
     if any(slot.layer >= len(room) or slot.conv_state >= room[slot.layer] for slot in used):
         raise ValueError(
             "cache must be a cache that keeps convolution states, as DynamicCache(config=model.config) "

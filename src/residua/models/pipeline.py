@@ -134,4 +134,8 @@ class Stage(nn.Module):
         positions = (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
         mask = create_causal_mask(self.config, x, None, None if cache is None else cache.attention)
         rotary = Rotary.at(positions, self.config, x.dtype)
-        return AttentionContext(rotary, mask, cache, x.dtype, None, {"position_ids": positions})
+        memories = {}
+        if cache is not None and self.config.key_value_kernel is not None:
+            layers: Any = self.model.layers
+            memories = {int(i): cache.stream.of(layer.attention.convolution) for i, layer in layers.items()}
+        return AttentionContext(rotary, mask, cache, x.dtype, None, {"position_ids": positions}, memories)

@@ -223,6 +223,17 @@ class ResiduaModel(ResiduaPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embed_tokens = value  # type: ignore[assignment]
 
+    @property
+    def convolutions(self) -> list[nn.Module]:
+        """The convolutions of keys and values, one for each layer; none if they are not convolved."""
+        layers: Any = self.layers
+        return [] if self.config.key_value_kernel is None else [layer.attention.convolution for layer in layers]
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """All parts that may need a memory of earlier tokens."""
+        return [*self.stream.parts, *self.convolutions]
+
     @can_return_tuple
     def forward(
         self,
@@ -283,12 +294,15 @@ class ResiduaModel(ResiduaPreTrainedModel):
         """Run the trunk. chosen: the indices of the hidden states to return; the others are as in `forward`."""
         config = self.config
         depth = config.num_hidden_layers  # fewer while an early exit drafts for assisted decoding
-        slots = cache_slots(self.stream, depth)
+        slots = cache_slots(self.stream, depth, self.convolutions[:depth])
         remembered = memories(slots, call.cache, call.padding, call.documents, embeddings, hidden_states=bool(chosen))
         connections = watch([*self.stream.connections[: 2 * depth], Readout(self.stream.collapse)])
         readers = list(map(Reader, connections, remembered.parts[1:]))
         state_dtype = getattr(torch, config.state_dtype) if config.state_dtype else embeddings.dtype
         state = self.stream.expand(embeddings.to(state_dtype), remembered.parts[0])
+        attention = call.attention
+        if remembered.attentions:
+            attention = attention._replace(memories=dict(enumerate(remembered.attentions)))
         states, penalties = [state], []
         hidden_states: list[Tensor | None] = [embeddings]
 
@@ -296,7 +310,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         for i, layer in enumerate(self.layers[:depth]):
             reads_out = i < len(remembered.readouts)
             around = Readers(*readers[2 * i : 2 * i + 3])
-            x, carry, layer_penalties, state = layer(x, carry, around, call.attention, reads_out or output_states)
+            x, carry, layer_penalties, state = layer(x, carry, around, attention, reads_out or output_states)
             penalties += layer_penalties
             states.append(state)
             wanted = reads_out and (i + 1 in chosen or remembered.readouts[i])
@@ -327,7 +341,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         """Check the inputs of `forward` and complete them. caches: as from `cache_of`; options: the other keywords."""
         if position_ids is not None and position_ids.dim() != 2:
             raise ValueError(f"position_ids must be (1 or batch, seq), got {tuple(position_ids.shape)}")
-        if any(map(window_of, self.stream.parts)):
+        if any(map(window_of, self.parts)):
             expect_no_pages(options)
         cache, pages = caches
         cached = bool(use_cache) or cache is not None
@@ -370,14 +384,14 @@ class ResiduaModel(ResiduaPreTrainedModel):
         """Raise ValueError if a part that reads earlier tokens could read across padding or packed documents, or
         attention could: mask as in `forward`, documents as `documents_of` returns them.
         """
-        if documents is None and not any(map(window_of, self.stream.parts)):
+        if documents is None and not any(map(window_of, self.parts)):
             return
         if documents is None and isinstance(mask, Tensor) and mask.dim() > 2:
             raise ValueError(
                 f"attention_mask must be (batch, seq), got {tuple(mask.shape)}: the residual scheme reads earlier "
                 "tokens; name packed documents with seq_idx, one number per token"
             )
-        expect_told_apart(self.stream.parts, mask, documents)
+        expect_told_apart(self.parts, mask, documents)
         flash = "flash" in (self.config._attn_implementation or "")
         if flash and documents is not None and documents.shape[0] > 1:
             raise ValueError(
