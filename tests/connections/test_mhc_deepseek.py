@@ -1,5 +1,7 @@
 """mHC of DeepSeek-V4 and GLM-5.3 against a plain form for one token: orientation, order of divisions, start, head."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,10 +36,14 @@ def published(stream, x: Tensor, sublayers: list, scheme: DeepSeekHyperConnectio
     """Token by token: stream j goes to stream k with C[j][k]."""
     n, eps, result = scheme.num_streams, scheme.gate_eps, []
     for token in x.flatten(0, 1):
-        rows = token.expand(n, -1)
+        rows = stream.expand(token[None, None])
+        rows = (rows if scheme.pre == "own" else rows[0])[0, 0]
+        read = rows[0]
         for connection, sublayer in zip(stream.connections, sublayers):
             z = logits_of_token(connection.logits, rows)
-            read = sum((torch.sigmoid(z[i]) + eps) * rows[i] for i in range(n))
+            pre = torch.sigmoid(z[:n]) + eps
+            if scheme.pre == "own":
+                read = sum(pre[i] * rows[i] for i in range(n))
             y = sublayer(read / (read.square().mean() + 1e-5).sqrt() * connection.norm.weight)
             c = mixing_of_token(z[2 * n :].view(n, n), scheme.iterations, eps)
             written = []
@@ -45,6 +51,10 @@ def published(stream, x: Tensor, sublayers: list, scheme: DeepSeekHyperConnectio
                 mixed = sum(c[j][k] * rows[j] for j in range(n))
                 written.append(mixed + 2 / (1 + torch.exp(-z[n + k])) * y)
             rows = torch.stack(written)
+            read = sum(pre[i] * rows[i] for i in range(n))  # in a single pass, for the next sublayer
+        if scheme.pre == "previous":
+            result.append(read)
+            continue
         weights = torch.full((n,), 1 / n, dtype=x.dtype)
         if scheme.head == "sigmoid":
             weights = torch.sigmoid(logits_of_token(stream.collapse.logits, rows)) + eps
@@ -93,6 +103,7 @@ def test_columns_sum_to_one_but_for_eps():
 
 
 @pytest.mark.parametrize("options", [{}, {"num_streams": 2}, {"num_streams": 5, "iterations": 3}, {"gate_eps": 1e-5},
+                                     {"pre": "previous"}, {"pre": "previous", "num_streams": 2, "expand": "lss"},
                                      {"gate_eps": 0.0, "head": "mean"}])  # fmt: skip
 def test_the_preserving_start_is_the_plain_residual(options):
     """Reads grow and writes shrink with depth by what eps takes from the state; parameters are made in float32."""
@@ -116,3 +127,33 @@ def test_no_start_preserves_what_eps_takes_for_good(options, words):
 def test_the_presets_differ_in_their_head():
     assert PRESETS["mhc-glm"] == DeepSeekHyperConnections(head="mean")
     assert PRESETS["mhc-deepseek"] == DeepSeekHyperConnections(head="sigmoid")
+
+
+def test_in_a_single_pass_a_sublayer_reads_with_the_weights_of_the_previous_one():
+    stream = built(DeepSeekHyperConnections(pre="previous"), noise=0.3, count=2)
+    first, second = stream.connections
+    state = stream.expand(normal(2, 3, DIM))
+    assert torch.equal(state[1], state[0][..., 0, :]), "the first reads stream 0"
+    x, carry = first.read(state)
+    streams, read = first.write(torch.tanh(x), carry)
+    assert_close(read, (carry.coefficients.h_pre.unsqueeze(-1) * streams).sum(-2))
+    last = second(second_state := (streams, read), torch.tanh)
+    assert torch.equal(stream.collapse(last), last[1])
+    assert torch.equal(second.streams(second_state), streams)
+
+
+def test_it_is_a_site_of_deepseek_v41():
+    reason = "this transformers has no DeepSeek-V4.1"
+    modeling = pytest.importorskip("transformers.models.deepseek_v41.modeling_deepseek_v41", reason=reason)
+    layer, n = modeling.DeepseekV41DecoderLayer, 4
+    ours = perturbed(DeepSeekHyperConnections(pre="previous").build(DIM, 1, norm_eps=1e-5).connections[0])
+    streams, x = normal(2, 3, n, DIM, dtype=torch.float32), normal(2, 3, DIM, seed=1, dtype=torch.float32)
+    theirs = SimpleNamespace(hc_mult=n, hc_sinkhorn_iters=20, hc_eps=1e-6)
+    theirs.hc_input_norm = modeling.DeepseekV41UnweightedRMSNorm(eps=1e-5)
+    logits = ours.logits
+    pre, post, comb = layer.hc_mixes(theirs, streams, logits.project.weight, logits.scale, logits.bias)
+    read, carry = ours.read((streams, x))
+    written, next_x = ours.write(torch.tanh(read), carry)
+    expected = layer.hc_expand(torch.tanh(ours.norm(x)), streams, post, comb)
+    assert_close(written, expected, dtype=torch.float32)
+    assert_close(next_x, layer.hc_collapse(expected, pre), dtype=torch.float32)

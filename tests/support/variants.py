@@ -176,6 +176,10 @@ VARIANTS: dict[str, Scheme] = {
         implementation="auto",
     ),
     "mhc-deepseek-residual": DeepSeekHyperConnections(num_streams=3, start="residual", recompute_every=2),
+    "mhc-deepseek-previous": DeepSeekHyperConnections(pre="previous"),
+    "mhc-deepseek-previous-n3": DeepSeekHyperConnections(
+        num_streams=3, pre="previous", iterations=3, expand="lss", recompute_every=2, implementation="auto"
+    ),
     "krom-n2": KroneckerHyperConnections(
         num_streams=2, scale_init=0.5, head="mean", implementation="auto", recompute="none"
     ),

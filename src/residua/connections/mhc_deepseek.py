@@ -4,21 +4,26 @@
 
 The matrix C is nearly doubly stochastic and mixes transposed: its first axis is the stream that is read. The scheme
 differs from `mhc` in this, in the eps of Sinkhorn's iteration, in its start, in the readout, and in that no mapping is
-left out, so that every parameter of a checkpoint has its place.
+left out, so that every parameter of a checkpoint has its place. DeepSeek-V4.1 computes all mappings in a single pass:
+the h_pre of a sublayer reads for the next one, after the write, and the first reads stream 0.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from residua.connections.base import Carry, Norm, State, Stream
+from residua.connections.facts import Mixing
 from residua.connections.gates import logit
 from residua.connections.hyper import MixingCoefficients, MixingConnection
+from residua.connections.memory import Memory
 from residua.connections.mhc import OFFSET
-from residua.connections.options import Steps
+from residua.connections.options import Steps, require_option
+from residua.connections.spec import TensorSpec
 from residua.connections.stream_logits import ProductionHyperConnections, reading_biases
-from residua.ops import guarded_sinkhorn
+from residua.ops import guarded_sinkhorn, hyper_read
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,10 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
     gate_eps        the constant added to the read weights, to the softmax, and to every sum that C is divided by
     scale_init      initial factor on the token-dependent part of all logits
     weight_std      standard deviation of the initial W, with start="published"
-    head            the readout: "sigmoid", its own weights from all streams (DeepSeek-V4), or "mean" (GLM-5.3)
+    head            the readout: "sigmoid", its own weights from all streams (DeepSeek-V4), or "mean" (GLM-5.3); with
+                    pre="previous" the h_pre of the last sublayer reads out
+    pre             whose h_pre reads for a sublayer: "own", or that of the "previous" one, and stream 0 for the first
+                    (DeepSeek-V4.1); the state then holds the x that was read beside the streams
     start           "published": W is drawn and the biases are 0 (both models in transformers); "residual": W is 0, C is
                     near the identity, each sublayer prefers one stream, and the biases make up for what `gate_eps`
                     takes from the state, so that the stream computes exactly the plain residual
@@ -40,16 +48,27 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
     title: ClassVar[str] = "mHC of DeepSeek-V4 and GLM-5.3"
     equation: ClassVar[str] = "C^T X + h_post F(norm(h_pre X)), C nearly doubly stochastic"
     users: ClassVar[str] = (
-        "DeepSeek-V4 (`deepseek_v4` in transformers) and GLM-5.3-Flash (`glm5_next`). `residua.models.dialects` loads "
-        "their parameters."
+        'DeepSeek-V4 (`deepseek_v4` in transformers) and GLM-5.3-Flash (`glm5_next`), and with `pre="previous"` '
+        "DeepSeek-V4.1-Flash. `residua.models.dialects` loads their parameters."
     )
     paper: ClassVar[str] = "transformers, models/deepseek_v4"
     constraint: ClassVar[str] = "doubly stochastic"
 
     iterations: Steps = 20
+    pre: Literal["own", "previous"] = "own"
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_option(self, "head", self.pre == "own" or self.head == "sigmoid", "'sigmoid' with pre='previous'")
+
+    def state_spec(self, boundary: int, dim: int) -> Any:
+        streams = TensorSpec((self.num_streams, dim))
+        return streams if self.pre == "own" else (streams, TensorSpec((dim,)))
 
     @property
     def source(self) -> str:
+        if self.pre == "previous":
+            return "transformers, models/deepseek_v41"
         return self.paper if self.head == "sigmoid" else "transformers, models/glm5_next"
 
     def preserving(self) -> ProductionHyperConnections:
@@ -64,6 +83,12 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
                 "use a gate_eps of at most 1e-5"
             )
         return super().preserving()
+
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
+        if self.pre == "own":
+            return super().assemble(dim, num_sublayers, norm, norm_eps)
+        connections = [SinglePassConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
+        return Stream(FirstStream(self.expander(dim)), connections, LastRead())
 
     def connection(self, dim: int, index: int, norm: nn.Module, norm_eps: float) -> "DeepSeekConnection":
         return DeepSeekConnection(self, dim, index, norm, norm_eps=norm_eps)
@@ -99,7 +124,8 @@ class DeepSeekConnection(MixingConnection):
         super().__init__()
         self.scheme: DeepSeekHyperConnections = scheme
         mixing = scheme.mixing_biases().flatten().tolist()
-        self.logits = scheme.logits(dim, [scheme.read_biases(index), scheme.write_biases(index), mixing], norm_eps)
+        reads = scheme.read_biases(index if scheme.pre == "own" else index + 1)
+        self.logits = scheme.logits(dim, [reads, scheme.write_biases(index), mixing], norm_eps)
         self.norm = norm
 
     def coefficients(self, streams: Tensor) -> MixingCoefficients:
@@ -108,3 +134,44 @@ class DeepSeekConnection(MixingConnection):
         h_pre = torch.sigmoid(pre) + scheme.gate_eps
         mixing = guarded_sinkhorn(res.unflatten(-1, (n, n)), scheme.iterations, eps=scheme.gate_eps)
         return MixingCoefficients(h_pre, mixing.mT.contiguous(), 2 * torch.sigmoid(post))
+
+
+class SinglePassConnection(DeepSeekConnection):
+    """`pre="previous"`: the state is the streams and the x that was read from them, (batch, seq, dim).
+
+    h_pre, from the streams before the write, reads the streams behind it: for the next sublayer, or for the readout.
+    """
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        streams, x = state
+        return self.norm(x), Carry(streams, self.coefficients(streams))
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        streams = super().write(y, carry)
+        return streams, hyper_read(streams, carry.coefficients.h_pre, implementation=self.scheme.implementation)
+
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
+        """Return the mixing of the streams, without h_pre: the weights that read here were computed earlier."""
+        return super().shortcut(state, carry, y)._replace(h_pre=None)
+
+    def streams(self, state: State) -> Tensor:
+        return state[0]
+
+
+class FirstStream(nn.Module):
+    """Make the first state of `pre="previous"`, the streams and stream 0, from the embedding x: (batch, seq, dim)."""
+
+    def __init__(self, expand: nn.Module):
+        super().__init__()
+        self.expand = expand
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
+        streams = self.expand(x)
+        return streams, streams[..., 0, :]
+
+
+class LastRead(nn.Module):
+    """The readout of `pre="previous"`: the x that the last sublayer has read. (batch, seq, dim)."""
+
+    def forward(self, state: tuple[Tensor, Tensor], memory: Memory | None = None) -> Tensor:
+        return state[1]

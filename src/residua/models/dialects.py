@@ -73,6 +73,11 @@ def _inkling(config: Any) -> Scheme:
     return InklingAttentionResiduals(block_size=2 * config.n_layers_per_attn_res_block, separate_every=every)
 
 
+def _single_pass(site: str) -> dict[str, str]:
+    """Return the names of DeepSeek-V4.1, whose layers hold the parameters of a connection themselves."""
+    return {ours: f"hc_{site}_{theirs}" for ours, theirs in _HYPER.items()} | {"norm.weight": f"{site}_norm.weight"}
+
+
 DIALECTS: dict[str, Dialect] = {
     "deepseek_v4": _hyper(
         lambda config: DeepSeekHyperConnections(
@@ -82,6 +87,17 @@ DIALECTS: dict[str, Dialect] = {
             weight_std=config.initializer_range,
         ),
         head=True,
+    ),
+    "deepseek_v41": Dialect(
+        lambda config: DeepSeekHyperConnections(
+            num_streams=config.hc_mult,
+            iterations=config.hc_sinkhorn_iters,
+            gate_eps=config.hc_eps,
+            weight_std=config.initializer_range,
+            pre="previous",
+        ),
+        _single_pass("attn"),
+        _single_pass("ffn"),
     ),
     "glm5_next": _hyper(
         lambda config: DeepSeekHyperConnections(
