@@ -224,6 +224,8 @@ mhc-deepseek:gate_eps=0.2 | gate_eps must be 0 or more, far below 1 / num_stream
 mhc-deepseek:weight_std=-1.0 | weight_std must be 0 or more
 mhc-deepseek:weight_std=0.1,start=residual | weight_std must be 0.02 unless start='published'
 mhc-glm:pre=previous | head must be 'sigmoid' with pre='previous'
+mudd:layers=0 | layers must be at least 1
+mudd:prepost_norm=true,layers=2 | layers must be None unless prepost_norm is false
 mudd:hidden_multiple=0 | hidden_multiple must be at least 1
 mudd:expand_last=0 | expand_last must be at least 1
 pooled-householder:beta_init=2.5 | beta_init must be a number in [0, 2]

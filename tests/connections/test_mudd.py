@@ -17,6 +17,10 @@ FORMS = {
     "mudd": MultiwayDynamicDense(),
     "r": MultiwayDynamicDense(ways="r"),
     "prepost": MultiwayDynamicDense(prepost_norm=True),
+    "vr": MultiwayDynamicDense(ways="vr", sources=(1,)),
+    "trimmed": MultiwayDynamicDense(ways="vr", layers=2, sources=(0, 2), write_gates=True),
+    "gates": MultiwayDynamicDense(write_gates=True, layers=3),
+    "gates-r": MultiwayDynamicDense(ways="r", layers=2, write_gates=True, hidden_multiple=1),
     "prepost-r": MultiwayDynamicDense(prepost_norm=True, ways="r", hidden_multiple=1),
 }
 every_form = pytest.mark.parametrize("scheme", FORMS.values(), ids=FORMS)
@@ -30,11 +34,15 @@ def gelu(x: Tensor) -> Tensor:
     return x / 2 * (1 + torch.erf(x / math.sqrt(2)))
 
 
-def averages(part: nn.Module, outputs: list[Tensor], sources: list[Tensor], ways: int) -> list[Tensor]:
+def mapped(part: nn.Module, x: Tensor) -> Tensor:
+    return torch.einsum("btk,mk->btm", gelu(torch.einsum("btd,kd->btk", rms(x), part.up.weight)), part.down.weight)
+
+
+def averages(part: nn.Module, outputs: list[Tensor], sources: list[Tensor], ways: int, named=None) -> list[Tensor]:
     """The sums over a stack of sources, by weights from the last output; with norms, the last output is added."""
     last = outputs[-1]
-    hidden = gelu(torch.einsum("btd,kd->btk", rms(last), part.up.weight))
-    w = torch.einsum("btk,mk->btm", hidden, part.down.weight).view(*last.shape[:2], ways, len(outputs)) + part.static
+    sources = [x for j, x in enumerate(sources) if named is None or j in named or j == len(sources) - 1]
+    w = mapped(part, last)[..., : ways * len(sources)].view(*last.shape[:2], ways, len(sources)) + part.static
     summed = list(torch.einsum("btcn,nbtd->cbtd", w, torch.stack(sources)))
     if part.after is None:
         return summed
@@ -44,35 +52,50 @@ def averages(part: nn.Module, outputs: list[Tensor], sources: list[Tensor], ways
 
 def published(stream, x: Tensor, sublayers: list, scheme: MultiwayDynamicDense) -> Tensor:
     """Block by block: lists of the outputs and of the sources, which are the outputs or the normalised outputs."""
-    normed = scheme.prepost_norm
+    normed, blocks = scheme.prepost_norm, (len(sublayers) + 1) // 2
     outputs, sources = [x], []
     q = k = v = r = x
     for first in range(0, len(sublayers), 2):
         attention = stream.connections[first]
+        averaged = first > 0 and (scheme.layers is None or first // 2 > blocks - scheme.layers)
+        gates = [torch.ones(2).double()] * 2
         if first == 0:
             if normed:
                 sources.append(rms(x, attention.embedding_norm.weight))
             else:
                 sources.append(x)
             inputs = (rms(x, attention.norm.weight),)
+        elif not averaged:
+            r = outputs[-1]
+            sources.append(r)
+            inputs = (rms(r, attention.norm.weight),)
         else:
             ways = len(scheme.ways)
             sources.append(rms(outputs[-1], attention.average.before.weight) if normed else outputs[-1])
-            reads = averages(attention.average, outputs, sources, ways)
-            if ways == 4:
+            reads = averages(attention.average, outputs, sources, ways, scheme.sources)
+            if scheme.write_gates:
+                gates[0] = mapped(attention.average, outputs[-1])[..., -2:] + attention.average.gates.weight
+            if ways == 2:
+                v, r = reads
+                x_last, gain = outputs[-1], attention.norm.weight
+                inputs = (rms(x_last, gain), rms(x_last, gain), rms(v, attention.others[0].weight))
+            elif ways == 4:
                 q, k, v, r = reads
                 gains = [attention.norm.weight, *(norm.weight for norm in attention.others)]
                 inputs = tuple(rms(one, gain) for one, gain in zip((q, k, v), gains))
             else:
                 (r,) = reads
                 inputs = (rms(r, attention.norm.weight),)
-        h = r + sublayers[first](*inputs)
+        h = gates[0][..., :1] * r + gates[0][..., 1:] * sublayers[first](*inputs)
         if first + 1 < len(sublayers):
-            h = h + sublayers[first + 1](rms(h, stream.connections[first + 1].norm.weight))
+            mlp = stream.connections[first + 1]
+            if averaged and scheme.write_gates:
+                gates[1] = mapped(mlp.gates, h) + mlp.gates.static.weight
+            h = gates[1][..., :1] * h + gates[1][..., 1:] * sublayers[first + 1](rms(h, mlp.norm.weight))
         outputs.append(h)
     end = stream.collapse.average
     sources.append(rms(outputs[-1], end.before.weight) if normed else outputs[-1])
-    return averages(end, outputs, sources, 1)[0]
+    return averages(end, outputs, sources, 1, scheme.sources)[0]
 
 
 @every_form
@@ -145,3 +168,17 @@ def test_weights_are_float32_in_a_bfloat16_model():
     expected = wide.connections[2].read(tuple(one.double() for one in state))[1].coefficients.weights
     assert found.dtype == torch.float32
     assert_close(found, expected, dtype=torch.float32)
+
+
+def test_the_trimmed_form_averages_where_and_what_it_is_told():
+    """Four blocks, as the last two layers of a record: the output of block 1 is named, that of block 3 is not."""
+    scheme = MultiwayDynamicDense(ways="vr", layers=2, sources=(0, 1), write_gates=True)
+    stream = scheme.build(DIM, 8)
+    weights = [part.average.static.shape for part in (*stream.connections, stream.collapse) if hasattr(part, "average")
+               and part.average is not None]  # fmt: skip
+    assert [tuple(shape) for shape in weights] == [(2, 3), (1, 3)]
+    assert stream.connections[6].sources == (range(-1, 0), range(0, 2), range(4, 6))
+    gates = [name for name, _ in stream.named_parameters() if "gates" in name and "static" not in name]
+    assert {name.split(".")[1] for name in gates} == {"6", "7"}
+    with pytest.raises(ValueError, match="sources must be numbers of outputs from 0, each once, or null"):
+        MultiwayDynamicDense(sources=(0, 0))

@@ -289,6 +289,7 @@ WAITING = (
     "beta.hidden.weight",
     "router.project.weight",
     "gated.down.weight",
+    "gates.up.weight",
     "logits.gain.weight",
     "logits.scale",
     "map.key.weight",

@@ -235,6 +235,8 @@ VARIANTS: dict[str, Scheme] = {
     "denseformer-k2": DenseFormer(dilation=2),
     "denseformer-p2": DenseFormer(period=2),
     "mudd-r": MultiwayDynamicDense(ways="r", hidden_multiple=1, expand_last=1),
+    "mudd-trimmed": MultiwayDynamicDense(ways="vr", layers=2, sources=(0, 1), write_gates=True),
+    "mudd-last-r": MultiwayDynamicDense(ways="r", layers=1, write_gates=True, hidden_multiple=1),
     "mudd-prepost": MultiwayDynamicDense(prepost_norm=True),
     # The pooled shortcut without a delta write.
     "pooled-householder-token": PooledHouseholder(context="token", beta_init=0.4),

@@ -5,6 +5,7 @@
 A block is two sublayers, 2i and 2i + 1. The state is the tuple X_0, ..., X_i; X_i may be half a block.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -66,7 +67,7 @@ def block_outputs(boundary: int, dim: int) -> tuple[TensorSpec, ...]:
     return (TensorSpec((dim,)),) * (1 + -(-boundary // 2))
 
 
-def outputs_of(taken: range) -> tuple[range, ...]:
+def outputs_of(taken: Iterable[int]) -> tuple[range, ...]:
     """Return the sublayers that wrote these outputs: 0 is the embedding, j the output of block j, counted from 1."""
     return tuple(range(2 * j - 2, 2 * j) if j else EMBEDDING for j in taken)
 
