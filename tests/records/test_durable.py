@@ -103,7 +103,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_holder_of_the_folder(t
     (stale,) = tmp_path.glob(".*.partial")
     assert (stale.read_text(), path.read_text()) == ("half", "old")
     with hold(tmp_path, markers=["file"]):
-        assert names(tmp_path) == [".lock", "file"]
+        assert names(tmp_path) == [".lease", ".lock", "file"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")

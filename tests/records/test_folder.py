@@ -6,6 +6,7 @@ import pytest
 
 from residua.errors import InputError
 from residua.lab.training.config import KEYS
+from residua.records import folder as folders
 from residua.records.folder import FREE_KEYS, LOGGING_KEYS, hold, new_folder, read_object, read_settings, refuse_changes
 
 HOLDING = """
@@ -38,6 +39,37 @@ def test_a_folder_has_one_holder_until_its_process_ends_however_it_ends(tmp_path
         pass
 
 
+def elsewhere(folder, seconds):
+    """Hold a folder in a process of another machine: of another name, and without the lock of the system."""
+    alone = "import filelock, fcntl, socket; from residua.records import folder; folder.LEASE_SECONDS = 3.0\n"
+    alone += "fcntl.flock = lambda *_: None; socket.gethostname = lambda: 'elsewhere'\n"
+    command = [sys.executable, "-c", alone + HOLDING, str(folder), str(seconds)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n"
+    return other
+
+
+@pytest.mark.processes
+def test_a_folder_has_one_holder_among_machines_whose_locks_do_not_meet(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(folders, "LEASE_SECONDS", 3.0)
+    other = elsewhere(tmp_path, 600)
+    with pytest.raises(InputError, match="another process is working in this folder"), hold(tmp_path):
+        pass
+    assert "another machine worked here last; looking for 3 seconds if it does" in capsys.readouterr().err
+    other.kill()
+    other.communicate()
+    with hold(tmp_path):
+        pass
+
+
+@pytest.mark.processes
+def test_a_holder_that_has_ended_leaves_nothing_for_another_machine_to_wait_for(tmp_path, capsys):
+    elsewhere(tmp_path, 0).communicate()
+    with hold(tmp_path):
+        pass
+    assert not capsys.readouterr().err
+
+
 def test_a_holder_may_wait_for_a_process_that_is_ending(tmp_path):
     """A sweep that resumes at once after a kill -9 met its own dying workers."""
     other = subprocess.Popen([sys.executable, "-c", HOLDING, str(tmp_path), "0.3"], stdout=subprocess.PIPE)
@@ -53,7 +85,7 @@ def test_a_holder_removes_what_killed_writers_left(tmp_path):
     (tmp_path / ".step-1.0123abcd.partial").mkdir()
     (tmp_path / "mine").write_text("mine")
     with hold(tmp_path, markers=["mine"]):
-        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "mine"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lease", ".lock", "mine"]
 
 
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):

@@ -3,16 +3,20 @@
 import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from residua.errors import InputError, extra
 from residua.records.durable import is_new, remove_partials, unlinked
+from residua.records.progress import say
 from residua.records.reading import read_json, read_yaml
 
-LOCK = ".lock"
+LOCK, LEASE = ".lock", ".lease"
+"""The files that hold a folder, see `hold`."""
+LEASE_SECONDS = 30.0
+"""After so long without a sign of life, another machine's lease has ended."""
 LOGGING_KEYS = frozenset({"train.connections_every", "train.tensorboard", "train.wandb"})
 """Settings that only affect logging. Runs that differ in nothing else are treated as equal."""
 FREE_KEYS = LOGGING_KEYS | {
@@ -104,7 +108,11 @@ def hold(
     path: Path, *, markers: Collection[str] | None = (), hint: str = "choose another folder", patience: float = 0.0
 ) -> Iterator[None]:
     """Lock `path` for this process, making the folder if needed, and remove the partial files of killed writers. The
-    system releases the lock when this process ends, however it ends.
+    lock ends with this process, however it ends.
+
+    The system's lock holds among the processes of a machine. On network file systems it often holds no further, so this
+    process also keeps a lease in the folder and renews it all the time. After a kill the next holder on another machine
+    waits `LEASE_SECONDS`, to see that nobody renews it.
 
     markers: a folder that is not empty, hidden files aside, must contain one of these names; None accepts any folder.
     patience: seconds to wait for a process that is ending, such as a worker whose parent was killed.
@@ -115,21 +123,24 @@ def hold(
     with extra("lab"):
         import filelock
 
-    with writable(path):
-        path.mkdir(parents=True, exist_ok=True)
-        if markers is not None and not is_new(path) and not any((path / name).exists() for name in markers):
-            raise InputError(f"{path}: must be a new or empty folder, got one with other files in it; {hint}")
-        lock = filelock.FileLock(unlinked(path / LOCK))
-        try:
-            lock.acquire(timeout=patience)
-        except filelock.Timeout as error:
-            raise InputError(f"{path}: another process is working in this folder; wait for it or {hint}") from error
-    try:
+    with ExitStack() as stack:
         with writable(path):
+            path.mkdir(parents=True, exist_ok=True)
+            if markers is not None and not is_new(path) and not any((path / name).exists() for name in markers):
+                raise InputError(f"{path}: must be a new or empty folder, got one with other files in it; {hint}")
+            lock = filelock.FileLock(unlinked(path / LOCK))
+            lease = filelock.SoftFileLease(unlinked(path / LEASE), lease_duration=LEASE_SECONDS)
+            try:
+                stack.enter_context(lock.acquire(timeout=patience))
+                try:
+                    stack.enter_context(lease.acquire(timeout=0))
+                except filelock.Timeout:
+                    say(f"{path}: another machine worked here last; looking for {LEASE_SECONDS:.0f} seconds if it does")
+                    stack.enter_context(lease.acquire(timeout=1.2 * LEASE_SECONDS))
+            except filelock.Timeout as error:
+                raise InputError(f"{path}: another process is working in this folder; wait for it or {hint}") from error
             remove_partials(path)
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager

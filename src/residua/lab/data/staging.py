@@ -14,7 +14,7 @@ from typing import Any
 
 from residua.errors import InputError, RunError
 from residua.records.durable import remove, sync, write_text
-from residua.records.folder import LOCK, hold
+from residua.records.folder import LEASE, LOCK, hold
 from residua.records.progress import say
 from residua.records.reading import read_json
 
@@ -86,14 +86,14 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
         try:
             if stage.saved is None:
                 for path in folder.iterdir():
-                    if path.name != LOCK:
+                    if path.name not in (LOCK, LEASE):
                         remove(path)
             yield stage
             for path in folder.rglob("*"):
                 if path.is_file():
                     sync(path)
             os.replace(folder, out)
-            for name in (PROGRESS, LOCK):
+            for name in (PROGRESS, LOCK, LEASE):
                 (out / name).unlink(missing_ok=True)
             stage.saved = None
             sync(out.parent)

@@ -8,7 +8,17 @@ from typing import Any
 from residua.errors import InputError, RunError
 from residua.lab.training.checkpoint import saved_steps
 from residua.records.durable import is_new, remove, remove_partials, write_bytes, write_text
-from residua.records.folder import FREE_KEYS, LOCK, RunFolder, flatten, hold, read_settings, refuse_changes, writable
+from residua.records.folder import (
+    FREE_KEYS,
+    LEASE,
+    LOCK,
+    RunFolder,
+    flatten,
+    hold,
+    read_settings,
+    refuse_changes,
+    writable,
+)
 from residua.records.reading import write_yaml
 
 PATIENCE_SECONDS = 3.0  # the workers of a killed sweep hold their runs for a moment, until they end
@@ -38,9 +48,9 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
     new, locked = not run.path.exists(), (run.path / LOCK).exists()
     with hold(run.path, markers=markers, patience=PATIENCE_SECONDS):
         before = {entry.name for entry in run.path.iterdir()}  # read under the lock, so that no other run adds to them
-        new = new and before <= {LOCK}
+        new = new and before <= {LOCK, LEASE}
         if not locked and is_new(run.path):
-            before.discard(LOCK)
+            before -= {LOCK, LEASE}
         config = run.config.read_bytes() if run.config.is_file() else None
         progress_before = _progress(run)
         try:
