@@ -40,7 +40,7 @@ def test_the_citation_has_the_version_of_the_package():
 
 def test_there_are_few_extras_and_every_hint_names_one_of_them():
     extras = project()["project"]["optional-dependencies"]
-    assert extras.keys() == {"lab", "eval", "kernels", "wandb", "completion", "titan", "vllm", "dev", "docs"}
+    assert extras.keys() == {"lab", "eval", "kernels", "wandb", "slurm", "completion", "titan", "vllm", "dev", "docs"}
     hinted = set()
     for path in Path(residua.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -72,10 +72,14 @@ def locked(python):
     return pins
 
 
-def test_a_requirement_has_a_lower_bound_and_what_we_reach_into_an_upper_one():
+INSIDE = ("transformers", "torchtitan", "vllm", "submitit")
+"""Packages that we reach below the public surface of."""
+
+
+def test_a_requirement_has_a_lower_bound_and_an_upper_one_if_we_reach_below_its_public_surface():
     for name, requirement in requirements().items():
         operators = {bound.operator for bound in requirement.specifier}
-        assert operators == ({">=", "<"} if name in ("transformers", "torchtitan", "vllm") else {">="}), requirement
+        assert operators == ({">=", "<"} if name in INSIDE else {">="}), requirement
 
 
 def test_one_package_has_the_same_bound_in_every_extra():

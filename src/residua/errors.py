@@ -15,8 +15,13 @@ _LAB = {
     *("datasets", "filelock", "huggingface_hub", "matplotlib", "numpy", "plotly", "pyarrow", "rich", "safetensors"),
     *("scipy", "tensorboard", "tokenizers", "transformers", "yaml"),
 }
-PACKAGES = {"lab": _LAB, "eval": _LAB | {"lm_eval", "accelerate"}, "completion": {"shtab"}}
-PACKAGES["vllm"] = _LAB | {"vllm"}
+PACKAGES = {
+    "lab": _LAB,
+    "eval": _LAB | {"lm_eval", "accelerate"},
+    "slurm": _LAB | {"submitit"},
+    "completion": {"shtab"},
+    "vllm": _LAB | {"vllm"},
+}
 """The packages of each extra, by the names that are imported."""
 
 

@@ -4,8 +4,9 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from residua.commands.pool import Pool
 from residua.commands.signature import Output
-from residua.errors import Count, Natural, Positive, Range
+from residua.errors import Natural, Positive, Range
 
 if TYPE_CHECKING:
     from residua.lab.study.plan import Plan
@@ -19,7 +20,7 @@ def run(
     schemes: tuple[str, ...] | None = None,
     rungs: tuple[str, ...] | None = None,
     questions: tuple[str, ...] | None = None,
-    processes: Count = 1,
+    pool: Pool,
     dry_run: bool = False,
     teraflops: Positive | None = None,
     no_costs: bool = False,
@@ -37,6 +38,8 @@ def run(
         residua study run resbench --data data/resbench --out runs/mine \\
             --rungs 0.3M --schemes residual ddl
         residua study run my-study.yaml --out runs/mine --processes 2
+        residua study run my-study.yaml --out runs/mine \\
+            --executor slurm --slurm time=720 partition=gpu gres=gpu:1
 
     Args:
         study (FILE.yaml|resbench): what to compare, and how
@@ -45,7 +48,6 @@ def run(
         schemes (SCHEME): these beside the baselines (default: all)
         rungs: these sizes (default: all)
         questions: with the schemes that these questions compare
-        processes: runs at the same time
         dry_run: print runs, hours and the differences that they can show, and train nothing
         teraflops: of another machine, for --dry-run (default: as a step of the first baseline has here)
 
@@ -60,11 +62,12 @@ def run(
 
     chosen = load_study(study).only(schemes, rungs, questions)
     if dry_run:
-        return _forecast(Plan(chosen, chosen.data(data), rungs), teraflops, processes)
+        return _forecast(Plan(chosen, chosen.data(data), rungs), teraflops, pool.processes or 1)
+    options = {"data": data, "rungs": rungs, "rounds": rounds or ROUNDS, "executor": pool.executor_of_jobs()}
     if measure:
-        measure_again(chosen, out, compiled=compiled, data=data, rungs=rungs, rounds=rounds or ROUNDS)
+        measure_again(chosen, out, compiled=compiled, **options)
     else:
-        run_study(chosen, out, processes=processes, costs=not no_costs, data=data, rungs=rungs, rounds=rounds or ROUNDS)
+        run_study(chosen, out, processes=pool.processes or 1, costs=not no_costs, **options)
     return report(out)
 
 

@@ -4,6 +4,7 @@ import importlib
 from pathlib import Path
 
 from residua.commands.configuration import Configuration
+from residua.commands.pool import Pool
 from residua.commands.signature import Output
 from residua.errors import Count, InputError, extra
 
@@ -15,7 +16,7 @@ def tune(
     seeds: Count = 1,
     neighbours: bool = False,
     finalists: Count | None = None,
-    processes: Count = 1,
+    pool: Pool,
     keep_runs: bool = False,
     configuration: Configuration,
 ) -> Output | None:
@@ -36,7 +37,6 @@ def tune(
         neighbours: continue from the best point of the grid: train its neighbours, each number halved and doubled,
             until none is better
         finalists: best points of each group that get more than one seed (default: all, or 3 with --neighbours)
-        processes: runs at the same time, each with one thread
         keep_runs: keep the run folders and their last checkpoints
     """
     if configuration.print_config:
@@ -44,6 +44,7 @@ def tune(
         return None
     if out is None:
         raise InputError("give --out DIR, the folder of the sweep")
+    executor = pool.executor_of_jobs()
     with extra("lab"):  # raises before hours of training
         importlib.import_module("matplotlib")
     from residua.lab.study.sweep import Sweep, parse_over, train_sweep
@@ -56,7 +57,7 @@ def tune(
         neighbours=neighbours,
         finalists=3 if neighbours and finalists is None else finalists,
     )
-    outcome = train_sweep(sweep, out, processes=processes, keep=keep_runs)
+    outcome = train_sweep(sweep, out, processes=pool.processes or 1, executor=executor, keep=keep_runs)
     parts = [outcome.table(), *(f"note: {note}" for note in outcome.notes)]
     parts += [f"written: {Path(out) / name}" for name in ("records.jsonl", "sweep.json")]
     if outcome.best:

@@ -63,6 +63,12 @@ class Job:
         return " ".join(map(str, self.key)) if isinstance(self.key, tuple) else str(self.key)
 
 
+def file_name(name: str) -> str:
+    """Return a name for files, which differs from those of all other names."""
+    plain = re.sub(r"^\.|[^A-Za-z0-9_.,=+-]", "_", name)[:100]
+    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
 class Records:
     """The finished runs of a file of JSON lines. A context manager.
 
@@ -92,11 +98,7 @@ class Records:
         """Return where the run `key` keeps its state while it is under way."""
         if self._places is None:
             return None
-        name = str(key)
-        plain = re.sub(r"^\.|[^A-Za-z0-9_.,=+-]", "_", name)[:100]
-        return unlinked(
-            self._places / (plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}")
-        )
+        return unlinked(self._places / file_name(str(key)))
 
     def add(self, record: Record) -> None:
         """Add the record of a finished run, wait until it is on the disk, and drop the run's state. Raises RunError."""
@@ -155,6 +157,7 @@ def run_jobs(
     records: Records,
     *,
     processes: int = 1,
+    executor: "Executor | None" = None,
     finish: Callable[[Job, Record], Record] = lambda job, record: record,
     progress: bool = True,
 ) -> list[Record]:
@@ -165,6 +168,7 @@ def run_jobs(
     Args:
         jobs: the runs, or a function that returns them, given the finished records by key. It is called again after
             every run, and its result may grow.
+        executor: makes the runs in place of processes of this machine, see `slurm`.
         finish: turns the result of a job into the record to write.
 
     Raises:
@@ -173,16 +177,18 @@ def run_jobs(
     """
     plan = jobs if callable(jobs) else lambda finished: jobs
     with Progress("", 0, enabled=progress) as bar:
-        work = _Work(plan, records, finish, bar)
-        if processes == 1 or (len(work.waiting) <= 1 and not callable(jobs)):
+        work = Work(plan, records, finish, bar)
+        if executor is not None:
+            executor(work)
+        elif processes == 1 or (len(work.waiting) <= 1 and not callable(jobs)):
             _run_here(work)
         else:
             _run_in_processes(work, processes)
     return [records.finished[job.key] for job in plan(records.finished)]
 
 
-class _Work:
-    """The waiting, running and finished jobs, and their progress display."""
+class Work:
+    """The waiting, running and finished jobs, and their progress display: what an executor works through."""
 
     def __init__(self, plan: Callable[..., Iterable[Job]], records: Records, finish: Callable[..., Record], bar: Any):
         self._plan, self.records, self._finish, self._bar = plan, records, finish, bar
@@ -197,6 +203,7 @@ class _Work:
         self.waiting = sorted(todo.values(), key=lambda job: (job.order, -job.cost * job.steps))
 
     def next(self) -> Job | None:
+        """Return the job to begin now; None if none waits until another is finished."""
         if not self.waiting:
             return None
         job = self.waiting.pop(0)
@@ -225,7 +232,11 @@ class _Work:
         self._bar.update(sum(self._steps.values()), text, total=total, line=line)
 
 
-def _run_here(work: _Work) -> None:
+Executor = Callable[[Work], None]
+"""Makes all runs of a `Work`."""
+
+
+def _run_here(work: Work) -> None:
     with threads(1):
         while job := work.next():
             place = work.records.place(job.key)
@@ -233,7 +244,7 @@ def _run_here(work: _Work) -> None:
             work.finished(job, record)
 
 
-def _run_in_processes(work: _Work, count: int) -> None:
+def _run_in_processes(work: Work, count: int) -> None:
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     processes: dict[Connection, Any] = {}
     current: dict[Connection, Job] = {}

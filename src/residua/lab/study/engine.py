@@ -10,6 +10,7 @@ A folder of a study holds
     runs/            the state of runs that are under way
 """
 
+import itertools
 import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +29,9 @@ from residua.lab.training import RunConfig
 from residua.records import jsonlines
 from residua.records.durable import remove, write_text
 from residua.records.folder import RunFolder, read_object, writable
-from residua.records.jobs import Job, Record, open_runs, run_jobs
-from residua.records.jsonlines import JsonLines, finite, read_metrics
-from residua.records.progress import Progress, say
+from residua.records.jobs import Executor, Job, Record, Records, open_runs, run_jobs
+from residua.records.jsonlines import finite, read_metrics
+from residua.records.progress import say
 from residua.records.statistics import Estimate
 
 TUNED = ("over", "factors", "length", "seed")
@@ -47,6 +48,7 @@ def run_study(
     data: str | None = None,
     rungs: Sequence[str] | None = None,
     processes: int = 1,
+    executor: Executor | None = None,
     costs: bool = True,
     rounds: int = ROUNDS,
     progress: bool = True,
@@ -59,6 +61,7 @@ def run_study(
         data: a folder of prepared data, in place of what the study's configuration names.
         rungs: the sizes of which rows are wanted; others of the study are tuned at most. None for all of them.
         processes: runs at the same time, each with one thread; no number depends on it.
+        executor: makes the runs and measures the costs in place of these processes, see `run_jobs`.
         costs: measure time and memory of the schemes that have no record of them.
         rounds: in which the schemes take turns while their steps are timed.
 
@@ -73,12 +76,12 @@ def run_study(
         with writable(out):
             write_text(out / "study.json", json.dumps(asdict(joined(plan.study, out)), indent=1) + "\n")
         if costs:
-            measure_costs(plan, out, rounds=rounds, progress=progress)
+            measure_costs(plan, out, rounds=rounds, executor=executor, progress=progress)
         if progress:
             for (rung, scheme), error in plan.misfits.items():
                 say(f"study: {scheme} is left out at {rung}: {error}")
             say(f"study: {plan.most} runs at most, {len(made.finished)} finished in {out}")
-        run_jobs(lambda finished: jobs(plan, finished), made, processes=processes, progress=progress)
+        run_jobs(lambda finished: jobs(plan, finished), made, processes=processes, executor=executor, progress=progress)
     return plan
 
 
@@ -202,6 +205,7 @@ def measure_again(
     rungs: Sequence[str] | None = None,
     rounds: int = ROUNDS,
     compiled: bool = False,
+    executor: Executor | None = None,
     progress: bool = True,
 ) -> None:
     """Measure the costs of a study's schemes once more, on a quieter machine or in more rounds; the last ones count.
@@ -213,7 +217,7 @@ def measure_again(
     read_folder(out)
     plan = _plan(study, out, data, rungs)
     joined(plan.study, out)
-    measure_costs(plan, out, rounds=rounds, again=True, compiled=compiled, progress=progress)
+    measure_costs(plan, out, rounds=rounds, again=True, compiled=compiled, executor=executor, progress=progress)
 
 
 def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
@@ -273,15 +277,17 @@ def measure_costs(
     rounds: int = ROUNDS,
     again: bool = False,
     compiled: bool = False,
+    executor: Executor | None = None,
     progress: bool = True,
 ) -> None:
     """Measure the cost of every scheme at every size that has no record of it, or of all of them `again`.
 
-    Schemes of one size are measured in the same rounds, so one that joins brings the baselines once more.
+    The schemes of a size are measured in the same rounds of one process, so one that joins brings the baselines again.
     """
     path = out / "costs.jsonl"
     rows = () if again else jsonlines.read(path)
     known = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
+    sizes = []
     for rung in plan.rungs:
         connections = {name: plan.study.schemes[name].connection for name in plan.schemes_at(rung)}
         missing = [name for name, connection in connections.items() if (rung, name, connection) not in known]
@@ -289,17 +295,37 @@ def measure_costs(
             continue
         names = list(dict.fromkeys([*plan.study.baselines, *missing]))
         configs = {name: plan.config(rung, name) for name in names}
-        with Progress(f"time and memory, {rung}", len(names) * (rounds + WARMUP), enabled=progress) as bar:
-            done = iter(range(1, 10**9))
-            records = measure(
-                {name: (config, plan.model(config)) for name, config in configs.items()},
-                names[0],
-                rounds=rounds,
-                compiled=compiled,
-                advance=lambda bar=bar, done=done: bar.update(next(done), ""),
-            )
-        with writable(path, "a file to append to"), JsonLines(path) as lines:
-            for record in records:
-                connection = plan.study.schemes[record["scheme"]].connection
-                lines.write({"rung": rung, "connection": connection, **record})
-            lines.sync()
+        pairs = {name: (config, plan.model(config)) for name, config in configs.items()}
+        facts = {name: {"rung": rung, "connection": plan.study.schemes[name].connection} for name in names}
+        key = f"time and memory at {rung}, {rounds} rounds{' compiled' * compiled}"
+        steps = len(names) * (rounds + WARMUP)
+        sizes.append(Job(key, _measure_size, (key, pairs, facts, rounds, compiled), steps))
+    with _Costs(path, lambda row: None) as costs:
+        run_jobs(
+            sizes, costs, executor=executor, finish=lambda job, record: {"key": job.key, **record}, progress=progress
+        )
+
+
+def _measure_size(
+    key: str,
+    configs: Mapping[str, Any],
+    facts: Mapping[str, Record],
+    rounds: int,
+    compiled: bool,
+    *,
+    place: Any,
+    report: Any,
+) -> Record:
+    """The costs of some schemes at one size, each with the facts that the plan knows of it."""
+    done = itertools.count(1)
+    costs = measure(configs, next(iter(configs)), rounds=rounds, compiled=compiled, advance=lambda: report(next(done)))
+    return {"key": key, "costs": [{**facts[cost["scheme"]], **cost} for cost in costs]}
+
+
+class _Costs(Records):
+    """The file of costs: a job measures several schemes, which are a line each."""
+
+    def add(self, record: Record) -> None:
+        for cost in record["costs"]:
+            super().add(cost)
+        self.finished[record["key"]] = record

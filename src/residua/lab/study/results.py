@@ -565,7 +565,7 @@ def _timed_together(row: Row, base: Row, compiled: bool) -> tuple[Record, Record
     """
 
     def rounds(cost: Record) -> tuple[Any, ...]:
-        return cost["date"], cost["device"], cost["baseline"], len(cost["seconds"])
+        return cost["date"], cost["device"], cost.get("cpu"), cost["baseline"], len(cost["seconds"])
 
     theirs = {rounds(cost): cost for cost in base.timed(compiled)}
     for ours in reversed(row.timed(compiled)):

@@ -25,7 +25,7 @@ from residua.lab.training.config import parse_overrides
 from residua.records import figures
 from residua.records.durable import write_text
 from residua.records.folder import FREE_KEYS, flatten, writable
-from residua.records.jobs import Job, Record, open_runs, run_jobs
+from residua.records.jobs import Executor, Job, Record, open_runs, run_jobs
 from residua.records.jsonlines import finite
 from residua.records.reading import parse_yaml
 from residua.records.statistics import Estimate
@@ -227,7 +227,13 @@ def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def train_sweep(
-    sweep: Sweep, out: str | Path, *, processes: int = 1, keep: bool = False, progress: bool = True
+    sweep: Sweep,
+    out: str | Path,
+    *,
+    processes: int = 1,
+    executor: Executor | None = None,
+    keep: bool = False,
+    progress: bool = True,
 ) -> Outcome:
     """Train the runs that the folder `out` does not hold yet. After a kill at any moment, call this again to continue.
 
@@ -235,6 +241,7 @@ def train_sweep(
 
     Args:
         processes: runs at the same time, each with one thread.
+        executor: makes the runs in place of these processes, see `run_jobs`.
         keep: leave the run folders in `out`/runs, with their checkpoints.
 
     Raises:
@@ -262,7 +269,12 @@ def train_sweep(
             return [_job(sweep, shared, point, seed) for point, seed in sweep.wanted(losses)]
 
         records = run_jobs(
-            jobs, made, processes=processes, finish=lambda job, record: {"key": job.key, **record}, progress=progress
+            jobs,
+            made,
+            processes=processes,
+            executor=executor,
+            finish=lambda job, record: {"key": job.key, **record},
+            progress=progress,
         )
     outcome = Outcome.of(sweep, records)
     with writable(out):
