@@ -1,6 +1,7 @@
 """`residua.convert`: a transformers model keeps what it computes, and its layers get another residual connection."""
 
 import copy
+import functools
 import math
 import pickle
 import re
@@ -521,10 +522,17 @@ def test_the_way_back_says_what_is_lost():
     assert torch.equal(residua.unconvert(model, lossy=True)(IDS).logits, llama()(IDS).logits)
 
 
+class ScaledLayer(LlamaDecoderLayer):
+    def forward(self, x, **options):
+        return super().forward(x * 0.5, **options)
+
+
 def broken(model, kind):
     if kind == "scaled":  # as in models that weigh the residual
-        forward = LlamaDecoderLayer.forward
-        model.model.layers[1].forward = lambda x, **options: forward(model.model.layers[1], x * 0.5, **options)
+        model.model.layers[1].__class__ = ScaledLayer
+    if kind == "hooked":  # as accelerate does where a model is spread over devices
+        layer = model.model.layers[1]
+        layer.forward = functools.partial(type(layer).forward, layer)
     if kind == "shared":
         model.model.layers[2] = model.model.layers[1]
     if kind == "random":
@@ -545,6 +553,7 @@ def broken(model, kind):
     ("kind", "says"),
     [
         ("scaled", "layer 1 .* scales"),
+        ("hooked", "convert the model before it is dispatched"),
         ("shared", "in several places"),
         ("random", "equal outputs for equal inputs"),
         ("meta", "not loaded or offloaded"),
@@ -560,6 +569,7 @@ def test_a_model_that_does_not_fit_is_refused_and_left_alone(kind, says):
         residua.convert(model, "residual")
     assert state.keys() == model.state_dict().keys()
     assert type(model.model.layers[0]) is LlamaDecoderLayer
+    assert not any("stream" in vars(layer) for layer in model.model.layers)
     hooks = [module for module in model.model.modules() if module._forward_pre_hooks]
     assert not hooks
 

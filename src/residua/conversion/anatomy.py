@@ -1,15 +1,13 @@
 """Find out how the layers of a transformers model use their residual, by watching them run on a small input.
 
-Each layer runs its own code with a `Flow` in place of `hidden_states`, as later when it is converted. Its connections
-are the plain residual, and note which modules read it and when something is added to it. Nothing about a family is
-written down here: a layer that does anything else with its residual is refused, and so is a model whose output changes
-in a single bit.
+Each layer runs as later when it is converted. Its connections are the plain residual, and all modules in it are readers
+that note when they read. Nothing about a family is written down here: a layer that does anything else with its residual
+is refused, and so is a model whose output changes in a single bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,7 +15,19 @@ from torch import Tensor, nn
 
 from residua.connections import Carry, Scheme, describe, resolve
 from residua.connections.residual import ResidualCoefficients
-from residua.conversion.flow import INPUTS, Flow, UnknownUse, reads, rows_of
+from residua.conversion.flow import (
+    STREAM,
+    ConvertedLayer,
+    Flow,
+    Reader,
+    UnknownUse,
+    keywords_of,
+    lead_of,
+    reads,
+    release,
+    rows_of,
+    swap,
+)
 from residua.conversion.probe import Situation
 from residua.errors import InputError, check_types, extra, first_line, shown
 
@@ -83,40 +93,6 @@ class Conversion:
             raise InputError(f"{source}: {first_line(error)}") from error
 
 
-class Observed:
-    """What one layer does with its residual: every connection of its flow in turn, each with the plain residual.
-
-    readers: the names of the modules that read before each addition; casts: those for which the layer casts the
-    residual to the dtype of their weights; additions: how many there were.
-    """
-
-    def __init__(self) -> None:
-        self.readers: list[list[str]] = []
-        self.casts: set[str] = set()
-        self.additions = 0
-
-    def flow(self, incoming: Tensor) -> Flow:
-        lead = None if incoming.dim() == 3 else tuple(incoming.shape[:-1])
-        connections: list[Any] = [self] * MOST_SUBLAYERS
-        return Flow(rows_of(incoming), connections, [None] * MOST_SUBLAYERS, lead=lead)
-
-    def note(self, name: str, flow: Flow, reader: nn.Module) -> None:
-        """Note that a module reads a flow."""
-        index = MOST_SUBLAYERS - len(flow.connections)
-        if index == len(self.readers):
-            self.readers.append([])
-        self.readers[index].append(name)
-        if flow.read_dtype is not None and flow.read_dtype == next((p.dtype for p in reader.parameters()), None):
-            self.casts.add(name)
-
-    def read(self, state: Tensor, memory: None) -> tuple[Tensor, Carry]:
-        return state, Carry(state, ResidualCoefficients())
-
-    def write(self, y: Tensor, carry: Carry) -> Tensor:
-        self.additions += 1
-        return carry.residual + y
-
-
 def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the list of the layers of a model and its name inside the base model.
 
@@ -144,6 +120,114 @@ def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return found[0]
 
 
+class Observed:
+    """What one layer does with its residual, as long as it stands in place of the layer's stream.
+
+    Each of its connections is the plain residual, and the layer returns the residual that it got.
+
+    readers: the names of the modules that read before each addition; casts: those for which the layer casts the
+    residual to the dtype of their weights.
+    """
+
+    looks_back = False
+
+    def __init__(self, layer: nn.Module, opened: set[str]):
+        self.layer = layer
+        self.keywords = keywords_of(layer)
+        self.names = {id(part): name for name, part in layer.named_modules() if name not in opened}
+        self.incoming: Tensor | None = None
+        self.readers: list[list[str]] = []
+        self.casts: set[str] = set()
+        self.additions = 0
+
+    def enter(self, incoming: Any, memories: None, *, checkpointed: bool) -> Flow:
+        if self.incoming is not None:
+            raise UnknownUse("runs twice in one pass")
+        if not isinstance(incoming, Tensor) or not 2 <= incoming.dim() <= 5:
+            raise UnknownUse("does not get its residual as one tensor (batch, seq, dim)")
+        self.incoming = incoming
+        connections: list[Any] = [self] * MOST_SUBLAYERS
+        return Flow(rows_of(incoming), connections, [None] * MOST_SUBLAYERS, lead=lead_of(incoming))
+
+    def note(self, flow: Flow, reader: nn.Module) -> None:
+        """Note that a module reads a flow."""
+        name, index = self.names[id(reader)], MOST_SUBLAYERS - len(flow.connections)
+        if index == len(self.readers):
+            self.readers.append([])
+        self.readers[index].append(name)
+        if flow.read_dtype is not None and flow.read_dtype == next((p.dtype for p in reader.parameters()), None):
+            self.casts.add(name)
+
+    def read(self, state: Tensor, memory: None) -> tuple[Tensor, Carry]:
+        return state, Carry(state, ResidualCoefficients())
+
+    def write(self, y: Tensor, carry: Carry) -> Tensor:
+        self.additions += 1
+        return carry.residual + y
+
+    def leave(self, output: Any, memories: None) -> Any:
+        items = output if isinstance(output, tuple) else (output,)
+        flows = [item for item in items if isinstance(item, Flow)]
+        if len(flows) != 1:
+            last = self.readers[-1][-1] if self.readers else ""
+            if self.additions and self._is_norm(last):
+                raise UnknownUse(
+                    f"normalises its residual after an addition ({last}): a stream would not pass the norm"
+                )
+            raise UnknownUse("does not return its residual")
+        assert self.incoming is not None
+        if flows[0].shape != self.incoming.shape:
+            raise UnknownUse("changes the shape of its residual")
+        if not self.readers or flows[0].carry is not None:
+            raise UnknownUse("reads its residual and does not add to it")
+        plain = tuple([self.incoming.to(x.dtype) if isinstance(x, Flow) else x for x in items])
+        return plain if isinstance(output, tuple) else plain[0]
+
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        sublayers = []
+        for names in self.readers:
+            readers = tuple(dict.fromkeys(names))
+            normed = len(readers) == 1 and self._is_norm(readers[0])
+            sublayers.append(Sublayer(readers, normed, normed and readers[0] in self.casts))
+        return tuple(sublayers)
+
+    def compound(self) -> set[str]:
+        """Return the modules that read and have parts of their own, other than norms."""
+        readers = set(chain(*self.readers))
+        return {name for name in readers if any(self.layer.get_submodule(name).children()) and not self._is_norm(name)}
+
+    def _is_norm(self, name: str) -> bool:
+        module = self.layer.get_submodule(name)
+        return "norm" in type(module).__name__.lower() and all(x.dim() < 2 for x in module.parameters())
+
+
+class WatchedReader(Reader):
+    """A module that may read the residual, in a layer whose stream is `Observed`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        flow: Any = reads(args, kwargs)
+        if flow is not None:
+            flow.connections[0].note(flow, self)
+        return super().__call__(*args, **kwargs)
+
+
+@contextmanager
+def watched(stack: nn.ModuleList, opened: Sequence[set[str]]) -> Iterator[list[Observed]]:
+    """Let layers run on an `Observed` each; their modules that are `opened` are seen through."""
+    layers = [Observed(layer, names) for layer, names in zip(stack, opened)]
+    try:
+        for observed in layers:
+            setattr(observed.layer, STREAM, observed)
+            swap(observed.layer, ConvertedLayer)
+            for part in list(observed.layer.modules())[1:]:
+                if id(part) in observed.names and not isinstance(part, Reader):
+                    swap(part, WatchedReader)
+        yield layers
+    finally:
+        for layer in stack:
+            release(layer)
+
+
 def observe(model: PreTrainedModel, stack: nn.ModuleList, run: Situation) -> tuple[Anatomy, list[Tensor]]:
     """Return the anatomy of every layer of `stack`, and what `run` returns if its layers change nothing.
 
@@ -153,127 +237,33 @@ def observe(model: PreTrainedModel, stack: nn.ModuleList, run: Situation) -> tup
     Raises:
         InputError: a layer runs twice or not at all, or uses its residual in a way that no connection can replace.
     """
+    name = type(model).__name__
     if len({id(layer) for layer in stack}) < len(stack):
+        raise InputError(f"{name} must have layers of their own, found one that stands in several places")
+    if any("forward" in vars(layer) for layer in stack):  # by which a layer would run as if it had no stream
         raise InputError(
-            f"{type(model).__name__} must have layers of their own, found one that stands in several places"
+            f"{name} must have layers that run the code of their class, got others, such as a hook of "
+            "accelerate; convert the model before it is dispatched to devices"
         )
-    opened: set[tuple[int, str]] = set()
+    opened: list[set[str]] = [set() for _ in stack]
     while True:
-        watch = Watch(model, stack, opened)
-        try:
-            return watch.run(run)
-        except InputError:
-            closed = watch.compound() - opened
-            if not closed:
-                raise
-            opened |= closed
-
-
-class Watch:
-    """One pass in which the layers of `stack` run on an `Observed`; the modules in `opened` are seen through."""
-
-    def __init__(self, model: PreTrainedModel, stack: nn.ModuleList, opened: set[tuple[int, str]]):
-        self.model = model
-        self.stack = stack
-        self.opened = opened
-        self.seen: dict[int, Observed] = {}
-        self.incoming: dict[int, Tensor] = {}
-
-    def run(self, run: Situation) -> tuple[Anatomy, list[Tensor]]:
-        name = type(self.model).__name__
-        try:
-            with self._hooks():
+        with watched(stack, opened) as layers:
+            try:
                 unchanged = run()
-        except UnknownUse as error:
-            where = self._place(list(self.seen)[-1]) if self.seen else "a layer"
-            raise InputError(f"{name}: {where} {first_line(error)}") from error
-        except Exception as error:  # whatever code of a layer raises that meets no tensor
-            raise InputError(f"{name}: a layer needs its residual as a tensor: {first_line(error)}") from error
-        missing = [i for i in range(len(self.stack)) if i not in self.seen]
-        if missing:
-            raise InputError(f"{name}: {self._place(missing[0])} did not run")
-        return tuple(self._sublayers(i) for i in range(len(self.stack))), unchanged
-
-    def compound(self) -> set[tuple[int, str]]:
-        """Return the modules that read and have parts of their own, other than norms, in the layer that ran last."""
-        return {
-            (i, name)
-            for i in list(self.seen)[-1:]
-            for name in chain(*self.seen[i].readers)
-            if any(self._module(i, name).children()) and not _is_norm(self._module(i, name))
-        }
-
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        handles = []
-        for i, layer in enumerate(self.stack):
-            handles.append(layer.register_forward_pre_hook(partial(self._open, i), with_kwargs=True))
-            handles.append(layer.register_forward_hook(partial(self._close, i)))
-            for name, child in list(layer.named_modules())[1:]:
-                if (i, name) not in self.opened:
-                    handles.append(
-                        child.register_forward_pre_hook(partial(self._note, i, name), prepend=True, with_kwargs=True)
-                    )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _open(self, i: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        if i in self.seen:
-            raise UnknownUse("runs twice in one pass")
-        self.seen[i] = Observed()
-        name = next((name for name in INPUTS if name in kwargs), None)
-        incoming = args[0] if args else kwargs.get(name)
-        if not isinstance(incoming, Tensor) or not 2 <= incoming.dim() <= 5:
-            raise UnknownUse("does not get its residual as one tensor (batch, seq, dim)")
-        self.incoming[i] = incoming
-        flow = self.seen[i].flow(incoming)
-        return ((flow, *args[1:]), kwargs) if args else (args, {**kwargs, name: flow})
-
-    def _close(self, i: int, layer: nn.Module, args: Any, out: Any) -> Any:
-        """Check that a layer returns its residual, and return instead the one that it got."""
-        items = out if isinstance(out, tuple) else (out,)
-        seen = self.seen[i]
-        if sum(isinstance(item, Flow) for item in items) != 1:
-            last = next(iter(seen.readers[-1:]), [""])[-1]
-            if seen.additions and _is_norm(self._module(i, last)):
-                raise UnknownUse(
-                    f"normalises its residual after an addition ({last}): a stream would not pass the norm"
-                )
-            raise UnknownUse("does not return its residual")
-        if any(item.shape != self.incoming[i].shape for item in items if isinstance(item, Flow)):
-            raise UnknownUse("changes the shape of its residual")
-        plain = tuple(self.incoming[i].to(item.dtype) if isinstance(item, Flow) else item for item in items)
-        if not seen.readers or any(isinstance(item, Flow) and item.carry is not None for item in items):
-            raise UnknownUse("reads its residual and does not add to it")
-        return plain if isinstance(out, tuple) else plain[0]
-
-    def _note(self, i: int, name: str, child: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Note that `child` reads the residual, and give it the tensor."""
-        flow = reads(args, kwargs)
-        if flow is None:
-            return None
-        self.seen[i].note(name, flow, child)
-        x = flow.read()
-        args = tuple(x if isinstance(item, Flow) else item for item in args)
-        return args, {key: x if isinstance(item, Flow) else item for key, item in kwargs.items()}
-
-    def _sublayers(self, i: int) -> tuple[Sublayer, ...]:
-        sublayers = []
-        for names in self.seen[i].readers:
-            readers = tuple(dict.fromkeys(names))
-            normed = len(readers) == 1 and _is_norm(self._module(i, readers[0]))
-            sublayers.append(Sublayer(readers, normed, normed and readers[0] in self.seen[i].casts))
-        return tuple(sublayers)
-
-    def _module(self, i: int, name: str) -> nn.Module:
-        return self.stack[i].get_submodule(name)
-
-    def _place(self, i: int) -> str:
-        return f"layer {i} ({type(self.stack[i]).__name__})"
+                break
+            except Exception as error:  # whatever code of a layer raises that meets no tensor
+                last = max((i for i, layer in enumerate(layers) if layer.incoming is not None), default=0)
+                compound = layers[last].compound() - opened[last]
+                if not compound:
+                    known = isinstance(error, UnknownUse)
+                    use = _place(stack, last) if known else "a layer needs its residual as a tensor:"
+                    raise InputError(f"{name}: {use} {first_line(error)}") from error
+                opened[last] |= compound
+    missing = next((i for i, layer in enumerate(layers) if layer.incoming is None), None)
+    if missing is not None:
+        raise InputError(f"{name}: {_place(stack, missing)} did not run")
+    return tuple(layer.sublayers() for layer in layers), unchanged
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() and all(x.dim() < 2 for x in module.parameters())
+def _place(stack: nn.ModuleList, i: int) -> str:
+    return f"layer {i} ({type(stack[i]).__name__})"

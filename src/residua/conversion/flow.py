@@ -290,7 +290,7 @@ class LayerStream(nn.Module):
         if isinstance(incoming, Flow) != (self.expand is None):
             raise UnknownUse("got the residual in a form that only another layer expects; were layers skipped?")
         if self.expand is not None:
-            lead = None if incoming.dim() == 3 else tuple(incoming.shape[:-1])
+            lead = lead_of(incoming)
             state = self.expand(rows_of(incoming), None if memories is None else memories[0])
         else:
             lead = incoming.lead
@@ -303,6 +303,8 @@ class LayerStream(nn.Module):
 
     def leave(self, output: Any, memories: Sequence[Memory | None] | None) -> Any:
         """Return what the layer returns in place of a flow: the state alone, or read out after the last layer."""
+        if isinstance(output, tuple):
+            return tuple([self.leave(item, memories) for item in output])
         if not isinstance(output, Flow):
             return output
         if output.carry is not None or output.connections:
@@ -316,6 +318,11 @@ class LayerStream(nn.Module):
 def rows_of(x: Tensor) -> Tensor:
     """Return the residual as (batch, seq, dim): without a batch, one sequence of all tokens; or one of each image."""
     return x if x.dim() == 3 else x.reshape(1 if x.dim() == 2 else x.shape[0], -1, x.shape[-1])
+
+
+def lead_of(x: Tensor) -> tuple[int, ...] | None:
+    """Return the axes of the residual before its width, None for (batch, seq)."""
+    return None if x.dim() == 3 else tuple(x.shape[:-1])
 
 
 def expect_saved_whole(stream: LayerStream, *hook_arguments: Any) -> None:
@@ -407,8 +414,6 @@ class ConvertedLayer(Swapped):
         else:
             kwargs[name] = flow
             out = super().forward(**kwargs)  # type: ignore[misc]
-        if isinstance(out, tuple):
-            return tuple([stream.leave(item, memories) for item in out])
         return stream.leave(out, memories)
 
 
@@ -439,12 +444,14 @@ class Reader(Swapped):
     run once, on tensors.
     """
 
+    residua_is_norm = False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         flow = None if args and isinstance(args[0], Tensor) else reads(args, kwargs)
         if flow is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         x = flow.read()
-        if self.residua_is_norm:  # type: ignore[attr-defined]
+        if self.residua_is_norm:
             return x
         args = tuple(x if item is flow else item for item in args)
         kwargs = {name: x if item is flow else item for name, item in kwargs.items()}
@@ -471,6 +478,17 @@ def swap(module: Any, mixin: Any) -> None:
 def swap_back(module: Any) -> None:
     """Move a swapped module back to the class that it came from."""
     module.__class__ = type(module).__bases__[1]
+
+
+def release(layer: Any) -> None:
+    """Give a layer that ran on a `Flow` its own code back, and the modules in it."""
+    if isinstance(layer, ConvertedLayer):
+        swap_back(layer)
+        delattr(layer, STREAM)
+    for part in layer.modules():
+        if isinstance(part, Reader):
+            swap_back(part)
+            vars(part).pop("residua_is_norm", None)
 
 
 def _blank(mixin: Any, plain: type) -> Any:

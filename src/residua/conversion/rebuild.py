@@ -18,8 +18,8 @@ from residua.conversion.flow import (
     Reader,
     keywords_of,
     layer_streams,
+    release,
     swap,
-    swap_back,
 )
 from residua.conversion.memory import attach, detach
 from residua.errors import InputError, first_line
@@ -81,13 +81,7 @@ def restore(model: nn.Module, path: str) -> None:
     runs_layers, stack = trunk(model, path)
     detach(model, runs_layers)
     for layer in stack:
-        if isinstance(layer, ConvertedLayer):
-            swap_back(layer)
-            delattr(layer, STREAM)
-        for child in layer.modules():
-            if isinstance(child, Reader):
-                swap_back(child)
-                del child.residua_is_norm
+        release(layer)
 
 
 def streams_of(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
