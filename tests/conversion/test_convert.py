@@ -464,11 +464,8 @@ def test_connections_made_in_inference_mode_learn():
     model = llama()
     with torch.inference_mode():
         residua.convert(model, "hc")
-        frozen = llama()
     model(IDS, labels=IDS).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    with pytest.raises(InputError, match="inference_mode"):
-        residua.convert(frozen, "hc")
 
 
 def test_half_precision():
@@ -605,13 +602,6 @@ def test_models_that_are_no_single_plain_decoder_are_refused():
     ):
         with pytest.raises(InputError, match=says):
             residua.convert(wrong, "residual")
-
-
-def test_layers_that_are_dropped_in_training_are_refused():
-    from transformers import OPTConfig
-
-    with pytest.raises(InputError, match="layerdrop"):
-        residua.convert(model_of(OPTConfig, ffn_dim=16, word_embed_proj_dim=16, layerdrop=0.1), "residual")
 
 
 def test_a_trunk_that_passes_no_keywords_on_turns_a_scheme_that_reads_earlier_tokens_away():

@@ -19,7 +19,7 @@ import residua
 from residua.connections.residual import ResidualConnection
 from residua.conversion.rebuild import stream_of
 from residua.errors import InputError
-from support.converted_models import SOUND, STARTS, WINDOWED, model_of, whisper
+from support.converted_models import ENCODED, SOUND, STARTS, WINDOWED, model_of, whisper
 from support.families import randomised
 from support.tolerances import assert_close
 
@@ -49,11 +49,9 @@ def test_a_vision_transformer_keeps_what_it_computes_and_learns(connection):
     assert all(p.grad is not None for p in stream_of(model).parameters())
 
 
-def test_a_mean_over_the_sequence_serves_images_and_no_sequences_with_padding():
-    model = residua.convert(vit(), "edelta:context=sequence", start="fresh", inputs=PIXELS)
-    assert model(IMAGE).last_hidden_state.isfinite().all()
+def test_a_mean_over_the_sequence_which_would_see_padding_is_refused():
     text = encoder(RobertaPreLayerNormConfig(vocab_size=32, **SIZES))
-    with pytest.raises(InputError, match="padding included"):
+    with pytest.raises(InputError, match="and padding; use context='token'"):
         residua.convert(text, "edelta:context=sequence", start="fresh")
     residua.convert(text, "edelta:context=token", start="fresh")
 
@@ -91,13 +89,15 @@ def test_whisper_is_converted_half_by_half():
     before = model(input_features=SOUND, decoder_input_ids=STARTS).logits
     text = model.generate(SOUND, **options)
     residua.convert(model.get_encoder(), "mhc", inputs=FEATURES)
-    residua.convert(model.get_decoder(), "attnres")
+    with pytest.raises(InputError, match=r"inputs=\{'input_ids': \.\.\., 'encoder_hidden_states': \.\.\.\}"):
+        residua.convert(model.get_decoder(), "attnres")
+    residua.convert(model.get_decoder(), "attnres", inputs=ENCODED)
     after = model(input_features=SOUND, decoder_input_ids=STARTS).logits
     assert (after - before).abs().max() <= 1e-9 * before.abs().max()
     assert torch.equal(model.generate(SOUND, **options), text)
     assert len(stream_of(model.get_decoder()).connections) == 3 * 2  # attention, attention to the encoder, MLP
     residua.unconvert(model.get_encoder(), inputs=FEATURES)
-    residua.unconvert(model.get_decoder())
+    residua.unconvert(model.get_decoder(), inputs=ENCODED)
     assert torch.equal(model(input_features=SOUND, decoder_input_ids=STARTS).logits, before)
 
 
@@ -109,7 +109,7 @@ def test_the_connections_of_a_half_are_saved_and_loaded(tmp_path):
             parameter.add_(0.2)
     residua.save_connection(half, tmp_path)
     other = whisper()
-    residua.load_connection(other.get_encoder(), tmp_path, inputs=FEATURES)
+    residua.load_connection(other.get_encoder(), tmp_path)
     logits = [one(input_features=SOUND, decoder_input_ids=STARTS).logits for one in (model, other)]
     assert_close(*logits)
 
@@ -117,7 +117,7 @@ def test_the_connections_of_a_half_are_saved_and_loaded(tmp_path):
 def test_a_decoder_half_that_reads_earlier_tokens_remembers_them():
     model = whisper()
     torch.manual_seed(1)
-    decoder = residua.convert(model.get_decoder(), WINDOWED, start="fresh")
+    decoder = residua.convert(model.get_decoder(), WINDOWED, start="fresh", inputs=ENCODED)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if "stream." in name:
@@ -132,7 +132,7 @@ def test_blocks_that_add_inside_are_opened():
     """T5 adds in modules of a layer, so their norms are what reads."""
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 32}
     encoder_half = encoder(T5Config(**sizes)).get_encoder()
-    residua.convert(encoder_half, "residual")
+    residua.convert(encoder_half, "residual", inputs={"input_ids": torch.arange(8)[None]})
     assert encoder_half.config.residua["layers"][0][0] == {
         "readers": ("layer.0.layer_norm",),
         "normed": True,

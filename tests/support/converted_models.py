@@ -17,6 +17,11 @@ PRESERVING = [name for name in PRESETS if name not in CHANGING]
 VOCAB = 48
 SOUND = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 STARTS = torch.tensor([[1], [1]])
+ENCODED = {
+    "input_ids": torch.arange(16).view(2, 8),
+    "encoder_hidden_states": torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64),
+}
+"""For the decoder of a Whisper."""
 IDS = torch.randint(2, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 
 

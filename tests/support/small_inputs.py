@@ -24,7 +24,7 @@ def inputs_of(model: PreTrainedModel) -> dict[str, Any]:
     try:
         return small_inputs(model)
     except InputError as error:
-        if "inputs must be given" not in str(error):
+        if not any(reason in str(error) for reason in ("inputs must be given", "encoder_hidden_states")):
             raise
     reasons = []
     for layout in _layouts(model):
@@ -48,7 +48,14 @@ def _layouts(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
     def floats(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(weights.device, weights.dtype)
 
-    if name in ("pixel_values", "pixel_values_videos", "hidden_states"):
+    if "encoder_hidden_states" in arguments:
+        text = config.get_text_config(decoder=True)
+        rows = min(text.vocab_size, len(model.get_input_embeddings().weight))
+        width = _first(text, ("hidden_size", "d_model"), 0)
+        states, ids = floats(2, 5, width), torch.randint(0, rows, (2, 8), generator=generator).to(weights.device)
+        caches = {"use_cache": False} if "use_cache" in arguments or getattr(config, "use_cache", False) else {}
+        yield {"input_ids": ids, **caches, "encoder_hidden_states": states}
+    elif name in ("pixel_values", "pixel_values_videos", "hidden_states"):
         channels = _first(config, ("num_channels", "in_channels", "in_chans"), 3)
         side = _first(config, ("image_size", "img_size"), 32)
         height, width = side if isinstance(side, tuple) else (side, side)

@@ -28,7 +28,7 @@ def convert(
         remote_code: let trust_remote_code=True open it, wherever residua is installed, without import residua
     """
     scheme, folder = canonical(connection), new_folder(out, "--out")  # both raise before torch is imported
-    from residua.conversion.convert_model import convert
+    from residua.conversion import convert
     from residua.lab.experiment import open_model
     from residua.lab.export import add_code, loading, model_folder
 

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from residua.connections import Scheme
 
@@ -49,7 +49,7 @@ def convert(
     from residua.conversion.flow import layer_streams
 
     size = model.num_parameters() if hasattr(model, "num_parameters") else 0  # without, it is refused
-    convert_model.convert(model, connection, start=start, inputs=inputs)
+    convert_model.convert(model, connection, start, inputs)
     if os.environ.get("RANK", "0") == "0":
         count = sum(len(stream.connections) for stream in layer_streams(model))
         added = f"{count} connections, {model.num_parameters() - size:+,} parameters to {size:,}"
@@ -69,7 +69,8 @@ def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | 
     """
     from residua.conversion import convert_model
 
-    return cast("Model", convert_model.unconvert(model, lossy=lossy, inputs=inputs))
+    convert_model.unconvert(model, lossy, inputs)
+    return model
 
 
 def save_connection(model: "PreTrainedModel", folder: str | Path) -> None:
@@ -83,11 +84,11 @@ def save_connection(model: "PreTrainedModel", folder: str | Path) -> None:
     saving.save_connection(model, folder)
 
 
-def load_connection(model: Model, folder: str | Path, *, inputs: Mapping[str, Any] | None = None) -> Model:
+def load_connection(model: Model, folder: str | Path) -> Model:
     """Give a model the connections in a folder that `save_connection` wrote, in place, and return it.
 
     model: the plain model that they were trained with, or one that was converted to the same connection. Nothing in the
-    folder is executed. inputs: as of `convert`.
+    folder is executed.
 
     Raises:
         InputError: the folder has no connections, or they belong to a model with other layers, another scheme or other
@@ -95,7 +96,8 @@ def load_connection(model: Model, folder: str | Path, *, inputs: Mapping[str, An
     """
     from residua.conversion import saving
 
-    return cast("Model", saving.load_connection(model, folder, inputs=inputs))
+    saving.load_connection(model, folder)
+    return model
 
 
 def load(folder: str | Path, **options: Any) -> "PreTrainedModel":

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from residua.connections import Scheme, describe, resolve
-from residua.connections.base import as_inputs
+from residua.connections import Connection, Scheme, describe, resolve
+from residua.conversion import convert
 from residua.conversion.anatomy import Conversion
 from residua.conversion.configuration import KEY, MODEL_TYPE, ConvertedConfig, conversion_of
-from residua.conversion.convert_model import convert
 from residua.conversion.flow import layer_streams
 from residua.conversion.opening import new_model, read_model
 from residua.conversion.probe import probe
+from residua.conversion.rebuild import stream_of
 from residua.errors import InputError, extra, first_line, require, shown
 from residua.models.evaluating import evaluating
 from residua.records.durable import file_sha256
@@ -77,8 +77,9 @@ def open_base(folder: Path, connection: str | dict[str, Any], start: Literal["pr
             f"got {connection!r}; leave it out, or give the plain model as model.base"
         )
     _expect_mean_loss(model, folder)
-    config: Any = model.config
-    if _has_penalty(scheme, config.get_text_config()):
+    connections: Any = stream_of(model).connections
+    penalties = any(type(connection).penalty is not Connection.penalty for connection in connections)
+    if penalties and getattr(scheme, "penalty", True):
         option = "; set its option penalty to 0" if hasattr(scheme, "penalty") else ""
         raise InputError(
             "model.connection must be a scheme without a penalty, which the loss of a converted model leaves out"
@@ -125,20 +126,6 @@ def _starts(connection: str | dict[str, Any]) -> list[Scheme]:
         return [scheme, scheme.preserving()]
     except ValueError:
         return [scheme]
-
-
-def _has_penalty(scheme: Scheme, config: Any) -> bool:
-    """Return whether a connection of a scheme has an auxiliary loss, in a model of this configuration."""
-    with torch.device("meta"):
-        stream = scheme.build(config.hidden_size, 2 * config.num_hidden_layers)
-        state = stream.expand(torch.empty(1, 2, config.hidden_size))
-        connections: list[Any] = list(stream.connections)
-        for connection in connections:
-            x, carry = connection.read(state)
-            if connection.penalty(carry.coefficients) is not None:
-                return True
-            state = connection.write(as_inputs(x)[0], carry)
-    return False
 
 
 def _expect_mean_loss(model: Any, folder: Path) -> None:

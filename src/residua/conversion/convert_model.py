@@ -13,22 +13,9 @@ from residua.connections import Scheme, resolve
 from residua.connections.residual import Residual
 from residua.conversion.anatomy import Conversion, observe, stack_of
 from residua.conversion.configuration import conversion_of, mark, unmark
-from residua.conversion.flow import (
-    INPUTS,
-    ConvertedLayer,
-    LayerStream,
-    UnknownUse,
-)
-from residua.conversion.probe import (
-    Situation,
-    outputs,
-    probe,
-    same_bits,
-    same_numbers,
-    situations,
-    uneven,
-)
-from residua.conversion.rebuild import attach_streams, new_streams, rebuild, restore, streams_of, trunk
+from residua.conversion.flow import INPUTS, UnknownUse
+from residua.conversion.probe import Situation, outputs, probe, same_bits, same_numbers, situations, uneven
+from residua.conversion.rebuild import attach_streams, is_converted, new_streams, rebuild, restore, streams_of, trunk
 from residua.errors import InputError, extra, first_line, require
 from residua.models.evaluating import evaluating
 
@@ -43,11 +30,10 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 def convert(
     model: PreTrainedModel,
     connection: str | Mapping[str, Any] | Scheme,
-    *,
-    start: Literal["preserve", "fresh"] = "preserve",
-    inputs: Mapping[str, Any] | None = None,
-) -> PreTrainedModel:
-    """`residua.convert`, which documents it."""
+    start: Literal["preserve", "fresh"],
+    inputs: Mapping[str, Any] | None,
+) -> None:
+    """Do what `residua.convert` says, without the line in the log."""
     require(start in ("preserve", "fresh"), "start", "'preserve' or 'fresh'", start)
     try:
         scheme = resolve(connection)
@@ -72,7 +58,6 @@ def convert(
             restore(model, conversion.stack)
             raise
     mark(model, conversion)
-    return model
 
 
 def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, Any]) -> Conversion:
@@ -120,10 +105,8 @@ def _outputs_of(model: PreTrainedModel, ways: Mapping[str, Situation]) -> dict[s
     return results
 
 
-def unconvert(
-    model: PreTrainedModel, *, lossy: bool = False, inputs: Mapping[str, Any] | None = None
-) -> PreTrainedModel:
-    """`residua.unconvert`, which documents it."""
+def unconvert(model: PreTrainedModel, lossy: bool, inputs: Mapping[str, Any] | None) -> None:
+    """Do what `residua.unconvert` says."""
     conversion = conversion_of(model)
     inputs = None if lossy else probe(model, inputs)
     with evaluating(model):
@@ -139,7 +122,6 @@ def unconvert(
                 f"largest one, more than {bound:.0e}: it is no plain model any more; lossy=True drops what they learnt"
             )
     unmark(model)
-    return model
 
 
 def small_inputs(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -147,10 +129,16 @@ def small_inputs(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[st
     converted.
     """
     require(isinstance(inputs, Mapping | None), "inputs", "arguments of the model by their names", inputs)
+    expect_convertible(model)
+    return probe(model, inputs)
+
+
+def expect_convertible(model: Any) -> None:
+    """Raise InputError for a model whose kind cannot be converted."""
     if not isinstance(model, PreTrainedModel):
         raise InputError(f"model must be a model of transformers, got {type(model).__name__}")
     name = type(model).__name__
-    if any(isinstance(module, (ConvertedLayer, LayerStream)) for module in model.modules()):
+    if is_converted(model):
         raise InputError(f"{name}: this model is converted already; residua.unconvert(model) first")
     if getattr(model.config, "model_type", None) == "residua":
         raise InputError(f"{name}: choose the connection in its ResiduaConfig; convert is for models without one")
@@ -167,16 +155,11 @@ def small_inputs(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[st
         )
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise InputError(f"{name} must have its weights in memory, found some that are not loaded or offloaded")
-    if any(parameter.is_inference() for parameter in model.parameters()):
-        raise InputError(f"{name} must have weights that can be trained, got some made in torch.inference_mode()")
-    for where in (model.config, *model.modules()):
-        for option in ("layerdrop", "speech_encoder_layerdrop"):
-            if getattr(where, option, 0):
-                raise InputError(
-                    f"{name} must run every layer, got {option} in {type(where).__name__}; set it to 0 first"
-                )
-    stack_of(model)  # says more than why a model does not run
-    return probe(model, inputs)
+    if any("forward" in vars(layer) for layer in stack_of(model)[1]):  # they would run as if they had no connections
+        raise InputError(
+            f"{name} must have layers that run the code of their class, got others, such as a hook of accelerate; "
+            "convert the model before it is dispatched to devices"
+        )
 
 
 def _run(model: PreTrainedModel, run: Situation) -> list[Tensor]:
@@ -189,26 +172,18 @@ def _run(model: PreTrainedModel, run: Situation) -> list[Tensor]:
 
 
 def _expect_same_direction(model: PreTrainedModel, conversion: Conversion, inputs: Mapping[str, Any]) -> None:
-    """Raise InputError for a scheme that looks along the sequence in another way than the model does."""
+    """Raise InputError for a scheme that looks along the sequence, unless it and the model only look back."""
     scheme = conversion.scheme
-    if scheme.causal and not any(stream.looks_back for stream in new_streams(model, conversion)):
-        return
-    if _is_causal(model, conversion.stack, inputs):
-        if not scheme.causal:
-            raise InputError(
-                "connection must be a causal scheme, got one whose coefficients depend on the whole sequence, so "
-                "that every token would see later ones; use context='token' or 'cumulative'"
-            )
-        return
-    if scheme.causal:
+    if not scheme.causal:
+        raise InputError(
+            "connection must be a causal scheme, got one whose coefficients depend on the whole sequence, so that a "
+            "token would see later ones, and padding; use context='token' or 'cumulative'"
+        )
+    looks_back = any(stream.looks_back for stream in new_streams(model, conversion))
+    if looks_back and not _is_causal(model, conversion.stack, inputs):
         raise InputError(
             f"connection must be a scheme that reads single tokens, got one that reads earlier ones; "
             f"{type(model).__name__} reads in both directions"
-        )
-    if not all(isinstance(x, Tensor) and x.dim() > 3 for x in inputs.values()):
-        raise InputError(
-            f"connection must have coefficients of single tokens, got ones of the whole sequence, padding included; "
-            f"{type(model).__name__} takes more than images of one size; use context='token'"
         )
 
 

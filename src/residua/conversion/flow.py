@@ -248,8 +248,7 @@ class LayerStream(nn.Module):
     """The part of the stream that a layer owns: its connections; in the first layer expand, in the last collapse.
 
     first: the index of its first connection in the whole stream; looks_back: whether the scheme reads earlier tokens;
-    sees_others: whether it reads these or the whole sequence; keywords: the names of arguments that the layer or a
-    module in it takes.
+    keywords: the names of arguments that the layer or a module in it takes.
     """
 
     keywords: frozenset[str] = frozenset()
@@ -262,12 +261,10 @@ class LayerStream(nn.Module):
         collapse: nn.Module | None,
         *,
         looks_back: bool,
-        sees_others: bool,
     ):
         super().__init__()
         self.first = first
         self.looks_back = looks_back
-        self.sees_others = sees_others
         self.expand = expand
         self.connections = nn.ModuleList(connections)
         self.collapse = collapse

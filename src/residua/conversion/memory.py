@@ -74,15 +74,13 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     stack = next(x for x in trunk.children() if isinstance(x, nn.ModuleList) and isinstance(x[0], ConvertedLayer))
     for module in (trunk, stack[0]):
         expect_gradients(module)
-    if not getattr(stack[0], STREAM).sees_others:
+    if not getattr(stack[0], STREAM).looks_back:
         return None
     parts = [part for layer in stack for part in getattr(layer, STREAM).parts]
     windowed = [part for part in parts if window_of(part)]
     names = inspect.signature(trunk.forward).parameters
     given = {**dict(zip(names, args)), **kwargs}
     tokens: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-    if tokens is None and not windowed:  # an image
-        return None
     config: Any = trunk.config
     expect_no_pages(given)
     if given.get("output_hidden_states") or getattr(config, "output_hidden_states", False):

@@ -1,7 +1,7 @@
 """Small inputs for a model of transformers, and the situations in which two forms of it must compute the same."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 
 from residua.errors import InputError, extra, first_line
 from residua.models.evaluating import evaluating
@@ -30,16 +31,13 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> di
     Raises:
         InputError: it does not run on them, or it reads something else than token ids and none are given.
     """
-    reasons: list[Exception] = []
-    for candidate in _token_ids(model) if inputs is None else [dict(inputs)]:
-        try:
-            with evaluating(model):
-                outputs(model, candidate)
-        except Exception as error:  # a model that needs other inputs raises anything
-            reasons.append(error)
-        else:
-            return candidate
-    raise InputError(f"{type(model).__name__}: could not run it on a small input: {first_line(reasons[0])}")
+    inputs = _token_ids(model) if inputs is None else dict(inputs)
+    try:
+        with evaluating(model):
+            outputs(model, inputs)
+    except Exception as error:  # a model that needs other inputs raises anything
+        raise InputError(f"{type(model).__name__}: could not run it on a small input: {first_line(error)}") from error
+    return inputs
 
 
 def situations(
@@ -85,7 +83,7 @@ def outputs(model: nn.Module, inputs: Mapping[str, Any], changed: Mapping[str, T
     changed: values that take the place of some of its parameters, by their names.
     """
     with torch.no_grad():
-        result = list(_floats(functional_call(model, dict(changed or {}), kwargs=dict(inputs))))
+        result = _floats(functional_call(model, dict(changed or {}), kwargs=dict(inputs)))
     if not result:
         raise TypeError("it returns no tensor of floating-point numbers")
     return result
@@ -115,47 +113,32 @@ def _in_pieces(model: nn.Module, inputs: Mapping[str, Any], changed: Mapping[str
     return result
 
 
-def _floats(found: Any) -> Iterator[Tensor]:
-    """Yield the tensors of floating-point numbers in an output: a tensor, a sequence, a mapping or attributes."""
-    if isinstance(found, Tensor):
-        if found.is_floating_point():
-            yield found
-    elif isinstance(found, (list, tuple, Mapping)):
-        for item in found.values() if isinstance(found, Mapping) else found:
-            yield from _floats(item)
+def _floats(output: Any) -> list[Tensor]:
+    """Return the tensors of floating-point numbers in an output."""
+    return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def _token_ids(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
-    """Yield token ids in the forms to try, likeliest first: alone, and beside the states of an encoder."""
-    arguments = inspect.signature(model.forward).parameters
-    name = model.main_input_name if model.main_input_name in arguments else next(iter(arguments), "")
-    if name != "input_ids":
-        raise InputError(
-            f"{type(model).__name__}: inputs must be given for a model that reads no token ids, got none; give a small "
-            f"batch that it runs on, such as inputs={{{name!r}: ...}}"
-        )
+def _token_ids(model: PreTrainedModel) -> dict[str, Any]:
     config: Any = model.config
-    weights = next(p for p in model.parameters() if p.is_floating_point())
-    generator = torch.Generator().manual_seed(0)
-    text = config.get_text_config(decoder=True)
-    sizes = [getattr(text, "vocab_size", None)]
-    with suppress(NotImplementedError, AttributeError):  # a model of several towers
-        embeddings: Any = model.get_input_embeddings()
-        sizes.append(len(embeddings.weight))
-    rows = min((size for size in sizes if isinstance(size, int)), default=2)
-    width = next((size for name in ("hidden_size", "d_model") if isinstance(size := getattr(text, name, 0), int)), 0)
-    states = torch.randn(2, 5, width, generator=generator).to(weights)
-    ids = torch.randint(0, rows, (2, TOKENS), generator=generator).to(weights.device)
+    arguments = inspect.signature(model.forward).parameters
 
     def flag(*names: str) -> bool:
         return any(getattr(config, name, False) is True for name in names)
 
-    alone: dict[str, Any] = {"input_ids": ids}
-    if "use_cache" in arguments or flag("use_cache", "is_decoder"):
-        alone["use_cache"] = False
-    if "encoder_hidden_states" not in arguments:
-        yield alone
-        return
-    if not flag("is_encoder_decoder", "add_cross_attention"):
-        yield alone
-    yield {**alone, "encoder_hidden_states": states}
+    needed = [model.main_input_name if model.main_input_name in arguments else next(iter(arguments), "")]
+    if "encoder_hidden_states" in arguments and flag("is_encoder_decoder", "add_cross_attention"):
+        needed.append("encoder_hidden_states")
+    if needed != ["input_ids"]:
+        example = ", ".join(f"{name!r}: ..." for name in needed)
+        raise InputError(
+            f"{type(model).__name__}: inputs must be given for a model that reads more than token ids, got none; give "
+            f"a small batch that it runs on, such as inputs={{{example}}}"
+        )
+    sizes = [getattr(config.get_text_config(decoder=True), "vocab_size", None)]
+    with suppress(NotImplementedError, AttributeError):  # a model of several towers
+        embeddings: Any = model.get_input_embeddings()
+        sizes.append(len(embeddings.weight))
+    rows = min((size for size in sizes if isinstance(size, int)), default=2)
+    ids = torch.randint(0, rows, (2, TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
+    caches = "use_cache" in arguments or flag("use_cache", "is_decoder")
+    return {"input_ids": ids, "use_cache": False} if caches else {"input_ids": ids}

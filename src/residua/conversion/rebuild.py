@@ -46,13 +46,12 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     except ValueError as error:
         raise InputError(f"no stream of width {width}: {first_line(error)}") from error
     looks_back = any(map(window_of, whole.parts))
-    sees_others = looks_back or not all(getattr(part, "causal", True) for part in whole.parts)
     connections: list[Any] = list(whole.connections)
     streams, first = [], 0
     for i, (layer, found) in enumerate(zip(stack, anatomy)):
         last = first + len(found)
         ends = whole.expand if i == 0 else None, whole.collapse if i == len(stack) - 1 else None
-        own = LayerStream(connections[first:last], first, *ends, looks_back=looks_back, sees_others=sees_others)
+        own = LayerStream(connections[first:last], first, *ends, looks_back=looks_back)
         parameter = next(layer.parameters())
         streams.append(own.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
         first = last

@@ -1,7 +1,6 @@
 """The connections of a converted model alone, in a folder beside the model that they were trained with."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ from torch import nn
 
 from residua.conversion.anatomy import Conversion
 from residua.conversion.configuration import conversion_of, expect_weights, mark
-from residua.conversion.convert_model import find_anatomy, small_inputs
+from residua.conversion.convert_model import expect_convertible
 from residua.conversion.flow import STREAM
 from residua.conversion.rebuild import attach_streams, is_converted, new_streams, streams_of
-from residua.errors import InputError, extra, shown
+from residua.errors import InputError, extra, first_line
 from residua.records.durable import write_text
 from residua.records.reading import read_json
 from residua.records.tensors import read_tensors, write_tensors
@@ -31,7 +30,7 @@ may lose of numbers that are next to nothing.
 
 
 def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
-    """`residua.save_connection`, which documents it."""
+    """Do what `residua.save_connection` says."""
     if not isinstance(model, PreTrainedModel) or any(".base_layer." in name for name in model.state_dict()):
         raise InputError(
             f"the model must be of transformers without adapters, got {type(model).__name__}; merge them into it first "
@@ -47,10 +46,8 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
 
 
 @torch.inference_mode(False)
-def load_connection(
-    model: PreTrainedModel, folder: str | Path, *, inputs: Mapping[str, Any] | None = None
-) -> PreTrainedModel:
-    """`residua.load_connection`, which documents it."""
+def load_connection(model: PreTrainedModel, folder: str | Path) -> None:
+    """Do what `residua.load_connection` says."""
     folder = Path(folder)
     if not (folder / DESCRIPTION).is_file() or not (folder / WEIGHTS).is_file():
         raise InputError(f"{folder} must hold {DESCRIPTION} and {WEIGHTS}; residua.save_connection writes them")
@@ -58,44 +55,33 @@ def load_connection(
     tensors, _ = read_tensors(folder / WEIGHTS, "the weights of connections", "save them again")
     saved_beside = tensors.pop(BASE_WEIGHTS, torch.empty(0))
     plain = not is_converted(model)
-    expected = find_anatomy(model, conversion.scheme, small_inputs(model, inputs)) if plain else conversion_of(model)
-    if expected != conversion:
-        what = "its layers" if expected.scheme == conversion.scheme else "its connection"
-        raise InputError(
-            f"{folder}: these connections are another model's: {what} differ from {type(model).__name__}'s"
-        )
-    streams = new_streams(model, conversion) if plain else streams_of(model, conversion)
-    parameters = nn.ModuleList(streams).state_dict()
-    shapes, saved = ({name: tuple(x.shape) for name, x in some.items()} for some in (parameters, tensors))
-    if shapes != saved:
-        wrong = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
-        raise InputError(
-            f"{folder / WEIGHTS} must hold the parameters of the connections, these differ: {shown(wrong)}"
-        )
-    loaded = {name: tensors[name].to(tensor.dtype) for name, tensor in parameters.items()}
-    wrong = sorted(
-        name
-        for name, tensor in parameters.items()
-        if tensors[name].is_floating_point() != tensor.is_floating_point() or not loaded[name].isfinite().all()
-    )
-    if wrong:
-        raise InputError(
-            f"{folder / WEIGHTS}: parameters must be finite numbers in floating point, got others in {shown(wrong)}; "
-            "save the connections again"
-        )
+    another = f"{folder}: these connections are another model's"
+    if plain:
+        expect_convertible(model)
+        try:
+            streams = new_streams(model, conversion)
+        except (AttributeError, ValueError) as error:
+            raise InputError(
+                f"{another}: its layers differ from {type(model).__name__}'s: {first_line(error)}"
+            ) from error
+    else:
+        if conversion_of(model) != conversion:
+            raise InputError(f"{another}: its connection differs from {type(model).__name__}'s")
+        streams = streams_of(model, conversion)
     sample = _sample_of_base(model)
     if saved_beside.shape != sample.shape or not saved_beside.to(sample).allclose(sample, SAME, LOST):
         raise InputError(
-            f"{folder}: these connections are another model's: they were saved beside other weights than those of "
-            f"{type(model).__name__}; load the model that they were trained with, or save it whole, by save_pretrained"
+            f"{another}: they were saved beside other weights than those of {type(model).__name__}; load the model "
+            "that they were trained with, or save it whole, by save_pretrained"
         )
-    with torch.no_grad():
-        for name, tensor in parameters.items():
-            tensor.copy_(loaded[name])
+    try:
+        nn.ModuleList(streams).load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise InputError(f"{folder / WEIGHTS} must hold the parameters of the connections: {reason}") from error
     if plain:
         attach_streams(model, conversion, streams)
         mark(model, conversion)
-    return model
 
 
 def _sample_of_base(model: Any) -> torch.Tensor:
@@ -109,7 +95,7 @@ def _sample_of_base(model: Any) -> torch.Tensor:
 
 
 def load(folder: str | Path, **options: Any) -> Any:
-    """`residua.load`, which documents it."""
+    """Do what `residua.load` says."""
     with_info = options.pop("output_loading_info", False)
     opened: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     model, info = opened

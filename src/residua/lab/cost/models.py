@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.conversion.convert_model import convert
+from residua.conversion import convert
 from residua.errors import InputError, extra
 from residua.lab.cost.settings import BASELINE, Settings
 from residua.models import ResiduaConfig, ResiduaForCausalLM
