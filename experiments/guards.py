@@ -253,7 +253,7 @@ def converted(names: tuple[str, ...] = (), dtypes: tuple[torch.dtype, ...] = DTY
             for dtype in dtypes:
                 model, inputs = family(name, dtype)
                 torch.manual_seed(1)
-                residua.convert(model, connection, start="fresh", **watched_on(name, inputs))
+                residua.convert(model, connection, start="fresh", **watched_on(residua.convert, name, inputs))
                 shaken(model, 0.1)
                 key = f"{name} {connection} {dtype}"
                 yield key, with_gradients(model, inputs)
@@ -265,11 +265,9 @@ def converted(names: tuple[str, ...] = (), dtypes: tuple[torch.dtype, ...] = DTY
                         yield f"{key} reloaded", {"output": reloaded(model, name, inputs)(**inputs)[0]}
 
 
-def watched_on(name: str, inputs: Tensors) -> dict[str, Tensors]:
-    """What `convert` is given besides for a model without token ids, at commits where it takes inputs."""
-    import residua
-
-    taken = "inputs" in inspect.signature(residua.convert).parameters
+def watched_on(function: Callable[..., Any], name: str, inputs: Tensors) -> dict[str, Tensors]:
+    """What a function is given besides for a model without token ids, at commits where it takes inputs."""
+    taken = "inputs" in inspect.signature(function).parameters
     return {"inputs": inputs} if name == "vit" and taken else {}
 
 
@@ -281,7 +279,7 @@ def reloaded(model: Any, name: str, inputs: Tensors) -> Any:
         residua.save_connection(model, folder)
         plain, _ = family(name, torch.float32)
         plain.load_state_dict(model.state_dict(), strict=False)
-        return in_order(residua.load_connection(plain, folder, **watched_on(name, inputs)))
+        return in_order(residua.load_connection(plain, folder, **watched_on(residua.load_connection, name, inputs)))
 
 
 def authors(dtypes: tuple[torch.dtype, ...] = DTYPES) -> Results:

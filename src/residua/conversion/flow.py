@@ -293,7 +293,7 @@ class LayerStream(nn.Module):
             lead = incoming.lead
             # A recomputed layer must not recompute the layer before it, whose weights may be absent.
             state = cut(incoming.state) if checkpointed else incoming.state
-        connections: Any = list(self.connections) if self.watched is None else self.watched
+        connections: Any = tuple(self.connections._modules.values()) if self.watched is None else self.watched
         count = len(connections)
         own = (None,) * count if memories is None else memories[1 + self.first : 1 + self.first + count]
         return Flow(state, connections, own, lead=lead)
@@ -366,9 +366,6 @@ class Borrowed(nn.Module):
             owner = owner._modules[name]  # type: ignore[assignment]
         return owner
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.forward(x)  # hooks are on the norm
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -378,6 +375,8 @@ class Borrowed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.owner(x.to(next(self.owner.parameters()).dtype) if self.cast else x)
+
+    __call__ = forward  # hooks are on the norm
 
 
 class Swapped:
@@ -444,8 +443,8 @@ class Reader(Swapped):
     residua_is_norm = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        flow = None if args and isinstance(args[0], Tensor) else reads(args, kwargs)
-        if flow is None:
+        flow = args[0] if args and isinstance(args[0], (Tensor, Flow)) else reads(args, kwargs)
+        if not isinstance(flow, Flow):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         x = flow.read()
         if self.residua_is_norm:

@@ -43,13 +43,15 @@ def new_symbol(x: float) -> float:
 def under_autocast(device: torch.device) -> bool:
     """Return whether autocast chooses the dtype of matrix products on this device."""
     # The meta device has no autocast.
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
     """Compute matrix products in the dtype of their arguments, even if autocast is on."""
-    return torch.autocast(device.type, enabled=False) if under_autocast(device) else nullcontext()
+    return torch.autocast(device.type, enabled=False) if under_autocast(device) else _AS_IT_IS
 
+
+_AS_IT_IS = nullcontext()
 
 FEW = 8  # outputs of a linear map: up to here, once compiled, sums of products cost less than a matrix product
 FEW_TOKENS = 8  # of several streams: up to here, in eager mode, fewer operations matter more than fewer bytes

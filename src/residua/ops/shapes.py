@@ -18,6 +18,8 @@ def expand_leading(name: str, x: Tensor, leading: Sequence[int], trailing: Seque
     `meaning` names the axes, such as "(..., n)".
     """
     expected = (*leading, *trailing)
+    if x.shape == expected:
+        return x
     shape = (1,) * (len(expected) - x.dim()) + tuple(x.shape)
     fits = len(shape) == len(expected) and shape[len(leading) :] == tuple(trailing)
     if not fits or any(size not in (1, target) for size, target in zip(shape, leading)):
