@@ -18,7 +18,7 @@ from residua.connections import PRESETS
 from residua.lab.cost.timing import compare, process_clock
 from residua.records.provenance import circumstances
 
-SHAPE = {"layers": 8, "dim": 768, "heads": 12, "vocab_size": 512}
+SHAPE = {"layers": 8, "dim": 512, "heads": 8, "vocab_size": 512}
 PROMPT, NEW, ROUNDS, WARMUP = 64, 16, 15, 2
 PLAIN = "unconverted"
 
