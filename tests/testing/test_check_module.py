@@ -14,6 +14,7 @@ import residua
 from residua import AttentionResiduals, DeepDelta, HyperConnections, ManifoldHyperConnections
 from residua.connections import resolve
 from residua.testing import CheckFailed, ConnectionAdapter, StreamAdapter, check_module
+from residua.testing.checks import run
 from residua.testing.module import checks
 
 pytest_plugins = ["pytester"]
@@ -38,13 +39,16 @@ class HyperBlock(nn.Module):
         self.ln = nn.Parameter(torch.ones(dim))
 
     def mappings(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        wide = x.to(torch.bfloat16) if self.bug == "bf16 mapping" else x if x.dtype == torch.float64 else x.float()
-        weight = self.proj.to(wide.dtype) if self.bug == "bf16 mapping" else self.proj
+        narrow = {"bf16 mapping": torch.bfloat16, "float16 mapping": torch.float16}.get(self.bug)
+        wide = x.to(narrow) if narrow else x if x.dtype == torch.float64 else x.float()
+        weight = self.proj.to(wide.dtype) if narrow else self.proj
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bug == "autocast mapping" and x.dtype != torch.float64):
             z = (wide @ weight).to(self.scale.dtype)
         square = x.to(z.dtype).square().mean(-1, keepdim=True)
         z = z / (square.sqrt() + 1e-2) if self.bug == "eps outside the root" else z * torch.rsqrt(square + 1e-5)
         a, b = self.scale, self.base
+        if self.bug == "constant mappings":
+            z = 0 * z
         if self.bug == "alphas swapped":
             a = a[[1, 0, 2]]
         if self.bug == "slices swapped":
@@ -58,7 +62,8 @@ class HyperBlock(nn.Module):
         else:
             post = (1 if self.bug == "factor 2 missing" else 2) * post.sigmoid()
         logits = (a[2] * z[..., 2 * N :] + b[2 * N :]).unflatten(-1, (N, N))
-        return pre, self.sinkhorn(logits), post
+        mix = self.sinkhorn(logits.mT if self.bug == "logits transposed" else logits)
+        return pre, mix / mix.sum(-1, keepdim=True) if self.bug == "rows once more" else mix, post
 
     def sinkhorn(self, logits: Tensor) -> Tensor:
         if self.bug == "softmax only":
@@ -87,7 +92,8 @@ class HyperBlock(nn.Module):
         read = (pre.unsqueeze(-1) * wide).sum(-2)
         if self.bug == "H_pre ignored":
             read = wide.mean(-2)
-        read = F.rms_norm(read, read.shape[-1:], None if self.bug == "norm gain missing" else self.ln, 1e-5)
+        eps = 1e-3 if self.bug == "another eps" else 1e-5
+        read = F.rms_norm(read, read.shape[-1:], None if self.bug == "norm gain missing" else self.ln, eps)
         if self.bug == "norm weight without gradient":
             read = F.rms_norm((pre.unsqueeze(-1) * wide).sum(-2), read.shape[-1:], self.ln.detach(), 1e-5)
         y = layer(read.to(x.dtype)).to(mix.dtype)
@@ -100,6 +106,10 @@ class HyperBlock(nn.Module):
         out = mixed + post.unsqueeze(-1) * y.unsqueeze(-2)
         if self.bug == "collapsed in every block":
             out = out.mean(-2, keepdim=True).expand_as(out)
+        if self.bug == "keeps its input":
+            out = out + read.unsqueeze(-2)
+        if self.bug == "mean over the batch":
+            out = out + 1e-3 * out.mean(0, keepdim=True)
         if self.bug == "looks ahead":
             out = out + 1e-3 * out.flip(1)
         if self.bug == "in place":
@@ -150,11 +160,15 @@ NAMED = {
     "frozen H_res": ("gradients", r"h_res is frozen: agrees with h_res.detach\(\)"),
     "frozen by a buffer": ("parameters", "base is a buffer: it stays frozen at its initial value"),
     "norm weight without gradient": ("gradients", "no gradient reaches norm.weight, though the output depends on it"),
-    "bf16 mapping": ("float32_mappings", "the mapping or the mixing is computed in bfloat16, whatever the dtype"),
+    "bf16 mapping": ("float32_mappings", "the mapping, the mixing or the result is rounded to 16 bits, whatever"),
+    "float16 mapping": ("float32_mappings", "the mapping, the mixing or the result is rounded to 16 bits, whatever"),
     "autocast mapping": ("float32_mappings", "the mapping or the mixing is computed in bfloat16 under autocast"),
     "overflows": ("large_logits", "an exp overflows, or a sum underflows to 0 and divides; normalise in logarithms"),
     "largest of the matrix": ("large_logits", "a sum underflows to 0 and divides; normalise in logarithms"),
     "21 iterations": ("forward", "Sinkhorn makes 21 iterations, expected 20"),
+    "logits transposed": ("forward", "^the logits of H_res are transposed, before Sinkhorn$"),
+    "constant mappings": ("forward", "^mappings.alpha has no influence: agrees with mappings.alpha = 0$"),
+    "mean over the batch": ("forward", "^the result for a sequence depends on the other sequences of the batch$"),
     "alphas swapped": ("forward", "entries 0 and 1 of mappings.alpha are swapped$"),
     "slices swapped": ("forward", "the rows of H_pre and H_post in mappings.bias and mappings.phi.weight are swapped$"),
     "softmax reads": ("forward", "H_pre is a softmax over the streams, not a sigmoid"),
@@ -188,6 +202,36 @@ def failures(adapter) -> str:
     with pytest.raises(CheckFailed) as raised:
         check_module(adapter)
     return str(raised.value)
+
+
+FIRST = "^not one of the known mistakes; the first difference is in "
+
+
+@pytest.mark.parametrize(
+    ("bug", "words"),
+    [
+        (
+            "eps outside the root",
+            r"the read \(largest difference 0.02\d*, .*, also differs: the mixer \(.*, the write \(",
+        ),
+        ("another eps", r"the read \(largest difference [^()]*\)$"),
+        ("eps in Sinkhorn", r"the mixer \(by up to 0.01 in an entry of H_res\)$"),
+        ("rows once more", r"the mixer \(by up to 0.018 in an entry of H_res\)$"),
+        ("keeps its input", r"what is kept of the streams \("),
+        ("looks ahead", r"what is kept of the streams \(.*, also differs: the write \("),
+    ],
+)
+def test_a_mistake_that_is_not_known_gets_no_name(bug, words):
+    with pytest.raises(CheckFailed, match=FIRST + words):
+        checks()["forward"](Block(bug))
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_an_adapter_with_another_eps_is_told_which(eps):
+    block = Block()
+    block.norm_eps = eps
+    with pytest.raises(CheckFailed, match=rf"^agrees with norm_eps=1e-05, the adapter says {eps:.3g}$"):
+        checks()["forward"](block)
 
 
 class HyperConnectionsBlock(nn.Module):
@@ -325,8 +369,19 @@ def test_a_second_mistake_is_not_made_up():
     said = failures(Block("writes its input"))
     assert "doubly stochastic" not in said
     assert "look for a factor" not in said
-    assert "not causal" not in failures(Block("dropout"))
     assert "subtract the largest" not in failures(Block("largest of the matrix"))
+    assert "another order" not in failures(Block("rows once more"))
+    assert "doubly stochastic" not in failures(Block("keeps its input"))
+
+
+@pytest.mark.parametrize("bug", ["dropout", "remembers"])
+def test_other_numbers_in_a_second_call_are_blamed_for_everything(bug):
+    report = run(checks(), Block(bug))
+    assert set(report.failed.values()) == {"a second call gives other numbers"}
+
+
+def test_a_state_that_is_changed_in_place_is_not_called_another_result_of_streaming():
+    assert "streaming" in run(checks(), Block("updates the streams in place")).passed
 
 
 class DepthStack(nn.Module):
@@ -360,6 +415,8 @@ class DepthStack(nn.Module):
         for i, layer in enumerate(layers):
             h = x if i == 0 else self.attend(values, self.query[i - 1], self.key_gain[i - 1])
             values.append(layer(F.rms_norm(h, h.shape[-1:], self.norm_gain[i], 1e-5)))
+        if self.bug == "last write doubled":
+            values[-1] = 2 * values[-1]
         if self.bug == "head sums":
             return sum(values)
         return self.attend(values, self.head_query, self.head_gain)
@@ -396,6 +453,7 @@ STACKS = {
     "key norm missing": ("forward", "the read of connection 1 differs: the keys are not normalised"),
     "last source missing": ("forward", "the read of connection 1 differs: the last source is missing"),
     "head sums": ("forward", "the head reads the sum of the sources"),
+    "last write doubled": ("forward", f"{FIRST}the last write or the head"),
 }
 
 

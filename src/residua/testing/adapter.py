@@ -45,10 +45,10 @@ class Adapter(ABC):
         influence and that our scheme therefore lacks, return any tensor of its shape.
         """
 
-    def reference(self, scheme: Scheme | None = None) -> Stream:
-        """Return our stack to compare with; `scheme` takes the place of the adapter's."""
+    def reference(self) -> Stream:
+        """Return our stack to compare with."""
         norm = None if self.owns_norm else (lambda i: nn.Identity())
-        return (scheme or self.scheme).build(self.dim, self.num_sublayers, norm_eps=self.norm_eps, norm=norm)
+        return self.scheme.build(self.dim, self.num_sublayers, norm_eps=self.norm_eps, norm=norm)
 
 
 class ConnectionAdapter(Adapter):

@@ -1,12 +1,16 @@
 """Explain why a module disagrees: our module makes each known mistake, until the two agree.
 
-A mistake is named only if the module agrees with it, to rounding. Otherwise the message names the part that differs.
+A mistake is named only if the module agrees with it, to rounding. Otherwise the message names the first part that
+differs.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import fields, replace
 from itertools import combinations
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +21,7 @@ from residua.connections import Carry, Connection, Mixing, RankOne
 from residua.connections.base import as_inputs
 from residua.errors import types_of
 from residua.ops import rms_norm
-from residua.testing.adapter import Pair
+from residua.testing.adapter import Adapter, Pair
 from residua.testing.agreement import agree, disagreement
 from residua.testing.checks import tensors
 from residua.testing.inputs import bare_sublayers, normal, recorded
@@ -25,36 +29,62 @@ from residua.testing.inputs import bare_sublayers, normal, recorded
 Calls = list[tuple[Tensor, ...]]
 
 
+class Difference(NamedTuple):
+    """A part that differs, by how much, and no known mistake explains it."""
+
+    part: str
+    gap: str
+
+
+Findings = list[str | Difference]
+"""Known mistakes in words, and differences that none of them explains, in the order of the computation."""
+
+
 def of(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expected: Calls) -> str:
     """Return in words why a module differs from the reference.
 
     result, reference: the results; actual, expected: the inputs of its sublayers and of ours.
     """
-    with torch.no_grad():
-        variant = _variant(pair, state, result, actual)
-        if variant is not None:
-            return variant
-        wrong = (_of_stream if pair.whole else _of_connection)(pair, state, result, reference, actual, expected)
-    return "; ".join(wrong)
-
-
-def _variant(pair: Pair, state: Any, result: Any, actual: Calls) -> str | None:
-    """Return the option of our scheme, or the parts of our parameters in another order, that explain all results."""
 
     def agrees(part: nn.Module, ours: dict[str, Tensor]) -> bool:
         sublayers, inputs = recorded(pair.sublayers())
         variant = pair.reference(ours, tree_map(torch.clone, state), sublayers, part)
         theirs, others = ([*tensors(tree), *tensors(calls)] for tree, calls in ((result, actual), (variant, inputs)))
-        return len(theirs) == len(others) and all(agree(a, b, dtype=pair.dtype) for a, b in zip(theirs, others))
+        return _close(theirs, others, pair.dtype)
 
-    for option, value in _other_values(pair.adapter.scheme):
+    with torch.no_grad():
+        variant = _variant(pair, agrees)
+        if variant is not None:
+            return variant
+        others = tree_map(lambda x: torch.cat([x[:1], x[1:] + 1]), pair.state())
+        changed = pair.candidate(pair.ours, others, pair.sublayers())
+        if not all(torch.equal(a[:1], b[:1]) for a, b in zip(tensors(result), tensors(changed))):
+            return "the result for a sequence depends on the other sequences of the batch"
+        findings = (_of_stream if pair.whole else _of_connection)(pair, state, result, reference, actual, expected)
+        if any(isinstance(finding, Difference) for finding in findings):
+            findings = next(([words] for words, ours in _constants(pair) if agrees(pair.part, ours)), findings)
+        return in_words(findings) + _dtype_hint(pair, tensors(result)[-1], tensors(reference)[-1])
+
+
+def in_words(findings: Findings) -> str:
+    mistakes = [finding for finding in findings if isinstance(finding, str)]
+    rest = [f"{finding.part} ({finding.gap})" for finding in findings if isinstance(finding, Difference)]
+    if mistakes:
+        return "; ".join([*mistakes, *(f"also differs: {words}" for words in rest)])
+    also = f", also differs: {', '.join(rest[1:])}" if rest[1:] else ""
+    return f"not one of the known mistakes; the first difference is in {rest[0]}{also}"
+
+
+def _variant(pair: Pair, agrees: Callable[[nn.Module, dict[str, Tensor]], bool]) -> str | None:
+    """Return the option of our scheme, or the parts of our parameters in another order, that explain all results."""
+    for words, adapter in _other_adapters(pair.adapter):
         try:
-            stream = pair.adapter.reference(replace(pair.adapter.scheme, **{option: value})).to(pair.dtype)
-            part: nn.Module = stream if pair.whole else stream.connections[pair.adapter.index]  # type: ignore[assignment,index]
+            stream = adapter.reference().to(pair.dtype)
+            part: nn.Module = stream if pair.whole else stream.connections[adapter.index]  # type: ignore[assignment,index]
             shapes = {name: parameter.shape for name, parameter in part.named_parameters()}
             if shapes == {name: x.shape for name, x in pair.ours.items()} and agrees(part, pair.ours):
-                return f"agrees with our {type(pair.adapter.scheme).__name__}({option}={value!r})"
-        except Exception:  # a value that the other options, or this machine, exclude
+                return words
+        except Exception:  # an option that this width, or this machine, excludes
             continue
     for words, ours in _swaps(pair):
         if agrees(pair.part, ours):
@@ -62,9 +92,14 @@ def _variant(pair: Pair, state: Any, result: Any, actual: Calls) -> str | None:
     return None
 
 
-def _other_values(scheme: Any) -> Iterator[tuple[str, Any]]:
-    """Yield other values of each option: all choices, and for a number those of a forgotten factor."""
-    hints = types_of(type(scheme))
+def _other_adapters(adapter: Adapter) -> Iterator[tuple[str, Adapter]]:
+    """Yield the adapter with another eps, or another value of each option: all choices, or those of a lost factor."""
+    for eps in {0.0, 1e-8, torch.finfo(torch.float32).eps, 1e-6, 1e-5, 1e-3} - {adapter.norm_eps}:
+        yield (
+            f"agrees with norm_eps={eps:.3g}, the adapter says {adapter.norm_eps:.3g}",
+            _changed(adapter, norm_eps=eps),
+        )
+    scheme, hints = adapter.scheme, types_of(type(adapter.scheme))
     for option in (field.name for field in fields(scheme)):
         value, hint = getattr(scheme, option), hints[option]
         choices: tuple[Any, ...] = ()
@@ -74,7 +109,16 @@ def _other_values(scheme: Any) -> Iterator[tuple[str, Any]]:
             choices = (False, True)
         elif hint is float:
             choices = (0.0, 1.0, value / 2, value * 2)
-        yield from ((option, choice) for choice in choices if choice != value)
+        for choice in (choice for choice in choices if choice != value):
+            with suppress(ValueError):  # a value that the other options exclude
+                other = replace(scheme, **{option: choice})
+                yield f"agrees with our {type(scheme).__name__}({option}={choice!r})", _changed(adapter, scheme=other)
+
+
+def _changed(adapter: Adapter, **attributes: Any) -> Adapter:
+    other = copy(adapter)
+    vars(other).update(attributes)
+    return other
 
 
 def _swaps(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -86,14 +130,28 @@ def _swaps(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
                 order[i], order[j] = j, i
                 yield f"entries {i} and {j} of {name} are swapped", {**pair.ours, name: value[order]}
     n = getattr(pair.adapter.scheme, "num_streams", 0)
-    swapped = {
-        name: torch.cat([x[n : 2 * n], x[:n], x[2 * n :]]) for name, x in pair.ours.items() if len(x) == n * n + 2 * n
-    }
+    swapped = _reordered(pair, [*range(n, 2 * n), *range(n), *range(2 * n, n * n + 2 * n)])
     if swapped:
         yield f"the rows of H_pre and H_post in {' and '.join(swapped)} are swapped", {**pair.ours, **swapped}
 
 
-def _of_stream(pair: Pair, x: Tensor, result: Tensor, reference: Tensor, actual: Calls, expected: Calls) -> list[str]:
+def _reordered(pair: Pair, order: list[int]) -> dict[str, Tensor]:
+    """Return those of our parameters that have a row for each logit of H_pre, H_post and H_res, in another order."""
+    return {name: value[order] for name, value in pair.ours.items() if len(order) == len(value)}
+
+
+def _constants(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield our parameters with one of them, in all connections, at 0 or 1: a bias, a scale or a gain left out."""
+    kinds: dict[str, list[str]] = {}
+    for name in pair.ours:
+        kinds.setdefault(re.sub(r"^connections\.\d+\.", "", name), []).append(name)
+    for kind, names in kinds.items():
+        for value in (0, 1):
+            constants = {name: torch.full_like(pair.ours[name], value) for name in names}
+            yield f"{kind} has no influence: agrees with {kind} = {value}", {**pair.ours, **constants}
+
+
+def _of_stream(pair: Pair, x: Tensor, result: Tensor, reference: Tensor, actual: Calls, expected: Calls) -> Findings:
     for words, mistaken in _mistaken_stacks(pair):
         if agree(result, mistaken(x), dtype=pair.dtype):
             return [words]
@@ -101,14 +159,12 @@ def _of_stream(pair: Pair, x: Tensor, result: Tensor, reference: Tensor, actual:
     first = next((i for i, (a, b) in enumerate(zip(actual, expected)) if not _close(a, b, pair.dtype)), None)
     if first is None:
         head = _head(pair, states[-1], result)
-        return [head or f"the head differs, all before it agrees: {_gap(pair, result, reference)}"]
-    connection = pair.stream.connections[first]
-    mistake = _known_read(pair, connection, states[first], actual[first], expected[first])  # type: ignore[arg-type]
-    if mistake is not None:
-        return [f"the read of connection {first} differs: {mistake}"]
-    part = "the expansion or the read of" if first == 0 else f"the write of connection {first - 1} or the read of"
-    wrong = [f"{part} connection {first} differs: its sublayer gets another input"]
-    return [*wrong, *_dtype_hint(pair, result, reference)]
+        return [head or Difference("the last write or the head", _gap(pair, result, reference))]
+    finding = _read(pair, pair.stream.connections[first], states[first], actual[first], expected[first])  # type: ignore[arg-type]
+    if isinstance(finding, str):
+        return [f"the read of connection {first} differs: {finding}"]
+    before = "the expansion" if first == 0 else f"the write of connection {first - 1}"
+    return [finding._replace(part=f"{before} or the read of connection {first}")]
 
 
 def _states(pair: Pair, x: Tensor) -> list[Any]:
@@ -208,14 +264,14 @@ MIXING: dict[str, Callable[[Mixing, Tensor, Tensor], Tensor]] = {
 }
 
 
-def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expected: Calls) -> list[str]:
+def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expected: Calls) -> Findings:
     connection = pair.connection
     inputs, carry = connection.read(state)
     y = pair.sublayers()(*as_inputs(inputs))
     shortcut = connection.shortcut(state, carry, y)
-    wrong = []
+    wrong: Findings = []
     if not _close(actual[0], expected[0], pair.dtype):
-        wrong.append(_read(pair, state, actual[0], expected[0]))
+        wrong.append(_read(pair, connection, state, actual[0], expected[0]))
     # With sublayers that write the same whatever they read, only the write can differ.
     after, still, truth, fixed = (
         call(pair.ours, state, lambda *_, value=value: value)
@@ -226,8 +282,8 @@ def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: 
             (y, pair.reference),
         )
     )
-    if not all(agree(a, b, dtype=pair.dtype) for a, b in zip(tensors(after), tensors(fixed))):
-        if all(agree(a, b, dtype=pair.dtype) for a, b in zip(tensors(after), tensors(still))):
+    if not _close(tensors(after), tensors(fixed), pair.dtype):
+        if _close(tensors(after), tensors(still), pair.dtype):
             wrong.append("the output of the sublayer is not written: the state is the same whatever it returns")
         elif _is_mixing(shortcut, state):
             wrong += _mixer(pair, shortcut, state, still, truth)
@@ -235,13 +291,13 @@ def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: 
         elif isinstance(shortcut, RankOne) and isinstance(state, Tensor):
             wrong.append(_rank_one(pair, connection, state, carry, y, after, fixed))
         else:
-            wrong.append(f"the write differs: {_gap(pair, tensors(after)[-1], tensors(fixed)[-1])}")
+            wrong.append(Difference("the write", _gap(pair, tensors(after)[-1], tensors(fixed)[-1])))
     if not wrong:  # only together
-        wrong.append(f"the state differs: {_gap(pair, tensors(result)[-1], tensors(reference)[-1])}")
-    return [*wrong, *_dtype_hint(pair, tensors(result)[-1], tensors(reference)[-1])]
+        wrong.append(Difference("the state", _gap(pair, tensors(result)[-1], tensors(reference)[-1])))
+    return wrong
 
 
-def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -> list[str]:
+def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -> Findings:
     """Describe the mistake of a module in H_res X, its result with nothing written."""
     if agree(still, truth, dtype=pair.dtype):
         return []
@@ -254,41 +310,42 @@ def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -
     declared = getattr(pair.adapter.scheme, "iterations", None)
     if isinstance(declared, int):
         for count in range(1, max(101, declared + 1)):
-            other = _reference_with(pair, iterations=count)
+            other = _reference_with(pair, pair.ours, iterations=count)
             for words, mixed in (("", other.h_res), (" of the transposed matrix", other.h_res.mT)):
                 if agree(still, mixed @ state, dtype=pair.dtype):
                     return [f"Sinkhorn makes {count} iterations{words}, expected {declared}"]
-    if state.shape[-1] < state.shape[-2]:
-        return [f"the mixer differs: {_gap(pair, still, truth)}"]
-    # As many features as streams or more, so the matrix itself can be measured: H X = result.
+        n = state.shape[-2]
+        order = [*range(2 * n), *(2 * n + torch.arange(n * n).view(n, n).T.flatten()).tolist()]
+        turned = _reference_with(pair, {**pair.ours, **_reordered(pair, order)}).h_res
+        if agree(still, turned.mT @ state, dtype=pair.dtype):
+            return ["Sinkhorn divides in another order, columns first: its rows sum to 1 exactly, ours the columns"]
+        if agree(still, turned @ state, dtype=pair.dtype):
+            return ["the logits of H_res are transposed, before Sinkhorn"]
+    # With as many features as streams or more, the matrix itself can be measured: H X = result.
     measured = torch.linalg.lstsq(state.mT, still.mT).solution.mT
+    if state.shape[-1] < state.shape[-2] or not agree(measured @ state, still, dtype=pair.dtype):
+        return [Difference("what is kept of the streams", _gap(pair, still, truth))]
     if pair.adapter.scheme.constraint == "doubly stochastic":
         rows, columns, ours = (
             (x - 1).abs().max().item() for x in (measured.sum(-1), measured.sum(-2), m.h_res.sum(-1))
         )
-        exact = 1e-4 * ours
-        if rows < exact < columns < 4 * ours:
-            return [
-                "Sinkhorn divides in another order, columns first: its rows sum to 1 exactly and its columns up to "
-                f"{columns:.1g}, ours the other way round"
-            ]
         if max(rows, columns) > 4 * ours:
             return [f"the mixer is not doubly stochastic: rows sum to 1 up to {rows:.1g}, columns up to {columns:.1g}"]
     gap = (measured - m.h_res).abs().max().item()
-    return [f"the mixer differs from H_res: by up to {gap:.2g} in an entry"]
+    return [Difference("the mixer", f"by up to {gap:.2g} in an entry of H_res")]
 
 
-def _reference_with(pair: Pair, **options: Any) -> Mixing:
-    """Return the coefficients of our connection with other options and the same parameters."""
-    other = replace(pair.adapter.scheme, **options)
-    stream = pair.adapter.reference(other).to(pair.dtype)
+def _reference_with(pair: Pair, ours: Mapping[str, Tensor], **options: Any) -> Mixing:
+    """Return the coefficients of our connection with other options or other parameters."""
+    other = _changed(pair.adapter, scheme=replace(pair.adapter.scheme, **options))
+    stream = other.reference().to(pair.dtype)
     connection = stream.connections[pair.adapter.index]  # type: ignore[attr-defined]
-    connection.load_state_dict({name: value.detach() for name, value in pair.ours.items()}, strict=True)
+    connection.load_state_dict({name: value.detach() for name, value in ours.items()}, strict=True)
     state = pair.state()
     return connection.shortcut(state, connection.read(state)[1], state[..., 0, :])  # type: ignore[operator,union-attr]
 
 
-def _write(pair: Pair, m: Mixing, y: Tensor, written: Tensor) -> list[str]:
+def _write(pair: Pair, m: Mixing, y: Tensor, written: Tensor) -> Findings:
     """Describe the mistake of a module in the write h_post y."""
     assert m.h_post is not None
     expected = m.h_post.unsqueeze(-1) * y.unsqueeze(-2)
@@ -307,19 +364,19 @@ def _write(pair: Pair, m: Mixing, y: Tensor, written: Tensor) -> list[str]:
             return [words]
     if agree(written, m.h_res @ expected, dtype=pair.dtype):
         return ["the mixer acts on the write too: agrees with H_res (X + h_post y)"]
-    return [f"the write differs from h_post y: {_gap(pair, written, expected)}"]
+    return [Difference("the write", _gap(pair, written, expected))]
 
 
-def _read(pair: Pair, state: Any, actual: tuple, expected: tuple) -> str:
+def _read(pair: Pair, connection: Connection, state: Any, actual: tuple, expected: tuple) -> str | Difference:
     """Describe the mistake of a module in the input of the sublayer."""
     if len(actual) != len(expected):
         return f"the sublayer gets {len(actual)} inputs, expected {len(expected)}"
-    mistake = _known_read(pair, pair.connection, state, actual, expected)
+    mistake = _known_read(pair, connection, state, actual, expected)
     if mistake is not None:
         return mistake
     part = next(i for i, (a, b) in enumerate(zip(actual, expected)) if not agree(a, b, dtype=pair.dtype))
     subject = f"input {part} of the sublayer" if len(actual) > 1 else "the read"
-    return f"{subject} differs: {_gap(pair, actual[part], expected[part])}"
+    return Difference(subject, _gap(pair, actual[part], expected[part]))
 
 
 def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, expected: tuple) -> str | None:
@@ -378,7 +435,7 @@ def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, e
 
 def _rank_one(
     pair: Pair, connection: Connection, state: Tensor, carry: Any, y: Tensor, after: Tensor, reference: Tensor
-):
+) -> str | Difference:
     shortcut = connection.shortcut(state, carry, y)
     assert isinstance(shortcut, RankOne)
     beta, k, readout, v, _ = shortcut
@@ -403,7 +460,7 @@ def _rank_one(
         }.items():
             if agree(after, mistaken, dtype=pair.dtype):
                 return words
-    return f"the write differs: {_gap(pair, after, reference)}"
+    return Difference("the write", _gap(pair, after, reference))
 
 
 class Detached(nn.Module):
@@ -449,7 +506,7 @@ def frozen(pair: Pair, agrees: Callable[[Callable], bool]) -> str | None:
     return None
 
 
-def _close(actual: tuple, expected: tuple, dtype: torch.dtype) -> bool:
+def _close(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> bool:
     return len(actual) == len(expected) and all(agree(a, b, dtype=dtype) for a, b in zip(actual, expected))
 
 
@@ -457,6 +514,6 @@ def _gap(pair: Pair, result: Tensor, reference: Tensor) -> str:
     return disagreement(result, reference, dtype=pair.dtype) or "it agrees"
 
 
-def _dtype_hint(pair: Pair, result: Tensor, reference: Tensor) -> list[str]:
+def _dtype_hint(pair: Pair, result: Tensor, reference: Tensor) -> str:
     close = pair.dtype == torch.float64 and agree(result, reference, dtype=torch.float32, factor=0.1)
-    return ["it agrees to float32: if your module casts to float32 inside, set dtype = torch.float32"] if close else []
+    return "; it agrees to float32: if your module casts to float32 inside, set dtype = torch.float32" if close else ""
