@@ -4,6 +4,10 @@ The modules here are written as people write them: one projection for all mappin
 """
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from torch import Tensor, nn
 import residua
 from residua import AttentionResiduals, DeepDelta, HyperConnections, ManifoldHyperConnections
 from residua.connections import resolve
-from residua.testing import CheckFailed, ConnectionAdapter, StreamAdapter, check_module
+from residua.testing import SPECIFICATION, CheckFailed, ConnectionAdapter, StreamAdapter, check_module
 from residua.testing.checks import run
 from residua.testing.module import checks
 
@@ -633,6 +637,70 @@ def test_a_module_without_a_norm_is_compared_before_ours():
     assert list(check_module(Bare()).passed) == list(checks())
 
 
+def test_an_expected_failure_is_no_error():
+    reason = "no maximum is subtracted"
+    report = check_module(Block("overflows"), expected_failures={"large_logits": reason, "compiles": "not run here"})
+    assert "an exp overflows" in report.failed_as_expected["large_logits"]
+    assert str(report).startswith(f"residua.testing, specification {SPECIFICATION}\n")
+    assert "large_logits: failed as expected, not finite" in str(report)
+
+
+def test_an_expected_failure_that_passes_is_an_error():
+    with pytest.raises(CheckFailed, match=r"causal: it passes: remove it from the expected failures \(no mask\)"):
+        check_module(Block(), expected_failures={"causal": "no mask"})
+
+
+def test_an_expected_failure_of_a_check_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"expected_failures must name checks, parameters, .*, got 'casual'"):
+        check_module(Block(), expected_failures={"casual": "no mask"})
+
+
+WITHOUT_PACKAGES = """
+import re, sys
+from importlib.machinery import PathFinder
+from importlib.metadata import requires
+import torch
+required = {re.match(r"[\\w-]+", line)[0].replace("-", "_") for line in requires("torch")}
+torch_alone = {name.partition(".")[0] for name in sys.modules} | required | {"mpmath", "residua"}
+torch_alone = (torch_alone | set(sys.stdlib_module_names)) - {"numpy", "triton"}
+
+class TorchAlone(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        visible = name.partition(".")[0] in torch_alone or name.startswith("_sysconfigdata")
+        return super().find_spec(name, path, target) if visible else None
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = TorchAlone
+from residua import ManifoldHyperConnections
+from residua.testing import ConnectionAdapter, check_module, check_scheme
+
+class Same(ConnectionAdapter):
+    scheme = ManifoldHyperConnections()
+    def build(self, dim):
+        return self.scheme.build(dim, 4).connections[2]
+    def parameters(self, ours):
+        return ours
+    def connect(self, module, state, sublayer):
+        return module(state, sublayer)
+
+print(check_module(Same()))
+print(check_scheme(ManifoldHyperConnections()))
+print(*sorted({"numpy", "transformers", "safetensors", "scipy"} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.processes
+def test_the_kit_needs_torch_alone(tmp_path):
+    """numpy is hidden from torch too, which can do without; all else that torch does not require is hidden."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('hidden', name='numpy')\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(residua.__file__).parents[1])])
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_PACKAGES]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("\n\n")
+    assert "FAILED" not in result.stdout
+
+
 @pytest.mark.compiler
 def test_compile_is_checked_on_request():
     checks(compiled=True)["compiles"](OurConnection(resolve("residual")))
@@ -665,3 +733,32 @@ def test_the_plugin_makes_a_test_of_each_check_of_a_module(pytester):
     result = pytester.runpytest_inprocess("-p", "residua.testing.plugin", "--strict-markers", "-v")
     result.assert_outcomes(passed=len(checks()))
     result.stdout.fnmatch_lines(["*::test_mine?Same-float32_mappings? PASSED*"])
+
+
+def test_expected_failures_in_the_plugin_are_strict(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+        from residua import Residual
+        from residua.testing import ConnectionAdapter
+
+        class Twice(ConnectionAdapter):
+            scheme = Residual()
+
+            def build(self, dim):
+                return Residual().build(dim, 4).connections[2]
+
+            def parameters(self, ours):
+                return ours
+
+            def connect(self, module, state, sublayer):
+                return 2 * module(state, sublayer)
+
+        @pytest.mark.residua_module(Twice(), expected_failures={"forward": "a factor", "causal": "nothing"})
+        def test_mine(residua_check):
+            residua_check()
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "residua.testing.plugin", "--strict-markers", "-v")
+    assert result.parseoutcomes().items() >= {"xfailed": 1, "failed": 1}.items()
+    result.stdout.fnmatch_lines(["*Twice-forward? XFAIL*", "?XPASS(strict)? nothing"])

@@ -14,13 +14,14 @@ from residua import lazy
 if TYPE_CHECKING:
     from residua.testing.adapter import ConnectionAdapter, StreamAdapter
     from residua.testing.agreement import TOLERANCES, agree, assert_close
-    from residua.testing.checks import CheckFailed, NotChecked, Report
+    from residua.testing.checks import SPECIFICATION, CheckFailed, NotChecked, Report
     from residua.testing.contract import CONTRACT, check_scheme
     from residua.testing.inputs import bare_sublayers, normal, perturbed
     from residua.testing.module import check_module
 
 __all__ = [
     "CONTRACT",
+    "SPECIFICATION",
     "TOLERANCES",
     "CheckFailed",
     "ConnectionAdapter",

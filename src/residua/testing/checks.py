@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 Check = Callable[[Any], None]
 
+SPECIFICATION = "1.0"
+"""The version of what the checks require. It rises with every check that is new or stricter."""
+
 
 class CheckFailed(AssertionError):
     """A check failed; the message names the mistake."""
@@ -38,15 +41,17 @@ def equal(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of several checks by name: `failed` and `not_checked` with the reasons."""
+    """The outcome of several checks by name: `failed`, `failed_as_expected` and `not_checked` with the reasons."""
 
     passed: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    failed_as_expected: dict[str, str] = field(default_factory=dict)
     not_checked: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{name}: passed" for name in self.passed]
+        lines = [f"residua.testing, specification {SPECIFICATION}", *(f"{name}: passed" for name in self.passed)]
         lines += [f"{name}: not checked, {reason}" for name, reason in self.not_checked.items()]
+        lines += [f"{name}: failed as expected, {reason}" for name, reason in self.failed_as_expected.items()]
         return "\n".join(lines + [f"{name}: FAILED, {reason}" for name, reason in self.failed.items()])
 
 
@@ -70,26 +75,41 @@ class Suite(dict[str, Check]):
         return self[check.__name__]
 
 
-def run(checks: Mapping[str, Check], subject: Any) -> Report:
-    """Run every check on `subject` and return the report. An error of the code under test fails its check."""
-    report = Report()
+def expect_names(expected_failures: Mapping[str, str], checks: Mapping[str, Check]) -> None:
+    """Raise ValueError for an expected failure of a check that does not exist."""
+    for name in expected_failures:
+        if name not in checks:
+            raise ValueError(f"expected_failures must name checks, {', '.join(checks)}, got {name!r}")
+
+
+def run(checks: Mapping[str, Check], subject: Any, expected_failures: Mapping[str, str] | None = None) -> Report:
+    """Run every check on `subject` and return the report. An error of the code under test fails its check.
+
+    expected_failures: reasons by check. A check of these that passes has failed: the list is out of date.
+    """
+    report, expected = Report(), expected_failures or {}
     for name, check in checks.items():
+        failures = report.failed_as_expected if name in expected else report.failed
         try:
             check(subject)
         except NotChecked as reason:
             report.not_checked[name] = str(reason)
         except CheckFailed as wrong:
-            report.failed[name] = str(wrong)
+            failures[name] = str(wrong)
         except Exception as error:
-            report.failed[name] = f"{type(error).__name__}: {error}"
+            failures[name] = f"{type(error).__name__}: {error}"
         else:
-            report.passed.append(name)
+            if name in expected:
+                report.failed[name] = f"it passes: remove it from the expected failures ({expected[name]})"
+            else:
+                report.passed.append(name)
     return report
 
 
 def require(report: Report, title: str) -> Report:
     """Return the report; raise CheckFailed with one line for each failed check if there are any."""
     if report.failed:
-        lines = [f"{title}: {len(report.failed)} of {len(report.failed) + len(report.passed)} checks failed"]
+        total = len(report.failed) + len(report.passed)
+        lines = [f"{title}: {len(report.failed)} of {total} checks failed (specification {SPECIFICATION})"]
         raise CheckFailed("\n  ".join(lines + [f"{name}: {reason}" for name, reason in report.failed.items()]))
     return report

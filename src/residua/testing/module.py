@@ -20,7 +20,7 @@ is for one connection around one sublayer, `StreamAdapter` for a whole stack wit
 Your parameters are computed from ours by the adapter, so gradients are compared in our names, through your layout.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -41,6 +41,7 @@ from residua.testing.checks import (
     Suite,
     equal,
     expect,
+    expect_names,
     require,
     run,
     seeded,
@@ -49,23 +50,27 @@ from residua.testing.checks import (
 from residua.testing.inputs import normal, recorded
 
 
-def check_module(adapter: Adapter, *, compiled: bool = False) -> Report:
+def check_module(
+    adapter: Adapter, *, compiled: bool = False, expected_failures: Mapping[str, str] | None = None
+) -> Report:
     """Check that a module computes the same as one of our schemes, and return the report.
 
     Compared with random parameters and with streams that differ: equal streams hide a transposed mixer. compiled: also
-    check your module under torch.compile.
+    check your module under torch.compile. expected_failures: the reason for each check that fails today; it is an error
+    if one of these passes.
 
     Raises:
         TypeError: `adapter` is not an adapter.
-        ValueError: its `index` names no sublayer.
+        ValueError: its `index` names no sublayer, or an expected failure no check.
         AssertionError: one or more checks failed; the message has a line for each, which names the mistake.
     """
     if not isinstance(adapter, (ConnectionAdapter, StreamAdapter)):
         raise TypeError(f"check_module needs a ConnectionAdapter or a StreamAdapter, got {adapter!r}")
     if not 0 <= adapter.index < adapter.num_sublayers:
         raise ValueError(f"index must be 0 to {adapter.num_sublayers - 1}, a sublayer, got {adapter.index}")
+    expect_names(expected_failures or {}, checks(compiled=True))
     title = f"{type(adapter).__name__}, compared with {type(adapter.scheme).__name__}"
-    return require(run(checks(compiled=compiled), adapter), title)
+    return require(run(checks(compiled=compiled), adapter, expected_failures), title)
 
 
 CHECKS = Suite()

@@ -4,6 +4,8 @@
     def test_contract(residua_check):
         residua_check()
 
+`expected_failures={"causal": "the reason"}` in a mark is strict: it is an error if one of these checks passes.
+
 A package that is installed with residua has the fixture and the marks without any import. Checks that call a compiler
 run with `pytest --residua-compile`.
 """
@@ -11,8 +13,8 @@ run with `pytest --residua-compile`.
 import pytest
 
 MARKS = {
-    "residua_scheme": "(*schemes): `residua_check` is each check of the contract of each scheme",
-    "residua_module": "(*adapters): `residua_check` is each check of the module behind each adapter",
+    "residua_scheme": "(*schemes, expected_failures): `residua_check` is each check of the contract of each scheme",
+    "residua_module": "(*adapters, expected_failures): `residua_check` is each check of the module of each adapter",
 }
 
 
@@ -31,6 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "residua_check" not in metafunc.fixturenames:
         return
     from residua.testing import contract, module
+    from residua.testing.checks import expect_names
 
     suites = {"residua_scheme": contract.checks, "residua_module": module.checks}
     marked = [mark for mark in metafunc.definition.iter_markers() if mark.name in MARKS]
@@ -39,10 +42,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     compiled = metafunc.config.getoption("--residua-compile")
     cases = []
     for mark in marked:
+        expected = mark.kwargs.get("expected_failures", {})
+        expect_names(expected, suites[mark.name](compiled=True))
         for i, subject in enumerate(mark.args):
             name = type(subject).__name__ + (f"{i + 1}" if len(mark.args) > 1 else "")
             for check, function in suites[mark.name](compiled=compiled).items():
-                cases.append(pytest.param((function, subject), id=f"{name}-{check}"))
+                strict = [pytest.mark.xfail(reason=expected[check], strict=True)] if check in expected else []
+                cases.append(pytest.param((function, subject), id=f"{name}-{check}", marks=strict))
     metafunc.parametrize("residua_check", cases, indirect=True)
 
 
