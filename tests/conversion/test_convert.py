@@ -395,14 +395,11 @@ def test_packed_documents_of_a_model_with_positions_of_texts_and_images(config_c
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     numbers = torch.tensor([[0] * 4 + [1] * 5])
     text, images, both = positions, positions.expand(3, 1, 9), positions.expand(4, 2, 9)
-    for told in (
-        {"position_ids": text},
-        {"position_ids": both},
-        {"seq_idx": numbers},
-        {"position_ids": images, "seq_idx": numbers},
-        {"position_ids": both, "seq_idx": numbers},
-    ):
+    for told in ({"position_ids": both}, {"position_ids": both, "seq_idx": numbers}):
         assert_close(states(IDS, **told), expected)
+    for told in ({"position_ids": text}, {"seq_idx": numbers}, {"position_ids": images, "seq_idx": numbers}):
+        with pytest.raises(ValueError, match=r"position_ids must be \(4, batch, seq\) for packed documents"):
+            states(IDS, **told)
     # Without the text's positions these are places in one document, for attention as for the stream.
     assert (states(IDS, position_ids=images) - expected)[:, 4:].abs().max() > 0.01
 

@@ -29,7 +29,7 @@ from residua.conversion.flow import (
     swap,
 )
 from residua.conversion.probe import Situation
-from residua.errors import InputError, check_types, extra, first_line, shown
+from residua.errors import InputError, check_types, decoded, extra, first_line, shown
 
 with extra("lab"):
     from transformers import PreTrainedModel
@@ -80,10 +80,7 @@ class Conversion:
     def from_json(cls, values: Any, source: object) -> "Conversion":
         """Read what `as_json` returned. Raises InputError for anything else, or if the scheme is not installed."""
         try:
-            layers = [
-                tuple(Sublayer(**{**sublayer, "readers": tuple(sublayer["readers"])}) for sublayer in layer)
-                for layer in values["layers"]
-            ]
+            layers = [tuple(decoded(sublayer, Sublayer) for sublayer in layer) for layer in values["layers"]]
             return cls(resolve(values["connection"]), values["stack"], tuple(layers))
         except (KeyError, TypeError) as error:
             raise InputError(

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from residua.connections.memory import positions_in, window_of
@@ -33,8 +32,8 @@ with extra("lab"):
 NO_HIDDEN_STATES = "output_hidden_states must be False, since this scheme reads earlier tokens in every readout"
 
 
-IMAGE_AXES = 3
-"""Axes along which models of texts and images count positions: time, height and width."""
+TEXT_AND_IMAGE_AXES = 4
+"""Positions of a token in a model of texts and images: in the text, in time, height and width."""
 
 
 class StreamLayer(LinearAttentionLayer):
@@ -85,12 +84,20 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     expect_no_pages(given)
     if given.get("output_hidden_states") or getattr(config, "output_hidden_states", False):
         raise ValueError(NO_HIDDEN_STATES)
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    mask = given.get("attention_mask")
+    positions: Any = given.get("position_ids")
     cached = not trunk.training and (cache_of(given)[0] is not None or bool(given.get("use_cache")))
-    documents = documents_of(tokens, mask, _of_text(positions), given, cached=cached)
+    has_text = isinstance(positions, Tensor) and positions.dim() == 3 and len(positions) == TEXT_AND_IMAGE_AXES
+    documents = documents_of(tokens, mask, positions[0] if has_text else positions, given, cached=cached)
     expect_told_apart(parts, mask, documents)
     if documents is not None and mask is None and "position_ids" in names:
-        given["position_ids"] = _separating(positions, documents, config)
+        if not has_text and "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}):
+            raise ValueError(
+                f"position_ids must be ({TEXT_AND_IMAGE_AXES}, batch, seq) for packed documents in a model of texts "
+                "and images, those of the text first: by these its attention keeps documents apart"
+            )
+        if positions is None:
+            given["position_ids"] = positions_in(documents)
     cache = _cache(trunk, given, whole=trunk.training or documents is not None)
     padding = padding_of(tokens, mask, cache, documents)
     layers = max(len(stack), config.get_text_config().num_hidden_layers)
@@ -121,26 +128,6 @@ def _cache(trunk: nn.Module, given: dict[str, Any], *, whole: bool) -> Any:
             cache = EncoderDecoderCache(cache, DynamicCache(config=config))
         given[next((name for name in CACHE_NAMES if name in names), CACHE)] = cache
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-
-
-def _of_text(positions: Any) -> Any:
-    """Return the positions of the text, the first of those of texts and images; None where they are missing."""
-    if not isinstance(positions, Tensor) or positions.dim() < 3:
-        return positions
-    return positions[0] if len(positions) == 1 + IMAGE_AXES else None
-
-
-def _separating(positions: Tensor | None, documents: Tensor, config: Any) -> Tensor:
-    """Return positions from which the attention of a model sees its documents: as given, but for what is missing."""
-    numbers = positions_in(documents)
-    if "mrope_section" not in (getattr(config.get_text_config(), "rope_parameters", None) or {}):
-        return numbers if positions is None else positions
-    if positions is None or positions.dim() == 2:
-        alone = numbers if positions is None else positions
-        return alone.expand(1 + IMAGE_AXES, *alone.shape)
-    if len(positions) == 1 + IMAGE_AXES:
-        return positions
-    return torch.cat([numbers[None], positions.expand(-1, len(numbers), -1)])
 
 
 def expect_gradients(module: nn.Module) -> None:
