@@ -1,0 +1,427 @@
+"""Check other people's implementations of our schemes with the kit, and write docs/compliance.md from the records.
+
+    python -m benchmarks.compliance                    check all, in processes of their own
+    python -m benchmarks.compliance --only liger-mhc   check some again
+    python -m benchmarks.compliance --page             write the page from the records
+
+Packages come from the environment of this Python: torch, transformers, hyper-connections, mhc, attn-res, liger-kernel,
+flash-linear-attention, flash-attn-res, fast-attnres, and torchtitan and megatron-core (pip install --no-deps). Code
+without a package is cloned into runs/compliance, at the commit that stands here. A record holds the versions.
+"""
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import adapters, compliance_adapters
+from residua.records.provenance import version
+from residua.testing import SPECIFICATION
+from residua.testing.adapter import Adapter, Pair
+from residua.testing.checks import run
+from residua.testing.inputs import recorded
+from residua.testing.module import CHECKS
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "experiments" / "compliance.jsonl"
+PAGE = ROOT / "docs" / "compliance.md"
+CLONES = ROOT / "runs" / "compliance"
+COMPUTES = ("parameters", "forward", "gradients")
+"""Checks that pass if it computes what our scheme computes; the others are about training it."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One implementation.
+
+    package: what pip installs, or owner/name on GitHub with the `commit` and the `paths` to check out.
+    start: why its parameters start otherwise than our scheme's, if they do: a choice, not a mistake.
+    instead: what it computes in place of our scheme, after reading it, if it does; the adapter's `statements` are
+        checked too. environment: variables that it needs. absent: words that no file of the package has.
+    """
+
+    name: str
+    package: str
+    module: str
+    attribute: str
+    preset: str
+    adapter: Callable[[Any, str], Adapter] | None = None
+    commit: str = ""
+    paths: tuple[str, ...] = ()
+    start: str = ""
+    instead: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+
+
+def _transformers(name: str, family: str, attribute: str, preset: str, adapter: Any) -> Implementation:
+    module = f"transformers.models.{family}.modeling_{family}"
+    return Implementation(name, "transformers", module, attribute, preset, adapter)
+
+
+HISTORY = next(peer for peer in adapters.PEERS if peer.package == "mhc")
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+IMPLEMENTATIONS = (
+    _transformers("deepseek-v4", "deepseek_v4", "DeepseekV4HyperConnection", "mhc-deepseek", adapters.DeepSeekV4),
+    _transformers("glm5-next", "glm5_next", "Glm5NextTextHyperConnection", "mhc-glm", compliance_adapters.Glm5Next),
+    _transformers("hy-v4", "hy_v4", "HYV4HyperConnection", "ihc", adapters.HunYuanV4),
+    _transformers("hy-v4-vl", "hy_v4_vl", "HYV4VLHyperConnection", "ihc", compliance_adapters.HunYuanV4VL),
+    _transformers(
+        "qwen4-exp", "qwen4_exp", "Qwen4ExpTextGatedResidual", "gated-residual", compliance_adapters.Qwen4Exp
+    ),
+    _transformers("gemma3n", "gemma3n", "Gemma3nTextAltUp", "altup", compliance_adapters.Gemma3nAltUp),
+    Implementation(
+        "lucidrains-hc",
+        "hyper-connections",
+        "hyper_connections",
+        "HyperConnections",
+        "hc",
+        adapters.LucidrainsHC,
+    ),
+    Implementation(
+        "lucidrains-mhc",
+        "hyper-connections",
+        "hyper_connections",
+        "mHC",
+        "mhc",
+        compliance_adapters.PerStreamMHC,
+        instead="compared with the part that depends on the token at 0, as no parameters of ours fit it",
+    ),
+    Implementation(
+        "megatron-mhc",
+        "NVIDIA/Megatron-LM",
+        "megatron.core.transformer.hyper_connection",
+        "HyperConnectionModule",
+        "mhc",
+        compliance_adapters.Megatron,
+        commit="d98e8a64ddf34856e74b24714e3bedb2f5a39553",
+        paths=("megatron/core",),
+        start="its projection is drawn by Xavier's rule and its biases are 0",
+        environment={"TORCHDYNAMO_DISABLE": "1"},
+    ),
+    Implementation(
+        "megatron-core-wheel",
+        "megatron-core",
+        "megatron.core.transformer.hyper_connection",
+        "HyperConnectionModule",
+        "mhc",
+        absent=("HyperConnection",),
+    ),
+    Implementation(
+        "liger-mhc",
+        "liger-kernel",
+        "liger_kernel.transformers.mhc",
+        "LigerMHC",
+        "mhc",
+        adapters.LigerMHC,
+        start="its projection is drawn with a standard deviation of 0.02, its scales are 1 and its biases 0",
+        environment=INTERPRETED,
+    ),
+    Implementation(
+        "tokenbender-mhc",
+        "tokenbender/mHC-manifold-constrained-hyper-connections",
+        "hyper_connections.hyper_connections_mhc",
+        "HyperConnections",
+        "mhc",
+        compliance_adapters.Tokenbender,
+        commit="088310e54680375e7647f02c811874f7c11a690d",
+        paths=("hyper_connections",),
+    ),
+    Implementation("mhc-skip", "mhc", "mhc", "MHCSkip", "mhc", adapters.HistorySkip, instead=HISTORY.differs),
+    Implementation(
+        "liger-attnres",
+        "liger-kernel",
+        "liger_kernel.transformers.functional",
+        "liger_attn_res",
+        "attnres",
+        compliance_adapters.LigerAttnRes,
+        environment=INTERPRETED,
+    ),
+    Implementation(
+        "fla-naive-attnres",
+        "flash-linear-attention",
+        "fla.ops.attnres",
+        "naive_attnres",
+        "attnres",
+        adapters.NaiveAttnRes,
+    ),
+    Implementation(
+        "fla-fused-attnres",
+        "flash-linear-attention",
+        "fla.ops.attnres",
+        "fused_attnres",
+        "attnres",
+        adapters.FusedAttnRes,
+        environment=INTERPRETED,
+    ),
+    Implementation("attn-res", "attn-res", "attn_res", "AttnResOperator", "attnres", adapters.AttnRes),
+    Implementation(
+        "flash-attn-res",
+        "flash-attn-res",
+        "flash_attn_res",
+        "phase_1_batched_attention_triton_op",
+        "attnres",
+        adapters.FlashAttnRes,
+        environment=INTERPRETED,
+    ),
+    Implementation(
+        "fast-attnres",
+        "fast-attnres",
+        "attnres",
+        "attnres",
+        "attnres",
+        compliance_adapters.FastAttnRes,
+    ),
+    Implementation(
+        "torchtitan-attnres",
+        "torchtitan",
+        "torchtitan",
+        "AttnRes",
+        "attnres",
+        absent=("AttnRes", "attn_res", "AttentionResidual"),
+    ),
+)
+
+
+def checked(one: Implementation) -> dict[str, Any]:
+    """Return the record of one implementation."""
+    record: dict[str, Any] = {
+        "name": one.name,
+        "package": one.package,
+        "version": one.commit or distribution(one.package).version,
+        "attribute": one.attribute,
+        "preset": one.preset,
+        "specification": SPECIFICATION,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "environment": dict(one.environment),
+    }
+    if one.adapter is None:
+        return record | _absent(one)
+    try:
+        imported = importlib.import_module(one.module)
+        subject = getattr(imported, one.attribute)
+    except Exception as error:  # of somebody else's package
+        return record | {"not_run": f"importing it fails: {type(error).__name__}: {_first_line(error)}"}
+    record |= _place(subject)
+    adapter = one.adapter(imported, "cpu")
+    try:
+        differences = _differences(adapter)
+    except Exception as error:
+        return record | {"not_run": f"{type(error).__name__}: {_first_line(error)}"}
+    report = run(CHECKS, adapter, {"initial_values": one.start} if one.start else {})
+    statements = adapter.statements() if hasattr(adapter, "statements") else {}
+    wrong = [words for words, holds in statements.items() if not holds]
+    if wrong:
+        raise AssertionError(f"{one.name}: not true: {'; '.join(wrong)}")
+    return record | {
+        "scheme": repr(adapter.scheme),
+        "dtype": str(adapter.dtype),
+        "norm_eps": adapter.norm_eps,
+        **differences,
+        "passed": report.passed,
+        "failed": report.failed,
+        "failed_as_expected": report.failed_as_expected,
+        "not_checked": report.not_checked,
+        "start": one.start,
+        "instead": [*([one.instead] if one.instead else []), *statements],
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return textwrap.shorten(str(error).strip().split("\n")[0], 160, placeholder=" ...")
+
+
+def _absent(one: Implementation) -> dict[str, Any]:
+    files = [path for path in distribution(one.package).files or () if path.suffix == ".py"]
+    hits = [str(path) for path in files if any(word in Path(path.locate()).read_text("utf-8") for word in one.absent)]
+    if hits:
+        raise AssertionError(f"{one.package} has {one.attribute} after all: {hits}")
+    return {"not_run": f"none of its {len(files)} Python files has the words {' or '.join(one.absent)}"}
+
+
+def _place(subject: Any) -> dict[str, Any]:
+    """Return the file, from its package on, and the line of a class or function."""
+    subject = inspect.unwrap(subject)
+    path, line = Path(inspect.getsourcefile(subject)), inspect.getsourcelines(subject)[1]  # type: ignore[arg-type]
+    folders = [Path(folder).resolve() for folder in sys.path if folder]
+    root = max((folder for folder in folders if path.is_relative_to(folder)), key=lambda folder: len(folder.parts))
+    return {"file": path.relative_to(root).as_posix(), "line": line}
+
+
+def _differences(adapter: Adapter) -> dict[str, float]:
+    """Return the largest differences, in parts of the largest entry.
+
+    Of the results, of the results with parameters ten times as large, and of the sublayers' inputs.
+    """
+    pair = Pair(adapter)
+    large = {name: 10 * value for name, value in pair.ours.items()}
+    with torch.no_grad():
+        runs = []
+        for call in (pair.candidate, pair.reference):
+            sublayers, inputs = recorded(pair.sublayers())
+            results = [tree_leaves(call(ours, pair.state(), sublayers)) for ours in (pair.ours, large)]
+            runs.append((*results, tree_leaves(inputs[: len(inputs) // 2])))
+    kinds = ("of_results", "with_large_parameters", "of_inputs")
+    names = [f"largest_difference_{kind}" for kind in kinds]
+    return {
+        name: max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(theirs, ours))
+        for name, theirs, ours in zip(names, *runs)
+    }
+
+
+def cloned(one: Implementation) -> Path:
+    """Return the folder with the paths of a repository at its commit."""
+    folder = CLONES / one.package.replace("/", "+")
+    if not folder.exists():
+        clone = ["git", "clone", "--quiet", "--no-checkout", f"https://github.com/{one.package}", str(folder)]
+        subprocess.run(clone, check=True)
+    subprocess.run(["git", "-C", str(folder), "checkout", "--quiet", one.commit, "--", *one.paths], check=True)
+    return folder
+
+
+def in_process(one: Implementation) -> dict[str, Any]:
+    """Return the record of one implementation, checked in a process of its own."""
+    path = [str(ROOT / "src"), str(ROOT)]
+    if one.commit:
+        path.insert(0, str(cloned(one)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **one.environment, "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compliance", "--child", one.name]
+    result = subprocess.run(command, env=environment, cwd=CLONES, capture_output=True, text=True, timeout=1800)
+    if result.returncode:
+        raise RuntimeError(f"{one.name}: {result.stderr[-2000:]}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[one.name for one in IMPLEMENTATIONS])
+    parser.add_argument("--page", action="store_true", help="write the page from the records that exist")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(checked(next(one for one in IMPLEMENTATIONS if one.name == arguments.child))))
+        return
+    records = read()
+    CLONES.mkdir(parents=True, exist_ok=True)
+    for one in () if arguments.page else IMPLEMENTATIONS:
+        if not arguments.only or one.name in arguments.only:
+            records[one.name] = in_process(one)
+            print(f"{one.name}: {verdict(records[one.name])}")
+    order = [records[one.name] for one in IMPLEMENTATIONS if one.name in records]
+    RECORDS.write_text("".join(json.dumps(record) + "\n" for record in order), encoding="utf-8")
+    PAGE.write_text(page(order), encoding="utf-8")
+
+
+def read() -> dict[str, dict[str, Any]]:
+    lines = RECORDS.read_text(encoding="utf-8").splitlines() if RECORDS.exists() else []
+    return {record["name"]: record for record in map(json.loads, lines)}
+
+
+def verdict(record: Mapping[str, Any]) -> str:
+    if "not_run" in record:
+        return "not checked"
+    if any(name in record["failed"] for name in COMPUTES):
+        return "another scheme" if record["instead"] else "differs"
+    return "right, with a limit" if record["failed"] else "right"
+
+
+def place(record: Mapping[str, Any]) -> str:
+    if "file" not in record:
+        return f"`{record['attribute']}`"
+    return f"`{record['attribute']}`, `{record['file']}` line {record['line']}"
+
+
+def in_words(record: Mapping[str, Any]) -> str:
+    """Return what the record says, in sentences."""
+    if "not_run" in record:
+        return f"{record['not_run']}."
+    words = [*record["instead"]]
+    if "forward" in record["failed"]:
+        words.append(f"the kit says: {record['failed']['forward']}")
+    words += [LIMITS.get(name, reason) for name, reason in record["failed"].items() if name not in SHOWN]
+    if record["largest_difference_with_large_parameters"] > 0.01 and not record["instead"]:
+        gap = record["largest_difference_with_large_parameters"]
+        words.append(f"with parameters ten times as large its results differ by {gap:.1g} of the largest entry")
+    if record["start"]:
+        words.append(f"it starts otherwise by choice: {record['start']}")
+    if not record["failed"]:
+        reasons = {name: reason.split(": ")[0] for name, reason in record["not_checked"].items()}
+        words += [f"`{name}` was not checked: {reason}" for name, reason in reasons.items()]
+    gap = max(record["largest_difference_of_results"], record["largest_difference_of_inputs"])
+    return "; ".join([*words, f"largest difference {gap:.1g} of the largest entry"]) + "."
+
+
+LIMITS = {
+    "float32_mappings": "under `torch.autocast` its mappings or its mixing are computed in bfloat16",
+    "large_logits": "with parameters ten times as large values or gradients are not finite, where ours are",
+}
+SHOWN = (*COMPUTES, "initial_values")
+"""Checks whose words stand elsewhere in a row."""
+
+
+def page(records: list[dict[str, Any]]) -> str:
+    rows = ["| implementation | version | our scheme | verdict | in words |", "|---|---|---|---|---|"]
+    for record in records:
+        version = record["version"][:10] if "/" in record["package"] else record["version"]
+        cells = [f"{record['package']}: {place(record)}", version, f"`{record['preset']}`", verdict(record)]
+        rows.append(f"| {' | '.join([*cells, in_words(record).replace('|', chr(92) + '|')])} |")
+    about = {(record["torch"], record["python"], record["specification"]) for record in records}
+    versions = "; ".join(f"torch {t}, Python {p}, specification {s} of the kit" for t, p, s in sorted(about))
+    return TEMPLATE.format(table="\n".join(rows), versions=versions)
+
+
+TEMPLATE = """\
+# Which implementations are right?
+
+Read this before you take an implementation of hyper-connections, depth attention or AltUp from another package: does it
+compute what the paper, or the released model, says? [The kit](testing.md) compared each with our scheme on a CPU, with
+random parameters and streams that differ ({versions}).
+All of this page is made from `experiments/compliance.jsonl`, which `python -m benchmarks.compliance` writes.
+
+{table}
+
+- **right**: results, inputs of the sublayers and all gradients agree to rounding, and no check of the kit fails.
+- **right, with a limit**: the same, but a check about training fails. In float32 and without autocast it is right.
+- **another scheme**: it computes something else than the paper of our scheme. That may be what its authors wanted.
+- **differs**: no known variant explains the difference.
+- **not checked**: it does not run here, for the reason that stands there. That says nothing about it.
+
+"Right" means that it agrees with our scheme, which has [its own list of deviations](deviations.md) from the paper.
+These are conventions and count as right: an eps inside its norms (the adapter takes it over), a layout of the streams,
+another start, and float32 inside. Speed is not compared: see [other packages](speed.md#beside-other-packages).
+Triton kernels ran in Triton's interpreter, which shows what they compute and nothing about a GPU. `torch.compile`
+inside Megatron-LM was switched off.
+
+## Contest a row
+
+Is a row wrong, or its version old? Each has an adapter in `benchmarks/adapters.py` or
+`benchmarks/compliance_adapters.py`, which says how the parameters correspond and how the module is called. Correct it,
+run
+
+```bash
+python -m benchmarks.compliance --only tokenbender-mhc
+```
+
+(the names stand in `benchmarks/compliance.py`), and open an issue or a pull request with the adapter and the new
+record. If the adapter misreads your code, the row is our mistake. To keep your code right,
+[run the kit in your own CI](testing.md#in-your-ci).
+"""
+
+
+if __name__ == "__main__":
+    main()
