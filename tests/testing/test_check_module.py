@@ -159,7 +159,7 @@ NAMED = {
     "Sinkhorn stops early": ("forward", "Sinkhorn makes 7 iterations, expected 20"),
     "softmax only": ("forward", "the mixer is not doubly stochastic"),
     "H_pre ignored": ("forward", "H_pre is dropped: it reads the mean of the streams"),
-    "norm gain missing": ("forward", "the gain of the norm before the sublayer is missing"),
+    "norm gain missing": ("forward", "norm.weight has no influence: agrees with norm.weight = 1"),
     "factor 2 missing": ("forward", "the write is 0.5 times H_post y"),
     "frozen H_res": ("gradients", r"h_res is frozen: agrees with h_res.detach\(\)"),
     "frozen by a buffer": ("parameters", "base is a buffer: it stays frozen at its initial value"),

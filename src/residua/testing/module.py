@@ -1,21 +1,4 @@
-"""Check your module against a scheme of this library.
-
-Write an adapter: how to build your module, how its parameters correspond to ours, how to call it. `ConnectionAdapter`
-is for one connection around one sublayer, `StreamAdapter` for a whole stack with its expansion and head.
-
-    class Mine(ConnectionAdapter):
-        scheme = ManifoldHyperConnections()
-
-        def build(self, dim):
-            return MyHyperConnection(dim, streams=4)
-
-        def parameters(self, ours):                     # names of your module, made from ours
-            return {"mapping.weight": ours["mappings.phi.weight"], ...}
-
-        def connect(self, module, state, sublayer):     # streams in, streams out
-            return module(state, sublayer)
-
-    check_module(Mine())
+"""Check your module against a scheme of this library. docs/testing.md has adapters for modules of several packages.
 
 Your parameters are computed from ours by the adapter, so gradients are compared in our names, through your layout.
 """
