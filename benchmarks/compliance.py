@@ -82,6 +82,20 @@ IMPLEMENTATIONS = (
     _transformers(
         "qwen4-exp", "qwen4_exp", "Qwen4ExpTextGatedResidual", "gated-residual", compliance_adapters.Qwen4Exp
     ),
+    _transformers(
+        "inkling2",
+        "inkling2",
+        "Inkling2BlockAttentionResidual",
+        "attnres-inkling",
+        compliance_adapters.Inkling2,
+    ),
+    _transformers(
+        "inkling2-loop",
+        "inkling2_loop",
+        "Inkling2LoopBlockAttentionResidual",
+        "attnres-inkling",
+        compliance_adapters.Inkling2Loop,
+    ),
     _transformers("gemma3n", "gemma3n", "Gemma3nTextAltUp", "altup", compliance_adapters.Gemma3nAltUp),
     Implementation(
         "lucidrains-hc",

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.adapters import STREAMS, HunYuanV4, LucidrainsMHC, NaiveAttnRes, PeerAdapter, _Production
-from residua.connections import AlternatingUpdates, GatedResidual, ManifoldHyperConnections, resolve
+from residua.connections import (
+    AlternatingUpdates,
+    GatedResidual,
+    InklingAttentionResiduals,
+    ManifoldHyperConnections,
+    resolve,
+)
 from residua.ops import sinkhorn
 from residua.testing import StreamAdapter, agree, normal
 
@@ -48,6 +54,28 @@ class Qwen4Exp(PeerAdapter):
     def step(self, module: nn.Module, state: Tensor, sublayer: Callable[..., Tensor]) -> Tensor:
         x, kept, inject = module(state.flatten(-2))
         return kept.unflatten(-1, (STREAMS, -1)) + inject.unsqueeze(-1) * sublayer(x).unsqueeze(-2)
+
+
+class Inkling2(PeerAdapter):
+    """The depth attention of transformers, with one query; its model sums outputs into blocks, here of one sublayer."""
+
+    scheme = InklingAttentionResiduals(block_size=1, separate_every=0)
+    norm_eps, dtype = 1e-6, torch.float32
+    name = "Inkling2BlockAttentionResidual"
+
+    def module(self, dim: int) -> nn.Module:
+        return getattr(self.imported, self.name)(SimpleNamespace(hidden_size=dim, _attn_implementation="eager"))
+
+    def values(self, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {"query": ours["attend.query"][0]}
+
+    def step(self, module: nn.Module, state: tuple[Tensor, ...], sublayer: Callable[..., Tensor]) -> Any:
+        (x,) = module(torch.stack(state[:-1], -2), state[-1])
+        return (*state, sublayer(x.to(state[0].dtype)))
+
+
+class Inkling2Loop(Inkling2):
+    name = "Inkling2LoopBlockAttentionResidual"
 
 
 class Gemma3nAltUp(StreamAdapter):
