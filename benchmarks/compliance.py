@@ -72,7 +72,6 @@ def _transformers(name: str, family: str, attribute: str, preset: str, adapter: 
     return Implementation(name, "transformers", module, attribute, preset, adapter)
 
 
-HISTORY = next(peer for peer in adapters.PEERS if peer.package == "mhc")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 IMPLEMENTATIONS = (
     _transformers("deepseek-v4", "deepseek_v4", "DeepseekV4HyperConnection", "mhc-deepseek", adapters.DeepSeekV4),
@@ -154,7 +153,7 @@ IMPLEMENTATIONS = (
         commit="088310e54680375e7647f02c811874f7c11a690d",
         paths=("hyper_connections",),
     ),
-    Implementation("mhc-skip", "mhc", "mhc", "MHCSkip", "mhc", adapters.HistorySkip, instead=HISTORY.differs),
+    Implementation("mhc-skip", "mhc", "mhc", "MHCSkip", "mhc", compliance_adapters.HistoryWithStatements),
     Implementation(
         "liger-attnres",
         "liger-kernel",
@@ -372,7 +371,7 @@ def in_words(record: Mapping[str, Any]) -> str:
         gap = record["largest_difference_with_large_parameters"]
         words.append(f"with parameters ten times as large its results differ by {gap:.1g} of the largest entry")
     if record["start"]:
-        words.append(f"it starts otherwise by choice: {record['start']}")
+        words.append(f"a start of its own: {record['failed_as_expected']['initial_values']}")
     if not record["failed"]:
         reasons = {name: reason.split(": ")[0] for name, reason in record["not_checked"].items()}
         words += [f"`{name}` was not checked: {reason}" for name, reason in reasons.items()]

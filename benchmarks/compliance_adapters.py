@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.adapters import STREAMS, HunYuanV4, LucidrainsMHC, NaiveAttnRes, PeerAdapter, _Production
+from benchmarks.adapters import STREAMS, HistorySkip, HunYuanV4, LucidrainsMHC, NaiveAttnRes, PeerAdapter, _Production
 from residua.connections import (
     AlternatingUpdates,
     GatedResidual,
@@ -243,6 +243,22 @@ class Tokenbender(PeerAdapter):
                 (defaults["mhc_num_iters"].default, defaults["mhc_tau"].default) == (10, 0.05)
             ),
         }
+
+
+class HistoryWithStatements(HistorySkip):
+    """`mhc.MHCSkip` with what we say of it."""
+
+    def statements(self) -> dict[str, bool]:
+        """Return what we say of it, and whether that is so with random logits."""
+        module = self.module(self.dim).double()
+        with torch.no_grad():
+            module.mixing_logits.copy_(normal(STREAMS))
+            y, *history = (normal(2, 3, self.dim, seed=seed) for seed in range(1 + STREAMS))
+            expected = y + torch.einsum("n,nbsd->bsd", module.mixing_logits.softmax(-1), torch.stack(history))
+            return {
+                "it adds one mixture of the last states, the same for all tokens, to the output of the sublayer, where "
+                "the paper reads, mixes and writes streams": agree(module(y, history), expected),
+            }
 
 
 class PerStreamMHC(LucidrainsMHC):
