@@ -19,7 +19,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from residua import Stream
+from residua import Lambdas, Residual, Stream
 from residua.connections import PRESETS
 from residua.connections.base import as_inputs
 from residua.models import dialects
@@ -27,7 +27,7 @@ from support.variants import normal, perturbed
 
 LAYERS, TOKENS = 3, 7
 # In the names of parameters that belong to our connections.
-OURS = ("hc", "hyper", "_input.query", "input_layernorm", "pre_feedforward_layernorm", "altup", "laurel")
+OURS = ("hc", "hyper", "_input.query", "input_layernorm", "pre_feedforward_layernorm", "altup", "laurel", "_residual")
 
 
 class WideIslands(TorchFunctionMode):
@@ -169,6 +169,21 @@ CASES = {
             "HYV4Model",
             MLA | {"qk_rope_head_dim": 4, "index_topk": 8, "hc_mult": 3, "hc_magnitude": 1.7, "hc_eps": 1e-2},
         ),
+        Case(
+            "hy_v4_vl",
+            "HYV4VLTextConfig",
+            "HYV4VLTextModel",
+            MLA
+            | {
+                "qk_rope_head_dim": 64,
+                "index_head_dim": 64,
+                "index_topk": 8,
+                "hc_mult": 3,
+                "hc_magnitude": 1.7,
+                "hc_eps": 1e-2,
+            },
+        ),
+        Case("doge", "DogeConfig", "DogeModel", {"num_attention_heads": 2, "intermediate_size": 24}),
         Case(
             "qwen4_exp",
             "Qwen4ExpTextConfig",
@@ -344,6 +359,53 @@ def test_the_model_in_our_stream(model_type):
             assert_equal(parameter.grad, expected[name], name)
     left = [name for name in expected if any(key in name for key in OURS) and "correct_output_scale" not in name]
     assert not left, "all parameters of connections were compared"
+
+
+def through_our_stream(model: nn.Module, stream: Stream, x: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """The trunk's output for the embeddings x, and that of our stream around its attentions and MLPs, from `start`."""
+    parts = [[part] for layer in model.layers for part in (layer.self_attn, layer.mlp)]
+    with torch.no_grad(), WideIslands(), recorded([part for (part,) in parts]) as calls:
+        theirs = model(inputs_embeds=x, use_cache=False).last_hidden_state
+    sublayers = [again(part, made, f"sublayer {i}") for i, (part, made) in enumerate(zip(parts, calls))]
+    with torch.no_grad(), WideIslands():
+        return theirs, run(stream, start, sublayers, [])
+
+
+def test_minimax_is_deepnorm_with_the_norm_of_the_next_sublayer():
+    """Its alpha is DeepNorm's: 3.5566 for the 160 sublayers of MiniMax-Text-01."""
+    count = 2 * LAYERS
+    factors = {f"{kind}_alpha_factor": count**0.25 for kind in ("full_attn", "linear_attn", "mlp")}
+    options = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 8, "num_local_experts": 4}
+    layers = {"layer_types": ["full_attention"] * LAYERS}
+    model = tiny(Case("minimax", "MiniMaxConfig", "MiniMaxModel", options | layers | factors))
+    norms = [norm for layer in model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    stream = Lambdas(r=None, z=None, norm="post").build(16, count, norm=[*norms[1:], model.norm].__getitem__)
+    x = normal(2, TOKENS, 16)
+    with WideIslands():
+        start = norms[0](x)
+    theirs, ours = through_our_stream(model, stream, x, start)
+    assert_equal(ours, theirs, "output")
+
+
+def test_inkling_convolves_what_its_sublayers_write():
+    options = {
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "swa_num_attention_heads": 2},
+        **{"swa_num_key_value_heads": 1, "swa_head_dim": 8, "sliding_window_size": 4, "d_rel": 4, "rel_extent": 8},
+        **{"moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+        "mlp_layer_types": ["dense"] * LAYERS,
+    }
+    model = tiny(Case("inkling", "InklingTextConfig", "InklingTextModel", options))
+    norms = [norm for layer in model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    stream = Residual(branch="conv").build(16, 2 * LAYERS, norm=norms.__getitem__).double()
+    convolutions = [part for layer in model.layers for part in (layer.attn_sconv, layer.mlp_sconv)]
+    with torch.no_grad():
+        for connection, theirs in zip(stream.connections, convolutions):
+            connection.convolution.taps.copy_(theirs.conv1d.weight.squeeze(1).T.flip(0).unsqueeze(1))
+            connection.convolution.taps[0] += 1
+    x = normal(2, TOKENS, 16)
+    theirs, ours = through_our_stream(model, stream, x, x)
+    with WideIslands():
+        assert_equal(model.norm(ours), theirs, "output")
 
 
 @pytest.mark.parametrize("model_type", CASES)

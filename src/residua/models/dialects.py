@@ -20,6 +20,7 @@ from residua.connections import (
     GatedResidual,
     IndependentHyperConnections,
     InklingAttentionResiduals,
+    Lambdas,
     Scheme,
     Stream,
 )
@@ -78,6 +79,16 @@ def _single_pass(site: str) -> dict[str, str]:
     return {ours: f"hc_{site}_{theirs}" for ours, theirs in _HYPER.items()} | {"norm.weight": f"{site}_norm.weight"}
 
 
+_HY = _hyper(
+    lambda config: IndependentHyperConnections(
+        num_streams=config.hc_mult,
+        magnitude=config.hc_magnitude,
+        gate_eps=config.hc_eps,
+        weight_std=config.initializer_range,
+    ),
+    head=True,
+)
+
 DIALECTS: dict[str, Dialect] = {
     "deepseek_v4": _hyper(
         lambda config: DeepSeekHyperConnections(
@@ -105,14 +116,12 @@ DIALECTS: dict[str, Dialect] = {
         ),
         head=False,
     ),
-    "hy_v4": _hyper(
-        lambda config: IndependentHyperConnections(
-            num_streams=config.hc_mult,
-            magnitude=config.hc_magnitude,
-            gate_eps=config.hc_eps,
-            weight_std=config.initializer_range,
-        ),
-        head=True,
+    "hy_v4": _HY,
+    "hy_v4_vl": _HY,
+    "doge": Dialect(
+        lambda config: Lambdas(r=1.0, r_every="sublayer", z=None, when="write", per_channel=True),
+        {"scales.r.weight": "input_residual"} | _NORM_BEFORE_ATTENTION,
+        {"scales.r.weight": "post_attention_residual"} | _NORM_BEFORE_MLP,
     ),
     "qwen4_exp": Dialect(
         lambda config: GatedResidual(
