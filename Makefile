@@ -5,6 +5,7 @@ VENV := .venv
 LAB := $(VENV)/.lab
 READY := $(VENV)/.ready
 TITAN := $(VENV)-titan
+VLLM := $(VENV)-vllm
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-build-isolation --use-pep517 --constraint
 PIP := $(VENV)/bin/python $(INSTALL) requirements.txt
 TITAN_PIP := $(TITAN)/bin/python $(INSTALL) requirements-titan.txt
@@ -15,7 +16,7 @@ FAST := --hypothesis-profile quick -m "not (interpreter or compiler or processes
 # Workers, and the processes that tests start, read what one of them has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test gpu testers lint types docs titan lock newest lowest clean
+.PHONY: demo check test gpu testers lint types docs titan vllm lock newest lowest clean
 
 demo: $(LAB)
 	$(VENV)/bin/residua demo --out runs/demo
@@ -64,6 +65,18 @@ $(TITAN)/.ready: pyproject.toml requirements-titan.txt
 	$(TITAN_PIP) --editable '.[titan]' pytest pytest-timeout hypothesis
 	touch $@
 
+# The tests of residua.engines.vllm with vLLM itself, on a CPU. Adds a record to experiments/vllm.jsonl.
+vllm: $(VLLM)/.ready
+	$(VLLM)/bin/python experiments/engine_tests.py vllm
+
+$(VLLM)/.ready: pyproject.toml requirements-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	command -v uv >/dev/null && uv pip install --quiet --python $(VLLM) --torch-backend cpu --constraint requirements-vllm.txt torch \
+	  || $(VLLM)/bin/python -m pip install --quiet --constraint requirements-vllm.txt torch
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement requirements-vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
 # requirements.txt and requirements-titan.txt anew, with the newest of everything but torch: TORCH=2.14.1 changes that.
 lock:
 	$(PYTHON) experiments/versions.py lock $(if $(TORCH),--torch $(TORCH))
@@ -74,7 +87,7 @@ newest lowest:
 	$(PYTHON) experiments/versions.py $@ $(if $(TORCH),--torch $(TORCH)) -- $(PARALLEL) $(or $(TESTS),$(FAST))
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest $(TITAN) runs
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest $(TITAN) $(VLLM) runs
 
 # torch first and alone: resolved together with the rest, pip may look at builds of several gigabytes. The build of PyPI
 # for Linux brings the libraries of CUDA. uv knows where the others are, and takes the one for the CPU if there is no GPU.

