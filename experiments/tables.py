@@ -126,6 +126,14 @@ def generation_table() -> str:
     return markdown(header, rows)
 
 
+def serving_table() -> str:
+    rows = []
+    for record in records("serving.jsonl"):
+        name = record["preset"] if record["preset"].startswith("unconverted") else f"`{record['preset']}`"
+        rows.append([name, f"{record['median_tokens_per_second']:.0f}", quartiles(record)])
+    return markdown(["SmolLM2-135M in vLLM", "tokens per second", "time, ratio to unconverted [quartiles]"], rows)
+
+
 def memory_table(name: str = "bench-memory.jsonl") -> str:
     rows = []
     for record in records(name):
@@ -476,6 +484,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "state-dtype": state_dtype_table,
         "kernels": kernels_table,
     },
+    "docs/hugging-face.md": {"serving": serving_table},
     "docs/results.md": {"demo": demo_table, "sweep": sweep_table},
     "docs/reproduce.md": {"paper": paper_table, "results": results_table},
     "docs/resbench.md": {"resbench": resbench_table},
