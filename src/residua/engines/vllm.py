@@ -5,6 +5,7 @@ refuses before it starts; `vllm_model.py` is the model that it runs.
 """
 
 import logging
+import re
 from typing import Any
 
 import torch
@@ -56,13 +57,14 @@ class Check:
 
 
 def expect_tested(installed: str) -> None:
-    """Raise NotImplementedError for a vLLM older than tested, and warn of a newer one."""
-    version = tuple(map(int, installed.split(".")[:2]))
+    """Raise NotImplementedError for a vLLM older than tested, and warn of a newer or unnumbered one."""
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    version = tuple(map(int, numbers.groups())) if numbers else None
     if version == TESTED:
         return
     tested = ".".join(map(str, TESTED))
     message = f"vllm {installed} was not tested with residua, {tested} was; pip install 'residua[vllm]' installs it"
-    if version < TESTED:
+    if version and version < TESTED:
         raise NotImplementedError(message)
     logging.getLogger("residua").warning(message)
 
