@@ -1,0 +1,220 @@
+"""Look into a model between its sublayers, and change what is there.
+
+Whatever the state of a scheme is, its readout makes one tensor (batch, seq, dim) of it, as it does at the end of the
+model. `boundaries` gives that tensor at every boundary to hooks, and writes what they return back into the state.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from residua.connections import Carry, Connection, Memory, Readout
+from residua.connections.base import State
+from residua.connections.ends import Same
+from residua.connections.memory import window_of
+from residua.conversion.rebuild import replaced
+from residua.errors import InputError, require
+from residua.lab.inspection.subject import Subject
+from residua.lab.inspection.watch import as_written
+from residua.models import ResiduaForCausalLM, ResiduaModel
+
+LOGITS = 2**26
+"""Numbers of logits at a time, of some boundaries."""
+STEPS, ITERATIONS = 10, 100
+"""Newton steps at most for a readout that is not linear, and iterations for the linear equations of each."""
+CLOSE = 1e-6
+"""The largest difference, relative to the wanted value, between it and the readout of the state that was found."""
+
+
+@contextmanager
+def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
+    """Give a module for every boundary of a model, ours or converted, to register forward hooks on.
+
+    The modules are named after the sublayer that wrote last, "1 attention", and the first "embedding". In every forward
+    pass the output of each is the readout of the state there, (batch, seq, dim), as at the end of the model and before
+    its last norm. If a hook returns another value, the state gets the smallest change, in the Euclidean norm, after
+    which its readout is that value: for a linear readout the pseudo-inverse times the difference, for another one
+    Newton steps of this kind. Otherwise the state stays what it is, bit for bit. A module without hooks costs nothing.
+
+    No gradient reaches a value that is written back, unless the state is a single residual. Inside the context the
+    modules are also the submodule `boundaries` of the model.
+
+    Raises:
+        InputError: the model is of another kind. In a forward pass: the readout looks at earlier tokens and rows are
+            padded, or no state near the one that is there has the wanted readout.
+    """
+    subject = Subject.of(model)
+    names = [name.replace(".", " ") for name in ("embedding", *subject.sublayers)]
+    points = nn.ModuleDict({name: nn.Identity() for name in names})
+    collapse = subject.stream.collapse
+
+    def watch(readers: list[Connection | Readout]) -> list[Any]:
+        *connections, readout = readers
+        return [*(_Passed(c, i, list(points.values()), collapse) for i, c in enumerate(connections)), readout]
+
+    def check(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        mask = keywords.get("attention_mask")
+        if window_of(collapse) and isinstance(mask, Tensor) and not mask.all():
+            raise InputError("boundaries needs rows without padding, because the readout looks at earlier tokens")
+
+    def ask(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return arguments, {**keywords, "watch": watch}
+
+    with ExitStack() as stack:
+        stack.enter_context(as_written(model))
+        handles = [model.register_forward_pre_hook(check, with_kwargs=True)]
+        if isinstance(model, (ResiduaForCausalLM, ResiduaModel)):
+            trunk = model.model if isinstance(model, ResiduaForCausalLM) else model
+            handles.append(trunk.register_forward_pre_hook(ask, with_kwargs=True))
+        else:
+            stack.enter_context(replaced(model, watch))
+        for handle in handles:
+            stack.callback(handle.remove)
+        model.add_module("boundaries", points)
+        stack.callback(delattr, model, "boundaries")
+        yield points
+
+
+class _Passed(NamedTuple):
+    """A connection between two boundaries, `points[index]` and the next."""
+
+    connection: Connection
+    index: int
+    points: Sequence[nn.Module]
+    collapse: nn.Module
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Any, Carry]:
+        state = state if self.index else _visit(self.points[0], self.collapse, state)
+        return self.connection.read(state, memory)
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        return _visit(self.points[self.index + 1], self.collapse, self.connection.write(y, carry))
+
+    def write_read(self, y: Tensor, carry: Carry, following: Any, memory: Memory | None = None) -> tuple[Any, Carry]:
+        return following.read(self.write(y, carry), memory)
+
+    def penalty(self, coefficients: Any) -> Tensor | None:
+        return self.connection.penalty(coefficients)
+
+
+def _visit(point: nn.Module, collapse: nn.Module, state: State) -> State:
+    """Return the state after the hooks of a boundary."""
+    if not point._forward_hooks and not point._forward_pre_hooks:
+        return state
+    x = collapse(state)
+    value = point(x)
+    if value is x:
+        return state
+    require(value.shape == x.shape, "the value that a hook returns", str(list(x.shape)), list(value.shape))
+    return written(collapse, state, value)
+
+
+def written(collapse: nn.Module, state: State, value: Tensor) -> State:
+    """Return the state with the readout `value` that is nearest to `state`, see `boundaries`. Raises InputError."""
+    if isinstance(collapse, Same):
+        return value
+    with torch.no_grad():
+        if torch.equal(collapse(state), value):
+            return state
+        exact = copy.deepcopy(collapse).double()
+        flat, form = tree_flatten(state)
+        shapes = [part.shape for part in flat]
+
+        def read(point: Tensor) -> Tensor:
+            parts = point.split([shape.numel() for shape in shapes])
+            return exact(tree_unflatten([part.reshape(s) for part, s in zip(parts, shapes)], form))
+
+        start = torch.cat([part.reshape(-1) for part in flat]).double()
+        point, target = start, value.double()
+        for _ in range(STEPS):
+            missing = target - read(point)
+            if missing.norm() <= 1e-2 * torch.finfo(value.dtype).eps * target.norm():
+                break
+            point = point + _least_change(read, point, missing)
+        changes = (point - start).split([shape.numel() for shape in shapes])
+        state = tree_unflatten([(p.double() + c.reshape(p.shape)).to(p.dtype) for p, c in zip(flat, changes)], form)
+        if not (target - read(point)).norm() <= CLOSE * target.norm():
+            raise InputError("boundaries found no state near this one whose readout is the value of the hook")
+        return state
+
+
+def _least_change(read: Callable[[Tensor], Tensor], point: Tensor, missing: Tensor) -> Tensor:
+    """Return the smallest change with J change = `missing`, J the Jacobian of `read`: J^T z with J J^T z = missing, z
+    by conjugate gradients."""
+    scale = 1e-4 * point.abs().max().clamp(min=1e-6)
+
+    def transposed(z: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = point.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(read(leaf), leaf, z)
+        return gradient
+
+    def times(change: Tensor) -> Tensor:
+        step = scale / change.abs().max().clamp(min=1e-300)
+        return (read(point + step * change) - read(point - step * change)) / (2 * step)
+
+    z, rest = torch.zeros_like(missing), missing.clone()
+    direction, size = rest, rest.square().sum()
+    first = size
+    for _ in range(ITERATIONS):
+        if size <= 1e-10 * first:
+            break
+        image = times(transposed(direction))
+        length = size / (direction * image).sum()
+        z, rest = z + length * direction, rest - length * image
+        before, size = size, rest.square().sum()
+        direction = rest + (size / before) * direction
+    return transposed(z)
+
+
+@dataclass(frozen=True)
+class Lens:
+    """What a model would predict if it ended at each boundary. Sizes: B boundaries, T tokens, k predictions.
+
+    names        of the boundaries
+    loss         (B, T): -log p of the token after each, NaN for the last
+    tokens       (B, T, k): the likeliest next tokens, likeliest first
+    probability  (B, T, k): their probabilities
+    """
+
+    names: tuple[str, ...]
+    loss: Tensor
+    tokens: Tensor
+    probability: Tensor
+
+
+def logit_lens(model: nn.Module, tokens: Sequence[int] | Tensor, *, top: int = 5) -> Lens:
+    """Return the logit lens of a text: the readout at every boundary through the model's last norm and head.
+
+    At the last boundary these are the model's predictions. Raises InputError for a model of another kind, and for one
+    without a head.
+    """
+    subject = Subject.of(model)
+    require(subject.head, "the model of a lens", "one with a language-model head", type(model).__name__)
+    ids = torch.as_tensor(tokens).to(model.get_input_embeddings().weight.device)  # type: ignore[operator]
+    readouts: list[Tensor] = []
+    with torch.no_grad(), boundaries(model) as points:
+        for point in points.values():
+            point.register_forward_hook(lambda module, arguments, x: readouts.append(x))
+        model(input_ids=ids[None], use_cache=False)
+    kept = []
+    for some in torch.cat(readouts).split(max(1, LOGITS // (len(ids) * subject.vocabulary))):
+        handle = subject.stream.collapse.register_forward_hook(lambda *_, some=some: some)
+        try:
+            with torch.no_grad(), as_written(model):
+                logits = model(input_ids=ids[None], use_cache=False).logits
+        finally:
+            handle.remove()
+        chances = logits.float().log_softmax(-1)
+        nan = chances.new_full((len(some), 1), torch.nan)
+        following = ids[1:].expand(len(some), -1)[..., None]
+        loss = torch.cat([-chances[:, :-1].gather(-1, following)[..., 0], nan], -1)
+        kept.append((loss, *chances.topk(top)))
+    loss, values, indices = map(torch.cat, zip(*kept))
+    return Lens(tuple(points), loss.cpu(), indices.cpu(), values.exp().cpu())

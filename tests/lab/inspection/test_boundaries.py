@@ -1,0 +1,122 @@
+"""Readouts at every boundary, what is written back there, and the logit lens."""
+
+import pytest
+import torch
+
+import residua
+from residua.connections import PRESETS
+from residua.errors import InputError
+from residua.lab.inspection import boundaries, logit_lens
+from support.converted_models import IDS, llama
+from support.tiny_models import prompt, tiny_model
+
+
+def converted(name="hc"):
+    model = llama()
+    residua.convert(model, name)
+    with torch.no_grad():
+        for connection in model.modules():
+            if type(connection).__name__ == "LayerStream":
+                for parameter in connection.parameters():
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def logits(model, ids=None):
+    with torch.no_grad():
+        return model(input_ids=prompt(1, 7) if ids is None else ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_was_read_is_written_back_bit_for_bit(name):
+    model = tiny_model(name)
+    expected, shapes = logits(model), []
+    with boundaries(model) as points:
+        assert list(points) == ["embedding", "1 attention", "1 mlp", "2 attention", "2 mlp"]
+        for point in points.values():
+            point.register_forward_hook(lambda _, arguments, x: shapes.append(x.shape) or x.clone())
+        assert torch.equal(logits(model), expected)
+    assert shapes == 5 * [(1, 7, 16)]
+    assert not hasattr(model, "boundaries")
+    assert torch.equal(logits(model), expected)
+    assert len(shapes) == 5
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_value_at_the_last_boundary_gives_its_logits(name):
+    model, changed = tiny_model(name), []
+    with boundaries(model) as points:
+        points["2 mlp"].register_forward_hook(
+            lambda _, arguments, x: changed.append(x + 0.1 * x.roll(1, -1)) or changed[0]
+        )
+        patched = logits(model)
+    with torch.no_grad():
+        torch.testing.assert_close(patched, model.logits(model.model.norm(changed[0])), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_lens_at_the_last_boundary_is_the_model(name):
+    model = tiny_model(name)
+    lens, ids = logit_lens(model, prompt(7), top=3), prompt(7)
+    chances = logits(model, ids[None])[0].float().log_softmax(-1)
+    assert torch.equal(lens.probability[-1], chances.topk(3).values.exp())
+    assert torch.equal(lens.tokens[-1], chances.topk(3).indices)
+    assert torch.equal(lens.loss[-1, :-1], -chances[:-1].gather(-1, ids[1:, None])[:, 0])
+    assert lens.loss.shape == (5, 7)
+    assert lens.loss[:, -1].isnan().all()
+
+
+def test_a_converted_llama_is_looked_into_and_patched():
+    model, changed = converted(), []
+    expected = logits(model, IDS)
+    with boundaries(model) as points:
+        first, last = list(points)[1], list(points)[-1]
+        handle = points[first].register_forward_hook(lambda _, arguments, x: x.clone())
+        assert torch.equal(logits(model, IDS), expected)
+        handle.remove()
+        points[last].register_forward_hook(lambda _, arguments, x: changed.append(2 * x) or changed[0])
+        patched = logits(model, IDS)
+    with torch.no_grad():
+        torch.testing.assert_close(patched, model.lm_head(model.model.norm(changed[0])), rtol=1e-9, atol=1e-9)
+    assert torch.equal(logits(model, IDS), expected)
+    chances = logits(model, IDS[:1])[0].float().log_softmax(-1)
+    assert torch.equal(logit_lens(model, IDS[0]).probability[-1], chances.topk(5).values.exp())
+
+
+def test_the_change_is_the_least_one():
+    """Of the sum of streams: every stream gets the same part. Of a plain residual: the value itself."""
+    states = {}
+    for name in ("hc", "residual"):
+        model = tiny_model(name)
+        with boundaries(model) as points, torch.no_grad():
+            before = model.model(input_ids=prompt(1, 7), output_states=True).states[-1]
+            points["2 mlp"].register_forward_hook(lambda _, arguments, x: x + 1)
+            states[name] = model.model(input_ids=prompt(1, 7), output_states=True).states[-1] - before
+    torch.testing.assert_close(states["hc"], torch.full_like(states["hc"], 1 / states["hc"].shape[-2]))
+    torch.testing.assert_close(states["residual"], torch.ones_like(states["residual"]))
+
+
+def test_padded_rows_are_refused_where_the_readout_looks_back():
+    model = tiny_model("ddl-tc")
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1]])
+    with boundaries(model), pytest.raises(InputError, match="rows without padding"):
+        model(input_ids=prompt(1, 7), attention_mask=mask)
+
+
+def test_a_model_of_another_kind_and_a_value_of_another_shape_are_one_line():
+    with pytest.raises(InputError, match="one of ours or a converted one"), boundaries(torch.nn.Linear(2, 2)):
+        pass
+    model = tiny_model("hc")
+    with boundaries(model) as points:
+        points["embedding"].register_forward_hook(lambda _, arguments, x: x[..., 0])
+        with pytest.raises(InputError, match=r"must be \[1, 7, 16\], got \[1, 7\]"):
+            logits(model)
+
+
+def test_a_value_that_no_state_gives_is_one_line():
+    """This readout ends in a norm, so its length has an upper end."""
+    model = tiny_model("gated-residual")
+    with boundaries(model) as points:
+        points["2 mlp"].register_forward_hook(lambda _, arguments, x: 100 * x)
+        with pytest.raises(InputError, match="no state near this one whose readout is the value of the hook"):
+            logits(model)
