@@ -29,7 +29,7 @@ from residua.errors import InputError, extra, require
 from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
 from residua.lab.data.tokenizer import SavedTokenizer, copy_tokenizer, load_tokenizer
 from residua.lab.evaluation.loss import held_out_loss, shard_batches
-from residua.lab.inspection import Trace, gate_quantiles, has_gates, pieces, trace
+from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
 from residua.lab.inspection.subject import Subject
 from residua.lab.training import (
     BaseModelConfig,
@@ -472,7 +472,7 @@ def trace_run(opened: OpenRun, prompt: str | None = None, *, tokens: int | None 
     ids = opened.data.validation.window(0, min(length, len(opened.data.validation))).tolist()
     excerpt = f"the first {len(ids)} tokens of the validation data"
     with opened.precision():
-        return trace(opened.model, ids, text=pieces(opened.tokenizer, ids), facts={**facts, "read": excerpt})
+        return _traced(opened.model, opened.tokenizer, ids, {**facts, "read": excerpt})
 
 
 def trace_prompt(
@@ -491,7 +491,23 @@ def trace_prompt(
     require(tokens is None or tokens >= 1, "tokens", "at least 1", tokens)
     ids = (tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id])[:tokens]
     excerpt = f"{len(ids)} tokens of a prompt"
-    return trace(model, ids, text=pieces(tokenizer, ids), facts={**(facts or {}), "read": excerpt})
+    return _traced(model, tokenizer, ids, {**(facts or {}), "read": excerpt})
+
+
+def _traced(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], facts: Mapping[str, Any]
+) -> Trace:
+    """Return the trace of a text, with the logit lens after every sublayer if the model has a head."""
+    recorded = trace(model, ids, text=pieces(tokenizer, ids), facts=facts)
+    if not Subject.of(model).head:
+        return recorded
+    lens = logit_lens(model, ids, top=1)
+    likeliest = [pieces(tokenizer, tokens) for tokens in lens.tokens[1:, :, 0].tolist()]
+    return replace(
+        recorded,
+        facts={**recorded.facts, "lens": likeliest},
+        values={**recorded.values, "lens_loss": lens.loss[1:]},
+    )
 
 
 def _checkpoint(folder: Path, step: int | Literal["best"] | None) -> Checkpoint:

@@ -53,6 +53,14 @@ def converted() -> Trace:
     return trace
 
 
+def lens() -> Trace:
+    """A plain residual with what it would predict after every sublayer."""
+    trace = planted.residual()
+    trace.values["lens_loss"] = 2 * mixed_beta()
+    trace.facts["lens"] = [[f"<b>{row} {column}</b>" for column in range(TOKENS)] for row in range(SUBLAYERS)]
+    return trace
+
+
 IDENTICAL = torch.eye(8)[:1].expand(SUBLAYERS, -1).contiguous()
 TRACES = {
     "mixed": planted.delta(mixed_beta(), tokens=[planted.HOSTILE, "<b>a\n", *planted.words(TOKENS - 2)]),
@@ -73,6 +81,7 @@ TRACES = {
     "converted": converted(),
     "several reads": planted.depth(reads=("q", "k", "v"), negative=True),
     "signed": planted.delta(2 * mixed_beta() - 2, gates={"beta": {"range": [-2.0, 2.0], "start": 0.0}}),
+    "lens": lens(),
 }
 NAMES = list(TRACES)
 
@@ -167,6 +176,14 @@ def test_map_and_tooltip_equal_the_trace(show):
         gate = beta[row, column].item()
         assert float(value.removeprefix("β = ")) == pytest.approx(gate, abs=1e-6)
         assert regime == ("identity" if gate < 0.5 else "reflection" if gate > 1.5 else "projection")
+
+
+def test_the_lens_shows_loss_and_prediction_after_every_sublayer(show):
+    page = show("lens", 2, 3, "lens_loss")
+    close(plotted(page, "map")[0]["z"], TRACES["lens"].values["lens_loss"])
+    assert "predicts “<b>2 3</b>”" in page.locator(".readout").first.inner_text()
+    page.mouse.move(*cell(page, "map", 1, 8, SUBLAYERS, TOKENS))
+    tip_says(page, "predicts “<b>1 8</b>”")
 
 
 def test_the_text_is_coloured_by_the_selected_sublayer_and_markup_in_it_is_inert(show):

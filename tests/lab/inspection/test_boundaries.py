@@ -6,7 +6,9 @@ import torch
 import residua
 from residua.connections import PRESETS
 from residua.errors import InputError
-from residua.lab.inspection import boundaries, logit_lens
+from residua.lab.data.tokenizer import byte_tokenizer
+from residua.lab.experiment import trace_prompt
+from residua.lab.inspection import boundaries, logit_lens, pieces
 from support.converted_models import IDS, llama
 from support.tiny_models import prompt, tiny_model
 
@@ -120,3 +122,13 @@ def test_a_value_that_no_state_gives_is_one_line():
         points["2 mlp"].register_forward_hook(lambda _, arguments, x: 100 * x)
         with pytest.raises(InputError, match="no state near this one whose readout is the value of the hook"):
             logits(model)
+
+
+def test_the_trace_of_a_text_has_the_lens_after_every_sublayer():
+    model, tokenizer = tiny_model("hc", vocab_size=257), byte_tokenizer()
+    recorded = trace_prompt(model, tokenizer, "a text of tokens")
+    ids = recorded.values["token_ids"]
+    torch.testing.assert_close(recorded.values["lens_loss"][-1], recorded.values["token_loss"], equal_nan=True)
+    likeliest = logits(model, ids[None])[0].argmax(-1)
+    assert recorded.facts["lens"][-1] == pieces(tokenizer, likeliest.tolist())
+    assert len(recorded.facts["lens"]) == len(recorded.facts["sublayers"])

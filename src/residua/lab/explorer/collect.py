@@ -36,7 +36,7 @@ CHECKPOINTS = 100
 
 OF_TOKENS = (
     *("mixing", "change", "state_norm", "erase_norm", "write_norm", "output_norm"),
-    *("sources_read", "stream_similarity"),
+    *("sources_read", "stream_similarity", "lens_loss"),
     *("change_norm", "discrepancy_norm", "row_error", "column_error", "orthogonality_error"),
     *("h_pre", "h_post", "h_res"),
 )

@@ -39,6 +39,8 @@ class Trace:
         state_norm (S + 1, T): |X| before each sublayer and after the last
         input_norm (S, T): |x| before its norm, if the connection has one; output_norm (S, T): |y|
         change_norm (S, T): |X' - X|
+        lens_loss (S, T): token_loss if the model ended after the sublayer (`logit_lens`); not in what `trace` returns,
+            but in the traces of `residua explore`
     shortcut "rank-one" (`connections.RankOne`)
         beta (S, T); readout (S, T, n): k^T X; erase_norm (S, T): beta |k^T X|
         target (S, T, n): v; write_norm, discrepancy_norm (S, T): beta |v|, |v - k^T X|, if v is written
@@ -63,7 +65,7 @@ class Trace:
     the names of those in `values`, what is known of them, as in `connections.GateFacts`; left_out: by the name of a
     mapping or gate, the sublayers that omit it; sources, reads: their names, by the axes of depth_weights; dim; rows
     (of width dim in the last state); sublayers (their names); run and checkpoint (or None); sampled (token positions);
-    loss (mean of token_loss, or None).
+    loss (mean of token_loss, or None); lens, beside lens_loss: what is predicted after each sublayer and token.
     """
 
     facts: dict[str, Any]

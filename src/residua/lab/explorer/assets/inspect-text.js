@@ -11,11 +11,13 @@ const coloursOf = ({name, limits}) => (name === "beta" || limits?.[0] < 0 ? beta
 /** What is said of one sublayer at one token. */
 function said(trace, sublayer, token, {shown, thresholds}) {
   const value = trace.fields[shown.name].at(sublayer, token);
+  const predicted = shown.name === "lens_loss" ? trace.facts.lens?.[sublayer]?.[token] : undefined;
   const near = trace.fields[shown.name].position(trace.fields[shown.name].column(token));
   return [
     `“${visible(trace.tokens[token])}”, token ${token}`,
     trace.facts.sublayers[sublayer],
     `${shown.label} = ${number(value)}${near === token ? "" : ` (of token ${near})`}`,
+    ...(predicted === undefined ? [] : [`predicts “${visible(predicted)}”`]),
     ...(shown.name === "beta" && !Number.isNaN(value) ? [regime(value, thresholds)] : []),
   ];
 }

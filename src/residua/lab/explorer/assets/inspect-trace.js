@@ -25,6 +25,7 @@ const QUANTITIES = [
   {name: "discrepancy_norm", label: "‖v − kᵀX‖", note: "how far the state is from holding v along k"},
   {name: "output_norm", label: "‖y‖", note: "the norm of the sublayer's output"},
   {name: "state_norm", label: "‖X‖", note: "the norm of the state before the sublayer"},
+  {name: "lens_loss", label: "lens", note: "the loss of the next token, in nats, if the model ended after the sublayer"},
 ];
 
 /** The quantities that a described trace has. */
