@@ -8,7 +8,7 @@ from residua.connections import PRESETS
 from residua.errors import InputError
 from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.experiment import trace_prompt
-from residua.lab.inspection import boundaries, logit_lens, pieces
+from residua.lab.inspection import boundaries, logit_lens, pieces, warnings
 from support.converted_models import IDS, llama
 from support.tiny_models import prompt, tiny_model
 
@@ -132,3 +132,4 @@ def test_the_trace_of_a_text_has_the_lens_after_every_sublayer():
     likeliest = logits(model, ids[None])[0].argmax(-1)
     assert recorded.facts["lens"][-1] == pieces(tokenizer, likeliest.tolist())
     assert len(recorded.facts["lens"]) == len(recorded.facts["sublayers"])
+    assert not [warning for warning in warnings(recorded) if "not finite" in warning]

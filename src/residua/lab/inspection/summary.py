@@ -202,7 +202,7 @@ def _not_finite(trace: Trace) -> Iterator[str]:
     values = trace.values
     broken = []
     for name, value in values.items():
-        numbers = value[:-1] if name == "token_loss" else value
+        numbers = value[..., :-1] if name in ("token_loss", "lens_loss") else value  # nothing follows the last token
         if name == "token_loss" and numbers.isnan().all():
             continue  # a model without a head
         if not numbers.isfinite().all():
