@@ -121,9 +121,10 @@ class _Queue:
                 self._work.update(run.job, run.step)
             if self._was_killed(run):
                 run.kills.append(run.step)
-                state = run.handle.state
-                if state.startswith("CANCELLED") or run.kills[-KILLS:] == KILLS * [run.step]:
-                    raise RunError(f"the job of {run.job.name} ended as {state}; see {run.handle.paths.stderr}")
+                state, paths = run.handle.state, run.handle.paths
+                ended = state.startswith("CANCELLED") or paths.result_pickle.exists()  # submitit's, with a traceback
+                if ended or run.kills[-KILLS:] == KILLS * [run.step]:
+                    raise RunError(f"the job of {run.job.name} ended as {state}; see {paths.stderr}")
                 self._submit([run])
 
     def cancel(self) -> None:

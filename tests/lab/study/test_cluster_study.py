@@ -1,15 +1,18 @@
 """Studies whose runs are jobs: submitit's processes of this machine stand for those of Slurm."""
 
+import os
+import signal
 import sys
 
 import pytest
 
 from residua.commands.cli import main
 from residua.lab.data import prepare
-from residua.lab.study.engine import measure_costs, run_study
+from residua.lab.study.engine import measure_costs, run_study, train_run
 from residua.lab.study.plan import Plan
 from residua.lab.study.results import results
 from residua.records import jsonlines, slurm
+from residua.records.jobs import Job, open_runs, run_jobs
 from residua.records.slurm import Slurm
 from support.planted_study import DOCUMENT, costs, records, study
 
@@ -46,6 +49,37 @@ def test_a_study_of_jobs_has_the_losses_of_one_on_this_machine(data, tmp_path, m
             for one in (row, rows[1][key])
         ]
         assert same[0] == same[1]
+
+
+def preempted_once(run, *, place, report):
+    """Train a run; at its first report of a step Slurm announces that the job has to go."""
+
+    def report_step(step):
+        report(step)
+        if step and not (mark := place.with_suffix(".mark")).exists():
+            mark.write_text(str(step))
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    return train_run(run, place=place, report=report_step)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_preempted_job_saves_its_state_and_goes_on_with_the_same_numbers(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.2)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the job imports this module
+    document = {
+        **SMALLEST,
+        "tokens_per_parameter": 0.1,
+        "set": {**SMALLEST["set"], "train.checkpoint_every": 1000, "train.log_every": 1},
+    }
+    trained = next(iter(Plan(study(**document), data).runs({})))
+    with open_runs(tmp_path / "out", {}) as made:
+        (record,) = run_jobs([Job(trained.key, preempted_once, (trained,))], made, executor=LOCAL, progress=False)
+    (resumed,) = record["facts"]["resumed"]
+    assert resumed["step"] >= 1
+    here = train_run(trained, place=tmp_path / "here", report=lambda step: None)
+    assert [record[name] for name in ("val_loss", "loss", "curve")] == [here[n] for n in ("val_loss", "loss", "curve")]
 
 
 @pytest.mark.slow
