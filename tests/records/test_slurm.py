@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from residua.commands.pool import Pool
 from residua.errors import InputError, RunError
 from residua.records import jsonlines, slurm
 from residua.records.jobs import Job, open_runs, run_jobs
@@ -148,3 +149,27 @@ def test_the_jobs_of_a_killed_command_go_on_and_the_same_command_takes_them_up(t
     (tmp_path / "go").touch()
     assert run(out, [Job("waits", waits, (tmp_path / "go",))], executor=LOCAL) == [{"key": "waits"}]
     assert len(jobs_in(out)) == 1
+
+
+def test_slurm_gets_the_options_and_a_cancelled_job_ends_and_cancels_all(tmp_path, monkeypatch):
+    """With commands of Slurm that only say what they were asked."""
+    commands = {
+        "srun": "",
+        "sbatch": f'cat "$1" > {tmp_path}/sbatch.log; echo Submitted batch job 12',
+        "sacct": 'echo "JobID|State|NodeList"; echo "12_0|CANCELLED by 5|n"; echo "12_1|SUSPENDED|n"',
+        "scancel": f'echo "$@" >> {tmp_path}/scancel.log',
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    options = ("time=60", "partition=gpu", "exclusive=true", "mem=16G", "setup=[module load x]")
+    executor = Pool(executor="slurm", slurm=options).executor_of_jobs()
+    with pytest.raises(RunError, match=r"the job of 1 ended as CANCELLED by 5; see .*12_0_0_log\.err"):
+        run(tmp_path / "out", [Job(n, square, (n,)) for n in (1, 2)], executor=executor)
+    script = (tmp_path / "sbatch.log").read_text().splitlines()
+    assert {"--time=60", "--partition=gpu", "--exclusive", "--mem=16G", "--array=0-1%2"} <= {
+        line.removeprefix("#SBATCH ") for line in script
+    }
+    assert "module load x" in script
+    assert (tmp_path / "scancel.log").read_text().split() == ["12_0", "12_1"]
