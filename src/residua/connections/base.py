@@ -342,7 +342,7 @@ class Scheme(ABC):
     def state_spec(self, boundary: int, dim: int) -> Any:
         """Describe the state after `boundary` sublayers of width `dim`: a pytree of `TensorSpec`, like the state.
 
-        Boundary 0 is the state that `expand` makes. A pipeline sends these tensors, and memory estimates count them.
+        Boundary 0 is the state that `expand` makes. Memory estimates count these tensors.
         """
         return TensorSpec((dim,))
 
