@@ -142,14 +142,15 @@ def test_compiled_the_tokens_are_the_same(folders, tmp_path):
 
 @with_vllm
 @pytest.mark.timeout(900)
-def test_the_command_serves_a_folder_as_it_is(folders):
-    """What `vllm serve FOLDER` runs, in several processes. The command itself asks for the version of a package `vllm`,
-    which the package for CPUs is not called."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_command_serves_a_folder_as_it_is(folders, ranks):
+    """What `vllm serve FOLDER` runs, in several processes, also with tensor parallelism. The command itself asks for the
+    version of a package `vllm`, which the package for CPUs is not called."""
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     small = "--enforce-eager --dtype float32 --skip-tokenizer-init --max-model-len 128 --gpu-memory-utilization 0.1"
-    small += f" --kv-cache-memory-bytes {64 << 20} --port {port}"
+    small += f" --kv-cache-memory-bytes {64 << 20} --port {port} --tensor-parallel-size {ranks}"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folders["llama", "hc"]]
     server = subprocess.Popen([*command, *small.split()], env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     try:
