@@ -144,8 +144,8 @@ def test_compiled_the_tokens_are_the_same(folders, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_command_serves_a_folder_as_it_is(folders, ranks):
-    """What `vllm serve FOLDER` runs, in several processes, also with tensor parallelism. The command itself asks for the
-    version of a package `vllm`, which the package for CPUs is not called."""
+    """What `vllm serve FOLDER` runs, in several processes, also with tensor parallelism. The command itself asks for
+    the version of a package `vllm`, which the package for CPUs is not called."""
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
