@@ -133,3 +133,27 @@ def test_the_trace_of_a_text_has_the_lens_after_every_sublayer():
     assert recorded.facts["lens"][-1] == pieces(tokenizer, likeliest.tolist())
     assert len(recorded.facts["lens"]) == len(recorded.facts["sublayers"])
     assert not [warning for warning in warnings(recorded) if "not finite" in warning]
+
+
+@pytest.mark.parametrize("name", ["ddl", "hc", "attnres"])
+def test_gradients_through_a_written_value_are_right_or_refused(name):
+    model, ids = tiny_model(name), prompt(1, 7)
+    weight = model.model.embed_tokens.weight
+    change = 1e-5 * torch.randn_like(weight)
+
+    def loss():
+        return model(input_ids=ids, labels=ids).loss
+
+    with boundaries(model) as points:
+        points["1 mlp"].register_forward_hook(lambda _, arguments, x: 2 * x)
+        if name != "ddl":
+            with pytest.raises(InputError, match=r"under torch\.no_grad\(\) alone"):
+                loss()
+            return
+        loss().backward()
+        with torch.no_grad():
+            weight += change
+            above = loss()
+            weight -= 2 * change
+            below = loss()
+    torch.testing.assert_close((above - below) / 2, (weight.grad * change).sum(), rtol=1e-6, atol=1e-12)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from residua.connections import Carry, Connection, Memory, Readout
 from residua.connections.base import State
@@ -42,8 +42,8 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
     which its readout is that value: for a linear readout the pseudo-inverse times the difference, for another one
     Newton steps of this kind. Otherwise the state stays what it is, bit for bit. A module without hooks costs nothing.
 
-    No gradient reaches a value that is written back, unless the state is a single residual. Inside the context the
-    modules are also the submodule `boundaries` of the model.
+    Values are written back under `torch.no_grad()`; with gradients only where the state is itself the readout. Inside
+    the context the modules are also the submodule `boundaries` of the model.
 
     Raises:
         InputError: the model is of another kind. In a forward pass: the readout looks at earlier tokens and rows are
@@ -119,6 +119,8 @@ def written(collapse: nn.Module, state: State, value: Tensor) -> State:
     """Return the state with the readout `value` that is nearest to `state`, see `boundaries`. Raises InputError."""
     if isinstance(collapse, Same):
         return value
+    if torch.is_grad_enabled() and any(part.requires_grad for part in [value, *tree_leaves(state)]):
+        raise InputError("boundaries writes a value back into this scheme's state under torch.no_grad() alone")
     with torch.no_grad():
         if torch.equal(collapse(state), value):
             return state
