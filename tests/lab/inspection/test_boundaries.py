@@ -135,7 +135,7 @@ def test_the_trace_of_a_text_has_the_lens_after_every_sublayer():
     assert not [warning for warning in warnings(recorded) if "not finite" in warning]
 
 
-@pytest.mark.parametrize("name", ["ddl", "hc", "attnres"])
+@pytest.mark.parametrize("name", ["residual", "gated-orthogonal", "gated-delta", "ddl", "hc", "attnres"])
 def test_gradients_through_a_written_value_are_right_or_refused(name):
     model, ids = tiny_model(name), prompt(1, 7)
     weight = model.model.embed_tokens.weight
@@ -146,7 +146,7 @@ def test_gradients_through_a_written_value_are_right_or_refused(name):
 
     with boundaries(model) as points:
         points["1 mlp"].register_forward_hook(lambda _, arguments, x: 2 * x)
-        if name != "ddl":
+        if name in ("hc", "attnres"):
             with pytest.raises(InputError, match=r"under torch\.no_grad\(\) alone"):
                 loss()
             return

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from residua.connections import Carry, Connection, Memory, Readout
 from residua.connections.base import State
-from residua.connections.ends import Same
+from residua.connections.ends import Collapse, Same
 from residua.connections.memory import window_of
 from residua.conversion.rebuild import replaced
 from residua.errors import InputError, require
@@ -117,7 +117,7 @@ def _visit(point: nn.Module, collapse: nn.Module, state: State) -> State:
 
 def written(collapse: nn.Module, state: State, value: Tensor) -> State:
     """Return the state with the readout `value` that is nearest to `state`, see `boundaries`. Raises InputError."""
-    if isinstance(collapse, Same):
+    if isinstance(collapse.compress if type(collapse) is Collapse else collapse, Same):
         return value
     if torch.is_grad_enabled() and any(part.requires_grad for part in [value, *tree_leaves(state)]):
         raise InputError("boundaries writes a value back into this scheme's state under torch.no_grad() alone")
