@@ -378,7 +378,6 @@ def test_a_run_without_a_tokenizer_of_its_own_has_the_one_of_its_data(config, pr
 @pytest.mark.parametrize(
     ("section", "key", "value", "said"),
     [
-        ("train", "parallel", "fsdp", "fsdp shards nothing in one process"),
         ("model", "vocab_size", 1000, "the data have 257 tokens, so 743 of the 1000 rows are never trained"),
         ("model", "rope_ratio", 0, "0 rotates no dimension of a head"),
         ("model", "rope_ratio", 0.1, "0.1 rotates no dimension of a head"),

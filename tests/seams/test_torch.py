@@ -9,7 +9,7 @@ from support.seams import Seam, check, find, reached
 
 TREES = "states are opaque trees of tensors"
 TRANSFORMS = "gradients of our functions step aside inside torch.func"
-SHARDING = "training shards models with FSDP2"
+SHARDING = "torchtitan shards our model with FSDP2"
 HOOKED = "kernels are left where a module has hooks; hooks of converted models are removed"
 SEAMS = [
     *(
@@ -46,7 +46,6 @@ SEAMS = [
     Seam("torch.Tensor", "a state that was changed in place is not replayed", ("_version", "output_nr", "grad_fn")),
     Seam("torch.UntypedStorage", "memory is counted by storage", ("_cdata",), make=lambda kind: kind(1)),
     Seam("torch.distributed.fsdp.fully_shard", SHARDING, parameters=("mesh", "mp_policy", "reshard_after_forward")),
-    Seam("torch.distributed.fsdp.FSDPModule", SHARDING, ("set_requires_gradient_sync",)),
     Seam(
         "torch.distributed.fsdp.MixedPrecisionPolicy",
         SHARDING,

@@ -240,8 +240,6 @@ def _model_to_train(
 
 def _remarks(config: RunConfig, data: PreparedData, ranks: Ranks) -> Iterator[str]:
     """Yield warnings about settings that have no effect or a surprising one."""
-    if config.train.parallel == "fsdp" and not ranks.joined:
-        yield "train.parallel: fsdp shards nothing in one process; torchrun starts several"
     if isinstance(config.model, BaseModelConfig):
         return
     rows, needed = config.model.vocab_size, _rounded_up(data.vocab_size)

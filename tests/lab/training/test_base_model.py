@@ -24,7 +24,6 @@ from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.evaluation.records import Run
 from residua.lab.experiment import build_model, evaluate, open_run, resolved, run
 from residua.lab.training import BaseModelConfig, DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
-from residua.lab.training.distributed import ALONE, parallelize
 from residua.lab.training.optimizer import connection_parameters, parameter_groups
 from residua.records.folder import flatten
 from support.converted_models import data_of_base, save_base
@@ -292,37 +291,12 @@ def test_runs_on_copies_of_one_base_are_one_group(config, base, tmp_path):
     assert first.settings == second.settings
 
 
-def test_connections_stay_in_float32_in_shards_of_bfloat16(config, prepared, tmp_path):
-    """Alone in a process group: a layer is gathered in bfloat16, its connections are not."""
-    model = build_model(resolved(config), prepared)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
-    try:
-        train = replace(config.train, parallel="fsdp", precision="bfloat16")
-        parallelize(model, train, replace(ALONE, control=object()), torch.device("cpu"))
-        seen = {}
-
-        def note(name):
-            return lambda module, *_: seen.update({name: {p.dtype for p in module.parameters(recurse=False)}})
-
-        for name, module in model.named_modules():
-            module.register_forward_hook(note(name))
-        ids = torch.arange(12)[None]
-        with torch.autocast("cpu", torch.bfloat16):
-            model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
-    finally:
-        torch.distributed.destroy_process_group()
-    assert seen["model.layers.0.self_attn.q_proj"] == {torch.bfloat16}
-    connections = {name: dtypes for name, dtypes in seen.items() if ".stream." in name and dtypes}
-    assert connections
-    assert set.union(*connections.values()) == {torch.float32}
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize(("parallel", "frozen"), [("ddp", False), ("fsdp", True)])
-def test_two_ranks_train_a_base_as_one_process_does(parallel, frozen, config, start, tmp_path, rows):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_two_ranks_train_a_base_as_one_process_does(frozen, config, start, tmp_path, rows):
     config = changed(config, freeze_base=frozen)
     run(config, tmp_path / "alone", progress=False)
     arguments = [f"--{key}={value}" for key, value in flatten(asdict(config)).items() if value is not None]
-    job = run_ranks(start, 2, tmp_path / "run", [*arguments, f"--train.parallel={parallel}"])
+    job = run_ranks(start, 2, tmp_path / "run", arguments)
     assert job.statuses == [0, 0], job.out
     assert_same_run(tmp_path / "run", tmp_path / "alone", rows, exact=False)

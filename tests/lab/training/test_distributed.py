@@ -1,4 +1,4 @@
-"""Several processes compute the steps of one, whatever their number and however they hold the model."""
+"""Several processes compute the steps of one, whatever their number."""
 
 import pytest
 import torch
@@ -13,35 +13,29 @@ from support.ranks import (
     options,
     run_ranks,
     trained_windows,
-    weights,
     windows_alone,
 )
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("connection", ["residual", "ddl-tc", "edelta", "attnres"])
-def test_two_ranks_compute_what_one_does(connection, parallel, data, alone, tmp_path, start, rows):
-    """Two ranks with a micro-batch each add the gradients that one process accumulates: equal to the last bit, but for
-    the norm of sharded gradients, which is added in another order. A penalty is part of it, shared compressors and
-    states that are replayed too.
+def test_two_ranks_compute_what_one_does(connection, data, alone, tmp_path, start, rows):
+    """Two ranks with a micro-batch each add the gradients that one process accumulates: equal to the last bit. A
+    penalty is part of it, shared compressors and states that are replayed too.
     """
-    arguments = options(data, model={"connection": connection}, parallel=parallel)
+    arguments = options(data, model={"connection": connection})
     job = run_ranks(start, 2, tmp_path / "run", arguments)
     assert job.statuses == [0, 0], job.out
-    assert_same_run(tmp_path / "run", alone(connection), rows, exact=parallel == "ddp")
+    assert_same_run(tmp_path / "run", alone(connection), rows, exact=True)
     assert [len(out.splitlines()) > 0 for out in job.out] == [True, False], "the first rank speaks for all"
     if connection == "edelta":
         assert all(row["penalty"] > 0 for row in rows(tmp_path / "run"))
     assert trained_windows([job], 2) == windows_alone(data)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_three_ranks_accumulate_recompute_and_clip(parallel, data, alone, tmp_path, start, rows):
-    """Shards of unequal size, gradients summed over three micro-batches a rank, layers computed again."""
+def test_three_ranks_accumulate_recompute_and_clip(data, alone, tmp_path, start, rows):
+    """Gradients summed over three micro-batches a rank, layers computed again."""
     train = {"gradient_accumulation": 9, "batch_size": 1, "steps": 4, "clip": 0.5}
-    job = run_ranks(
-        start, 3, tmp_path / "run", options(data, parallel=parallel, activation_checkpointing="true", **train)
-    )
+    job = run_ranks(start, 3, tmp_path / "run", options(data, activation_checkpointing="true", **train))
     assert job.statuses == [0, 0, 0], job.out
     assert_same_run(tmp_path / "run", alone(**train), rows, exact=False)
     assert trained_windows([job], 9) == windows_alone(data, 4, 9, 1)
@@ -56,19 +50,10 @@ def test_ranks_cut_the_rows_where_there_are_few_micro_batches(data, alone, tmp_p
 
 
 def test_layers_are_compiled_one_by_one(data, alone, tmp_path, start, rows):
-    arguments = options(data, parallel="fsdp", compile="true")
+    arguments = options(data, compile="true")
     job = run_ranks(start, 2, tmp_path / "run", arguments, {rank: [(compile_eagerly,)] for rank in range(2)})
     assert job.statuses == [0, 0], job.out
     assert_same_run(tmp_path / "run", alone(), rows, exact=False)
-
-
-def test_bfloat16_in_shards_is_near_autocast(data, alone, tmp_path, start, rows):
-    """Layers gathered in bfloat16 multiply the weights that autocast would; gates and states stay as they are."""
-    job = run_ranks(start, 2, tmp_path / "run", options(data, parallel="fsdp", precision="bfloat16"))
-    assert job.statuses == [0, 0], job.out
-    mine, theirs = ([row["loss"] for row in rows(f)] for f in (tmp_path / "run", alone(precision="bfloat16")))
-    assert mine == pytest.approx(theirs, rel=1e-4)
-    assert {tensor.dtype for tensor in weights(tmp_path / "run").values()} == {torch.float32}
 
 
 def test_ranks_that_cannot_share_the_step_say_so_once(data, tmp_path, start):

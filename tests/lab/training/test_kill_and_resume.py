@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from residua.lab.training import checkpoint as checkpoint_module
 from residua.lab.training import read_metrics, train
-from residua.lab.training import shards as shards_module
 from residua.lab.training.loop import STOPPING
 from support.toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
 
@@ -49,8 +48,8 @@ def _at_call(number, fatal, original):
 
 # Where in the third save (step 9, which also drops the checkpoint of step 3) the process dies.
 DEATHS = {
-    "weights half written": (shards_module, "save_file", 5, _half_weights),
-    "before the optimizer": (shards_module, "save_file", 6, _die),
+    "weights half written": (checkpoint_module, "save_file", 5, _half_weights),
+    "before the optimizer": (checkpoint_module, "save_file", 6, _die),
     "before anything is synced": (checkpoint_module, "sync", 9, _die),
     "before the folder is synced": (checkpoint_module, "sync", 12, _die),
     "before the name is given": (checkpoint_module, "publish", 3, _die),

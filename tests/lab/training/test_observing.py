@@ -85,11 +85,10 @@ def test_a_run_writes_the_gates_of_its_scheme(connection, data, alone, tmp_path,
     assert open_run(folder).step == 6
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_ranks_look_together_and_the_first_writes(parallel, data, alone, tmp_path, start, rows):
-    """Every rank has a part of the model; two ranks share a micro-batch of two rows, of which the first has row 0."""
+def test_ranks_look_together_and_the_first_writes(data, alone, tmp_path, start, rows):
+    """Two ranks share a micro-batch of two rows, of which the first has row 0."""
     folder = tmp_path / "run"
-    job = run_ranks(start, 2, folder, options(data, parallel=parallel, gradient_accumulation=1, **EVERY))
+    job = run_ranks(start, 2, folder, options(data, gradient_accumulation=1, **EVERY))
     assert job.statuses == [0, 0], job.out
     run(config(options(data, gradient_accumulation=1, **EVERY)), tmp_path / "alone", progress=False)
     ours, theirs = looked(folder), looked(tmp_path / "alone")

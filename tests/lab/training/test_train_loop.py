@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from residua.errors import InputError, RunError
 from residua.lab.training import checkpoint as checkpoint_module
 from residua.lab.training import loop, read_metrics, train
-from residua.lab.training import shards as shards_module
 from residua.lab.training.log import MetricsLog
 from support.toy_language_model import BATCH, LENGTH, ToyBatches, ToyModel, evaluate, toy_config
 
@@ -233,9 +232,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run_too(tmp_path, fit):
 @pytest.mark.parametrize(
     ("module", "name", "file", "failure"),
     [
-        (shards_module, "save_file", "model", OSError(errno.ENOSPC, "No space left on device")),
-        (shards_module, "save_file", "model", SafetensorError("I/O error: No space left on device")),
-        (shards_module, "save_file", "optimizer", SafetensorError("I/O error: No space left on device")),
+        (checkpoint_module, "save_file", "model", OSError(errno.ENOSPC, "No space left on device")),
+        (checkpoint_module, "save_file", "model", SafetensorError("I/O error: No space left on device")),
+        (checkpoint_module, "save_file", "optimizer", SafetensorError("I/O error: No space left on device")),
         (checkpoint_module, "publish", "", OSError(errno.ENOSPC, "No space left on device")),
     ],
 )

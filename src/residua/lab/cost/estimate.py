@@ -47,7 +47,6 @@ def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int
         share = BatchShard.of(train, Ranks(world_size=gpus))
     except InputError as error:  # its message is about the processes of torchrun, one for each GPU
         raise InputError(f"--gpus: {str(error).removeprefix('torchrun: ')}") from error
-    sharded = gpus > 1 and train.parallel == "fsdp"
     settings = asdict(config.from_scratch)
     settings["vocab_size"] = settings["vocab_size"] or vocab_size
     model = ResiduaConfig(**settings)
@@ -55,7 +54,7 @@ def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int
     parameter_counts = parameters(model)
     memory, largest = {}, {}
     for name, scheme in model.scheme.ways_to_keep().items():
-        parts = step_memory(ResiduaConfig(**{**settings, "connection": scheme}), train, share, gpus if sharded else 1)
+        parts = step_memory(ResiduaConfig(**{**settings, "connection": scheme}), train, share)
         memory[name] = parts
         per_batch = parts["activations"] + parts["logits"] + parts["temporary"]
         bytes_free = capacity - parts["total"] + per_batch
@@ -69,16 +68,14 @@ def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int
         largest_batch_size=largest,
         gpu_memory=capacity,
         tokens=tokens_per_step * train.steps,
-        assumptions=_assumptions(train, model, share, gpu, gpus, sharded),
+        assumptions=_assumptions(train, model, share, gpu, gpus),
     )
 
 
-def _assumptions(
-    train: TrainConfig, model: ResiduaConfig, share: BatchShard, gpu: str, gpus: int, sharded: bool
-) -> tuple[str, ...]:
+def _assumptions(train: TrainConfig, model: ResiduaConfig, share: BatchShard, gpu: str, gpus: int) -> tuple[str, ...]:
     lines = [
         f"vocabulary {model.vocab_size:,}; a step is {train.batch_size} x {train.gradient_accumulation} sequences of "
-        f"{train.sequence_length}; {gpus} {gpu}, {'shards of a model' if sharded else 'a whole model on each'}, "
+        f"{train.sequence_length}; {gpus} {gpu}, a whole model on each, "
         f"{train.gradient_accumulation // share.teams} micro-batches of {share.rows_here} sequences a step",
         f"{gpu}: {GPU_MEMORY[gpu]:g} GiB",
         f"the residual state in {model.state_dtype}; matrix products in "

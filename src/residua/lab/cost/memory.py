@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from residua.lab.cost.counts import on_meta
 from residua.lab.training import TrainConfig, hidden_matrices
-from residua.lab.training.distributed import BatchShard, layers_of, recompute_layers
+from residua.lab.training.distributed import BatchShard, recompute_layers
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 
 
@@ -97,8 +97,8 @@ class _Live(TorchDispatchMode):
         self.total -= self.sizes.pop(key, 0)
 
 
-def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard, shards: int) -> dict[str, float]:
-    """Count the bytes of each part of a training step on one GPU, and their total; `shards` is 1 for whole models."""
+def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard) -> dict[str, float]:
+    """Count the bytes of each part of a training step on one GPU, and their total."""
     autocast = train.precision == "bfloat16"
     activations = activation_memory(
         model,
@@ -110,21 +110,11 @@ def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard, sha
     meta = on_meta(model)
     count = meta.num_parameters()
     muon = sum(x.numel() for x in hidden_matrices(meta)) if train.optimizer == "muon" else 0  # it keeps one moment
-    gradients, copies = 4.0 * count / shards, float(activations.casts)
-    if shards > 1:
-        # The root is whole in float32; of the layers, one in use and one on its way. Until the last micro-batch of a
-        # step the gradients are whole too.
-        in_layers = sum(parameter.numel() for layer in layers_of(meta) for parameter in layer.parameters())
-        copies = 4 * (count - in_layers) + 2 * (2 if autocast else 4) * in_layers / model.num_hidden_layers
-        if autocast:
-            copies += 2 * meta.lm_head.weight.numel()
-        if train.gradient_accumulation > share.teams:
-            gradients += 4 * count
     parts = {
-        "weights": 4 * count / shards,
-        "gradients": gradients,
-        "optimizer": (8 * count - 4 * muon) / shards,
-        "copies": copies,
+        "weights": 4.0 * count,
+        "gradients": 4.0 * count,
+        "optimizer": 8.0 * count - 4 * muon,
+        "copies": float(activations.casts),
         "activations": activations.kept,
         "logits": activations.logits,
         "temporary": activations.temporary,

@@ -5,7 +5,7 @@
     optimizer.safetensors    `optimizer.NAME.KEY` for the optimizer's state of a weight, `random.cpu.RANK` and
                              `random.cuda.RANK` for the random states of torch
 
-Each of several ranks writes its own two files (`training.shards`); any number of ranks can resume from them. Learning
+The first of several ranks writes them, and any number of ranks can resume from them. Learning
 rates and the other settings of the optimizer follow from the configuration and the step. Other files in the folder are
 ignored.
 """
@@ -13,7 +13,8 @@ ignored.
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from residua.errors import InputError, check_types, decoded
-from residua.lab.training.distributed import ALONE, Ranks, gather
-from residua.lab.training.shards import Block, StoredTensors, blocks_of_rank, write_blocks
+from residua.errors import InputError, check_types, decoded, extra
+from residua.lab.training.distributed import ALONE, Ranks
 from residua.records.durable import file_sha256, partial, publish, remove, sync
 from residua.records.folder import read_object
 from residua.records.progress import say
 from residua.records.reading import file_inside
+from residua.records.tensors import undamaged
+
+with extra("lab"):
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
 
 MANIFEST = "manifest.json"
 WEIGHTS, OPTIMIZER = "model", "optimizer"
@@ -53,63 +58,73 @@ class Checkpoint:
         check_types(self)
 
 
-Blocks = Mapping[str, Mapping[str, Block]]
-"""The blocks of each file that one rank saves, by `WEIGHTS` and `OPTIMIZER`."""
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""The tensors of each file, by `WEIGHTS` and `OPTIMIZER`."""
 
 
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ranks: Ranks) -> Blocks:
-    """Return the tensors that this rank saves, on the CPU; copies if several ranks train while they are written."""
-    model_tensors = checkpoint_tensors(model)
-    names = {id(tensor): name for name, tensor in model_tensors.items()}
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ranks: Ranks) -> Tensors:
+    """Return the tensors to save, on the CPU; copies if several ranks train while they are written.
+
+    All ranks call this; only the first gets any.
+    """
+    random_states = ranks.gather(_random_state(device))
+    if not ranks.first:
+        return {}
+    weights = checkpoint_tensors(model)
+    names = {id(tensor): name for name, tensor in weights.items()}
     state = {
         f"optimizer.{names[id(parameter)]}.{key}": value
         for parameter, values_by_key in optimizer.state.items()
         for key, value in values_by_key.items()
     }
-    weights, state = (
-        blocks_of_rank(tensors, ranks.rank, ranks.world_size, copy=ranks.joined) for tensors in (model_tensors, state)
-    )
-    for kind, values in _random_state(device).items():
-        state[f"random.{kind}.{ranks.rank}"] = Block(values, tuple(values.shape), (0,))
-    return {WEIGHTS: weights, OPTIMIZER: state}
+    for rank, values_by_kind in enumerate(random_states):
+        state |= {f"random.{kind}.{rank}": values for kind, values in values_by_kind.items()}
+    return {kind: _on_cpu(tensors, copy=ranks.joined) for kind, tensors in ((WEIGHTS, weights), (OPTIMIZER, state))}
 
 
-def write_checkpoint(checkpoint: Checkpoint, blocks: Blocks, ranks: Ranks) -> Checkpoint:
-    """Write the blocks of each rank, then the manifest, and rename the folder. Ranks communicate in `ranks.saving`.
+def _on_cpu(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+    return {name: x.detach().to("cpu", copy=copy).contiguous() for name, x in tensors.items()}
+
+
+def write_checkpoint(checkpoint: Checkpoint, tensors: Tensors, ranks: Ranks) -> Checkpoint:
+    """Write the tensors, then the manifest, and rename the folder. The other ranks wait for the first.
 
     Raises:
-        OSError: a rank cannot write; then all ranks raise it. Other exceptions are raised by one rank only.
+        OSError: the first rank cannot write; then all ranks raise it. Other exceptions are raised by one rank only.
     """
-    temporary = None
     with ranks.raise_together_saving():
         if ranks.first:
-            temporary = partial(checkpoint.path)
-            temporary.mkdir(parents=True)
-    temporary = gather(temporary, ranks.saving)[0]
+            checkpoint = _write(checkpoint, tensors)
+    return checkpoint
+
+
+def _write(checkpoint: Checkpoint, tensors: Tensors) -> Checkpoint:
+    """Write a checkpoint; return it with the entries of its files. Raises OSError."""
+    temporary = partial(checkpoint.path)
+    temporary.mkdir(parents=True)
     try:
-        with ranks.raise_together_saving():
-            files = _write_files(temporary, blocks, ranks)
-        for others in gather(files, ranks.saving):
-            files |= others
+        files = {}
+        for kind in (WEIGHTS, OPTIMIZER):
+            path = temporary / f"{kind}.safetensors"
+            _write_tensors(path, tensors[kind])
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         checkpoint = replace(checkpoint, files=files)
-        with ranks.raise_together_saving():
-            if ranks.first:
-                _publish(checkpoint, temporary)
+        _publish(checkpoint, temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return checkpoint
 
 
-def _write_files(folder: Path, blocks: Blocks, ranks: Ranks) -> dict[str, dict[str, Any]]:
-    """Write the files of this rank; return their entries in the manifest."""
-    part = f"-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}" if ranks.world_size > 1 else ""
-    files = {}
-    for kind in (WEIGHTS, OPTIMIZER):
-        path = folder / f"{kind}{part}.safetensors"
-        write_blocks(path, blocks[kind])
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    return files
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a new file. Raises OSError if the disk refuses."""
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode  # safetensors makes files readable only by their owner
+    try:
+        save_file(dict(tensors), path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(" ".join(str(error).split())) from error
+    path.chmod(mode)
 
 
 def _publish(checkpoint: Checkpoint, temporary: Path) -> None:
@@ -224,9 +239,10 @@ def load_checkpoint(
     tensors = checkpoint_tensors(model)
     with ranks.raise_together():
         with _stored(checkpoint, WEIGHTS) as stored:
-            _refuse_other_weights(checkpoint.path, stored.shapes, tensors)
-            for name, tensor in tensors.items():
-                stored.read_into(name, tensor)
+            _refuse_other_weights(checkpoint.path, stored, tensors)
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    tensor.copy_(stored.get_tensor(name))
         if optimizer is not None:
             with _stored(checkpoint, OPTIMIZER) as stored:
                 _restore_optimizer(stored, tensors, optimizer)
@@ -234,45 +250,41 @@ def load_checkpoint(
     return checkpoint
 
 
-def _stored(checkpoint: Checkpoint, kind: str) -> StoredTensors:
-    names = (name for name in checkpoint.files if name.startswith(kind))
-    return StoredTensors([file_inside(checkpoint.path, name) for name in names], checkpoint.path)
+@contextmanager
+def _stored(checkpoint: Checkpoint, kind: str) -> Iterator[Any]:
+    """Open a file of a checkpoint, mapped into memory. Raises InputError if it is damaged."""
+    path = file_inside(checkpoint.path, f"{kind}.safetensors")
+    with undamaged(checkpoint.path, "a checkpoint"), safe_open(path, "pt") as stored:
+        yield stored
 
 
-def _restore_optimizer(stored: StoredTensors, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Read the optimizer's state: sharded as on this rank if it has the weight's shape, otherwise whole."""
-    for full_name, shape in stored.shapes.items():
+def _restore_optimizer(stored: Any, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Read the optimizer's state, on the devices of the weights."""
+    for full_name in stored.keys():  # noqa: SIM118, a file is no mapping
         kind, _, name_and_key = full_name.partition(".")
-        if kind != "optimizer":
-            continue
-        name, _, key = name_and_key.rpartition(".")
-        parameter, dtype = weights[name].detach(), stored.dtype(full_name)
-        if shape == parameter.shape:
-            value = torch.empty_like(parameter, dtype=dtype)
-        else:
-            value = torch.empty(shape, dtype=dtype, device=parameter.device)
-        stored.read_into(full_name, value)
-        optimizer.state[weights[name]][key] = value
+        if kind == "optimizer":
+            name, _, key = name_and_key.rpartition(".")
+            value = stored.get_tensor(full_name)
+            optimizer.state[weights[name]][key] = value.to(weights[name].device, copy=True)
 
 
-def _restore_random_state(stored: StoredTensors, device: torch.device | None, rank: int) -> None:
+def _restore_random_state(stored: Any, device: torch.device | None, rank: int) -> None:
     """Restore the random state of this rank. A rank without a saved state keeps its current one."""
     for kind in ("cpu", "cuda"):
         name = f"random.{kind}.{rank}"
-        if name not in stored.shapes or (kind == "cuda" and (device is None or device.type != "cuda")):
+        if name not in stored.keys() or (kind == "cuda" and (device is None or device.type != "cuda")):  # noqa: SIM118
             continue
-        state = torch.empty(stored.shapes[name], dtype=stored.dtype(name))
-        stored.read_into(name, state)
+        state = stored.get_tensor(name)
         torch.set_rng_state(state) if kind == "cpu" else torch.cuda.set_rng_state(state, device)
 
 
-def _refuse_other_weights(source: Path, stored: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor]) -> None:
+def _refuse_other_weights(source: Path, stored: Any, weights: Mapping[str, Tensor]) -> None:
     """Check the shapes of stored weights against a model's.
 
     Raises:
         InputError: they differ; the message names the first differences.
     """
-    stored_shapes = {name: str(list(size)) for name, size in stored.items()}
+    stored_shapes = {name: str(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
     model_shapes = {name: str(list(tensor.shape)) for name, tensor in weights.items()}
     differences = [
         f"{name} ({stored_shapes.get(name, 'absent')} in the file, {model_shapes.get(name, 'absent')} in the model)"

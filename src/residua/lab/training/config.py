@@ -167,9 +167,7 @@ class TrainConfig:
     precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16 runs under autocast, weights in float32")
     compile: bool = setting(False, "torch.compile the model; layer by layer if several processes train")
     activation_checkpointing: bool = setting(False, "keep only the inputs of layers and recompute the rest")
-    parallel: Literal["auto", "ddp", "fsdp", "none"] = setting(
-        "auto", "under torchrun: replicate the model (ddp, the choice of auto) or shard it (fsdp)"
-    )
+    parallel: Literal["auto", "ddp", "none"] = setting("auto", "under torchrun: ddp, the choice of auto")
     threads: Annotated[Count, at_most(1024)] | None = setting(
         None, "threads of PyTorch on the CPU; null for one if the model is small, else for PyTorch's choice"
     )
@@ -188,9 +186,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_types(self)
         require(self.warmup_steps <= self.steps, "warmup_steps", f"0 to train.steps ({self.steps})", self.warmup_steps)
-        sharded = self.optimizer == "muon" and self.parallel == "fsdp"
-        expected = "auto, ddp or none with train.optimizer=muon, which needs whole matrices"
-        require(not sharded, "parallel", expected, self.parallel)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Train one model in several processes: join the ranks, synchronise errors and flags, and parallelize a plain model.
+"""Train one model in several processes: join the ranks, synchronise errors and flags, and replicate a plain model.
 
 torchrun starts the processes, called ranks, and `join` connects them. A single process is the first rank, and its
 collective calls return at once.
@@ -6,7 +6,6 @@ collective calls return at once.
 
 import os
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from residua.conversion.flow import layer_streams
 from residua.errors import InputError, ReportedElsewhere, RunError
 
 if TYPE_CHECKING:
@@ -226,31 +224,26 @@ class BatchShard:
 class ParallelModel(NamedTuple):
     """A model prepared for the ranks: the function to call, and the context of each forward and backward pass.
 
-    Gradients are averaged over the ranks only in the context `accumulating(True)`, the last of a step. If `sharded`,
-    each rank holds a part of every parameter and gradient.
+    Gradients are averaged over the ranks only in the context `accumulating(True)`, the last of a step.
     """
 
     forward: Callable[..., Any]
     accumulating: Callable[[bool], AbstractContextManager]
-    kind: Literal["none", "ddp", "fsdp"]
-
-    @property
-    def sharded(self) -> bool:
-        return self.kind == "fsdp"
+    kind: Literal["none", "ddp"]
 
 
 def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.device) -> ParallelModel:
     """Distribute a plain model over the ranks as in `train.parallel`, and compile or recompute it as configured.
 
-    Parameters keep their names; with "fsdp" they become DTensors in place. The layers, which are compiled and sharded
-    one by one, are the modules named in the model's `_no_split_modules`.
+    Parameters keep their names. The layers, which are compiled one by one, are the modules named in the model's
+    `_no_split_modules`.
 
     Raises:
         InputError: the ranks cannot train this model with these settings.
     """
     kind = {"auto": "ddp" if ranks.world_size > 1 else "none"}.get(config.parallel, config.parallel)
     if kind == "none" and ranks.world_size > 1:
-        raise InputError(f"train.parallel must be ddp or fsdp for {ranks.world_size} processes, got none")
+        raise InputError(f"train.parallel must be auto or ddp for {ranks.world_size} processes, got none")
     if not ranks.joined:
         kind = "none"
     if config.activation_checkpointing:
@@ -259,58 +252,20 @@ def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: t
         forward = torch.compile(model) if config.compile else model
         return ParallelModel(forward, lambda last: nullcontext(), kind)
 
-    layers = layers_of(model)
     if config.compile:
-        for layer in layers or [model]:
+        for layer in layers_of(model) or [model]:
             layer.compile()
-    if kind == "ddp":
-        from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
 
-        devices = [torch.cuda.current_device()] if device.type == "cuda" else None
-        ddp_model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-        return ParallelModel(ddp_model, lambda last: nullcontext() if last else ddp_model.no_sync(), kind)
-    _shard(model, layers, config, device)
-
-    def accumulating(last: bool) -> AbstractContextManager:
-        model.set_requires_gradient_sync(last)
-        return nullcontext()
-
-    return ParallelModel(model, accumulating, kind)
+    devices = [torch.cuda.current_device()] if device.type == "cuda" else None
+    ddp_model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    return ParallelModel(ddp_model, lambda last: nullcontext() if last else ddp_model.no_sync(), kind)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the modules that a model names as its repeated layers, in order."""
     names = getattr(model, "_no_split_modules", None) or ()
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def _shard(model: nn.Module, layers: list[nn.Module], config: "TrainConfig", device: torch.device) -> None:
-    """FSDP2: each layer is a unit that is gathered while it runs; the root is gathered for a whole step.
-
-    The root holds all parameters outside the layers: embedding, head, norms and all connections. The first connection
-    of a layer is read in the layer before it, and the second one may share a compressor with the first, so these few
-    parameters are needed by several layers, in forward and in backward.
-
-    Under bfloat16, layers are gathered in bfloat16, in which autocast would multiply their weights anyway; this halves
-    the traffic. The root stays in float32, as gates and mappings of the state need it. Gradients are summed in float32,
-    and the state keeps its dtype between layers. A converted model has its connections inside the layers, where each
-    is a unit of its own that stays in float32.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    layer_dtype = torch.bfloat16 if config.precision == "bfloat16" else None
-    layer_policy = MixedPrecisionPolicy(param_dtype=layer_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    root_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # FSDP warns that a layer may return a view; no code changes it in place.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-    for layer in layers:
-        for part in [part for stream in layer_streams(layer) for part in stream.parts]:
-            if any(True for _ in part.parameters()):
-                fully_shard(part, mesh=mesh, mp_policy=root_policy, reshard_after_forward=False)
-        fully_shard(layer, mesh=mesh, mp_policy=layer_policy)
-    fully_shard(model, mesh=mesh, mp_policy=root_policy, reshard_after_forward=False)
 
 
 def recompute_layers(model: nn.Module) -> None:

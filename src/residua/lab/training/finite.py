@@ -16,18 +16,10 @@ class FiniteCheck:
 
     From the first step that is not finite, the optimizer skips its updates (`found_inf`, which a GradScaler also sets
     on a fused optimizer), and that step's numbers are kept until `check` reads them. Until then the weights stay as
-    they were after the last good step. If ranks hold shards of the gradients, `total` sums a tensor over the ranks; the
-    loss must be the mean over all ranks, so that they all agree.
+    they were after the last good step. The loss must be the mean over all ranks, so that they all agree.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        total: Callable[[Tensor], Tensor] | None = None,
-    ):
-        self._total = total
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
         self._named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._failed = torch.zeros((), device=device)
         self._step = torch.zeros((), dtype=torch.int64, device=device)
@@ -39,9 +31,7 @@ class FiniteCheck:
         """Check a step between its backward pass and its update; return the gradient norm, a 0-d tensor."""
         gradients = [parameter.grad for _, parameter in self._named]
         zero = self._loss.new_zeros(())
-        norms = torch.stack([zero if gradient is None else _local(gradient).norm() for gradient in gradients])
-        if self._total is not None:
-            norms = self._total(norms.square()).sqrt()
+        norms = torch.stack([zero if gradient is None else gradient.norm() for gradient in gradients])
         norm = norms.norm()
         good = self._failed == 0
         self._step = torch.where(good, step, self._step)
@@ -65,8 +55,3 @@ class FiniteCheck:
             f"the update was not applied; last good checkpoint: {last_good() or 'none'}; "
             f"largest gradient norms: {largest}"
         )
-
-
-def _local(gradient: Tensor) -> Tensor:
-    """Return this rank's part of a gradient: all of it, or the shard of a DTensor."""
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient

@@ -241,7 +241,7 @@ class _Updates:
         self.model = parallelize(model.to(device).train(), config, ranks, device)
         self.optimizer = make_optimizer(model, config)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.finite = FiniteCheck(model, self.optimizer, device, ranks.total if self.model.sharded else None)
+        self.finite = FiniteCheck(model, self.optimizer, device)
         self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
 
     def __call__(self, step: int) -> _Update:

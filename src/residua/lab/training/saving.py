@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from residua.errors import RunError
-from residua.lab.training.checkpoint import Blocks, Checkpoint, drop_old, saved_steps, snapshot, write_checkpoint
+from residua.lab.training.checkpoint import Checkpoint, Tensors, drop_old, saved_steps, snapshot, write_checkpoint
 from residua.lab.training.distributed import Ranks
 from residua.records.folder import RunFolder
 
@@ -68,11 +68,11 @@ class Saver:
         """Save the state after `step`. Raises as `finish` does."""
         self.finish()
         checkpoint = Checkpoint(self._run.checkpoints / f"step-{step}", step, seconds, self._settings, val_loss)
-        blocks = snapshot(self._model, self._optimizer, self._device, self._ranks)
+        tensors = snapshot(self._model, self._optimizer, self._device, self._ranks)
         if self._ranks.joined:
-            self._pending = _in_background(lambda: self._write(blocks, checkpoint))
+            self._pending = _in_background(lambda: self._write(tensors, checkpoint))
         else:
-            self._write(blocks, checkpoint)
+            self._write(tensors, checkpoint)
 
     def finish(self) -> Path | None:
         """Wait until the last checkpoint is on the disk; return the newest.
@@ -84,7 +84,7 @@ class Saver:
             self._pending = None
         return self.newest.path if self.newest else None
 
-    def _write(self, blocks: Blocks, checkpoint: Checkpoint) -> None:
+    def _write(self, tensors: Tensors, checkpoint: Checkpoint) -> None:
         """Write the checkpoint and drop the old ones; in a thread if there are several ranks.
 
         Raises RunError on all ranks if one of them cannot write. Other exceptions are raised on this rank only, among
@@ -94,7 +94,7 @@ class Saver:
         with self.writing(step):
             if self._run.checkpoints.resolve() != self._place:
                 raise OSError(f"{self._run.checkpoints} has become a link")
-            self.newest = write_checkpoint(checkpoint, blocks, ranks)
+            self.newest = write_checkpoint(checkpoint, tensors, ranks)
         with self.writing(step), ranks.raise_together_saving():
             if ranks.first:
                 self._damaged.discard(step)
