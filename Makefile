@@ -84,7 +84,7 @@ lock:
 # The fast lane, or TESTS, with the newest of every package, and with the lower bounds of pyproject.toml. The tables are
 # in runs/versions. torch stays as it is locked, or at its lower bound, unless TORCH names another version.
 newest lowest:
-	$(PYTHON) experiments/versions.py $@ $(if $(TORCH),--torch $(TORCH)) -- $(PARALLEL) $(or $(TESTS),$(FAST))
+	$(PYTHON) experiments/versions.py $(if $(TORCH),--torch $(TORCH)) $@ -- $(PARALLEL) $(or $(TESTS),$(FAST))
 
 clean:
 	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest $(TITAN) $(VLLM) runs

@@ -4,20 +4,27 @@
     python -m benchmarks generate --presets ddl ddl-cc
     python -m benchmarks peers --packages hyper-connections
 
-Run it in the root of a clone. What users measure too, training steps and their memory, is `residua cost`.
+Run it in the root of a clone. `residua cost step` measures training steps.
 """
 
 import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from benchmarks import generate, ops, peers
 from benchmarks.generate import GenerateSettings
 from benchmarks.ops import OpSettings
 from benchmarks.peers import PeerSettings
 from residua.commands.base import BAD_INPUT, FAILED, fail
-from residua.commands.cost import measure
 from residua.commands.signature import Output, run_function
 from residua.errors import InputError, RunError
+from residua.records.folder import writable
+from residua.records.jsonlines import JsonLines
+from residua.records.progress import Progress, say
+from residua.records.terminal import one_line
 
 
 def run_ops(settings: OpSettings, *, out: Path | None = None) -> Output:
@@ -62,6 +69,31 @@ def run_peers(settings: PeerSettings, *, out: Path | None = None) -> Output:
         out (FILE): append one JSON line for each result, once it is measured
     """
     return measure(peers.benchmark, settings, out)
+
+
+def measure(benchmark: Callable[..., Any], settings: Any, out: Path | None) -> Output:
+    """Run a benchmark with a progress bar. Append each record to the file `out` at once; print notes on stderr."""
+    with ExitStack() as stack:
+        lines = None
+        if out is not None:
+            with writable(out, "a file to append to"):  # raises before hours of measuring
+                lines = stack.enter_context(JsonLines(out.resolve()))
+        bar = stack.enter_context(Progress("checking, then measuring", settings.steps, lines=False, threaded=False))
+        steps_done = count()
+
+        def advance() -> None:
+            bar.update(number := next(steps_done), f"{number}/{settings.steps}")
+
+        def keep(record: Mapping[str, Any]) -> None:
+            if lines is not None:
+                lines.write(record)
+                lines.sync()
+
+        advance()
+        result = benchmark(settings, advance=advance, keep=keep)
+    for note in getattr(result, "notes", []):
+        say(one_line(note))
+    return Output(result.records(), [result.table()])
 
 
 BENCHMARKS = {"ops": run_ops, "generate": run_generate, "peers": run_peers}

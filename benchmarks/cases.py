@@ -16,7 +16,7 @@ from residua import ops
 from residua.connections import Connection, named, resolve
 from residua.connections.base import as_inputs
 from residua.errors import InputError, require
-from residua.lab.cost.models import perturb
+from residua.lab.cost.exact import perturb
 from residua.ops.write_read import boundary
 
 Dtype = Literal["float32", "bfloat16", "float16"]

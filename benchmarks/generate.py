@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import expect_at_least
-from residua.errors import RunError, extra
-from residua.lab.cost.models import in_float64, many_graphs, model_and_tokens
-from residua.lab.cost.settings import BASELINE, Precision, Settings
+from benchmarks.settings import Measuring, Precision
+from residua.connections.names import PRESETS, canonical
+from residua.errors import Count, InputError, Natural, RunError, extra
+from residua.lab.cost.exact import in_float64, perturb
+from residua.lab.cost.steps import many_graphs
 from residua.lab.cost.timing import Timing, compare
+from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.models.memory import CACHE
 from residua.records.provenance import circumstances
 from residua.records.threads import threads
@@ -19,37 +22,75 @@ from residua.records.threads import threads
 with extra("lab"):
     from transformers import StaticCache
 
+BASELINE = "residual"
 # Relative errors of logits against a float64 copy that sees all tokens at once, without a cache.
 TOLERANCES: Mapping[Precision, float] = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSettings(Settings):
-    """The models to measure, and how (`Settings`).
+class GenerateSettings(Measuring):
+    """The models to measure; the plain residual is always included.
 
     Args:
+        presets (SCHEME): schemes to measure beside the plain residual, also with options (default: all that residua
+            schemes lists)
+        layers: layers of attention and MLP
+        dim: width
+        heads: attention heads
+        head_dim: width of a head
+        vocab_size: rows of the embedding
         prompt_length: tokens of the prompt; reading them does not count
         new_tokens: tokens to generate in one measurement, greedily
         batch_sizes: sequences to generate at once; each size is a comparison of its own
         precision: the dtype of weights and activations
+        state_dtype: of the residual state (default: as the embeddings)
         compile: every model through torch.compile; with CUDA graphs on a CUDA device
     """
 
+    presets: tuple[str, ...] = tuple(PRESETS)
+    layers: Count = 6
+    dim: int = 384
+    heads: int = 3
+    head_dim: int = 128
+    vocab_size: int = 4096
     prompt_length: int = 64
     new_tokens: int = 16
     batch_sizes: tuple[int, ...] = (1, 8)
+    precision: Precision = "float32"
+    state_dtype: Precision | None = None
+    compile: bool = False
+    rounds: Count = 9
+    warmup: Natural = 2
 
     def __post_init__(self):
+        object.__setattr__(self, "presets", tuple(dict.fromkeys([BASELINE, *map(canonical, self.presets)])))
         expect_at_least(1, self, "prompt_length", "new_tokens", "batch_sizes")
         super().__post_init__()
+        self.model(BASELINE)  # raises for sizes that cannot be used
 
     @property
-    def positions(self) -> int:
+    def length(self) -> int:
         return self.prompt_length + self.new_tokens
 
     @property
     def steps(self) -> int:
-        return len(self.batch_sizes) * super().steps
+        """The number of times that the benchmark calls `advance`."""
+        return len(self.batch_sizes) * len(self.presets) * (self.warmup + self.rounds)
+
+    def model(self, preset: str) -> ResiduaConfig:
+        try:
+            return ResiduaConfig(
+                connection=preset,
+                vocab_size=self.vocab_size,
+                hidden_size=self.dim,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                head_dim=self.head_dim,
+                max_position_embeddings=self.length,
+                state_dtype=self.state_dtype,
+            )
+        except ValueError as error:
+            raise InputError(str(error)) from error
 
 
 class Decoding:
@@ -62,14 +103,17 @@ class Decoding:
         self.preset = preset
         self.settings = settings
         self.device = torch.device(settings.device)
-        model, tokens = model_and_tokens(settings, preset, batch, settings.positions)
-        self.tokens = tokens.to(self.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            self.tokens = torch.randint(settings.vocab_size, (batch, settings.length)).to(self.device)
+            model = ResiduaForCausalLM(settings.model(preset))
+            perturb(model)
         self.model = model.to(self.device, getattr(torch, settings.precision)).eval()
         self.forward: Callable[..., Any] = self.model
         if settings.compile:
             mode = "reduce-overhead" if self.device.type == "cuda" else "default"
             self.forward = torch.compile(self.model, mode=mode, fullgraph=True, dynamic=False)
-        self.cache = StaticCache(config=self.model.config, max_cache_len=settings.positions)
+        self.cache = StaticCache(config=self.model.config, max_cache_len=settings.length)
         self.next = self.tokens[:, :1]
 
     @torch.inference_mode()

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.cases import CASES, CONNECTION, CONNECTIONS, MEASURED, Case, Draw, Dtype, Sizes, expect_at_least, make
 from benchmarks.roofline import TRAFFIC
+from benchmarks.settings import Measuring
 from residua.connections import TensorSpec, resolve
 from residua.errors import InputError, RunError, require
-from residua.lab.cost.settings import Measuring
 from residua.lab.cost.timing import Clock, Quartiles, Timing, compare, cuda_clock
 from residua.ops.dispatch import choose
 from residua.records.provenance import circumstances

@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.adapters import PEERS, Peer, PeerAdapter
 from benchmarks.cases import expect_at_least
+from benchmarks.settings import Measuring, Precision
 from residua.errors import require
+from residua.lab.cost.exact import perturb
 from residua.lab.cost.measured_memory import storages_kept
-from residua.lab.cost.models import perturb
-from residua.lab.cost.settings import Measuring, Precision
 from residua.lab.cost.timing import Timing, compare
 from residua.records.provenance import circumstances, version
 from residua.records.threads import threads

@@ -14,20 +14,35 @@ from pathlib import Path
 import torch
 from torch._inductor import config, metrics
 
-from residua.lab.cost.steps import ModelSettings, TrainingStep
+from residua.lab.cost.steps import Step
+from residua.lab.experiment import model_config
+from residua.lab.training import load_config
 from residua.records.provenance import circumstances
 
 RECORD = Path(__file__).with_name("compiled-bytes.jsonl")
 PRESETS = ("residual", "ddl", "ddl-cc", "ddl-tc", "hc", "mhc")
 SIZES = {"layers": 2, "dim": 128, "heads": 2, "head_dim": 64, "vocab_size": 64, "sequence_length": 128, "batch_size": 2}
+KEYS = {
+    "model.num_hidden_layers": SIZES["layers"],
+    "model.hidden_size": SIZES["dim"],
+    "model.num_attention_heads": SIZES["heads"],
+    "model.head_dim": SIZES["head_dim"],
+    "model.vocab_size": SIZES["vocab_size"],
+    "model.state_dtype": "bfloat16",
+    "train.sequence_length": SIZES["sequence_length"],
+    "train.batch_size": SIZES["batch_size"],
+    "train.precision": "bfloat16",
+    "train.compile": True,
+    "train.device": "cpu",
+}
 
 
 def moved(preset: str) -> int:
     """Bytes of one step under bfloat16 autocast with a bfloat16 state, forward and backward, products included."""
     torch.compiler.reset()
     metrics.reset()
-    options = {"precision": "bfloat16", "state_dtype": "bfloat16", "compile": True, "device": "cpu", **SIZES}
-    TrainingStep(preset, ModelSettings(presets=(preset,), **options))()
+    run = load_config("tiny", {**KEYS, "model.connection": preset})
+    Step(run, model_config(run))()
     return metrics.num_bytes_accessed
 
 

@@ -267,9 +267,8 @@ def flow(*steps: tuple[str, str], under: str = "") -> str:
     return picture(142 if under else 102, *parts)
 
 
-def more(title: str, name: str) -> str:
-    """What every row of a record takes more than its baseline, in percent, as bars, with the quartiles over rounds."""
-    ratios = {row["preset"]: row["ratio"] for row in records(name) if not row["settings"].get("compile")}
+def more(title: str, ratios: dict[str, dict[str, float]]) -> str:
+    """What each takes more than its baseline, in percent, as bars, with the quartiles over rounds."""
     rows = sorted(ratios.items(), key=lambda row: row[1]["median"])
     scale = 300 / (rows[-1][1]["upper"] - 1)
     parts = [text(320, 24, title, INK, size=17)]
@@ -286,11 +285,14 @@ def more(title: str, name: str) -> str:
 
 
 def training_time() -> str:
-    return more("what a training step takes beyond the plain residual's", "bench-models-cpu.jsonl")
+    rows = [row for row in records("bench-steps.jsonl") if not row["train"]["compile"] and ":" not in row["scheme"]]
+    times = {row["scheme"]: row["time_ratio"] for row in rows}
+    return more("what a training step takes beyond the plain residual's", times)
 
 
 def token_time() -> str:
-    return more("what a token takes beyond the unconverted Llama's", "bench-generate-converted.jsonl")
+    times = {row["preset"]: row["ratio"] for row in records("bench-generate-converted.jsonl")}
+    return more("what a token takes beyond the unconverted Llama's", times)
 
 
 def learning_rates() -> str:

@@ -108,8 +108,12 @@ def _benchmarks(place: Place) -> Iterator[Step]:
 
     def bench(kind: str, *arguments: str) -> tuple[str, ...]:
         where = ("--device", place.device, "--out", str(place.path("bench.jsonl")))
-        command = ("residua", "cost") if kind in ("step", "memory") else ("benchmarks",)
-        return (sys.executable, "-m", *command, kind, *arguments, *sizes[kind], *where)
+        return (sys.executable, "-m", "benchmarks", kind, *arguments, *sizes[kind], *where)
+
+    def cost(schemes: Sequence[str], *arguments: str) -> tuple[str, ...]:
+        where = ("--train.device", place.device, "--out", str(place.path("bench.jsonl")))
+        command = ("residua", "cost", "step", "--config", "tiny", "--schemes", *schemes)
+        return (sys.executable, "-m", *command, *arguments, *sizes["step"], *where)
 
     def presets(*names: str) -> tuple[str, ...]:
         return "--presets", *names
@@ -119,20 +123,18 @@ def _benchmarks(place: Place) -> Iterator[Step]:
         yield Step(f"ops {name}", "an operation beside its definition", bench("ops", "--operations", name, *ops_of), 75)
     for pair in _chunks(both, 4):
         names = _short(pair)
-        yield Step(f"models {names}", "training steps, reference and kernels", bench("step", *presets(*pair)), 100)
+        yield Step(f"models {names}", "training steps and memory, reference and kernels", cost(pair), 130)
     connections = [f"connection:{name}" for name in ("residual", *FIRST, "attnres")]
     yield Step("ops connections", "connections alone", bench("ops", "--operations", *connections), 100)
     yield Step("peers", "connections beside other packages", bench("peers"), 100)
-    yield Step("memory kernels", "memory of a step", bench("memory", *presets(*both)), 100)
     yield Step("generate kernels", "writing a token", bench("generate", *presets(*both[:4])), 100)
     if not place.dry:
         graphs = bench("generate", *presets(*both[:2]), "--compile")
         yield Step("generate graphs", "writing a token through CUDA graphs", graphs, 150)
-        compiled = bench("step", *presets(*both[:2]), "--compile")
+        compiled = cost(both[:2], "--train.compile", "true")
         yield Step("models compiled", "compiled training steps", compiled, 200)
     for some in _chunks(rest, 4):
-        yield Step(f"models {_short(some)}", "training steps", bench("step", *presets(*some)), 100)
-    yield Step("memory rest", "memory of a step", bench("memory", *presets(*rest)), 120)
+        yield Step(f"models {_short(some)}", "training steps and memory", cost(some), 130)
     yield Step("generate rest", "writing a token", bench("generate", *presets(*rest)), 150)
 
 
@@ -140,11 +142,14 @@ def _sizes(place: Place) -> Mapping[str, tuple[str, ...]]:
     """Return the options of each benchmark that set sizes: of GPT-2 on a GPU, tiny on the CPU."""
     if place.dry:
         few = "--rounds 1 --warmup 0"
+        step = (
+            "--model.num_hidden_layers 1 --model.hidden_size 16 --model.num_attention_heads 2 --model.head_dim 8 "
+            "--model.vocab_size 32 --train.sequence_length 8 --train.batch_size 1 --rounds 1 --no-peak"
+        )
         model = f"--layers 1 --dim 16 --heads 2 --head-dim 8 --vocab-size 32 {few}"
         return {
             "ops": tuple(f"--tokens 12 --sequence-length 6 --dims 16 {few}".split()),
-            "step": tuple(f"{model} --sequence-length 8 --batch-size 1".split()),
-            "memory": tuple(f"{model} --sequence-length 8 --batch-size 1 --no-peak".split()),
+            "step": tuple(step.split()),
             "generate": tuple(f"{model} --prompt-length 4 --new-tokens 2 --batch-sizes 1".split()),
             "peers": tuple(f"--packages attn-res --layers 1 --dim 16 --sequence-length 8 --batch-size 1 {few}".split()),
         }
@@ -152,12 +157,15 @@ def _sizes(place: Place) -> Mapping[str, tuple[str, ...]]:
 
     batch = 8 if torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory >= LARGE else 2
     model = "--layers 12 --dim 768 --heads 6 --vocab-size 50304 --precision bfloat16"
-    training = f"{model} --sequence-length 1024 --batch-size {batch}"
+    training = (
+        "--model.num_hidden_layers 12 --model.hidden_size 768 --model.num_attention_heads 6 --model.head_dim 128 "
+        "--model.vocab_size 50304 --model.max_position_embeddings 1024 --train.precision bfloat16 --rounds 9 "
+        f"--train.sequence_length 1024 --train.batch_size {batch}"
+    )
     types = "--dtypes bfloat16 float32"
     return {
         "ops": tuple(f"--tokens 16384 --dims 768 --channels 4 {types} --rounds 25".split()),
-        "step": tuple(f"{training} --rounds 9".split()),
-        "memory": tuple(training.split()),
+        "step": tuple(training.split()),
         "generate": tuple(f"{model} --prompt-length 512 --new-tokens 32 --batch-sizes 1 8 --rounds 5".split()),
         "peers": ("--layers", "6", "--dim", "768", "--sequence-length", "1024", "--batch-size", "8", "--rounds", "9"),
     }
@@ -297,23 +305,16 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def check_autocast(place: Place) -> int:
     from residua.connections import PRESETS
-    from residua.lab.cost.steps import TrainingStep
 
-    settings = _model_settings(place)
-    names = [_with_kernels(name) for name in PRESETS]
-    return _check_all(names, lambda name: TrainingStep(name, settings).check())
+    return _check_all([_with_kernels(name) for name in PRESETS], lambda name: _step(place, name).check())
 
 
 def check_compile(place: Place) -> int:
     import torch
 
-    from residua.lab.cost.steps import TrainingStep
-
-    settings = _model_settings(place, compile=not place.dry)
-
     def check(name: str) -> Any:
         torch.compiler.reset()
-        return TrainingStep(name, settings).check()
+        return _step(place, name, compile=not place.dry).check()
 
     return _check_all(["ddl-cc", "ddl-cc:implementation=triton", "mhc:implementation=triton", "attnres"], check)
 
@@ -333,15 +334,34 @@ def check_graphs(place: Place) -> int:
     return _check_all(["residual", "ddl-cc", "ddl-tc", "ddl-cc:implementation=triton"], check)
 
 
-def _model_settings(place: Place, **changes: Any) -> Any:
-    from residua.lab.cost.steps import ModelSettings
+def _step(place: Place, connection: str, compile: bool = False) -> Any:
+    from residua.lab.cost.steps import Step
+    from residua.lab.experiment import model_config
+    from residua.lab.training import load_config
 
-    sizes = {"layers": 1, "dim": 16, "heads": 1, "head_dim": 16, "vocab_size": 64, "sequence_length": 4}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "head_dim": 16, "vocab_size": 64}
     if not place.dry:
-        sizes = {"layers": 4, "dim": 384, "heads": 3, "head_dim": 128, "vocab_size": 4096, "sequence_length": 256}
-    # Triton's interpreter rounds to bfloat16 in its own way.
-    precision = "float32" if place.dry else "bfloat16"
-    return ModelSettings(device=place.device, precision=precision, batch_size=2, **sizes, **changes)
+        sizes = {
+            "num_hidden_layers": 4,
+            "hidden_size": 384,
+            "num_attention_heads": 3,
+            "head_dim": 128,
+            "vocab_size": 4096,
+        }
+    run = load_config(
+        "tiny",
+        {
+            **{f"model.{name}": size for name, size in sizes.items()},
+            "model.connection": connection,
+            "train.sequence_length": 4 if place.dry else 256,
+            "train.batch_size": 2,
+            # Triton's interpreter rounds to bfloat16 in its own way.
+            "train.precision": "float32" if place.dry else "bfloat16",
+            "train.compile": compile,
+            "train.device": place.device,
+        },
+    )
+    return Step(run, model_config(run))
 
 
 def _with_kernels(preset: str) -> str:
@@ -422,7 +442,7 @@ def summary(place: Place, wanted: Sequence[Step]) -> str:
         if any(cells[1] == result for cells in table)
     )
     parts += [f"## Steps: {counts}", _markdown(["step", "result", "seconds", "detail"], table)]
-    parts += _operations(records) + _models(records) + _memory(records) + _generation(records)
+    parts += _operations(records) + _models(records) + _generation(records)
     return "\n\n".join(parts) + "\n"
 
 
@@ -430,7 +450,7 @@ def _operations(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the time of every operation, and which implementation "auto" should choose."""
     found: dict[tuple, dict[tuple[str, str], Mapping[str, Any]]] = {}
     for record in records:
-        if record["benchmark"] == "ops":
+        if record.get("benchmark") == "ops":
             key = tuple(record[name] for name in ("operation", "dtype", "tokens", "dim", "channels"))
             found.setdefault(key, {})[record["implementation"], record["pass"]] = record
     if not found:
@@ -456,49 +476,56 @@ OURS = ("reference", "triton", "compiled", "auto")
 
 
 def _models(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    found = {_key(record): record for record in records if record["benchmark"] == "models"}
-    table = [
-        [
-            preset,
-            compiled,
-            f"{1e3 * record['median_seconds']:.1f}",
-            f"{record['tokens_per_second']:,.0f}",
-            _ratio(record),
-        ]
-        for (preset, compiled, _), record in found.items()
+    """Return the training steps, which are the records of `residua cost step`."""
+    found = {_step_key(record): record for record in records if "train" in record}
+    first = {compiled: record for (_, compiled), record in reversed(found.items())}
+    table = []
+    for (scheme, compiled), record in found.items():
+        tokens = record["train"]["batch_size"] * record["train"]["sequence_length"]
+        peak = "" if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**20:,.0f}"
+        table.append(
+            [
+                scheme,
+                compiled,
+                f"{1e3 * record['step_seconds']:.1f}",
+                f"{tokens / record['step_seconds']:,.0f}",
+                _quartiles(record["time_ratio"]),
+                f"{record['vectors'] - first[compiled]['vectors']:+.2f}",
+                peak,
+            ]
+        )
+    head = [
+        "scheme",
+        "compiled",
+        "ms a step",
+        "tokens/s",
+        "times the plain residual",
+        "vectors kept above it",
+        "peak MiB",
     ]
-    head = ["preset", "compiled", "ms a step", "tokens/s", "times the plain residual"]
     return ["## Training steps", _markdown(head, table)] if table else []
 
 
-def _memory(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    found = {_key(record): record for record in records if record["benchmark"] == "memory"}
-    table = []
-    for (preset, _, _), record in found.items():
-        peak = ["", ""]
-        if record["peak_bytes"] is not None:
-            peak = [f"{record['peak_bytes'] / 2**20:,.0f}", f"{record['peak_ratio']:.3f}"]
-        table.append([preset, f"{record['vectors_above_baseline']:+.2f}", *peak])
-    head = ["preset", "vectors kept above the plain residual", "peak, MiB", "times the plain residual"]
-    return ["## Memory of a training step", _markdown(head, table)] if table else []
+def _step_key(record: Mapping[str, Any]) -> tuple[str, str]:
+    return record["scheme"], "yes" if record["train"]["compile"] else "no"
 
 
 def _generation(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    found = {_key(record): record for record in records if record["benchmark"] == "generate"}
+    found = {_key(record): record for record in records if record.get("benchmark") == "generate"}
     table = [
-        [preset, compiled, str(batch), f"{1e3 * record['median_seconds_per_token']:.2f}", _ratio(record)]
+        [preset, compiled, str(batch), f"{1e3 * record['median_seconds_per_token']:.2f}", _quartiles(record["ratio"])]
         for (preset, compiled, batch), record in found.items()
     ]
     head = ["preset", "CUDA graphs", "sequences", "ms a token", "times the plain residual"]
     return ["## Generation", _markdown(head, table)] if table else []
 
 
-def _key(record: Mapping[str, Any]) -> tuple[str, str, int | None]:
-    return record["preset"], "yes" if record["settings"]["compile"] else "no", record.get("batch_size")
+def _key(record: Mapping[str, Any]) -> tuple[str, str, int]:
+    return record["preset"], "yes" if record["settings"]["compile"] else "no", record["batch_size"]
 
 
-def _ratio(record: Mapping[str, Any]) -> str:
-    return "{median:.3f} [{lower:.3f}, {upper:.3f}]".format(**record["ratio"])
+def _quartiles(ratio: Mapping[str, float]) -> str:
+    return "{median:.3f} [{lower:.3f}, {upper:.3f}]".format(**ratio)
 
 
 def _markdown(header: Sequence[str], table: Sequence[Sequence[str]]) -> str:

@@ -96,18 +96,29 @@ def spread(ratio: dict[str, Any], form: str) -> str:
 
 
 def speed_table() -> str:
-    found = records("bench-models-cpu.jsonl")
-    compiled = {record["preset"]: record for record in found if record["settings"]["compile"]}
+    """Give the time of a step, eager and compiled, and what it keeps, as `residua cost step` measured them."""
+    found = records("bench-steps.jsonl")
+    compiled = {record["scheme"]: record for record in found if record["train"]["compile"]}
     rows = []
     for record in found:
-        if record["settings"]["compile"]:
+        if record["train"]["compile"]:
             continue
-        row = [f"`{record['preset']}`", f"{record['median_seconds'] * 1000:.0f}", quartiles(record)]
-        if compiled:
-            row.append(quartiles(compiled[record["preset"]]) if record["preset"] in compiled else "")
-        rows.append([*row, f"{record['parameters']:,}"])
-    header = ["preset", "ms per step", "ratio to `residual` [quartiles]"]
-    return markdown([*header, *(["ratio, both compiled"] if compiled else []), "parameters"], rows)
+        name = record["scheme"]
+        times = [step_ratio(record), step_ratio(compiled[name]) if name in compiled else ""]
+        milliseconds = f"{record['step_seconds'] * 1000:.0f}"
+        rows.append([f"`{name}`", milliseconds, *times, kept_above(record, found), f"{record['parameters']:,}"])
+    header = ["scheme", "ms per step", "times `residual` [quartiles]", "both compiled", "vectors kept above it"]
+    return markdown([*header, "parameters"], rows)
+
+
+def step_ratio(record: dict[str, Any]) -> str:
+    return "1" if record["scheme"] == record["baseline"] else spread(record["time_ratio"], ".3f")
+
+
+def kept_above(record: dict[str, Any], found: list[dict[str, Any]]) -> str:
+    """Vectors beyond those of the plain residual, for each token and layer."""
+    base = next(row for row in found if row["scheme"] == record["baseline"])
+    return "0" if record is base else f"{record['vectors'] - base['vectors']:+.2f}"
 
 
 def generation_table() -> str:
@@ -134,41 +145,24 @@ def serving_table() -> str:
     return markdown(["SmolLM2-135M in vLLM", "tokens per second", "time, ratio to unconverted [quartiles]"], rows)
 
 
-def memory_table(name: str = "bench-memory.jsonl") -> str:
-    rows = []
-    for record in records(name):
-        baseline = record["preset"] == record["baseline"]
-        name = record["preset"].replace("rebuild=", "recompute=")  # the option's name in these records
-        row = [f"`{name}`", "0" if baseline else f"{record['vectors_above_baseline']:+.2f}"]
-        if record["peak_bytes"] is not None:
-            row += [f"{record['peak_bytes'] / 2**20:.0f}", f"{record['peak_ratio']:.3f}"]
-        rows.append(row)
-    header = ["preset", "kept above `residual`, d-vectors", "peak, MiB", "peak, ratio"]
-    return markdown(header[: len(rows[0])], rows)
+def memory_converted_table() -> str:
+    found = records("bench-steps-converted.jsonl")
+    rows = [[f"`{record['scheme']}`", kept_above(record, found)] for record in found]
+    return markdown(["scheme", "vectors kept above `residual`"], rows)
 
 
 def memory_depth_table() -> str:
     """Give what schemes over depth keep, and its floor: whole vectors of a layer, less the four of PyTorch's norms."""
-    times = records("bench-models-depth.jsonl")
-    steps = {record["preset"]: record for record in times if record["settings"]["batch_size"] == 2}
+    found = records("bench-steps-depth.jsonl")
     rows = []
-    for record in records("bench-memory-depth.jsonl"):
-        preset, settings = record["preset"], record["settings"]
-        begins = (settings["layers"] - 1) / settings["layers"]  # of the layers, those that read averages
-        floor = 3 + 2 * begins + 64 / settings["dim"] if preset == "mudd" else 2.0
-        kept = "0" if preset == record["baseline"] else f"{record['vectors_above_baseline']:+.2f}"
-        peak = f"{record['peak_bytes'] / 2**20:.0f}"
-        rows.append(
-            [f"`{preset}`", kept, f"{floor - 4:+.2f}", peak, f"{record['peak_ratio']:.3f}", quartiles(steps[preset])]
-        )
-    header = [
-        "preset",
-        "kept above `residual`, d-vectors",
-        "floor",
-        "peak, MiB",
-        "peak, ratio",
-        "step, ratio [quartiles]",
-    ]
+    for record in found:
+        model, peak = record["model"], record["peak_bytes"]
+        begins = (model["num_hidden_layers"] - 1) / model["num_hidden_layers"]  # the layers that read averages
+        floor = 3 + 2 * begins + 64 / model["hidden_size"] if record["scheme"] == "mudd" else 2.0
+        peaks = [f"{peak / 2**20:.0f}", f"{peak / found[0]['peak_bytes']:.3f}"]
+        name = f"`{record['scheme']}`"
+        rows.append([name, kept_above(record, found), f"{floor - 4:+.2f}", *peaks, step_ratio(record)])
+    header = ["scheme", "vectors kept above `residual`", "floor", "peak, MiB", "peak, ratio", "step, ratio [quartiles]"]
     return markdown(header, rows)
 
 
@@ -476,9 +470,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed": speed_table,
         "connections": connections_table,
         "peers": peers_table,
-        "memory": memory_table,
         "memory-depth": memory_depth_table,
-        "memory-converted": partial(memory_table, "bench-memory-converted.jsonl"),
+        "memory-converted": memory_converted_table,
         "memory-small": memory_small_table,
         "generation": generation_table,
         "state-dtype": state_dtype_table,

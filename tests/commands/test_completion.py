@@ -19,7 +19,7 @@ NEEDS_SHTAB = "shtab is not installed: pip install 'residua[completion]'"
         ("residua train --train.de", {"--train.device"}),
         ("residua train --train.device c", {"cpu", "cuda"}),
         ("residua convert model --connection attnres-", {"attnres-block", "attnres-inkling"}),
-        ("residua cost step --precision b", {"bfloat16"}),
+        ("residua cost step --train.precision b", {"bfloat16"}),
     ],
 )
 def test_bash_completes(line, completions, capsys, tmp_path):

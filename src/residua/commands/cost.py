@@ -1,21 +1,26 @@
-"""Count what a run will cost, or measure a step of each scheme."""
+"""Count what a run will cost, or measure its step."""
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count as counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from residua.commands.configuration import Configuration
 from residua.commands.signature import Output
-from residua.errors import between
-from residua.lab.cost.settings import MemorySettings, ModelSettings
-from residua.records.terminal import one_line
+from residua.connections.names import canonical
+from residua.errors import Count, between
+from residua.lab.cost.timing import Quartiles
+from residua.records.folder import writable
+from residua.records.jobs import Record
 
 if TYPE_CHECKING:
     from residua.lab.cost.estimate import Estimate
+    from residua.lab.training import RunConfig
 
+BASELINE = "residual"
 GIB = 2**30
 
 
@@ -59,66 +64,105 @@ def _tables(costs: "Estimate") -> Iterator[Any]:
         yield f"note: this does not fit into {costs.gpu_memory / GIB:.0f} GiB; lower train.batch_size"
 
 
-def step(settings: ModelSettings, *, out: Path | None = None) -> Output:
-    """Time the training step of language models under each scheme.
+def step(
+    *,
+    configuration: Configuration,
+    schemes: tuple[str, ...] = (),
+    rounds: Count = 15,
+    peak: bool = True,
+    out: Path | None = None,
+) -> Output | None:
+    """Measure the training step of a run under several schemes.
 
-    Forward, backward and fused AdamW, and the ratio to the plain residual's in the same rounds. All models are checked
-    against float64 first.
-
-    Examples:
-        residua cost step --presets ddl-cc ddl-tc
-        residua cost step --presets mhc --device cuda --precision bfloat16 --compile
-
-    Args:
-        out (FILE): append one JSON line for each result, once it is measured
-    """
-    from residua.lab.cost.steps import benchmark
-
-    return measure(benchmark, settings, out)
-
-
-def memory(settings: MemorySettings, *, out: Path | None = None) -> Output:
-    """Measure the memory of a training step under each scheme.
-
-    What the backward pass keeps, in vectors of the model's width for each token and layer, and the peak of a step. All
-    models are checked against float64 first.
+    Beside the plain residual: time, in rounds in which the schemes take turns; what the backward pass keeps, in vectors
+    of the model's width for each token and layer; and the peak of the memory. Loss and gradients are compared with a
+    float64 copy first.
 
     Examples:
-        residua cost memory --presets ddl-cc ddl-cc:recompute=none
-        residua cost memory --base llama --no-peak
+        residua cost step --config tiny --schemes ddl-tc lambdas+tc
+        residua cost step --config small --train.compile true --no-peak
 
     Args:
-        out (FILE): append one JSON line for each result, once it is measured
+        schemes (SCHEME): to measure, also with options, as in ddl-cc:recompute=none (default: the run's own)
+        rounds: times each scheme is measured
+        peak: leave the peak out, which takes a process for each scheme
+        out (FILE): append one JSON line for each scheme
     """
-    from residua.lab.cost.measured_memory import benchmark
-
-    return measure(benchmark, settings, out)
-
-
-def measure(benchmark: Callable[..., Any], settings: Any, out: Path | None) -> Output:
-    """Run a benchmark with a progress bar. Append each record to the file `out` at once; print notes on stderr."""
-    from residua.records.folder import writable
+    names = [canonical(scheme) for scheme in schemes]
+    config = configuration.load(needed="which run's step to measure")
+    if config is None:
+        return None
+    from residua.lab.cost.steps import WARMUP
     from residua.records.jsonlines import JsonLines
-    from residua.records.progress import Progress, say
+    from residua.records.progress import Progress
 
     with ExitStack() as stack:
         lines = None
         if out is not None:
-            with writable(out, "a file to append to"):  # raises before hours of measuring
+            with writable(out, "a file to append to"):  # raises before minutes of measuring
                 lines = stack.enter_context(JsonLines(out.resolve()))
-        bar = stack.enter_context(Progress("checking, then measuring", settings.steps, lines=False, threaded=False))
-        steps_done = counter()
+        names = names or [config.model.connection]
+        bar = stack.enter_context(Progress("time and memory", (1 + len(names)) * (rounds + WARMUP), lines=False))
+        done = counter(1)
 
         def advance() -> None:
-            bar.update(number := next(steps_done), f"{number}/{settings.steps}")
+            bar.update(next(done), "")
 
-        def keep(record: Mapping[str, Any]) -> None:
-            if lines is not None:
-                lines.write(record)
-                lines.sync()
+        records = measured(config, names, rounds=rounds, peak=peak, advance=advance)
+        for record in records if lines else ():
+            lines.write(record)
+    return Output(records, [_steps(records)])
 
-        advance()
-        result = benchmark(settings, advance=advance, keep=keep)
-    for note in getattr(result, "notes", []):
-        say(one_line(note))
-    return Output(result.records(), [result.table()])
+
+def measured(
+    config: "RunConfig",
+    schemes: Sequence[str | dict[str, Any]],
+    *,
+    rounds: int,
+    peak: bool,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Record]:
+    """Measure the step of a run under the plain residual and under each of these schemes; one record each.
+
+    vectors   kept for the backward pass per token and layer, of the model's width, in the run's precision
+
+    Raises:
+        InputError: a scheme cannot be built with the sizes of the run.
+        RunError: a step computes something wrong, or runs out of memory.
+    """
+    import torch
+
+    from residua.lab.cost.steps import measure
+    from residua.lab.experiment import model_config
+
+    configs = {}
+    for scheme in (BASELINE, *schemes):
+        run = replace(config, model=replace(config.model, connection=scheme))
+        configs[scheme if isinstance(scheme, str) else json.dumps(scheme)] = run, model_config(run)
+    records = measure(configs, BASELINE, rounds=rounds, peak=peak, checked=True, advance=advance)
+    train = config.train
+    for record in records:
+        sizes = configs[record["scheme"]][1].get_text_config()
+        numbers = train.batch_size * train.sequence_length * sizes.num_hidden_layers * sizes.hidden_size
+        record["vectors"] = record["kept_bytes"] / (numbers * getattr(torch, train.precision).itemsize)
+        record["train"] = asdict(train)
+    return records
+
+
+def _steps(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """The table of steps: seconds, and vectors beyond those of the first scheme, which is the plain residual."""
+    first = records[0]
+    rows = []
+    for record in records:
+        ratio = Quartiles(**record["time_ratio"])
+        rows.append(
+            [
+                record["scheme"],
+                f"{1e3 * record['step_seconds']:.1f}",
+                f"{ratio:.3f}",
+                f"{record['vectors']:.2f}",
+                f"{record['vectors'] - first['vectors']:+.2f}",
+                "" if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**20:,.0f}",
+            ]
+        )
+    return ["scheme", "ms", f"times {first['scheme']}", "vectors kept", "above", "peak MiB"], rows

@@ -21,7 +21,6 @@ COMMANDS = {
     "schemes": "schemes:schemes",
     "cost count": "cost:count",
     "cost step": "cost:step",
-    "cost memory": "cost:memory",
     "demo": "demo:demo",
 }
 """Every command in the order of the overview, and its function in a module here. The docstring of the module `study`

@@ -5,6 +5,7 @@
 """
 
 import copy
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -24,6 +25,7 @@ from residua.conversion.base_model import (
     open_base,
     rebuild_base,
 )
+from residua.conversion.configuration import ConvertedConfig
 from residua.conversion.opening import context_of, read_model
 from residua.errors import InputError, extra, require
 from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
@@ -46,7 +48,7 @@ from residua.lab.training import (
 )
 from residua.lab.training.checkpoint import Checkpoint, best_checkpoint, open_checkpoint, saved_steps
 from residua.lab.training.distributed import ALONE, BatchShard, Ranks, join
-from residua.models import ResiduaForCausalLM
+from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.records.durable import remove, unfinished
 from residua.records.folder import read_object, writable
 from residua.records.progress import say
@@ -54,7 +56,7 @@ from residua.records.provenance import physical_memory
 from residua.records.threads import threads
 
 with extra("lab"):
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # An embedding with a multiple of 64 rows is faster on accelerators; rows beyond the tokenizer's are never labels.
 VOCABULARY_MULTIPLE = 64
@@ -338,6 +340,19 @@ def _expect_tokenizer_of_base(folder: str, data: PreparedData) -> None:
             f"{data.folder} must hold tokens of the tokenizer in model.base, found those of another; prepare the text "
             f"with: residua prepare --tokenizer {folder}"
         )
+
+
+def model_config(config: RunConfig) -> PreTrainedConfig:
+    """Return the configuration of the model that `build_model` will make, as far as known before preparation.
+
+    Raises InputError for a base that cannot be used.
+    """
+    if isinstance(config.model, BaseModelConfig):
+        base = config.model
+        require(base.connection is not None, "model.connection", "a scheme for the base", base.connection)
+        model = open_base(Path(base.base), base.connection, base.start)
+        return ConvertedConfig.from_dict(json.loads(model.config.to_json_string()))  # it says how it was converted
+    return ResiduaConfig(**{**asdict(config.from_scratch), "vocab_size": expected_vocabulary(config)})
 
 
 def expected_vocabulary(config: RunConfig) -> int:

@@ -7,7 +7,7 @@ import pytest
 from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab.cost.counts import parameters, products_per_token
-from residua.lab.study.cost import measure
+from residua.lab.cost.steps import measure
 from residua.lab.study.plan import Plan, load_study
 from residua.records import jsonlines
 from residua.records.reading import write_yaml

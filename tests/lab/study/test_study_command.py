@@ -11,9 +11,9 @@ import torch
 
 from residua.commands.cli import main
 from residua.errors import InputError
+from residua.lab.cost import steps as cost
+from residua.lab.cost.steps import measure
 from residua.lab.data import prepare
-from residua.lab.study import cost
-from residua.lab.study.cost import measure
 from residua.lab.study.engine import joined, measure_costs
 from residua.lab.study.plan import Plan
 from residua.records import jsonlines

@@ -1,9 +1,14 @@
 """Parameters, and the arithmetic of one token, counted on models without storage."""
 
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from residua.conversion.opening import new_model
@@ -44,7 +49,7 @@ def flops_per_token(config: ResiduaConfig, *, sequence_length: int) -> dict[str,
     attention    7 T d in each layer for a causal mask that skips what it hides: 2 forward, 5 backward
     connections  what the scheme adds
 
-    PyTorch's counter runs over one sequence on the meta device. Elementwise arithmetic is left out.
+    PyTorch's counter runs over one sequence on the meta device. `elementwise` counts all other arithmetic.
     """
     plain = _products(ResiduaConfig(**{**config.to_dict(), "connection": "residual"}), sequence_length)
     attention = CAUSAL * _attention(config, sequence_length)
@@ -71,5 +76,42 @@ def _attention(config: PreTrainedConfig, length: int) -> float:
 def _products(config: PreTrainedConfig, length: int) -> float:
     """Count the FLOPs per token of all matrix products except the two of attention."""
     counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()
     step_on_meta(config, length, counter)
     return counter.get_total_flops() / length - EAGER * _attention(config, length)
+
+
+class _NoModules(nullcontext):
+    """In place of torch's tracker of modules, whose hooks fail inside a backward pass that computes gradients itself."""
+
+    parents = frozenset({"Global"})
+
+
+def elementwise(model: PreTrainedConfig, length: int) -> float:
+    """Count the arithmetic of one token in a training step that is no matrix product, in FLOPs.
+
+    Every operation that is neither a product nor a view counts one for each element of its largest tensor. A rank-one
+    write is of this kind, so leaving it out would flatter it.
+    """
+    counted = _Elements()
+    step_on_meta(model, length, counted)
+    return counted.total / length
+
+
+class _Elements(TorchDispatchMode):
+    """Adds up the elements that operations work on, but for matrix products and views."""
+
+    PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
+    FREE = ("empty", "empty_like", "empty_strided", "detach", "t", "new_empty", "new_empty_strided", "_unsafe_view")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name not in self.PRODUCTS and name not in self.FREE and not func.is_view:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+            self.total += max((math.prod(tensor.shape) for tensor in tensors), default=0)
+        return result

@@ -1,157 +1,157 @@
-"""Time the training step of a language model under every scheme, relative to the plain residual in the same run."""
+"""Measure the training step of a run under several schemes: time in interleaved rounds, arithmetic, memory."""
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from residua.errors import RunError
-from residua.lab.cost.models import Measured, in_float64, many_graphs, model_and_tokens
-from residua.lab.cost.settings import BASELINE, ModelSettings, Precision
-from residua.lab.cost.timing import Quartiles, compare
+from residua.conversion.base_model import freeze_base
+from residua.conversion.opening import new_model
+from residua.errors import extra
+from residua.lab.cost.counts import elementwise, products_per_token
+from residua.lab.cost.exact import Errors, check, perturb
+from residua.lab.cost.measured_memory import peak_of, storages_kept
+from residua.lab.cost.timing import compare, cuda_clock, process_clock
+from residua.lab.training import BaseModelConfig, RunConfig, make_optimizer, pick_device
 from residua.records.provenance import circumstances
 from residua.records.threads import threads
 
+with extra("lab"):
+    from transformers import PreTrainedConfig
 
-class Errors(NamedTuple):
-    """Relative errors of a step against its float64 copy: of the loss, and of the worst gradient."""
-
-    loss: float
-    gradient: float
+ROUNDS, WARMUP = 45, 2
 
 
-# Several times the effect of rounding on models of the default size, far below that of a wrong term.
-TOLERANCES: Mapping[Precision, Errors] = {"float32": Errors(1e-5, 1e-4), "bfloat16": Errors(1e-3, 0.2)}
-CHECKED_TOKENS = 4096  # at once
+class Step:
+    """A training step of a run on random tokens: forward, backward, clipping, fused AdamW, as in the loop.
 
+    On the run's device, in its precision, compiled if the run is.
+    """
 
-class TrainingStep:
-    """The model of one preset; a call runs one training step: forward, backward, fused AdamW."""
-
-    def __init__(self, preset: str, settings: ModelSettings):
-        self.preset = preset
-        self.precision: Precision = settings.precision
-        narrow = "bfloat16" in (settings.precision, settings.state_dtype)
-        self.tolerances = TOLERANCES["bfloat16" if narrow else "float32"]
-        self.device = torch.device(settings.device)
-        model, tokens = model_and_tokens(settings, preset, settings.batch_size, settings.sequence_length + 1)
+    def __init__(self, config: RunConfig, model: PreTrainedConfig):
+        train = config.train
+        self.name, self.device = str(config.model.connection), pick_device(train.device)
+        self.narrow = "bfloat16" in (train.precision, getattr(config.model, "state_dtype", None))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            tokens = torch.randint(model.get_text_config().vocab_size, (train.batch_size, train.sequence_length + 1))
+            self.model = new_model(model).train().to(self.device)
+        if isinstance(config.model, BaseModelConfig) and config.model.freeze_base:
+            freeze_base(self.model)
         tokens = tokens.to(self.device)
         self.inputs, self.labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        self.model = model.to(self.device).train()
-        self.forward = torch.compile(self.model, fullgraph=True, dynamic=False) if settings.compile else self.model
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
-        self.last_loss = torch.zeros((), device=self.device)
+        self.forward = torch.compile(self.model) if train.compile else self.model
+        self.autocast = torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=train.precision == "bfloat16")
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = make_optimizer(self.model, train)
+        self.clip = train.clip
+
+    def loss(self) -> Tensor:
+        with self.autocast:
+            return self.forward(input_ids=self.inputs, labels=self.labels, shift_labels=self.labels).loss
 
     def __call__(self) -> None:
-        self.last_loss = self._backward()
+        self.loss().backward()
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def check(self) -> Errors:
-        """Compare loss and gradients with a float64 copy without kernels, compiler and autocast; return the errors.
+        """Compare loss and gradients with a float64 copy, once every parameter has some noise; return the errors.
 
         Raises:
-            RunError: an error larger than `TOLERANCES` allows, or not finite.
+            RunError: an error is larger than rounding explains.
         """
-        reference = in_float64(self.model)
-        expected = torch.zeros((), dtype=torch.float64, device=self.device)
-        # A few sequences at a time, as float64 takes two or four times the memory. Gradients add up.
-        part = max(1, CHECKED_TOKENS // self.inputs.shape[1])
-        for inputs, labels in zip(self.inputs.split(part), self.labels.split(part)):
-            share = self._loss(reference, inputs, labels) * (len(inputs) / len(self.inputs))
-            share.backward()
-            expected += share.detach()
-        loss = self._backward()
-        errors = _errors(loss, expected, self.model, reference)
-        self.optimizer.zero_grad()
-        for name, error, allowed in zip(Errors._fields, errors, self.tolerances):
-            if not error <= allowed:  # also if the error is NaN
-                raise RunError(
-                    f"{self.preset} must have the {name} within {allowed:g} of a float64 copy's, relatively, got "
-                    f"{error:.2g} (loss {loss.item():.6f} and {expected.item():.6f}); a wrong model has no speed"
-                )
-        return errors
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(0)
+            perturb(self.model)
+        return check(self.name, self.loss, self.model, self.inputs, self.labels, narrow=self.narrow)
 
-    def loss(self) -> Tensor:
-        """Run the forward pass and return the loss."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16"):
-            return self._loss(self.forward, self.inputs, self.labels)
-
-    def _backward(self) -> Tensor:
-        """Run forward and backward; return the loss, detached."""
-        loss = self.loss()
-        loss.backward()
-        return loss.detach()
-
-    @staticmethod
-    def _loss(forward: Callable[..., Any], inputs: Tensor, labels: Tensor) -> Tensor:
-        return forward(input_ids=inputs, labels=labels, shift_labels=labels).loss
+    def kept(self) -> int:
+        """Count the bytes that autograd keeps for the backward pass: every storage once, without parameters."""
+        return storages_kept(self.loss, self.model.parameters())
 
 
-COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
-    "preset": lambda row: row["preset"],
-    "ms per step": lambda row: f"{1e3 * row['median_seconds']:.2f}",
-    f"ratio to {BASELINE}": lambda row: f"{Quartiles(**row['ratio']):.3f}",
-    "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
-    "parameters": lambda row: f"{row['parameters']:,}",
-}
-
-
-def benchmark(
-    settings: ModelSettings,
+def measure(
+    configs: Mapping[str, tuple[RunConfig, PreTrainedConfig]],
+    baseline: str,
     *,
+    rounds: int = ROUNDS,
+    peak: bool = True,
+    compiled: bool = False,
+    checked: bool = False,
     advance: Callable[[], None] = lambda: None,
-    keep: Callable[[Mapping[str, Any]], None] = lambda record: None,
-) -> Measured:
-    """Check the training step of every preset against float64, then time all of them in turns.
+) -> list[dict[str, Any]]:
+    """Measure the step of every scheme at one size; one record each, complete in itself.
 
-    `advance` is called after every timed or warm-up step, `len(presets) * (warmup + rounds)` times; `keep` with every
-    record at the end.
+    time     of a step, in rounds in which all schemes take turns, so that a busy machine slows all of them: process
+             time of one thread on the CPU, or the device's
+    flops    per token, of the matrix products and of all other arithmetic (`elementwise`)
+    kept     bytes that autograd keeps for the backward pass
+    peak     bytes by which a process grows that makes the model and takes two steps, or the device's allocations in the
+             second; None if not measured
+
+    With `compiled` all steps go through `torch.compile`, whatever the runs do, and only their time is measured. With
+    `checked` each must first have the loss and the gradients of a float64 copy. `advance` is called after every step
+    in the rounds, the first WARMUP of them included, which do not count.
 
     Raises:
-        RunError: a step computes something wrong, or its last loss is not finite.
+        RunError: a step computes something wrong, or runs out of memory.
     """
-    with threads(settings.threads), many_graphs(len(settings.presets)):
-        steps = {preset: TrainingStep(preset, settings) for preset in settings.presets}
-        errors = {preset: step.check() for preset, step in steps.items()}
-        conditions = circumstances(torch.device(settings.device))
-        rounds = {"rounds": settings.rounds, "warmup": settings.warmup}
-        timing = compare(steps, BASELINE, **rounds, clock=settings.clock, advance=advance)
-    for preset, step in steps.items():
-        if not math.isfinite(loss := step.last_loss.item()):
-            raise RunError(f"{preset} must have a finite loss after the last step, got {loss}")
-    records = [
-        {
-            "benchmark": "models",
-            "preset": preset,
-            **timing.record(preset),
-            "median_seconds": timing.median_seconds(preset),
-            "tokens_per_second": step.inputs.numel() / timing.median_seconds(preset),
-            "parameters": step.model.num_parameters(),
-            "errors": errors[preset]._asdict(),
-            "clock": settings.clock.__name__,
-            "settings": asdict(settings),
-            **conditions,
+    if compiled:
+        configs = {
+            name: (replace(config, train=replace(config.train, compile=True)), model)
+            for name, (config, model) in configs.items()
         }
-        for preset, step in steps.items()
-    ]
-    for record in records:
-        keep(record)
-    return Measured(records, COLUMNS)
+        peak = False
+    device = pick_device(next(iter(configs.values()))[0].train.device)
+    peaks = {name: peak_of(Step, pair, name, device=device.type) if peak else None for name, pair in configs.items()}
+    with threads(1), many_graphs(len(configs)):
+        steps = {name: Step(*pair) for name, pair in configs.items()}
+        errors = {name: {"errors": step.check()._asdict()} if checked else {} for name, step in steps.items()}
+        kept = {name: None if compiled else step.kept() for name, step in steps.items()}
+        clock = cuda_clock if device.type == "cuda" else process_clock
+        timing = compare(steps, baseline, rounds=rounds, warmup=WARMUP, clock=clock, advance=advance)
+        conditions = circumstances(device)
+    records = []
+    for name, (config, model) in configs.items():
+        length = config.train.sequence_length
+        products = products_per_token(model, sequence_length=length)
+        records.append(
+            {
+                "scheme": name,
+                "baseline": baseline,
+                "compiled": compiled,
+                "parameters": sum(parameter.numel() for parameter in steps[name].parameters),
+                "time_ratio": timing.ratio(name)._asdict(),
+                "step_seconds": timing.median_seconds(name),
+                "seconds": list(timing.seconds[name]),
+                "flops_per_token": {"products": products, "elementwise": elementwise(model, length)},
+                "kept_bytes": kept[name],
+                "peak_bytes": peaks[name],
+                "model": {key: value for key, value in asdict(config.model).items() if key != "base"},  # a path
+                **errors[name],
+                **conditions,
+            }
+        )
+    return records
 
 
-def _errors(loss: Tensor, expected: Tensor, model: torch.nn.Module, reference: torch.nn.Module) -> Errors:
-    """|loss - loss'| / |loss'|, and the largest |g - g'| / max(|g'|, |all gradients'| / 1000) of a parameter.
+def rate(config: RunConfig, model: PreTrainedConfig) -> float:
+    """FLOPs a second of the matrix products of a training step, on the run's device."""
+    device = pick_device(config.train.device)
+    with threads(1):
+        clock = cuda_clock if device.type == "cuda" else process_clock
+        timing = compare({"step": Step(config, model)}, "step", rounds=5, warmup=WARMUP, clock=clock)
+    length = config.train.sequence_length
+    flops = products_per_token(model, sequence_length=length) * config.train.batch_size * length
+    return flops / timing.median_seconds("step")
 
-    The floor is for gradients that consist only of rounding.
-    """
-    pairs = [
-        (weight.grad.double(), exact.grad)
-        for weight, exact in zip(model.parameters(), reference.parameters(), strict=True)
-    ]
-    total = math.sqrt(sum(exact.square().sum().item() for _, exact in pairs))
-    worst = torch.stack([(gradient - exact).norm() / exact.norm().clamp_min(total / 1000) for gradient, exact in pairs])
-    return Errors(((loss.double() - expected).abs() / expected.abs()).item(), worst.max().item())
+
+def many_graphs(count: int) -> AbstractContextManager:
+    """Let `torch.compile` make `count` graphs of the same code; by default it gives up after a few."""
+    return torch._dynamo.config.patch(recompile_limit=4 * count)

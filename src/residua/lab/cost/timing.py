@@ -102,13 +102,6 @@ def process_clock(call: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
-def wall_clock(call: Callable[[], None]) -> float:
-    """Measure wall-clock time: for several threads on the CPU."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def cuda_clock(call: Callable[[], None], before: Callable[[], Any] = lambda: None) -> float:
     """Measure time on the current CUDA device, from idle or the end of the work of `before`, until all work that `call`
     launched is done.

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from residua.errors import Diverged, InputError, require
 from residua.lab.cost.counts import products_per_token
+from residua.lab.cost.steps import ROUNDS, WARMUP, measure, rate
 from residua.lab.evaluation.loss import transition
 from residua.lab.experiment import run as train
-from residua.lab.study.cost import ROUNDS, WARMUP, measure, rate
 from residua.lab.study.folder import SHARED, plain, read_folder, read_runs
 from residua.lab.study.plan import Plan, Run, Study
 from residua.lab.training import RunConfig

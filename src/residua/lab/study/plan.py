@@ -20,7 +20,7 @@ from residua.conversion.configuration import ConvertedConfig
 from residua.errors import Count, InputError, Range, check_types, decoded, did_you_mean, extra, fits, require
 from residua.lab.cost.counts import parameters
 from residua.lab.data import PreparedData
-from residua.lab.experiment import build_model, expected_vocabulary
+from residua.lab.experiment import build_model, model_config
 from residua.lab.study.questions import Question
 from residua.lab.study.search import Point, Search, chosen_points
 from residua.lab.training import BaseModelConfig, RunConfig, load_config
@@ -583,9 +583,7 @@ class Plan:
         """The configuration of the model of a run. Raises InputError for a base that cannot be used."""
         if isinstance(config.model, BaseModelConfig):
             return self._converted(config)
-        given = asdict(config.from_scratch)
-        given["vocab_size"] = given["vocab_size"] or expected_vocabulary(config)
-        return ResiduaConfig(**given)
+        return model_config(config)
 
     def config(self, rung: str, scheme: str) -> RunConfig:
         """A configuration of a scheme at a rung, of one step: for what does not depend on learning rates."""

@@ -219,7 +219,7 @@ export function pricePictures(comparison) {
       "p",
       {class: "note", "data-note": "memory"},
       "Memory is not recorded while a model trains; ",
-      h("code", null, "residua cost memory"),
+      h("code", null, "residua cost step"),
       " measures it.",
     ),
   );

@@ -1,0 +1,255 @@
+import functools
+import json
+import os
+
+import pytest
+import torch
+
+from residua.commands import cost
+from residua.commands.signature import run_function
+from residua.connections import PRESETS
+from residua.errors import InputError, RunError
+from residua.lab.cost import measured_memory
+from residua.lab.cost import steps as cost_steps
+from residua.lab.cost.measured_memory import peak_of
+from residua.lab.cost.steps import Step
+from residua.lab.experiment import model_config
+from residua.lab.training import load_config
+from support.converted_models import save_base
+
+TINY = {
+    "model.num_hidden_layers": 1,
+    "model.hidden_size": 16,
+    "model.num_attention_heads": 2,
+    "model.head_dim": 8,
+    "model.vocab_size": 32,
+    "train.sequence_length": 8,
+    "train.batch_size": 2,
+    "train.device": "cpu",
+}
+WIDER = {"model.num_hidden_layers": 4, "model.hidden_size": 64, "model.head_dim": 32, "train.sequence_length": 64}
+
+
+def config_of(connection="residual", **changes):
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    return load_config("tiny", {**TINY, "model.connection": connection, **keys})
+
+
+def step(connection="residual", **changes):
+    config = config_of(connection, **changes)
+    return Step(config, model_config(config))
+
+
+def above_residual(*schemes, **changes):
+    """What each scheme keeps above the plain residual, in vectors of the width for each token and layer."""
+    keys = {key.replace(".", "__"): value for key, value in WIDER.items()}
+    rows = cost.measured(config_of(**{**keys, **changes}), schemes, rounds=1, peak=False)
+    return {row["scheme"]: row["vectors"] - rows[0]["vectors"] for row in rows}
+
+
+def command(*arguments):
+    """Run `residua cost step` with a tiny model."""
+    sizes = [f"--{key}={value}" for key, value in TINY.items()]
+    run_function("residua cost step", cost.step, ["--config", "tiny", *sizes, "--rounds", "2", *arguments])
+
+
+class Slightly(torch.nn.Module):
+    """A faulty fast path: the loss or one gradient of the model inside is a little off."""
+
+    def __init__(self, model, fault):
+        super().__init__()
+        self.model, self.fault = model, fault
+
+    def forward(self, **batch):
+        output = self.model(**batch)
+        if self.fault == "loss":
+            output.loss = output.loss * 1.001
+        elif self.fault == "gradient":
+            gain = self.model.model.norm.weight
+            output.loss = output.loss + 1e-3 * (gain - gain.detach()).sum()  # adds nothing to the loss itself
+        else:
+            output.loss = output.loss / 0
+        return output
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_passes_the_check(preset):
+    one = step(preset)
+    one.check()
+    assert all(parameter.grad is None for parameter in one.model.parameters())
+
+
+def test_bfloat16_is_really_another_computation_and_passes_its_own_check():
+    in_float32, in_bfloat16 = (step("ddl-tc", train__precision=name).check() for name in ("float32", "bfloat16"))
+    assert in_bfloat16.gradient > 100 * in_float32.gradient
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient", "infinite"])
+def test_a_wrong_fast_path_gets_no_speed(monkeypatch, capsys, tmp_path, fault):
+    monkeypatch.setattr(torch, "compile", lambda model, **options: Slightly(model, fault))
+    message = r"^residual must have the (loss|gradient) within .* a wrong model has no speed$"
+    with pytest.raises(RunError, match=message):
+        command("--schemes", "ddl", "--no-peak", "--train.compile=true", "--out", str(tmp_path / "out.jsonl"))
+    assert capsys.readouterr().out == ""
+    assert (tmp_path / "out.jsonl").read_text() == ""
+
+
+@pytest.mark.compiler
+def test_compiled_steps_are_each_one_graph_however_many_there_are(monkeypatch):
+    # The backend decides how fast the graph is, not whether there is one; this backend takes no time to build it.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        rows = cost.measured(config_of(train__compile=True), ["ddl"], rounds=1, peak=False)
+    assert [row["scheme"] for row in rows] == ["residual", "ddl"]
+
+
+def test_a_step_learns():
+    one = step("ddl-cc-ec")
+    first = one.loss().item()
+    for _ in range(20):
+        one()
+    assert one.loss().item() < first - 0.05
+
+
+def test_measuring_leaves_threads_and_random_state_as_they_were():
+    torch.set_num_threads(threads := torch.get_num_threads() + 1)
+    state = torch.random.get_rng_state()
+    try:
+        cost.measured(config_of(), [], rounds=1, peak=False)
+        assert torch.get_num_threads() == threads
+        assert torch.equal(torch.random.get_rng_state(), state)
+    finally:
+        torch.set_num_threads(threads - 1)
+
+
+def test_the_records_are_complete(tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    for _ in range(2):
+        command("--schemes", "DDL-CC", "--no-peak", "--out", str(out), "--json")
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["scheme"] for record in records] == ["residual", "ddl-cc"] * 2  # appended
+    base, record = records[:2]
+    ratios = [a / b for a, b in zip(record["seconds"], base["seconds"], strict=True)]
+    assert record["time_ratio"]["median"] == pytest.approx(sum(ratios) / 2)
+    assert record["vectors"] == pytest.approx(record["kept_bytes"] / (2 * 8 * 16 * 4))
+    assert record["peak_bytes"] is None
+    assert record["parameters"] > base["parameters"]
+    assert (record["train"]["batch_size"], record["model"]["connection"]) == (2, "ddl-cc")
+    assert record["errors"]["loss"] < 1e-5
+    assert record.keys() >= {"commit", "residua", "torch", "python", "device", "cpu", "date", "load", "threads"}
+    printed = capsys.readouterr().out
+    assert json.loads(printed[printed.index("]\n[") + 2 :]) == records[2:]
+
+
+def test_the_table_has_a_line_for_each_scheme_and_the_run_has_its_own(capsys, monkeypatch):
+    monkeypatch.setattr(cost_steps, "peak_of", lambda *_, **__: 3 * 2**20)
+    command("--model.connection", "hc")
+    header, rule, *rows = capsys.readouterr().out.splitlines()
+    assert "times residual" in header
+    assert [row.split()[0] for row in rows] == ["residual", "hc"]
+    assert all(row.endswith(" 3") for row in rows)
+    assert {len(row) for row in rows} == {len(rule)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schemes", "dll"], "did you mean 'ddl'"),
+        (["--schemes", "frac:num_fractions=3"], "16"),
+        (["--model.num_hidden_layers", "0"], "num_hidden_layers must be at least 1, got 0"),
+        (["--rounds", "0"], "rounds must be at least 1, got 0"),
+        (["--out", "."], "must be a file to append to, got: Is a directory"),
+        (["--out", "nowhere/out.jsonl"], "must be a file to append to, got: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(arguments, message, monkeypatch):
+    monkeypatch.setattr(cost_steps, "measure", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(InputError, match=message):
+        command(*arguments)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("preset", ["ddl-cc:implementation=triton", "mhc:implementation=triton"])
+def test_kernels_are_checked_against_the_plain_definitions(preset):
+    """No kernel takes float64."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install 'residua[kernels]'")
+    step(preset, model__num_hidden_layers=2).check()
+
+
+def test_recomputed_states_are_not_kept():
+    """Eight sublayers of four channels: two states are kept of eight, or all, and then the values as well."""
+    names = ("ddl-cc", "ddl-cc:recompute=none", "ddl-cc:recompute_every=8")
+    replayed, everything, rarely = map(above_residual(*names).__getitem__, names)
+    assert everything - replayed == pytest.approx(6 * 4 / 4 + 2 * 4 / 64, abs=0.05)
+    assert replayed - rarely == pytest.approx(1 * 4 / 4, abs=0.05)
+    assert replayed <= 4.5 + 2 * (2 * 4 + 4) / 64
+
+
+def test_a_state_of_several_tensors_is_kept_once():
+    """Beside the plain residual: a source for each sublayer, and two numbers for each source of each read; less what is
+    read and its norm, which are derived again."""
+    read = sum(1 + boundary for boundary in range(1, 9))
+    assert above_residual("attnres")["attnres"] == pytest.approx((8 - 2 * 8 + 2 * read / 64) / 4, abs=0.05)
+
+
+@pytest.mark.parametrize("changes", [{}, {"train__precision": "bfloat16"}, {"model__state_dtype": "bfloat16"}])
+def test_counting_gives_the_same_number_again_and_leaves_no_gradient(changes):
+    one = step("ddl-tc", **changes)
+    assert one.kept() == one.kept()
+    assert all(parameter.grad is None for parameter in one.model.parameters())
+
+
+def test_a_narrow_state_keeps_less():
+    name = "ddl-tc:recompute=none"
+    assert above_residual(name, model__state_dtype="bfloat16")[name] < 0.8 * above_residual(name)[name]
+
+
+def test_what_is_kept_grows_with_the_batch():
+    keys = {key.replace(".", "__"): value for key, value in WIDER.items()}
+    one, two = (step("ddl-cc", **keys, train__batch_size=size).kept() for size in (4, 8))
+    assert two == pytest.approx(2 * one, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not measured_memory.STATUS.exists(), reason="only Linux tells the peak of a process")
+def test_the_peak_is_that_of_a_training_step():
+    sizes = {"model__hidden_size": 128, "model__head_dim": 64, "train__sequence_length": 256, "train__batch_size": 16}
+    config = config_of("ddl-cc:recompute=none", **sizes)
+    one = Step(config, model_config(config))
+    least = one.kept() + 3 * 4 * one.model.num_parameters()  # with both moments of AdamW
+    assert least < peak_of(Step, (config, model_config(config)), "ddl-cc", device="cpu") < 2 * least + 2**26
+
+
+def killed(*arguments):
+    os.abort()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_reported(monkeypatch):
+    monkeypatch.setattr(measured_memory, "_process_peak", killed)
+    with pytest.raises(RunError, match=r"^ddl: the process of the training step was killed, perhaps for lack of memor"):
+        peak_of(Step, (), "ddl", device="cpu")
+
+
+def test_a_system_that_does_not_tell_the_peak_has_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(measured_memory, "STATUS", tmp_path / "nothing")
+    assert peak_of(Step, (), "ddl", device="cpu") is None
+
+
+@pytest.mark.slow
+def test_a_converted_llama_is_compared_with_itself_under_the_plain_residual(tmp_path):
+    """In wider and wider models, numbers of gates and mappings take a smaller and smaller share of a vector."""
+    found = []
+    for dim in (64, 128):
+        sizes = {"hidden_size": dim, "num_hidden_layers": 4, "num_attention_heads": 2}
+        base = save_base(tmp_path / f"llama-{dim}", **sizes, head_dim=32)
+        keys = {"model.base": str(base), "train.sequence_length": 64, "train.batch_size": 1, "train.device": "cpu"}
+        config = load_config("retrofit", {**keys, "model.connection": "hc"})
+        rows = cost.measured(config, ["hc", "gated-residual"], rounds=1, peak=False)
+        assert [row["scheme"] for row in rows] == ["residual", "hc", "gated-residual"]
+        found.append(rows[1]["vectors"] - rows[0]["vectors"])
+    numbers = 128 * (found[0] - found[1])
+    assert 2 < found[1] - numbers / 128 <= 4.5
+    with pytest.raises(InputError, match="takes one input, and this scheme reads several"):
+        cost.measured(config, ["mudd"], rounds=1, peak=False)
