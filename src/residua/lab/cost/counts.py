@@ -82,7 +82,7 @@ def _products(config: PreTrainedConfig, length: int) -> float:
 
 
 class _NoModules(nullcontext):
-    """In place of torch's tracker of modules, whose hooks fail inside a backward pass that computes gradients itself."""
+    """In place of torch's tracker of modules, whose hooks fail if a backward pass computes gradients inside."""
 
     parents = frozenset({"Global"})
 
