@@ -9,6 +9,7 @@ from residua.errors import InputError
 from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.experiment import trace_prompt
 from residua.lab.inspection import boundaries, logit_lens, pieces, warnings
+from residua.models.memory import CACHE
 from support.converted_models import IDS, llama
 from support.tiny_models import prompt, tiny_model
 
@@ -98,11 +99,17 @@ def test_the_change_is_the_least_one():
     torch.testing.assert_close(states["residual"], torch.ones_like(states["residual"]))
 
 
-def test_padded_rows_are_refused_where_the_readout_looks_back():
+def test_padded_and_packed_rows_and_those_with_earlier_tokens_are_refused_where_the_readout_looks_back():
     model = tiny_model("ddl-tc")
-    mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1]])
-    with boundaries(model), pytest.raises(InputError, match="rows without padding"):
-        model(input_ids=prompt(1, 7), attention_mask=mask)
+    begun = {CACHE: model(input_ids=prompt(1, 7), use_cache=True)[CACHE]}
+    padded = {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])}
+    packed = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}
+    for keywords in (padded, packed, begun):
+        with boundaries(model), pytest.raises(InputError, match="needs whole rows"):
+            model(input_ids=prompt(1, 7), **keywords)
+    with boundaries(model):
+        model(input_ids=prompt(1, 7), position_ids=torch.arange(7)[None], attention_mask=torch.ones(1, 7))
+        model.generate(prompt(1, 7), max_new_tokens=1)
 
 
 def test_a_model_of_another_kind_and_a_value_of_another_shape_are_one_line():

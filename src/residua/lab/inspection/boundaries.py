@@ -23,6 +23,7 @@ from residua.errors import InputError, require
 from residua.lab.inspection.subject import Subject
 from residua.lab.inspection.watch import as_written
 from residua.models import ResiduaForCausalLM, ResiduaModel
+from residua.models.memory import CACHE_NAMES
 
 LOGITS = 2**26
 """Numbers of logits at a time, of some boundaries."""
@@ -47,7 +48,7 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
 
     Raises:
         InputError: the model is of another kind. In a forward pass: the readout looks at earlier tokens and rows are
-            padded, or no state near the one that is there has the wanted readout.
+            padded, packed or begun in a cache, or no state near the one that is there has the wanted readout.
     """
     subject = Subject.of(model)
     names = [name.replace(".", " ") for name in ("embedding", *subject.sublayers)]
@@ -59,9 +60,11 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
         return [*(_Passed(c, i, list(points.values()), collapse) for i, c in enumerate(connections)), readout]
 
     def check(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-        mask = keywords.get("attention_mask")
-        if window_of(collapse) and isinstance(mask, Tensor) and not mask.all():
-            raise InputError("boundaries needs rows without padding, because the readout looks at earlier tokens")
+        if window_of(collapse) and not _whole_rows(keywords):
+            raise InputError(
+                "boundaries needs whole rows, without padding, packed documents and earlier tokens in a cache, because "
+                "the readout looks at earlier tokens"
+            )
 
     def ask(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return arguments, {**keywords, "watch": watch}
@@ -79,6 +82,17 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
         model.add_module("boundaries", points)
         stack.callback(delattr, model, "boundaries")
         yield points
+
+
+def _whole_rows(keywords: dict[str, Any]) -> bool:
+    """Whether every row of a forward pass is one text from its first token on."""
+    mask, positions = keywords.get("attention_mask"), keywords.get("position_ids")
+    caches = [keywords.get(name) for name in CACHE_NAMES]
+    return (
+        not (isinstance(mask, Tensor) and not mask.all())
+        and not (positions is not None and (positions.diff(dim=-1) != 1).any())
+        and not any(cache.get_seq_length() for cache in caches if cache is not None)
+    )
 
 
 class _Passed(NamedTuple):
