@@ -363,6 +363,9 @@ def test_connections_without_a_parameter_are_refused(plain, tmp_path):
     name = min(name for name in weights if ".connections." in name)
     save_file({key: x for key, x in weights.items() if key != name}, file, {"format": "pt"})
     model = llama(torch.float32) if plain else converted("hc", torch.float32)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.mul_(1.5 if ".stream." in key else 1)
     before = model(IDS).logits
     with pytest.raises(InputError, match=f"must hold the parameters of the connections: .*{name}"):
         residua.load_connection(model, tmp_path)

@@ -74,9 +74,12 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> None:
             f"{another}: they were saved beside other weights than those of {type(model).__name__}; load the model "
             "that they were trained with, or save it whole, by save_pretrained"
         )
+    modules = nn.ModuleList(streams)
+    before = {name: x.clone() for name, x in modules.state_dict().items()}
     try:
-        nn.ModuleList(streams).load_state_dict(tensors)
+        modules.load_state_dict(tensors)
     except RuntimeError as error:
+        modules.load_state_dict(before)  # what fitted was copied
         reason = str(error).splitlines()[-1].strip()
         raise InputError(f"{folder / WEIGHTS} must hold the parameters of the connections: {reason}") from error
     if plain:
