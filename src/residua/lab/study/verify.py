@@ -2,12 +2,12 @@
 
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from residua.lab.experiment import open_run
 from residua.lab.inspection import Trace, sublayer_statistics, trace
 from residua.lab.study.engine import open_study, train_run
 from residua.lab.study.folder import AUDITS
-from residua.lab.study.plan import Run
+from residua.lab.study.plan import Plan, Run
 from residua.lab.training.checkpoint import saved_steps
 from residua.records.folder import writable
 from residua.records.jobs import Record
@@ -96,17 +96,13 @@ def verify(
         for name in names or ():
             require(name in all_, option, f"some of {', '.join(all_)}", name)
     finished = {row.get("key"): row for row in rows}
-    planned = [run for run in plan.runs(finished) if run.key in finished]
-    others = list(plan.other_points(finished))
-    if strange := finished.keys() - {run.key for run in (*planned, *others)}:
-        first = min(map(str, strange))[:80]
-        raise InputError(f"{out} must hold records of the study's own runs, found {len(strange)} others: {first!r}")
+    runs = _finished_runs(plan, finished, out)
     if connections:
-        planned = [r for r in planned if r.kind == "report" and finished[r.key]["val_loss"] is not None]
-        others, seeds = [], plan.study.seeds[:1] if seeds is None else seeds
+        runs = [run for run in runs if run.kind == "report" and finished[run.key]["val_loss"] is not None]
+        seeds = plan.study.seeds[:1] if seeds is None else seeds
     runs = [
         run
-        for run in (*planned, *others)
+        for run in runs
         if (schemes is None or run.scheme in schemes)
         and (rungs is None or run.rung in rungs)
         and (seeds is None or run.config.train.seed in seeds)
@@ -125,6 +121,16 @@ def verify(
                 lines.write({**one.row, "tokens": WINDOWS * run.config.train.sequence_length})
                 lines.sync()
             yield one
+
+
+def _finished_runs(plan: Plan, finished: Mapping[Any, Record], out: Path) -> list[Run]:
+    """Return the runs behind the records of a study. Raises InputError for a record that the study would not make."""
+    planned = [run for run in plan.runs(finished) if run.key in finished]
+    runs = [*planned, *plan.other_points(finished)]
+    if strange := finished.keys() - {run.key for run in runs}:
+        first = min(map(str, strange))[:80]
+        raise InputError(f"{out} must hold records of the study's own runs, found {len(strange)} others: {first!r}")
+    return runs
 
 
 def repeat(
