@@ -86,9 +86,9 @@ def _checks(place: Place) -> Iterator[Step]:
         "autocast": "a training step of every preset under autocast, with its kernels, against float64",
         "compile": "compiled training steps, with and without kernels, against float64",
         "graphs": "generation through CUDA graphs, against float64",
-        "fsdp": "FSDP2 on one rank (NCCL), in float32 and bfloat16, against one process",
+        "ddp": "DDP on one rank (NCCL), in float32 and bfloat16, against one process",
     }
-    for name, limit in (("autocast", 150), ("compile", 200), ("graphs", 150), ("fsdp", 150)):
+    for name, limit in (("autocast", 150), ("compile", 200), ("graphs", 150), ("ddp", 150)):
         command = [sys.executable, str(Path(__file__).resolve()), "--check", name, "--out", str(place.out)]
         yield Step(name, what[name], (*command, *["--dry-run"] * place.dry), limit)
 
@@ -300,7 +300,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return read(path)
 
 
-# What the steps `autocast`, `compile`, `graphs` and `fsdp` do, each in a process of its own.
+# What the steps `autocast`, `compile`, `graphs` and `ddp` do, each in a process of its own.
 
 
 def check_autocast(place: Place) -> int:
@@ -385,7 +385,7 @@ def _check_all(names: Sequence[str], check: Callable[[str], Any]) -> int:
     return 1 if wrong else 0
 
 
-def check_fsdp(place: Place) -> int:
+def check_ddp(place: Place) -> int:
     """Train a few steps in one process and under torchrun with one rank; the losses must agree."""
     from residua.lab.training import read_metrics
 
@@ -404,7 +404,7 @@ def check_fsdp(place: Place) -> int:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
         for connection, precision, bound in (("ddl-tc", "float32", 1e-4), ("mhc", "bfloat16", 1e-2)):
             losses = []
-            for parallel, start in (("none", [sys.executable]), ("fsdp", torchrun)):
+            for parallel, start in (("none", [sys.executable]), ("ddp", torchrun)):
                 folder = Path(home, f"{connection}-{parallel}")
                 argv = ["-m", "residua", "train", "--config", "tiny", "--run", str(folder), *common]
                 argv += ["--data.path", str(data), "--model.connection", connection]
@@ -415,11 +415,11 @@ def check_fsdp(place: Place) -> int:
             print(f"{connection} in {precision}: losses within {gap:.1e} of one process (at most {bound:g})")
             if not gap <= bound:  # also where it is not a number
                 wrong.append(f"{connection} in {precision}")
-    print(f"FSDP2 on one rank: wrong: {', '.join(wrong)}" if wrong else "FSDP2 on one rank trains as one process does")
+    print(f"DDP on one rank: wrong: {', '.join(wrong)}" if wrong else "DDP on one rank trains as one process does")
     return 1 if wrong else 0
 
 
-CHECKS = {"autocast": check_autocast, "compile": check_compile, "graphs": check_graphs, "fsdp": check_fsdp}
+CHECKS = {"autocast": check_autocast, "compile": check_compile, "graphs": check_graphs, "ddp": check_ddp}
 
 
 # The summary.

@@ -286,6 +286,8 @@ class PreparedDataLoader(BaseDataLoader):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.windows = state_dict["windows"]
+        expected = f"a divisor of the {self.windows} windows that were trained on"
+        require(self.windows % self.rows == 0, "the rows of a micro-batch over all ranks", expected, self.rows)
 
 
 LAYER = {
