@@ -278,7 +278,7 @@ def sublayers_of(layer: nn.Module) -> list[list[nn.Module]]:
     attention = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
     after = {
         "Inkling2": ("post_attention_convolution", "post_mlp_convolution"),
-        "Gemma3n": ("post_attention_layernorm", "post_feedforward_layernorm"),
+        "Gemma": ("post_attention_layernorm", "post_feedforward_layernorm"),
     }
     behind = next((names for start, names in after.items() if type(layer).__name__.startswith(start)), (None, None))
     return [
@@ -406,6 +406,83 @@ def test_inkling_convolves_what_its_sublayers_write():
     theirs, ours = through_our_stream(model, stream, x, x)
     with WideIslands():
         assert_equal(model.norm(ours), theirs, "output")
+
+
+def expect_scaled(
+    model: nn.Module, scales: list[tuple[Tensor, Tensor]], more: Callable | None = None, **inputs: Tensor
+) -> None:
+    """The model is `lambdas` with these r and p of its sublayers, x <- r x + p h: the output and all gradients.
+
+    scales: made from parameters of the model, whose gradients are compared too. more: for the embeddings, the third
+    sublayer of every layer.
+    """
+    x, weights = normal(2, TOKENS, 16).requires_grad_(), normal(2, TOKENS, 16, seed=3)
+    parts = [part for layer in model.layers for part in sublayers_of(layer)]
+    with WideIslands(), recorded([module for part in parts for module in part]) as calls:
+        theirs = model(inputs_embeds=x, use_cache=False, **inputs).last_hidden_state
+        (theirs * weights).sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    expected_x, x.grad = x.grad, None
+    model.zero_grad()
+
+    made = iter(calls)
+    sublayers = [again(part, [next(made)[0] for _ in part], f"sublayer {i}") for i, part in enumerate(parts)]
+    norms = [norm for layer in model.layers for norm in (layer.input_layernorm, layer.pre_feedforward_layernorm)]
+    if more is not None:
+        with WideIslands():
+            third = more(x)
+        for i, sublayer in enumerate(third):
+            sublayers.insert(3 * i + 2, sublayer)
+            norms.insert(3 * i + 2, nn.Identity())
+    per_channel = scales[0][0].numel() > 1
+    scheme = Lambdas(r=1.0, r_every="sublayer", z=None, p=1.0, when="write", per_channel=per_channel)
+    stream = scheme.build(16, len(sublayers), norm=norms.__getitem__).double()
+    with torch.no_grad():
+        for connection, pair in zip(stream.connections, scales, strict=True):
+            for name, scale in zip("rp", pair):
+                connection.scales[name].weight.copy_(scale)
+    with WideIslands():
+        ours = model.norm(run(stream, x, sublayers, []))
+        (ours * weights).sum().backward()
+    for connection, pair in zip(stream.connections, scales):
+        for name, scale in zip("rp", pair):
+            if scale.requires_grad:
+                scale.backward(connection.scales[name].weight.grad, retain_graph=True)
+    assert_equal(ours, theirs, "output")
+    assert_equal(x.grad, expected_x, "gradient of the embeddings")
+    for name, parameter in model.named_parameters():
+        if expected[name] is not None:
+            assert_equal(parameter.grad, expected[name], name)
+
+
+@pytest.mark.parametrize("width", [0, 4])
+def test_gemma4_scales_the_state_behind_a_layer(width):
+    """x <- s (x + h) behind the last sublayer of a layer: that of its own embeddings, if they have a width."""
+    options = {
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 8},
+        **{"intermediate_size": 24, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+        **{"vocab_size_per_layer_input": 11, "hidden_size_per_layer_input": width},
+    }
+    model = tiny(Case("gemma4", "Gemma4TextConfig", "Gemma4TextModel", options))
+    one, scales = torch.ones(1, dtype=torch.float64), []
+    for i, layer in enumerate(model.layers):
+        assert layer.layer_scalar == 1  # it starts as the plain residual, as `lambdas` with these options
+        del layer.layer_scalar
+        layer.layer_scalar = nn.Parameter(0.5 + i * one)
+        scales += [(one, one)] * (2 if width else 1) + [(layer.layer_scalar, layer.layer_scalar)]
+    embeddings = normal(2, TOKENS, LAYERS, width, seed=4)
+
+    def more(x: Tensor) -> list[Callable[[Tensor], Tensor]]:
+        inputs = model.project_per_layer_inputs(x, embeddings).unbind(2)
+
+        def sublayer(layer: nn.Module, embedding: Tensor) -> Callable[[Tensor], Tensor]:
+            return lambda h: layer.post_per_layer_input_norm(
+                layer.per_layer_projection(layer.act_fn(layer.per_layer_input_gate(h)) * embedding)
+            )
+
+        return [sublayer(layer, embedding) for layer, embedding in zip(model.layers, inputs)]
+
+    expect_scaled(model, scales, more if width else None, per_layer_inputs=embeddings)
 
 
 @pytest.mark.parametrize("model_type", CASES)
