@@ -278,7 +278,7 @@ def sublayers_of(layer: nn.Module) -> list[list[nn.Module]]:
     attention = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
     after = {
         "Inkling2": ("post_attention_convolution", "post_mlp_convolution"),
-        "Gemma": ("post_attention_layernorm", "post_feedforward_layernorm"),
+        **dict.fromkeys(("Gemma", "Beam"), ("post_attention_layernorm", "post_feedforward_layernorm")),
     }
     behind = next((names for start, names in after.items() if type(layer).__name__.startswith(start)), (None, None))
     return [
@@ -483,6 +483,18 @@ def test_gemma4_scales_the_state_behind_a_layer(width):
         return [sublayer(layer, embedding) for layer, embedding in zip(model.layers, inputs)]
 
     expect_scaled(model, scales, more if width else None, per_layer_inputs=embeddings)
+
+
+def test_beam_keeps_the_variance_of_a_sum():
+    """x <- sqrt(1 - 1 / k) x + h / sqrt(k) with k = 2, 3, ...: the sum of the embedding and k - 1 outputs / sqrt(k)."""
+    options = {
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24},
+        **{"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+        **{"sliding_window": 4, "mlp_layer_types": ["dense", "sparse", "dense"]},
+    }
+    model = tiny(Case("beam", "BeamConfig", "BeamModel", options))
+    squares = [torch.tensor([1 / k], dtype=torch.float64) for k in range(2, 2 * LAYERS + 2)]
+    expect_scaled(model, [((1 - p).sqrt(), p.sqrt()) for p in squares])
 
 
 @pytest.mark.parametrize("model_type", CASES)
