@@ -278,7 +278,7 @@ def sublayers_of(layer: nn.Module) -> list[list[nn.Module]]:
     attention = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
     after = {
         "Inkling2": ("post_attention_convolution", "post_mlp_convolution"),
-        **dict.fromkeys(("Gemma", "Beam"), ("post_attention_layernorm", "post_feedforward_layernorm")),
+        **dict.fromkeys(("Gemma", "Beam", "MuseSpark"), ("post_attention_layernorm", "post_feedforward_layernorm")),
     }
     behind = next((names for start, names in after.items() if type(layer).__name__.startswith(start)), (None, None))
     return [
@@ -495,6 +495,25 @@ def test_beam_keeps_the_variance_of_a_sum():
     model = tiny(Case("beam", "BeamConfig", "BeamModel", options))
     squares = [torch.tensor([1 / k], dtype=torch.float64) for k in range(2, 2 * LAYERS + 2)]
     expect_scaled(model, [((1 - p).sqrt(), p.sqrt()) for p in squares])
+
+
+def test_muse_spark_gates_every_feature():
+    """x <- a x + b h, where b = sigmoid(w / temperature) and a = sqrt(max(1 - b^2, 0.001)) for each feature."""
+    options = {
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24},
+        **{"moe_hidden_size": 8, "moe_intermediate_size": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"sliding_window": 4, "mlp_layer_types": ["dense", "sparse", "dense"], "residual_gate_temperature": 0.3},
+    }
+    model = tiny(Case("muse_spark", "MuseSparkTextConfig", "MuseSparkTextModel", options))
+    gates = [
+        getattr(layer, f"post_{sublayer}_residual_gate").gate
+        for layer in model.layers
+        for sublayer in ("attention", "feedforward")
+    ]
+    with torch.no_grad():
+        gates[0][0] = 5.0  # the bound of a
+    shares = [torch.sigmoid(gate / 0.3) for gate in gates]
+    expect_scaled(model, [((1 - b.square()).clamp(min=1e-3).sqrt(), b) for b in shares])
 
 
 @pytest.mark.parametrize("model_type", CASES)
