@@ -70,6 +70,14 @@ def gated(stream, x: Tensor, functions: list) -> Tensor:
     return x - stream.collapse.backout.weight * backed
 
 
+def zaya(stream, x: Tensor, functions: list) -> Tensor:
+    """ZAYA1 adds a vector to the state and to the output before it scales them."""
+    for connection, function in zip(stream.connections, functions):
+        h, biases = function(normed(connection, x)), connection.biases
+        x = scale(connection, "r") * (x + biases["r"].weight) + scale(connection, "p") * (h + biases["p"].weight)
+    return x
+
+
 def deepnorm(stream, x: Tensor, functions: list) -> Tensor:
     for connection, function in zip(stream.connections, functions):
         x = normed(connection, (2 * len(functions) / 2) ** 0.25 * x + function(x))
@@ -80,6 +88,7 @@ FORMS = {
     "nanochat": (resolve("lambdas"), nanochat),
     "modded-nanogpt": (ALL["lambdas-written"], modded_nanogpt),
     "gated": (ALL["lambdas-gated"], gated),
+    "zaya": (ALL["lambdas-bias"], zaya),
     "rezero": (ALL["rezero"], scaled_output),
     "layer-scale": (ALL["layer-scale"], scaled_output),
     "deepnorm": (ALL["deepnorm"], deepnorm),
@@ -152,8 +161,9 @@ def test_the_state_holds_what_its_options_need():
 def test_neutral_scales_are_the_plain_residual_to_the_bit():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         x, functions = normal(2, 5, DIM, dtype=dtype), bare_sublayers(DIM, 4)
-        ours = Lambdas(p=1.0, backout=0.0).build(DIM, 4).to(dtype)
-        assert torch.equal(ours(x, functions), Residual().build(DIM, 4).to(dtype)(x, functions))
+        plain = Residual().build(DIM, 4).to(dtype)(x, functions)
+        for scheme in (Lambdas(p=1.0, backout=0.0), ALL["lambdas-bias"]):
+            assert torch.equal(scheme.build(DIM, 4).to(dtype)(x, functions), plain)
 
 
 @pytest.mark.parametrize("name", ["lambdas", "lambdas-written", "lambdas-all", "lambdas-gated", "rezero"])

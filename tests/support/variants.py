@@ -76,6 +76,7 @@ VARIANTS: dict[str, Scheme] = {
         z=None, gate="token", compress="token", compress_kernel=2, compress_sharing="separate"
     ),
     "lambdas-channels": Lambdas(p=1.0, per_channel=True, backout=0.0),
+    "lambdas-bias": Lambdas(r_every="sublayer", z=None, p=1.0, when="write", per_channel=True, bias=True),
     "rezero": Lambdas(r=None, z=None, p=0.0),
     "layer-scale": Lambdas(r=None, z=None, p=0.0001, per_channel=True),
     "deepnorm": Lambdas(r=None, z=None, norm="post"),

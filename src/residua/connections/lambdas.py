@@ -55,6 +55,8 @@ class Lambdas(SingleStreamScheme):
     when           "read": a sublayer reads r x + z x0; "write": it reads x, and r x + z x0 + p h is written
     p              start of the scale of a sublayer's output; None: no such scale
     per_channel    a number for each feature in place of one for the state
+    bias           True: r (x + s) + p (h + t) is written, as in ZAYA1, with vectors s and t that are learned for each
+                   sublayer and start at 0; with when="write", r_every="sublayer" and p
     backout        start of b; x_mid is the state after block L // 2 of L, counted from 0, or before the last sublayer
                    where that comes first; None: no backout
     norm           "pre": before a sublayer; "post": DeepNorm, x <- norm(alpha x + p h) with the constant alpha =
@@ -66,8 +68,8 @@ class Lambdas(SingleStreamScheme):
     title: ClassVar[str] = "Scaled plain residual"
     equation: ClassVar[str] = "r x + z x0 + p F(norm(r x + z x0))"
     users: ClassVar[str] = (
-        "nanochat, and modded-nanogpt with gates for each token beside the scalars. LayerScale is common in "
-        "vision transformers."
+        "nanochat, modded-nanogpt with gates for each token beside the scalars, and ZAYA1 with vectors that are "
+        "added. LayerScale is common in vision transformers."
     )
     paper: ClassVar[str] = "github.com/karpathy/nanochat"
     derived: ClassVar[dict[str, tuple[str, ...]]] = {"r_last": ("r",), "z_last": ("z",)}
@@ -81,6 +83,7 @@ class Lambdas(SingleStreamScheme):
     when: Literal["read", "write"] = "read"
     p: Finite | None = None
     per_channel: bool = False
+    bias: bool = False
     backout: Finite | None = None
     norm: Literal["pre", "post"] = "pre"
     gate: Literal["none", "token"] = "none"
@@ -100,6 +103,10 @@ class Lambdas(SingleStreamScheme):
                 "z_every": (self.z is not None, "z is a number"),
                 "when": (self.r is not None or self.z is not None, "r or z is a number"),
                 "per_channel": (any(x is not None for x in (self.r, self.z, self.p)), "there is a scale"),
+                "bias": (
+                    self.r is not None and self.p is not None and (self.r_every, self.when) == ("sublayer", "write"),
+                    "r and p are numbers, r_every='sublayer' and when='write'",
+                ),
             },
         )
 
@@ -192,6 +199,7 @@ class ScaledConnection(CompressingConnection):
                 if start is not None
             }
         )
+        self.biases = nn.ModuleDict({name: Scale(0.0, dim) for name in "rp"}) if scheme.bias else None
         self.gate = TokenGate(dim, 1, scale=1.0) if scheme.gate == "token" else None
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
@@ -211,7 +219,11 @@ class ScaledConnection(CompressingConnection):
             x = self._scaled(x, others, r, z)
         if gate is None:
             alpha = at_least_float32(x).new_full((), self.alpha) if self.alpha else None
-            x = scaled_sum((x, y), (alpha, p))
+            if self.biases is None:
+                x = scaled_sum((x, y), (alpha, p))
+            else:
+                shift = scaled(self.biases["r"](), r) + scaled(self.biases["p"](), p)
+                x = scaled_sum((x, y, shift.expand_as(x)), (alpha, p, None))
         else:
             x = orthogonal_update(x, scaled(y, p), gate)
         if self.alpha:
@@ -225,12 +237,12 @@ class ScaledConnection(CompressingConnection):
         return scaled(x, r) if z is None else scaled_sum((x, others[0]), (r, z))
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing | None:
-        """Return the scales as a matrix on the rows x and x0; None for scales of features and for "post".
+        """Return the scales as a matrix on the rows x and x0; None for scales of features, biases and "post".
 
         x_mid is a copy of the state on its way to the readout, and no row.
         """
         scheme = self.scheme
-        if scheme.per_channel or scheme.norm == "post":
+        if scheme.per_channel or scheme.bias or scheme.norm == "post":
             return None
         *scales, gate = carry.coefficients
         r, z, p = (neutral if scale is None else scale for scale, neutral in zip(scales, (1.0, 0.0, 1.0)))

@@ -48,6 +48,12 @@ def _below(name: str, parameters: Mapping[str, str]) -> dict[str, str]:
 _NORM_BEFORE_ATTENTION = {"norm.weight": "input_layernorm.weight"}
 _NORM_BEFORE_MLP = {"norm.weight": "post_attention_layernorm.weight"}
 _HYPER = {"logits.project.weight": "fn", "logits.bias": "base", "logits.scale": "scale"}
+_SCALED = {
+    "scales.r.weight": "residual_scale",
+    "biases.r.weight": "residual_bias",
+    "scales.p.weight": "hidden_states_scale",
+    "biases.p.weight": "hidden_states_bias",
+}
 _GATED_READ = {
     "weight": "hc_norm.weight",
     "down.weight": "input_mix_weight_down.weight",
@@ -122,6 +128,11 @@ DIALECTS: dict[str, Dialect] = {
         lambda config: Lambdas(r=1.0, r_every="sublayer", z=None, when="write", per_channel=True),
         {"scales.r.weight": "input_residual"} | _NORM_BEFORE_ATTENTION,
         {"scales.r.weight": "post_attention_residual"} | _NORM_BEFORE_MLP,
+    ),
+    "zaya": Dialect(
+        lambda config: Lambdas(r=1.0, r_every="sublayer", z=None, when="write", p=1.0, per_channel=True, bias=True),
+        _below("post_attention_residual_scale", _SCALED) | _NORM_BEFORE_ATTENTION,
+        _below("post_mlp_residual_scale", _SCALED) | _NORM_BEFORE_MLP,
     ),
     "qwen4_exp": Dialect(
         lambda config: GatedResidual(
