@@ -107,7 +107,7 @@ def test_a_new_scheme_needs_its_class_and_a_line_in_schemes(config, tmp_path, mo
     found = trace_run(open_run(tmp_path / "run", device="cpu"))
     assert (found.facts["shortcut"], found.facts["scheme"]["scheme"]) == (None, "scaled")
     norms = {"state_norm", "input_norm", "output_norm", "change_norm"}
-    assert found.values.keys() == norms | {"token_ids", "token_loss"}
+    assert found.values.keys() == norms | {"token_ids", "token_loss", "lens_loss"}
     assert not (tmp_path / "run" / "connections.jsonl").exists()
 
 

@@ -53,7 +53,9 @@ SEAMS = [
     ),
     Seam("torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction", "states are replayed"),
     Seam("torch._C._autograd._top_saved_tensors_default_hooks", "no layer is replayed for another checkpoint"),
+    Seam("torch.utils.flop_counter.FlopCounterMode", "FLOPs are counted", ("mod_tracker",), make=lambda kind: kind()),
     Seam("torch.utils.flop_counter.FlopCounterMode.get_total_flops", "FLOPs are counted"),
+    Seam("torch._dynamo.config.recompile_limit", "torchtitan's blocks are compiled for every form of the state"),
     Seam("torch.library.custom_op", "kernels are operators", parameters=("name", "fn", "mutates_args")),
 ]
 

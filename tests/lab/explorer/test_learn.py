@@ -535,9 +535,11 @@ def test_who_runs_what_names_presets_models_and_sources(show, monkeypatch):
       preset: row.dataset.runs, state: row.dataset.state, who: row.querySelector(".who").textContent,
       link: row.querySelector("a")?.href ?? null}))""")
     released = re.findall(r"(?m)^\| .* \| `(\w+)` \| `([\w-]+)` \|$", (DOCS / "schemes.md").read_text("utf-8"))
-    assert len(released) == 6
+    assert len(released) == 9
     linked = [(re.search(r"/transformers/models/(\w+)$", row["link"] or ""), row["preset"]) for row in rows]
-    assert {(link[1], preset) for link, preset in linked if link} == set(released)
+    # Doge and ZAYA1 are lambdas with other options, and Hy4 has one residual for both of its models.
+    forms = {("doge", "lambdas"), ("zaya", "lambdas"), ("hy_v4_vl", "ihc")}
+    assert {(link[1], preset) for link, preset in linked if link} == set(released) - forms
     for row in rows:
         scheme = residua.connections.PRESETS[row["preset"]]
         assert scheme_pages.state(scheme) == row["state"], row
