@@ -18,6 +18,7 @@ import platform
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import distribution
@@ -395,7 +396,12 @@ def page(records: list[dict[str, Any]]) -> str:
         rows.append(f"| {' | '.join([*cells, in_words(record).replace('|', chr(92) + '|')])} |")
     about = {(record["torch"], record["python"], record["specification"]) for record in records}
     versions = "; ".join(f"torch {t}, Python {p}, specification {s} of the kit" for t, p, s in sorted(about))
-    return TEMPLATE.format(table="\n".join(rows), versions=versions)
+    counts = Counter(verdict(record) for record in records)
+    verdicts = "; ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
+    return TEMPLATE.format(table="\n".join(rows), versions=versions, count=len(records), verdicts=verdicts)
+
+
+VERDICTS = ("right", "right, with a limit", "another scheme", "differs", "not checked")
 
 
 TEMPLATE = """\
@@ -404,9 +410,12 @@ TEMPLATE = """\
 Read this before you take an implementation of hyper-connections, depth attention or AltUp from another package: does it
 compute what the paper, or the released model, says? [The kit](testing.md) compared each with our scheme on a CPU, with
 random parameters and streams that differ ({versions}).
+Of {count} implementations: **{verdicts}**. The words stand [below](#what-the-verdicts-mean).
 All of this page is made from `experiments/compliance.jsonl`, which `python -m benchmarks.compliance` writes.
 
 {table}
+
+## What the verdicts mean
 
 - **right**: results, inputs of the sublayers and all gradients agree to rounding, and no check of the kit fails.
 - **right, with a limit**: the same, but a check about training fails. In float32 and without autocast it is right.
