@@ -101,9 +101,8 @@ def test_nothing_is_kept_twice_for_the_backward_pass(step):
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler: apt-get install g++")
 def test_training_through_inductor_computes_the_same():
-    """In plain loops: for vector instructions Inductor compiles programs first, to see which this processor has."""
     stream, loss = stream_alone("ddl-cc")
-    compiled = torch.compile(loss, fullgraph=True, options={"cpp.vec_isa_ok": False})
+    compiled = torch.compile(loss, fullgraph=True)
     for ours, theirs in zip(loss_and_gradients(stream, compiled), loss_and_gradients(stream, loss), strict=True):
         assert_close(ours, theirs)
 
