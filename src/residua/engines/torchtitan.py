@@ -419,9 +419,8 @@ class ResidualTrainer(Trainer):
             parallelism = self.parallelism
             backend, sequence = parallelism.spmd_backend, parallelism.enable_sequence_parallel
             require(backend == "partial_dtensor", "parallelism.spmd_backend", "partial_dtensor", backend)
-            if (
-                parallelism.tensor_parallel_degree > 1
-            ):  # torch 2.13 compiles the gradient of a part for that of the whole
+            # torch 2.13 compiles the gradient of a part for that of the whole.
+            if parallelism.tensor_parallel_degree > 1:
                 require(not self.compile.enable, "compile.enable", "false with tensor parallelism", True)
             require(
                 not sequence, "parallelism.enable_sequence_parallel", "false: ranks have the whole stream", sequence
