@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.test_operators  # once: a run of pytester forgets its imports, torch does not
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -706,14 +707,15 @@ def test_compile_is_checked_on_request():
     checks(compiled=True)["compiles"](OurConnection(resolve("residual")))
 
 
-def test_the_plugin_makes_a_test_of_each_check_of_a_module(pytester):
+def run_plugin(pytester, result, mark):
+    """Run the checks on a module of the plain residual that returns `result`, an expression of what is right."""
     pytester.makepyfile(
-        """
+        f"""
         import pytest
         from residua import Residual
         from residua.testing import ConnectionAdapter
 
-        class Same(ConnectionAdapter):
+        class Mine(ConnectionAdapter):
             scheme = Residual()
 
             def build(self, dim):
@@ -723,42 +725,24 @@ def test_the_plugin_makes_a_test_of_each_check_of_a_module(pytester):
                 return ours
 
             def connect(self, module, state, sublayer):
-                return module(state, sublayer)
+                return {result}
 
-        @pytest.mark.residua_module(Same())
+        @pytest.mark.residua_module({mark})
         def test_mine(residua_check):
             residua_check()
         """
     )
-    result = pytester.runpytest_inprocess("-p", "residua.testing.plugin", "--strict-markers", "-v")
+    return pytester.runpytest_inprocess("-p", "residua.testing.plugin", "--strict-markers", "-v")
+
+
+def test_the_plugin_makes_a_test_of_each_check_of_a_module(pytester):
+    result = run_plugin(pytester, "module(state, sublayer)", "Mine()")
     result.assert_outcomes(passed=len(checks()))
-    result.stdout.fnmatch_lines(["*::test_mine?Same-float32_mappings? PASSED*"])
+    result.stdout.fnmatch_lines(["*::test_mine?Mine-float32_mappings? PASSED*"])
 
 
 def test_expected_failures_in_the_plugin_are_strict(pytester):
-    pytester.makepyfile(
-        """
-        import pytest
-        from residua import Residual
-        from residua.testing import ConnectionAdapter
-
-        class Twice(ConnectionAdapter):
-            scheme = Residual()
-
-            def build(self, dim):
-                return Residual().build(dim, 4).connections[2]
-
-            def parameters(self, ours):
-                return ours
-
-            def connect(self, module, state, sublayer):
-                return 2 * module(state, sublayer)
-
-        @pytest.mark.residua_module(Twice(), expected_failures={"forward": "a factor", "causal": "nothing"})
-        def test_mine(residua_check):
-            residua_check()
-        """
-    )
-    result = pytester.runpytest_inprocess("-p", "residua.testing.plugin", "--strict-markers", "-v")
+    failures = {"forward": "a factor", "causal": "nothing"}
+    result = run_plugin(pytester, "2 * module(state, sublayer)", f"Mine(), expected_failures={failures}")
     assert result.parseoutcomes().items() >= {"xfailed": 1, "failed": 1}.items()
-    result.stdout.fnmatch_lines(["*Twice-forward? XFAIL*", "?XPASS(strict)? nothing"])
+    result.stdout.fnmatch_lines(["*Mine-forward? XFAIL*", "?XPASS(strict)? nothing"])
