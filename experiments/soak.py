@@ -2,9 +2,9 @@
 
 The undisturbed run is one plain process. The other is a chain of torchrun jobs of one or two ranks (gloo, on the CPU).
 At random moments a rank is killed, and torchrun starts again, or the whole job is killed; or the second save of a job
-fails on one rank: the disk is full in the middle of a file, the system cuts a write short, the folder refuses new
-files. Both runs must have the same weights in the end and the same loss at every step, to the last bit. One JSON line
-goes into the record.
+fails: the disk is full in the middle of a file, the system cuts a write short, the folder refuses new files. Both runs
+must have the same weights in the end and the same loss at every step, to the last bit. One JSON line goes into the
+record.
 
     python experiments/soak.py --steps 16000 [--record experiments/soak.jsonl]
 """
@@ -39,7 +39,7 @@ MEAN_SECONDS = 25.0
 """Between the first step of a job, or the last kill, and the next kill."""
 RESTARTS = 3
 FAULT = "SOAK_FAULT"
-"""The variable that tells the ranks of a job what befalls their second save, as FAULT:RANK."""
+"""The variable that tells the first rank of a job what befalls its second save."""
 
 
 def rank_main(arguments: list[str]) -> int:
@@ -47,17 +47,17 @@ def rank_main(arguments: list[str]) -> int:
     import torch
 
     torch.set_num_threads(1)
-    fault, _, rank = os.environ.get(FAULT, "").partition(":")
-    if fault and os.environ["RANK"] == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    fault = os.environ.get(FAULT)
+    if fault and os.environ["RANK"] == os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         from residua.lab.training import saving
 
-        plain, calls = saving.write_shards, iter(range(1, 10_000))
+        plain, calls = saving.write_checkpoint, iter(range(1, 10_000))
 
-        def write_shards(*details):
+        def write_checkpoint(*details):
             with failing_disk(fault) if next(calls) == 2 else contextlib.nullcontext():
                 return plain(*details)
 
-        saving.write_shards = write_shards
+        saving.write_checkpoint = write_checkpoint
     from residua.commands.cli import main
 
     return main(["train", *arguments])
@@ -65,8 +65,8 @@ def rank_main(arguments: list[str]) -> int:
 
 @contextmanager
 def failing_disk(fault: str) -> Iterator[None]:
-    """What is written through torch.distributed.checkpoint does not arrive."""
-    from torch.distributed.checkpoint.filesystem import FileSystem
+    """The tensors of a checkpoint do not arrive on the disk."""
+    from residua.lab.training import checkpoint
 
     if fault == "short write":  # by the system itself: a write over the limit is cut, the next one fails
         import resource
@@ -74,21 +74,18 @@ def failing_disk(fault: str) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         yield
         return
-    plain, number = FileSystem.create_stream, errno.ENOSPC if fault == "disk full" else errno.EACCES
+    plain, number = checkpoint.save_file, errno.ENOSPC if fault == "disk full" else errno.EACCES
 
-    @contextmanager
-    def create_stream(self, path, mode):
+    def save_file(tensors, path, metadata):
         if number == errno.ENOSPC:
-            with plain(self, path, mode) as stream:
-                stream.write(bytes(4096))
+            path.write_bytes(bytes(4096))
         raise OSError(number, os.strerror(number), str(path))
-        yield
 
-    FileSystem.create_stream = create_stream
+    checkpoint.save_file = save_file
     try:
         yield
     finally:
-        FileSystem.create_stream = plain
+        checkpoint.save_file = plain
 
 
 def last_step(folder: Path) -> int:
@@ -114,8 +111,7 @@ class Soak:
     def _job(self) -> bool:
         """One job, until it is over, one way or another; returns whether the run is finished."""
         size = self.chance.choice((1, 2))
-        fault = self.chance.choice((*FAULTS, None, None, None))
-        fault = f"{fault}:{self.chance.randrange(size)}" if fault else ""
+        fault = self.chance.choice((*FAULTS, "", "", ""))
         resume = ["--resume"] if self.folder.exists() else []
         began = last_step(self.folder)
         self.ranks[size] += 1

@@ -17,6 +17,7 @@ from residua.commands import cli
 from residua.lab import experiment
 from residua.lab.data import Batches, PreparedData
 from residua.lab.training import RunConfig, checkpoint, load_config, saving
+from residua.records import durable
 
 FAST = {
     "connection": "ddl-tc",
@@ -85,7 +86,7 @@ def stop_before(index):
 
 
 def _fate_in_save(name, number, fatal):
-    module = saving if hasattr(saving, name) else checkpoint
+    module = next(module for module in (saving, checkpoint, durable) if hasattr(module, name))
     setattr(module, name, _at_call(number, fatal, getattr(module, name)))
 
 

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from residua.errors import InputError
-from residua.lab.training import Checkpoint, latest_checkpoint, load_checkpoint, open_checkpoint
+from residua.errors import InputError, RunError
+from residua.lab.training import Checkpoint, latest_checkpoint, load_checkpoint, open_checkpoint, train
 from residua.lab.training import checkpoint as checkpoint_module
-from residua.lab.training.checkpoint import snapshot, write_checkpoint
+from residua.lab.training.checkpoint import saved_steps, snapshot, write_checkpoint
 from residua.lab.training.distributed import ALONE
-from support.toy_language_model import ToyBatches, ToyModel
+from support.toy_language_model import ToyBatches, ToyModel, toy_config
 
 OPTIMIZER = "optimizer.safetensors"
 
@@ -74,6 +74,44 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_a_whole_one(tmp_path, fit)
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-10", "step-12"]
 
 
+def test_where_old_checkpoints_cannot_be_dropped_the_new_one_is_named(tmp_path, fit, monkeypatch):
+    """It is whole, and with `keep_checkpoints` 1 the one before it may be half gone."""
+
+    def refuse(path, ignore_errors=False):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(RunError, match=r"^step 6: cannot write .*Permission denied; last good .*checkpoints/step-6;"):
+        fit(tmp_path / "run", keep_checkpoints=1)
+    monkeypatch.undo()
+    assert fit(tmp_path / "run", resume=True, keep_checkpoints=1)["step"] == 12
+    assert saved_steps(tmp_path / "run") == [12]
+
+
+@pytest.mark.parametrize("keep_best", [False, True])
+def test_a_damaged_checkpoint_that_the_run_has_passed_pushes_out_no_whole_one(keep_best, tmp_path, fit):
+    """It was saved after step 6, with the best loss of all; the run goes on from step 3 and saves every four steps."""
+    folder = tmp_path / "run"
+    fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
+    newest = folder / "checkpoints" / "step-6"
+    (newest / "optimizer.safetensors").unlink()
+    manifest = json.loads((newest / "manifest.json").read_text())
+    (newest / "manifest.json").write_text(json.dumps(manifest | {"val_loss": 0.5}))
+
+    losses = iter([1.0, 2.0])
+    kept = {"keep_checkpoints": 1, "keep_best": True} if keep_best else {"keep_checkpoints": 2}
+    train(
+        ToyModel(),
+        ToyBatches(signals={7: signal.SIGINT}),
+        toy_config(checkpoint_every=4, **kept),
+        folder,
+        evaluate=lambda model: {"val_loss": next(losses)},
+        resume=True,
+        progress=False,
+    )
+    assert saved_steps(folder) == [4, 8]
+
+
 def test_a_file_that_the_disk_cannot_give_back_is_damage_too(tmp_path, fit, monkeypatch, capsys):
     fit(tmp_path / "run")
     original = checkpoint_module.file_sha256
@@ -117,7 +155,7 @@ def test_what_lies_in_the_folder_before_a_save_is_neither_followed_nor_changed(t
     model = ToyModel()
     optimizer = torch.optim.AdamW(model.parameters())
     blocks = snapshot(model, optimizer, torch.device("cpu"), ALONE)
-    saved = write_checkpoint(Checkpoint(tmp_path / "step-3", 3, 0.0, {}), blocks, ALONE)
+    saved = write_checkpoint(Checkpoint(tmp_path / "step-3", 3, 0.0, {}), blocks)
     assert open_checkpoint(saved.path) == saved
     assert (tmp_path / "victim" / "model.safetensors").read_bytes() == b"precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step-3.partial", "step-3", "victim"]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from residua.lab.training import checkpoint as checkpoint_module
 from residua.lab.training import read_metrics, train
 from residua.lab.training.loop import STOPPING
+from residua.records import durable
 from support.toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
 
 STEPS = 40
@@ -50,9 +51,8 @@ def _at_call(number, fatal, original):
 DEATHS = {
     "weights half written": (checkpoint_module, "save_file", 5, _half_weights),
     "before the optimizer": (checkpoint_module, "save_file", 6, _die),
-    "before anything is synced": (checkpoint_module, "sync", 9, _die),
-    "before the folder is synced": (checkpoint_module, "sync", 12, _die),
-    "before the name is given": (checkpoint_module, "publish", 3, _die),
+    "before the manifest": (checkpoint_module, "file_sha256", 6, _die),
+    "before the name is given": (durable, "publish", 3, _die),
     "before the oldest is dropped": (checkpoint_module, "_remove", 4, _die),
     "while the oldest is dropped": (shutil, "rmtree", 1, _half_removed),
 }

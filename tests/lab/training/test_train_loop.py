@@ -18,6 +18,7 @@ from residua.errors import InputError, RunError
 from residua.lab.training import checkpoint as checkpoint_module
 from residua.lab.training import loop, read_metrics, train
 from residua.lab.training.log import MetricsLog
+from residua.records import durable
 from support.toy_language_model import BATCH, LENGTH, ToyBatches, ToyModel, evaluate, toy_config
 
 
@@ -235,7 +236,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_too(tmp_path, fit):
         (checkpoint_module, "save_file", "model", OSError(errno.ENOSPC, "No space left on device")),
         (checkpoint_module, "save_file", "model", SafetensorError("I/O error: No space left on device")),
         (checkpoint_module, "save_file", "optimizer", SafetensorError("I/O error: No space left on device")),
-        (checkpoint_module, "publish", "", OSError(errno.ENOSPC, "No space left on device")),
+        (durable, "publish", "", OSError(errno.ENOSPC, "No space left on device")),
     ],
 )
 def test_a_full_disk_while_saving_keeps_the_last_checkpoint(

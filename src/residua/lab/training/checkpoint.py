@@ -12,7 +12,6 @@ ignored.
 
 import json
 import os
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import InputError, check_types, decoded, extra
-from residua.lab.training.distributed import ALONE, Ranks
-from residua.records.durable import file_sha256, partial, publish, remove, sync
+from residua.lab.training.distributed import Ranks
+from residua.records.durable import file_sha256, partial, remove, unfinished
 from residua.records.folder import read_object
 from residua.records.progress import say
 from residua.records.reading import file_inside
@@ -63,10 +62,7 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ranks: Ranks) -> Tensors:
-    """Return the tensors to save, on the CPU; copies if several ranks train while they are written.
-
-    All ranks call this; only the first gets any.
-    """
+    """Return the tensors to save, on the CPU. All ranks call this; only the first gets any."""
     random_states = ranks.gather(_random_state(device))
     if not ranks.first:
         return {}
@@ -79,40 +75,22 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
     }
     for rank, values_by_kind in enumerate(random_states):
         state |= {f"random.{kind}.{rank}": values for kind, values in values_by_kind.items()}
-    return {kind: _on_cpu(tensors, copy=ranks.joined) for kind, tensors in ((WEIGHTS, weights), (OPTIMIZER, state))}
+    parts = {WEIGHTS: weights, OPTIMIZER: state}
+    return {kind: {name: x.detach().cpu().contiguous() for name, x in part.items()} for kind, part in parts.items()}
 
 
-def _on_cpu(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
-    return {name: x.detach().to("cpu", copy=copy).contiguous() for name, x in tensors.items()}
-
-
-def write_checkpoint(checkpoint: Checkpoint, tensors: Tensors, ranks: Ranks) -> Checkpoint:
-    """Write the tensors, then the manifest, and rename the folder. The other ranks wait for the first.
-
-    Raises:
-        OSError: the first rank cannot write; then all ranks raise it. Other exceptions are raised by one rank only.
-    """
-    with ranks.raise_together_saving():
-        if ranks.first:
-            checkpoint = _write(checkpoint, tensors)
-    return checkpoint
-
-
-def _write(checkpoint: Checkpoint, tensors: Tensors) -> Checkpoint:
-    """Write a checkpoint; return it with the entries of its files. Raises OSError."""
-    temporary = partial(checkpoint.path)
-    temporary.mkdir(parents=True)
-    try:
-        files = {}
+def write_checkpoint(checkpoint: Checkpoint, tensors: Tensors) -> Checkpoint:
+    """Write a checkpoint whole or not at all; return it with the entries of its files. Raises OSError."""
+    _remove(checkpoint.path)  # if it exists it is damaged, because the run resumed from an earlier step
+    files = {}
+    with unfinished(checkpoint.path) as temporary:
         for kind in (WEIGHTS, OPTIMIZER):
             path = temporary / f"{kind}.safetensors"
             _write_tensors(path, tensors[kind])
             files[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         checkpoint = replace(checkpoint, files=files)
-        _publish(checkpoint, temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        manifest = {name: value for name, value in vars(checkpoint).items() if name != "path"}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     return checkpoint
 
 
@@ -125,17 +103,6 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     except SafetensorError as error:
         raise OSError(" ".join(str(error).split())) from error
     path.chmod(mode)
-
-
-def _publish(checkpoint: Checkpoint, temporary: Path) -> None:
-    """Write the manifest of a finished folder and rename it to its final name. Raises OSError."""
-    manifest = {name: value for name, value in vars(checkpoint).items() if name != "path"}
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for name in (*checkpoint.files, MANIFEST):
-        sync(temporary / name)
-    sync(temporary)
-    _remove(checkpoint.path)  # if it exists it is damaged, because the run resumed from an earlier step
-    publish(temporary, checkpoint.path)
 
 
 def drop_old(folder: Path, step: int, *, keep: int, keep_best: bool, damaged: Collection[int] = ()) -> None:
@@ -221,32 +188,30 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     device: torch.device | None = None,
-    ranks: Ranks = ALONE,
+    rank: int = 0,
 ) -> Checkpoint:
     """Load the weights into `model`; with an `optimizer`, also restore its state and the random state of torch.
 
     Args:
         checkpoint: a folder, which is checked first, or the result of `latest_checkpoint` or `open_checkpoint`.
         device: the device whose random state is restored, besides the CPU's.
-        ranks: all of them must call this; each reads only its part of the model.
+        rank: whose random state is restored.
 
     Raises:
         InputError: the checkpoint is damaged or was not made by such a model.
-        ReportedElsewhere: another rank raises InputError.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = open_checkpoint(checkpoint)
     tensors = checkpoint_tensors(model)
-    with ranks.raise_together():
-        with _stored(checkpoint, WEIGHTS) as stored:
-            _refuse_other_weights(checkpoint.path, stored, tensors)
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    tensor.copy_(stored.get_tensor(name))
-        if optimizer is not None:
-            with _stored(checkpoint, OPTIMIZER) as stored:
-                _restore_optimizer(stored, tensors, optimizer)
-                _restore_random_state(stored, device, ranks.rank)
+    with _stored(checkpoint, WEIGHTS) as stored:
+        _refuse_other_weights(checkpoint.path, stored, tensors)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(stored.get_tensor(name))
+    if optimizer is not None:
+        with _stored(checkpoint, OPTIMIZER) as stored:
+            _restore_optimizer(stored, tensors, optimizer)
+            _restore_random_state(stored, device, rank)
     return checkpoint
 
 

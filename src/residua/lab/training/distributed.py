@@ -30,15 +30,14 @@ TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 @dataclass(frozen=True)
 class Ranks:
-    """One rank's view of the ranks of a job. `control` and `saving` are the Gloo groups of the main thread and of
-    the saving thread; None in a process that torchrun did not start.
+    """One rank's view of the ranks of a job. `control` is their Gloo group; None in a process that torchrun did not
+    start.
     """
 
     rank: int = 0
     world_size: int = 1
     restarts: int = 0
     control: Any = None
-    saving: Any = None
 
     @property
     def first(self) -> bool:
@@ -70,15 +69,29 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, in rank order."""
-        return gather(value, self.control)
+        if not self.joined:
+            return [value]
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
-    def raise_together(self) -> "RaiseTogether":
-        """Return a context that raises on all ranks if it raises on one. Only that rank reports the error."""
-        return RaiseTogether(self.control, lambda failure: ReportedElsewhere(failure.status))
+    @contextmanager
+    def raise_together(self) -> Iterator[None]:
+        """Raise on all ranks if the body raises on one. Only that rank reports the error, the first of several.
 
-    def raise_together_saving(self) -> "RaiseTogether":
-        """Return the same context for the saving threads; on the other ranks it raises OSError."""
-        return RaiseTogether(self.saving, lambda failure: OSError(f"rank {failure.rank}: {failure.reason}"))
+        The body must not contain collective operations. Interrupts are not passed on, because each rank gets its own.
+        """
+        error = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        statuses = self.gather(error and _status(error))
+        first = next((rank for rank, status in enumerate(statuses) if status is not None), None)
+        if first is not None and first != self.rank:
+            raise ReportedElsewhere(statuses[first]) from error
+        if error is not None:
+            raise error
 
     @contextmanager
     def report_once(self) -> Iterator[None]:
@@ -92,34 +105,6 @@ class Ranks:
 
 
 ALONE = Ranks()
-
-
-class Failure(NamedTuple):
-    """An exception of one rank, as sent to the others."""
-
-    rank: int
-    status: int
-    reason: str
-
-
-class RaiseTogether(AbstractContextManager[None]):
-    """A context that raises on every rank of a group if it raises on one. Other ranks raise `remote_error(failure)`.
-
-    If several raise, the first of them keeps its own exception. The body must not contain collective operations.
-    Interrupts are not passed on, because each rank gets its own.
-    """
-
-    def __init__(self, group: Any, remote_error: Callable[[Failure], Exception]):
-        self._group, self._remote_error = group, remote_error
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if self._group is None or (error is not None and not isinstance(error, Exception)):
-            return
-        rank = dist.get_rank(self._group)
-        failure = None if error is None else Failure(rank, _status(error), str(error) or type(error).__name__)
-        first = next(filter(None, gather(failure, self._group)), None)
-        if first is not None and first.rank != rank:
-            raise self._remote_error(first) from error
 
 
 def is_first() -> bool:
@@ -156,14 +141,14 @@ def join(device: str = "auto") -> Iterator[Ranks]:
         # torchrun may keep its store for the next attempt, with addresses of processes that no longer exist.
         store = dist.PrefixStore(f"attempt {restarts}", store)
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size)
-        control, saving = (dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2))
+        control = dist.new_group(backend="gloo", timeout=TIMEOUT)
     except (RuntimeError, ValueError, OSError) as error:  # from sockets, host names or settings
         raise RunError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: cannot reach the other ranks at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}; all machines must "
             "reach that address, and GLOO_SOCKET_IFNAME names the network interface where there are several"
         ) from error
-    ranks = Ranks(rank, world_size, restarts, control, saving)
+    ranks = Ranks(rank, world_size, restarts, control)
     try:
         yield ranks
         dist.barrier(group=control)
@@ -272,15 +257,6 @@ def recompute_layers(model: nn.Module) -> None:
     """Make the layers of a Hugging Face model keep only their inputs and recompute the rest."""
     newest = getattr(model, "activation_checkpointing_enable", None)  # the older name warns where both exist
     (newest or model.gradient_checkpointing_enable)()
-
-
-def gather(value: Any, group: Any) -> list[Any]:
-    """Return the value of every rank of a group, in rank order; only this process's if the group is None."""
-    if group is None:
-        return [value]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _status(error: Exception) -> int:

@@ -1,6 +1,5 @@
 """Stop a run at the first loss or gradient that is not finite, before the optimizer applies it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,9 +39,9 @@ class FiniteCheck:
         self._failed.logical_or_(~torch.isfinite(loss + norm))
         return norm
 
-    def check(self, last_good: Callable[[], Path | None]) -> None:
+    def check(self, last_good: Path | None) -> None:
         """Wait for the device; if a step failed, raise Diverged with its number, loss, largest gradient norms, and the
-        checkpoint that `last_good` returns.
+        `last_good` checkpoint.
         """
         if not self._failed.item():
             return
@@ -52,6 +51,6 @@ class FiniteCheck:
         largest = ", ".join(f"{self._named[i][0]} {norms[i]:.3g}" for i in order)
         raise Diverged(
             f"step {self._step.item()}: loss and gradient must be finite, got loss {self._loss.item():.4g}; "
-            f"the update was not applied; last good checkpoint: {last_good() or 'none'}; "
+            f"the update was not applied; last good checkpoint: {last_good or 'none'}; "
             f"largest gradient norms: {largest}"
         )

@@ -157,13 +157,13 @@ def _train(
                     with saver.writing(step):
                         logs.connections.write({"step": step, **gates})
 
-            stopping = ranks.any(bool(stop) or saver.failed)
+            stopping = ranks.any(bool(stop))
             due = _Due.at(step, config, evaluating=evaluate is not None, stopping=stopping)
             if not (due.logging or due.saving):
                 continue
 
-            with ranks.report_once():
-                updates.finite.check(saver.finish)  # the host waits for the device here and where gates are observed
+            with ranks.report_once():  # the host waits for the device here and where gates are observed
+                updates.finite.check(saver.newest.path if saver.newest else None)
             seconds, speed = clock.lap(step * tokens_per_step)
             row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks)}
             row |= {"tokens_per_second": speed, "seconds": seconds}
@@ -175,13 +175,10 @@ def _train(
                     with saver.writing(step):
                         logs.write(row, due)
                 if due.saving:
-                    with ranks.report_once():
-                        saver.save(step, seconds=seconds, val_loss=row.get("val_loss"))
+                    saver.save(step, seconds=seconds, val_loss=row.get("val_loss"))
             if stopping:
                 break
-        with ranks.report_once():
-            newest = saver.finish()
-    result = row | {"checkpoint": str(newest), "interrupted": step < config.steps}
+    result = row | {"checkpoint": str(saver.newest.path), "interrupted": step < config.steps}
     if result["interrupted"]:
         if ranks.first:
             say(f"stopped after step {step}, which is saved; continue with: {run.resume_command}")
@@ -384,7 +381,8 @@ def _restore(
     checkpoint = ranks.gather(newest)[0]
     if checkpoint is None:
         return None
-    return load_checkpoint(checkpoint, model, optimizer, device=device, ranks=ranks)
+    with ranks.raise_together():
+        return load_checkpoint(checkpoint, model, optimizer, device=device, rank=ranks.rank)
 
 
 def _changed_schedule(step: int, config: "TrainConfig") -> str:
