@@ -17,7 +17,6 @@ def prepare(
     sample: str | None = None,
     text_column: str = "text",
     validation_fraction: float | None = None,
-    validation_tokens: int | None = None,
     shard_tokens: int = 100_000_000,
 ) -> Output:
     """Turn text into tokens on disk.
@@ -36,8 +35,7 @@ def prepare(
         vocab_size: entries of a trained tokenizer
         sample (10BT|100BT|350BT): the part of fineweb-edu, in billions of tokens (default: 10BT)
         text_column: of parquet, JSON lines and data sets
-        validation_fraction: share of the text held out (default: 0.05)
-        validation_tokens: hold out the first N tokens instead (default for fineweb-edu: 100 million)
+        validation_fraction: share of the text held out (default: 0.05; of fineweb-edu about 100 million tokens)
 
     Rarely:
         shard_tokens: tokens in a file
@@ -51,7 +49,6 @@ def prepare(
         vocab_size=vocab_size,
         tokenizer=tokenizer,
         validation_fraction=validation_fraction,
-        validation_tokens=validation_tokens,
         shard_tokens=shard_tokens,
         text_column=text_column,
         sample=sample,

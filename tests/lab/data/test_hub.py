@@ -13,7 +13,7 @@ from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 from residua.commands.cli import main
 from residua.errors import InputError, RunError
 from residua.lab.data import PreparedData, byte_tokenizer, load_tokenizer, preparation, prepare, writer
-from residua.lab.data.hub import NAMED, open_hub
+from residua.lab.data.hub import open_hub
 from residua.lab.data.sources import open_corpus
 from residua.lab.data.tokenizer import save_tokenizer
 
@@ -85,9 +85,8 @@ def test_what_a_source_names(hub, source, sample, expected):
 def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path):
     for name, value in {"SAVE_TEXT": 3000, "ENCODE_TEXT": 500}.items():
         monkeypatch.setattr(writer, name, value)
-    settings = {"tokenizer": "byte", "validation_tokens": 2000, "shard_tokens": 4000}
+    settings = {"tokenizer": "byte", "shard_tokens": 4000}
     whole = prepare("hf:a/b", tmp_path / "whole", **settings)
-    assert len(whole.validation) <= 2000
     assert whole.facts["dataset"] == "a/b"
     for fails_at in (150, 290):
         hub.fails_at = fails_at
@@ -100,13 +99,15 @@ def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path):
 
 def test_fineweb_edu_holds_out_a_tenth_of_a_billion_tokens_and_says_its_disk_need(hub, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**15))
-    with pytest.raises(InputError, match="nothing is left for train"):
-        prepare("fineweb-edu", tmp_path / "out", tokenizer="byte", sample="100BT")
+    data = prepare("fineweb-edu", tmp_path / "out", tokenizer="byte", sample="100BT")
     said = capsys.readouterr().err
     assert "fineweb-edu: about 4" in said  # bytes, so 4.7 times the tokens of GPT-2
     assert "GB on the disk" in said
-    monkeypatch.setitem(NAMED, "fineweb-edu", NAMED["fineweb-edu"]._replace(validation_tokens=5000))
-    assert 4900 < len(prepare("fineweb-edu", tmp_path / "out", tokenizer="byte").validation) <= 5000
+    assert data.facts["validation_fraction"] == 0.001
+    assert [open_corpus("fineweb-edu", sample=name).validation_fraction for name in ("10BT", "350BT")] == [
+        0.01,
+        1 / 3500,
+    ]
 
 
 def test_a_bpe_is_trained_on_the_first_rows_of_the_hub(hub, tmp_path, monkeypatch):

@@ -22,7 +22,6 @@ from residua.commands.cli import main
 from residua.errors import InputError, RunError
 from residua.lab.data import PreparedData, open_corpus, prepare, progress, writer
 from residua.lab.data.encode import Encoder, Group
-from residua.lab.data.split import LeadingSplit
 from residua.lab.data.staging import Staging
 from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.data.writer import ShardWriter
@@ -31,7 +30,6 @@ from residua.records import progress as runs_progress
 SMALL = {"SAVE_TEXT": 12_000, "ENCODE_TEXT": 2_000}
 SETTINGS = {
     "fraction": {"tokenizer": "byte", "shard_tokens": 9_000},
-    "tokens": {"tokenizer": "byte", "shard_tokens": 9_000, "validation_tokens": 30_000},
     "bpe": {"vocab_size": 300, "shard_tokens": 5_000},
 }
 
@@ -118,8 +116,8 @@ def test_the_size_of_groups_does_not_change_the_tokens(folder, undisturbed, tmp_
     assert data.fingerprint == PreparedData.open(tmp_path / "out").fingerprint
 
 
-def test_all_documents_are_there_in_order(folder, undisturbed, tmp_path):
-    for name, content in undisturbed["tokens"].items():
+def test_all_documents_are_there_and_copies_stay_together(folder, undisturbed, tmp_path):
+    for name, content in undisturbed["fraction"].items():
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "out" / name).write_bytes(content)
     data = PreparedData.open(tmp_path / "out")
@@ -129,13 +127,10 @@ def test_all_documents_are_there_in_order(folder, undisturbed, tmp_path):
         assert ids[-1] == 256
         documents = np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]
         found.append([bytes(document[:-1].tolist()).decode() for document in documents])
-    expected = [document.text for document in open_corpus(folder)]
+    expected = sorted(document.text for document in open_corpus(folder))
     held_out, training = found
-    assert held_out == expected[: len(held_out)]
-    assert training == [text for text in expected[len(held_out) :] if text not in set(held_out)]
-    following = len(expected[len(held_out)].encode()) + 1
-    assert len(data.validation) <= 30_000 < len(data.validation) + following
-    assert data.facts["copies_left_out"] == len(expected) - len(held_out) - len(training) > 0
+    assert sorted(held_out) == [text for text in expected if text in set(held_out)]
+    assert sorted(training) == [text for text in expected if text not in set(held_out)]
 
 
 @pytest.mark.processes
@@ -252,7 +247,6 @@ def unfinished(folder, small, tmp_path):
         ({"tokenizer": "bpe"}, "tokenizer [0-9a-f]{64} there, bpe 2048 here"),
         ({"shard_tokens": 1}, "shard_tokens 9000 there, 1 here"),
         ({"validation_fraction": 0.5}, r"validation_fraction 0\.05 there, 0\.5 here"),
-        ({"validation_tokens": 9}, "validation_tokens None there, 9 here"),
         ({"text_column": "body"}, "must have a column body"),
     ],
 )
@@ -357,28 +351,20 @@ def test_the_column_of_the_text_can_be_named(tmp_path):
     assert data.facts["documents"] == 4
 
 
-def test_a_first_document_that_is_too_long_to_be_held_out_is_said(folder, tmp_path):
-    with pytest.raises(InputError, match=r"nothing is left for validation; give more text"):
-        prepare(folder, tmp_path / "out", tokenizer="byte", validation_tokens=2)
-
-
 def test_the_command_takes_the_settings(folder, undisturbed, small, tmp_path, capsys):
     argv = ["prepare", "--source", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
-    argv += ["--shard-tokens", "9000", "--validation-tokens", "30000", "--json"]
+    argv += ["--shard-tokens", "9000", "--json"]
     assert main([*argv, "--text-column", "text"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["train_tokens"] > 0
     assert "on the disk" in captured.err
-    assert contents(tmp_path / "out") == undisturbed["tokens"]
-    assert main([*argv, "--validation-fraction", "0.1", "--out", str(tmp_path / "other")]) == 2
+    assert contents(tmp_path / "out") == undisturbed["fraction"]
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"validation_tokens": 1}, "validation_tokens must be at least 2, got 1"),
-        ({"validation_tokens": 9, "validation_fraction": 0.1}, "got both"),
-        ({"validation_tokens": 9, "tokenizer": "bpe"}, "must not see the held-out text"),
+        ({"validation_fraction": 1.0}, r"validation_fraction must be a number between 0 and 1, got 1\.0"),
         ({"sample": "10BT"}, "sample: only for fineweb-edu"),
     ],
 )
@@ -386,16 +372,6 @@ def test_settings_that_do_not_fit_are_refused(folder, tmp_path, settings, expect
     with pytest.raises(InputError, match=expected):
         prepare(folder, tmp_path / "out", **{"tokenizer": "byte"} | settings)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_state_of_a_leading_split_is_all_there_is():
-    items = [(number % 13 + 2**63, number, 3) for number in range(60)]
-    whole, split = LeadingSplit(20), LeadingSplit(20)
-    expected = [whole.add(*item) for item in items]
-    for number, item in enumerate(items):
-        split = LeadingSplit(20, json.loads(json.dumps(split.state())))
-        assert split.add(*item) == expected[number]
-    assert split.facts() == whole.facts() == {"copies_left_out": 24}
 
 
 def test_an_encoder_holds_few_groups_at_a_time():

@@ -14,24 +14,20 @@ GPT2 = "openai-community/gpt2"
 class Named(NamedTuple):
     """A data set on the hub that has a short name.
 
-    samples: the configuration of each on the hub, and the size of its text in bytes, for progress and disk space; the
-        first is the default.
+    samples: the configuration of each on the hub, and how many tokens of GPT-2 it has; the first is the default.
     """
 
     repository: str
     samples: dict[str, tuple[str, int]]
-    validation_tokens: int
 
 
-_BYTES_PER_TOKEN = 4.7
-"""Roughly, for FineWeb-Edu's text and GPT-2's tokens."""
+BYTES_PER_TOKEN = 4.7
+"""Roughly, for FineWeb-Edu's text and GPT-2's tokens, for progress and disk space."""
+VALIDATION_TOKENS = 100_000_000
+"""About so many are held out of a named data set: the 0.1B of arXiv:2601.00417."""
 
 NAMED = {
-    "fineweb-edu": Named(
-        "HuggingFaceFW/fineweb-edu",
-        {f"{n}BT": (f"sample-{n}BT", int(n * 1e9 * _BYTES_PER_TOKEN)) for n in (10, 100, 350)},
-        validation_tokens=100_000_000,  # the 0.1B of arXiv:2601.00417
-    ),
+    "fineweb-edu": Named("HuggingFaceFW/fineweb-edu", {f"{n}BT": (f"sample-{n}BT", n * 10**9) for n in (10, 100, 350)}),
 }
 """Data sets with short names; to support another one, add an entry."""
 
@@ -42,14 +38,15 @@ def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
     The revision (a commit, tag or branch; by default the newest) is resolved to its commit, and every reading uses that
     commit. Raises InputError if the hub does not have it, RunError if the hub does not answer.
     """
-    size = 0
+    options: dict[str, Any] = {"size": 0}
     if source in NAMED:
         entry = NAMED[source]
         sample = sample or next(iter(entry.samples))
         if sample not in entry.samples:
             raise InputError(f"sample must be one of {', '.join(entry.samples)}, got {sample}")
         repository, revision, split = entry.repository, None, "train"
-        config, size = entry.samples[sample]
+        config, tokens = entry.samples[sample]
+        options = {"size": int(tokens * BYTES_PER_TOKEN), "validation_fraction": VALIDATION_TOKENS / tokens}
     else:
         match = re.fullmatch(r"hf:([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?", source)
         if not match:
@@ -58,7 +55,8 @@ def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
         split = split or "train"
     commit = _commit(repository, revision)
     identity = {"dataset": repository, "config": config, "split": split, "revision": commit, "column": text_column}
-    return Corpus(source, size, partial(_rows, source, identity), identity, identity, local=False)
+    read = partial(_rows, source, identity)
+    return Corpus(source, read=read, identity=identity, facts=identity, local=False, **options)
 
 
 def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:

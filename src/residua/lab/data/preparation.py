@@ -10,7 +10,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from residua.errors import InputError, extra, require
 from residua.lab.data import writer
 from residua.lab.data.corpus import Corpus, Document
 from residua.lab.data.encode import Encoder
-from residua.lab.data.hub import NAMED
 from residua.lab.data.progress import size_text, text_progress
 from residua.lab.data.shards import DTYPES, FORMAT, VERSION, PreparedData
 from residua.lab.data.sources import open_corpus
-from residua.lab.data.split import HashSplit, LeadingSplit, split_documents
+from residua.lab.data.split import split_documents
 from residua.lab.data.staging import Staging, staging
 from residua.lab.data.tokenizer import (
     byte_tokenizer,
@@ -52,7 +50,6 @@ def prepare(
     vocab_size: int = 2048,
     tokenizer: str = "bpe",
     validation_fraction: float | None = None,
-    validation_tokens: int | None = None,
     shard_tokens: int = 100_000_000,
     text_column: str = "text",
     sample: str | None = None,
@@ -72,10 +69,8 @@ def prepare(
         vocab_size: entries of a trained BPE; a short text gives fewer, with a warning.
         tokenizer: "bpe", trained on the training part; "byte", the 256 bytes and the end of text; a folder with a
             tokenizer saved by transformers; "gpt2" or "hf:OWNER/NAME" from the hub.
-        validation_fraction: hold out about this part of the documents, chosen by a hash of each text. 0.05 if neither
-            this nor `validation_tokens` is given.
-        validation_tokens: instead, hold out the first documents, at most this many tokens, and leave copies of their
-            texts out of training. The default for a named data set such as fineweb-edu (100 million).
+        validation_fraction: hold out about this part of the documents, chosen by a hash of each text, so that copies
+            of a text stay together. By default 0.05; of fineweb-edu the part that has about 100 million tokens.
         shard_tokens: tokens in a shard; the last one of a split has fewer.
         text_column: the column of parquet files, JSON lines and data sets that holds the text.
         sample: the part of a named data set; of fineweb-edu "10BT" (default), "100BT" or "350BT".
@@ -86,14 +81,17 @@ def prepare(
         RunError: writing failed, or the hub cannot be read.
     """
     out = Path(out).resolve()
-    if validation_fraction is None and validation_tokens is None:
-        validation_tokens = NAMED[source].validation_tokens if source in NAMED else None
-        validation_fraction = None if source in NAMED else 0.05
-    _check(out, validation_fraction, validation_tokens, shard_tokens, tokenizer, vocab_size)
+    between = validation_fraction is None or 0 < validation_fraction < 1
+    require(between, "validation_fraction", "a number between 0 and 1", validation_fraction)
+    if tokenizer == "bpe":
+        check_vocab_size(vocab_size)
+    require(shard_tokens >= 1, "shard_tokens", "at least 1", shard_tokens)
+    new_folder(out)
     codec = None if tokenizer == "bpe" else byte_tokenizer() if tokenizer == "byte" else load_tokenizer(tokenizer)
     corpus = open_corpus(source, text_column=text_column, sample=sample)
     if next(iter(corpus), None) is None:
         raise InputError(f"{source} must hold documents, found nothing or white space")
+    validation_fraction = validation_fraction or corpus.validation_fraction
 
     plan = {
         "version": VERSION,
@@ -101,13 +99,8 @@ def prepare(
         **corpus.identity,
         "tokenizer": f"bpe {vocab_size}" if codec is None else _content_hash(codec),
         "validation_fraction": validation_fraction,
-        "validation_tokens": validation_tokens,
         "shard_tokens": shard_tokens,
     }
-    if validation_tokens is None:
-        hold_out = partial(HashSplit, validation_fraction)
-    else:
-        hold_out = partial(LeadingSplit, validation_tokens)
     with staging(out, plan) as stage:
         if stage.saved is None:
             codec = codec or _train(corpus, vocab_size, validation_fraction, progress)
@@ -116,8 +109,10 @@ def prepare(
             codec = load_tokenizer(stage.folder / "tokenizer")
         if _is_large(corpus):
             _announce(corpus, codec, stage, progress)
-        result = writer.write_shards(corpus, codec, DTYPES[_dtype(codec)], stage, hold_out, shard_tokens, progress)
-        index = _index(corpus, codec, tokenizer_hash(stage.folder / "tokenizer"), _tokenizer_name(tokenizer), result)
+        dtype = DTYPES[_dtype(codec)]
+        result = writer.write_shards(corpus, codec, dtype, stage, validation_fraction, shard_tokens, progress)
+        facts = {"validation_fraction": validation_fraction, "tokenizer": _tokenizer_name(tokenizer)}
+        index = _index(corpus, codec, tokenizer_hash(stage.folder / "tokenizer"), facts, result)
         write_text(stage.folder / "index.json", json.dumps(index, indent=2) + "\n")
     data = PreparedData.open(out)
     if tokenizer == "bpe" and data.vocab_size < vocab_size:
@@ -125,30 +120,6 @@ def prepare(
             f"{corpus.name}: the text gives {data.vocab_size} of the {vocab_size} vocabulary entries", stacklevel=2
         )
     return data
-
-
-def _check(
-    out: Path,
-    validation_fraction: float | None,
-    validation_tokens: int | None,
-    shard_tokens: int,
-    tokenizer: str,
-    vocab_size: int,
-) -> None:
-    if validation_fraction is not None and validation_tokens is not None:
-        raise InputError("give validation_fraction or validation_tokens, got both; leave one out")
-    between = validation_fraction is None or 0 < validation_fraction < 1
-    require(between, "validation_fraction", "a number between 0 and 1", validation_fraction)
-    require(validation_tokens is None or validation_tokens >= 2, "validation_tokens", "at least 2", validation_tokens)
-    if validation_tokens is not None and tokenizer == "bpe":
-        raise InputError(
-            "validation_tokens: a BPE trained here must not see the held-out text, which is counted in its tokens; "
-            "give another tokenizer, or validation_fraction"
-        )
-    if tokenizer == "bpe":
-        check_vocab_size(vocab_size)
-    require(shard_tokens >= 1, "shard_tokens", "at least 1", shard_tokens)
-    new_folder(out)
 
 
 def _is_large(corpus: Corpus) -> bool:
@@ -203,7 +174,7 @@ def _dtype(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def _index(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerFast, sha256: str, name: str, result: writer.WriteResult
+    corpus: Corpus, tokenizer: PreTrainedTokenizerFast, sha256: str, facts: dict[str, Any], result: writer.WriteResult
 ) -> dict[str, Any]:
     parts = result.splits.values()
     documents = sum(part.documents for part in parts)
@@ -237,9 +208,8 @@ def _index(
             "tokens": sum(part.tokens for part in parts),
             "train_tokens": result.splits["train"].tokens,
             "validation_tokens": result.splits["validation"].tokens,
-            **result.held_out,
             "vocab_size": vocabulary(tokenizer),
-            "tokenizer": name,
+            **facts,
         },
         "tokenizer_sha256": sha256,
     }

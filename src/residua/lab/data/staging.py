@@ -35,14 +35,12 @@ class SplitState:
 class State:
     """The part of a text whose tokens are on the disk.
 
-    documents: their number, with those left out of both splits.
+    documents: their number.
     size: the part of `Corpus.size` that they complete.
-    choice: the state of the `HashSplit` or `LeadingSplit`.
     """
 
     documents: int
     size: int
-    choice: dict[str, Any]
     splits: dict[str, SplitState]
 
 

@@ -2,17 +2,17 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from residua.errors import extra
 from residua.lab.data.corpus import Corpus, Document
 from residua.lab.data.encode import Encoder, Group
 from residua.lab.data.progress import text_progress
 from residua.lab.data.shards import Shard
-from residua.lab.data.split import HashSplit, LeadingSplit, Split
+from residua.lab.data.split import HashSplit, Split
 from residua.lab.data.staging import SplitState, Staging, State, damage_error
 from residua.records.durable import file_sha256, sync
 
@@ -34,11 +34,10 @@ class Piece(NamedTuple):
 
 
 class WriteResult(NamedTuple):
-    """The result of `write_shards`: the splits, the sha256 of the text, and facts about the validation split."""
+    """The result of `write_shards`: the splits, and the sha256 of the text."""
 
     splits: dict[Split, "ShardWriter"]
     sha256: str
-    held_out: dict[str, Any]
 
 
 def write_shards(
@@ -46,7 +45,7 @@ def write_shards(
     tokenizer: PreTrainedTokenizerFast,
     dtype: np.dtype,
     stage: Staging,
-    hold_out: Callable[[dict[str, Any]], HashSplit[Piece] | LeadingSplit[Piece]],
+    validation_fraction: float,
     shard_tokens: int,
     progress: bool,
 ) -> WriteResult:
@@ -57,14 +56,13 @@ def write_shards(
 
     Args:
         dtype: of a token on the disk.
-        hold_out: makes the split from its saved state, which is empty at the beginning.
 
     Raises:
         InputError: the text cannot be used, or a shard of the saved state is gone or cut.
         OSError: writing failed.
     """
-    start_state = stage.saved or State(documents=0, size=0, choice={}, splits={})
-    split = hold_out(start_state.choice)
+    start_state = stage.saved or State(documents=0, size=0, splits={})
+    split: HashSplit[Piece] = HashSplit(validation_fraction, settled=stage.saved is not None)
     writers = {
         name: ShardWriter(stage.folder, name, dtype, shard_tokens, start_state.splits.get(name))
         for name in get_args(Split)
@@ -83,7 +81,7 @@ def write_shards(
                 unsaved_bytes += len(document)
                 piece = Piece(encoded.ids[start : start + length], len(document))
                 start += length
-                for name, item in split.add(key, piece, length):
+                for name, item in split.add(key, piece):
                     writers[name].add(item)
             for writer in writers.values():
                 writer.write()
@@ -94,12 +92,12 @@ def write_shards(
             if whole_shards > shards and unsaved_bytes >= SAVE_TEXT and split.settled:
                 shards, unsaved_bytes = whole_shards, 0
                 splits = {name: writer.state() for name, writer in writers.items()}
-                stage.save(State(documents, size, split.state(), splits))
+                stage.save(State(documents, size, splits))
     for name, piece in split.end():
         writers[name].add(piece)
     for writer in writers.values():
         writer.close()
-    return WriteResult(writers, text.hexdigest(), split.facts())
+    return WriteResult(writers, text.hexdigest())
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[Group]:
