@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from residua.errors import InputError, RunError
 from residua.lab.training import checkpoint as checkpoint_module
 from residua.lab.training import loop, read_metrics, train
-from residua.lab.training.log import MetricsLog
+from residua.lab.training.log import RunLog
 from residua.records import durable
 from support.toy_language_model import BATCH, LENGTH, ToyBatches, ToyModel, evaluate, toy_config
 
@@ -287,14 +287,14 @@ def test_files_that_the_system_refuses_to_grow(limit, tmp_path, start, fit, rows
 
 
 def test_a_full_disk_while_logging(tmp_path, fit, monkeypatch):
-    original = MetricsLog.write
+    original = RunLog.write
 
     def full(self, row):
         if row["step"] == 8:
             raise OSError(errno.ENOSPC, "No space left on device")
         original(self, row)
 
-    monkeypatch.setattr(MetricsLog, "write", full)
+    monkeypatch.setattr(RunLog, "write", full)
     with pytest.raises(RunError, match=r"^step 8: cannot write .*No space left on device.*checkpoints/step-6"):
         fit(tmp_path / "run")
 

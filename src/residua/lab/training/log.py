@@ -1,106 +1,87 @@
-"""Logging of a run: rows in metrics.jsonl and TensorBoard, the progress display, and facts.json."""
+"""Logging of a run: rows in metrics.jsonl, TensorBoard and Weights & Biases, and the display of its progress."""
 
-import json
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from residua.errors import InputError
 from residua.records.durable import unlinked, write_text
-from residua.records.folder import RunFolder, flatten, read_object
+from residua.records.folder import RunFolder, flatten
 from residua.records.jsonlines import JsonLines
 from residua.records.progress import Progress, say
-from residua.records.provenance import circumstances
+
+if TYPE_CHECKING:
+    from residua.lab.training.config import TrainConfig
 
 
-class Rows(JsonLines):
-    """A file with one row per step, each written before the next step begins.
+class RunLog(AbstractContextManager["RunLog"]):
+    """What the first rank writes and shows as a run trains. All of it may raise OSError.
 
-    Opening it drops the rows after `step`, which a run that resumes there writes again.
+    Rows of numbers, one per logged step, go into metrics.jsonl, to TensorBoard and to Weights & Biases; those of gates
+    go into connections.jsonl. Opening the log drops the rows after `step`, which a run that resumes there writes again.
+
+    observing: whether there will be rows of gates. progress: as in `loop.train`.
     """
 
-    def __init__(self, path: Path, *, step: int):
-        super().__init__(path, keep=lambda row: row["step"] <= step)
-
-
-class MetricsLog:
-    """Rows of numbers, one per logged step, in metrics.jsonl, as TensorBoard events and in the project `wandb` of
-    Weights & Biases. A context manager.
-    """
-
-    def __init__(self, run: RunFolder, *, step: int, tensorboard: bool, wandb: str | None = None):
+    def __init__(
+        self,
+        run: RunFolder,
+        config: "TrainConfig",
+        *,
+        step: int,
+        observing: bool,
+        progress: bool | Callable[[int], None],
+    ):
+        self._steps, self._report = config.steps, progress if callable(progress) else None
         with ExitStack() as stack:
-            self._wandb = _wandb_run(run, wandb) if wandb else None  # first, because it may be refused
+            self._wandb = _wandb_run(run, config.wandb) if config.wandb else None  # first, because it may be refused
             if self._wandb:
                 stack.callback(self._wandb.finish)
-            self._rows = stack.enter_context(Rows(run.metrics, step=step))
-            self._events = _event_writer(unlinked(run.tensorboard), step) if tensorboard else None
+            paths = [run.metrics, *([run.connections] if observing else [])]
+            self._files = [stack.enter_context(JsonLines(path, keep=lambda row: row["step"] <= step)) for path in paths]
+            self._events = _event_writer(unlinked(run.tensorboard), step) if config.tensorboard else None
             if self._events:
                 stack.callback(self._close_events)
+            name = run.path.resolve().name
+            self._bar = stack.enter_context(Progress(name, config.steps, done=step, enabled=progress is True))
             self._stack = stack.pop_all()
-
-    def __enter__(self) -> "MetricsLog":
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row. Raises OSError."""
-        self._rows.write(row)
+        """Append a row of numbers, and show it."""
+        step, numbers = row["step"], {name: value for name, value in row.items() if name != "step"}
+        self._files[0].write(row)
         if self._events:
-            for name, value in row.items():
-                if name != "step":
-                    self._events.add_scalar(name, value, row["step"])
+            for name, value in numbers.items():
+                self._events.add_scalar(name, value, step)
         if self._wandb:
-            self._wandb.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
+            self._wandb.log(numbers, step=step)
+        if self._report is not None:
+            self._report(step)
+        validation = f"  val {row['val_loss']:.3f}" if "val_loss" in row else ""
+        text = (
+            f"step {step}/{self._steps}  loss {row['loss']:.3f}{validation}  {row['tokens_per_second']:,.0f} tokens/s"
+        )
+        self._bar.update(step, text, line="val_loss" in row or step == self._steps)
+
+    def write_gates(self, row: Mapping[str, Any]) -> None:
+        """Append a row of gates."""
+        self._files[1].write(row)
+
+    def sync(self) -> None:
+        """Wait until all rows are on the disk."""
+        for file in self._files:
+            file.sync()
 
     def _close_events(self) -> None:
         try:
             self._events.close()
         except OSError as error:  # must not hide the error that ended the run
             say(f"the last TensorBoard events could not be written: {error}")
-
-    def sync(self) -> None:
-        """Wait until the rows are on the disk. Raises OSError."""
-        self._rows.sync()
-
-
-class Display(Progress):
-    """The progress of a run. If `enabled` is a function, it is called with each logged step instead."""
-
-    def __init__(self, name: str, *, done: int, steps: int, enabled: bool | Callable[[int], None]):
-        self._call = enabled if callable(enabled) else None
-        super().__init__(name, steps, done=done, enabled=bool(enabled) and self._call is None)
-
-    def show(self, row: Mapping[str, Any]) -> None:
-        """Show a row of metrics."""
-        step = row["step"]
-        if self._call is not None:
-            self._call(step)
-        text = f"step {step}/{self.total}  loss {row['loss']:.3f}"
-        if "val_loss" in row:
-            text += f"  val {row['val_loss']:.3f}"
-        text += f"  {row['tokens_per_second']:,.0f} tokens/s"
-        self.update(step, text, line="val_loss" in row or step == self.total)
-
-
-def write_facts(run: RunFolder, facts: Mapping[str, Any], *, device: torch.device, step: int, **more: Any) -> None:
-    """Write facts.json: `facts`, the circumstances of this process, and `more`. A resumed run keeps its first facts
-    and adds to `resumed`.
-
-    Raises OSError.
-    """
-    process_facts = {**circumstances(device), **more}
-    content = {**facts, **process_facts}
-    if step and run.facts.exists():
-        first_facts = read_object(run.facts)
-        content = {**first_facts, "resumed": [*first_facts.get("resumed", []), {"step": step, **process_facts}]}
-    write_text(run.facts, json.dumps(content, indent=1) + "\n")
 
 
 def _event_writer(folder: Path, step: int) -> Any:

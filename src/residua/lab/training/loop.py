@@ -1,5 +1,6 @@
 """The training loop: one process or several, exact resume, safe to kill at any moment."""
 
+import json
 import signal
 import threading
 import time
@@ -17,13 +18,15 @@ from residua.lab.training.checkpoint import Checkpoint, latest_checkpoint, load_
 from residua.lab.training.distributed import ALONE, BatchShard, Ranks, parallelize
 from residua.lab.training.finite import FiniteCheck
 from residua.lab.training.folder import claim, more_steps
-from residua.lab.training.log import Display, MetricsLog, Rows, write_facts
+from residua.lab.training.log import RunLog
 from residua.lab.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 from residua.lab.training.saving import Saver
 from residua.models.evaluating import evaluating
-from residua.records.folder import FREE_KEYS, RunFolder, flatten, refuse_changes
+from residua.records.durable import write_text
+from residua.records.folder import FREE_KEYS, RunFolder, flatten, read_object, refuse_changes
 from residua.records.jsonlines import read_metrics
 from residua.records.progress import say
+from residua.records.provenance import circumstances
 
 if TYPE_CHECKING:
     from residua.lab.training.config import TrainConfig
@@ -89,21 +92,10 @@ def train(
             the device is not available.
         RunError: a loss or gradient is not finite, or the folder cannot be written. Older checkpoints stay.
     """
-    options = _Options(evaluate, observe, dict(facts or {}), progress, ranks)
-    if isinstance(folder, RunFolder):
-        return _train(model, batches, config, folder, options)
-    with claim(folder, {"train": asdict(config)}, resume=resume) as run:
-        return _train(model, batches, config, run, options)
-
-
-class _Options(NamedTuple):
-    """The optional arguments of `train`."""
-
-    evaluate: Callable[[nn.Module], Mapping[str, float]] | None
-    observe: Callable[[nn.Module, Tensor], Mapping[str, Any]] | None
-    facts: dict[str, Any]
-    progress: bool | Callable[[int], None]
-    ranks: Ranks
+    with ExitStack() as stack:
+        if not isinstance(folder, RunFolder):
+            folder = stack.enter_context(claim(folder, {"train": asdict(config)}, resume=resume))
+        return _train(model, batches, config, folder, evaluate, observe, dict(facts or {}), progress, ranks)
 
 
 class _Due(NamedTuple):
@@ -120,12 +112,26 @@ class _Due(NamedTuple):
         logging = last or validating or step % config.log_every == 0
         return cls(validating, logging, saving=last or stopping or step % config.checkpoint_every == 0)
 
+    def write(self, row: dict[str, Any], log: RunLog) -> None:
+        """Log a row if it is due; all rows are on the disk before a checkpoint is. Raises OSError."""
+        if self.logging:
+            log.write(row)
+        if self.saving:
+            log.sync()
+
 
 def _train(
-    model: nn.Module, batches: IndexedBatches, config: "TrainConfig", run: RunFolder, options: _Options
+    model: nn.Module,
+    batches: IndexedBatches,
+    config: "TrainConfig",
+    run: RunFolder,
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None,
+    observe: Callable[[nn.Module, Tensor], Mapping[str, Any]] | None,
+    facts: dict[str, Any],
+    progress: bool | Callable[[int], None],
+    ranks: Ranks,
 ) -> dict[str, Any]:
     """Train into a folder that is claimed, as `train` says."""
-    evaluate, observe, facts, progress, ranks = options
     with ranks.raise_together():
         device = pick_device(config.device)
         settings = _decisive_settings(run, facts)
@@ -144,7 +150,8 @@ def _train(
     with ExitStack() as stack:
         if ranks.first:
             with saver.writing(start):
-                logs = stack.enter_context(_Logs(run, config, checkpoint, bool(observe_every), progress))
+                log = RunLog(run, config, step=start, observing=observe_every > 0, progress=progress)
+                stack.enter_context(log)
                 _write_facts(run, config, updates, checkpoint, facts)
         stop = stack.enter_context(_stop_signals(twice=not ranks.joined))
         clock = stack.enter_context(_Clock(checkpoint.seconds if checkpoint else 0.0, start * tokens_per_step))
@@ -155,7 +162,7 @@ def _train(
                     gates = observe(model, update.first_sequence)
                 if ranks.first:
                     with saver.writing(step):
-                        logs.connections.write({"step": step, **gates})
+                        log.write_gates({"step": step, **gates})
 
             stopping = ranks.any(bool(stop))
             due = _Due.at(step, config, evaluating=evaluate is not None, stopping=stopping)
@@ -173,7 +180,7 @@ def _train(
                         row = {**row, **evaluate(model), **row}  # the row's names come first, its values win
                 if ranks.first:
                     with saver.writing(step):
-                        logs.write(row, due)
+                        due.write(row, log)
                 if due.saving:
                     saver.save(step, seconds=seconds, val_loss=row.get("val_loss"))
             if stopping:
@@ -193,12 +200,19 @@ def _write_facts(
     checkpoint: Checkpoint | None,
     facts: dict[str, Any],
 ) -> None:
-    """Write facts.json: what the run is, and what this process of it is. Raises OSError."""
+    """Write facts.json: what the run is, and the circumstances of this process. A resumed run keeps its first facts
+    and adds to `resumed`. Raises OSError.
+    """
     size = sum(parameter.numel() for parameter in updates.parameters)
-    process = {"device": updates.device, "processes": updates.ranks.world_size, "parallel": updates.model.kind}
+    process = circumstances(updates.device)
+    process |= {"processes": updates.ranks.world_size, "parallel": updates.model.kind}
     if checkpoint and checkpoint.settings["train.steps"] != config.steps:
         process["steps_before"] = checkpoint.settings["train.steps"]
-    write_facts(run, {"parameters": size, "data": facts}, step=checkpoint.step if checkpoint else 0, **process)
+    content = {"parameters": size, "data": facts, **process}
+    if checkpoint and run.facts.exists():
+        first_facts = read_object(run.facts)
+        content = {**first_facts, "resumed": [*first_facts.get("resumed", []), {"step": checkpoint.step, **process}]}
+    write_text(run.facts, json.dumps(content, indent=1) + "\n")
 
 
 class _Update(NamedTuple):
@@ -271,43 +285,6 @@ class _Updates:
                 part = output.penalty.detach() / len(indices)
                 penalty = part if penalty is None else penalty + part
         return loss, penalty, first_sequence
-
-
-class _Logs(AbstractContextManager["_Logs"]):
-    """The rows that the first rank writes and shows: `metrics`, and `connections` if they are observed. All may raise
-    OSError.
-    """
-
-    def __init__(
-        self,
-        run: RunFolder,
-        config: "TrainConfig",
-        checkpoint: Checkpoint | None,
-        observing: bool,
-        progress: bool | Callable[[int], None],
-    ):
-        step = checkpoint.step if checkpoint else 0
-        with ExitStack() as stack:
-            self.metrics = stack.enter_context(
-                MetricsLog(run, step=step, tensorboard=config.tensorboard, wandb=config.wandb)
-            )
-            self.connections = stack.enter_context(Rows(run.connections, step=step)) if observing else None
-            name = run.path.resolve().name
-            self.display = stack.enter_context(Display(name, done=step, steps=config.steps, enabled=progress))
-            self._stack = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
-
-    def write(self, row: dict[str, Any], due: _Due) -> None:
-        """Write and show a row if it is to be logged; before a checkpoint is saved, wait until all are on the disk."""
-        if due.logging:
-            self.metrics.write(row)
-            self.display.show(row)
-        if due.saving:
-            self.metrics.sync()
-            if self.connections:
-                self.connections.sync()
 
 
 def _finished(run: RunFolder, checkpoint: Checkpoint, ranks: Ranks) -> dict[str, Any]:
