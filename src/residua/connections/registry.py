@@ -4,6 +4,7 @@ A configuration holds names and plain options. A name refers to a scheme of `nam
 or to one that an installed package declares in the entry-point group `residua.schemes`. A configuration never names a
 module to import. The description of a scheme that is not ours names the top-level module that it comes from.
 """
+# ruff: noqa: F401  # every class is imported by its name, so that exported code brings it along
 
 import json
 import warnings
@@ -52,37 +53,7 @@ def _built(kind: type[Scheme], options: Mapping[str, Any]) -> Scheme:
     return kind(**options)
 
 
-# Imported above, not by the texts of `names`, so that exported code brings them along.
-_CLASSES = {
-    kind.__name__: kind
-    for kind in (
-        AlternatingUpdates,
-        AttentionResiduals,
-        DeepDelta,
-        DeepSeekHyperConnections,
-        DeltaAttentionResiduals,
-        DenseFormer,
-        EDelta,
-        EDeltaStream,
-        FracConnections,
-        GatedDelta,
-        GatedOrthogonal,
-        GatedResidual,
-        HyperConnections,
-        IndependentHyperConnections,
-        InklingAttentionResiduals,
-        JacobianHyperConnections,
-        KroneckerHyperConnections,
-        Lambdas,
-        ManifoldHyperConnections,
-        MultiwayDynamicDense,
-        PooledHouseholder,
-        Residual,
-        SiameseNorm,
-        WideResidual,
-    )
-}
-SCHEMES: dict[str, type[Scheme]] = {name: _CLASSES[place.partition(":")[2]] for name, place in names.SCHEMES.items()}
+SCHEMES: dict[str, type[Scheme]] = {name: globals()[place.partition(":")[2]] for name, place in names.SCHEMES.items()}
 PRESETS: dict[str, Scheme] = {name: _preset(text) for name, text in names.PRESETS.items()}
 
 
@@ -150,8 +121,7 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     do not matter, and the field's names, those of classes and ResBench's labels lead to presets (`names.py`).
     Overriding an option updates the options derived from it: `{"preset": "ddl-cc", "value_channels": 3}` has a channel
     kernel of 3.
-    With the key "package" the scheme must be that package's. Warns of a built-in preset's name that an installed
-    package declares too.
+    With the key "package" the scheme must be that package's.
 
     Raises:
         ValueError: an unknown name (with the nearest one), option or value; a package that is not installed, or has
@@ -239,36 +209,21 @@ def _tuples(value: Any) -> Any:
 def _find(key: str, name: Any, package: Any) -> Any:
     """Return the preset or the class of this name, of this `package` unless it is None.
 
+    A name is residua's first, then one that is registered, then one that an installed package declares.
+
     Raises:
         ValueError: there is none, or not of this package, or of several packages; or it cannot be used.
     """
     schemes: Mapping[str, Any] = PRESETS if key == "preset" else SCHEMES
-    if not isinstance(name, str):
-        raise names.unknown(key, name, schemes)
-    if name not in schemes:
-        names.forget()  # perhaps it was installed meanwhile
-    packages = sorted({package_of(point) for point in entry_points() if point.name == name})
-    if name in schemes and not _package(_kind(schemes[name])):
-        if packages and package is None and key == "preset":
-            warnings.warn(
-                f"connection: {name!r} is residua's; the scheme of this name in the package "
-                f"{' and '.join(map(repr, packages))} is not used, and its entry point needs another name",
-                stacklevel=3,
-            )
-    elif package is None and len(packages) > 1:
+    if isinstance(name, str) and name not in schemes:
+        _load(key, name, package)
+    if not isinstance(name, str) or name not in schemes:
+        if package is None:
+            raise names.unknown(key, name, schemes)
         raise ValueError(
-            f"connection must name one package with a scheme {name!r}, got {', '.join(map(repr, packages))}; choose "
-            f"one with the key 'package': {{{key!r}: {name!r}, 'package': {packages[0]!r}}}"
+            f"connection: the scheme {name!r} comes with the package {package!r}, which is not installed or has "
+            "not registered it; install it, or import the module that does"
         )
-    elif name not in schemes and packages and package in (None, *packages):
-        _load(name, package or packages[0])
-    if name not in schemes:
-        if package is not None:
-            raise ValueError(
-                f"connection: the scheme {name!r} comes with the package {package!r}, which is not installed or has "
-                "not registered it; install it, or import the module that does"
-            )
-        raise names.unknown(key, name, schemes)
     owner = _package(_kind(schemes[name])) or "residua"
     of_a_script = package == "__main__" and owner != "residua"  # its module cannot be imported under that name
     if package not in (None, owner) and not of_a_script:
@@ -279,15 +234,23 @@ def _find(key: str, name: Any, package: Any) -> Any:
     return schemes[name]
 
 
-def _load(name: str, package: str) -> None:
-    """Register all schemes that an installed package declares: classes first, so that their order does not matter.
+def _load(key: str, name: str, package: Any) -> None:
+    """Register all schemes of the installed package that declares `name`: classes first, so that their order does not
+    matter. Do nothing if there is none.
 
     Raises:
-        ValueError: the object that it declares under `name` cannot be imported or is not a scheme.
+        ValueError: several packages declare it, or what it declares cannot be imported or is not a scheme.
     """
+    names.forget()  # perhaps it was installed meanwhile
+    packages = sorted({package_of(point) for point in entry_points() if point.name == name})
+    if package is None and len(packages) > 1:
+        raise ValueError(
+            f"connection must name one package with a scheme {name!r}, got {', '.join(map(repr, packages))}; choose "
+            f"one with the key 'package': {{{key!r}: {name!r}, 'package': {packages[0]!r}}}"
+        )
     loaded, errors = [], {}
     for point in entry_points():
-        if package_of(point) == package:
+        if package_of(point) in packages and package in (None, package_of(point)):
             try:
                 loaded.append((point.name, point.load()))
             except Exception as error:
@@ -300,7 +263,7 @@ def _load(name: str, package: str) -> None:
     if name in errors:
         reason = f"{type(errors[name]).__name__}: {errors[name]}"
         raise ValueError(
-            f"connection: the scheme {name!r} of the package {package!r} cannot be used: {reason}"
+            f"connection: the scheme {name!r} of the package {(package or packages[0])!r} cannot be used: {reason}"
         ) from errors[name]
 
 
