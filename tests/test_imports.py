@@ -30,7 +30,7 @@ EXTRAS = {
     "wandb",
     "yaml",
 }
-LAZY = [residua, residua.connections, residua.lab.training]
+LAZY = [residua, residua.connections, residua.conversion, residua.lab.training]
 
 
 @pytest.mark.slow
@@ -82,9 +82,9 @@ def test_a_typo_does_not_load_torch(command):
 
 
 @pytest.mark.processes
-def test_what_residua_names_needs_torch_alone():
-    # torch itself takes numpy where it finds it.
-    loaded = loaded_by("from residua import *\nimport residua.connections, residua.ops", after="import torch")
+def test_the_schemes_need_torch_alone():
+    statement = "from residua import build\nfrom residua.connections import *\nimport residua.ops"
+    loaded = loaded_by(statement, after="import torch")  # torch itself takes numpy where it finds it
     assert loaded & EXTRAS == set()
     assert "residua" in loaded
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from residua.connections import Connection, Scheme, describe, resolve
-from residua.conversion import convert
 from residua.conversion.anatomy import Conversion
 from residua.conversion.configuration import KEY, MODEL_TYPE, ConvertedConfig, conversion_of
+from residua.conversion.convert_model import convert
 from residua.conversion.flow import layer_streams
 from residua.conversion.opening import new_model, read_model
 from residua.conversion.probe import probe

@@ -1,10 +1,12 @@
 """Give a transformers model another residual connection: `convert`, and back: `unconvert`."""
 
+import logging
 import math
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +28,36 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """How much an output may change, relative to the largest, where a scheme preserves the model; 0.1 in half precision."""
 
 
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
 @torch.inference_mode(False)  # in which connections would be made that cannot be trained
 def convert(
-    model: PreTrainedModel,
+    model: Model,
     connection: str | Mapping[str, Any] | Scheme,
-    start: Literal["preserve", "fresh"],
-    inputs: Mapping[str, Any] | None,
-) -> None:
-    """Do what `residua.convert` says, without the line in the log."""
+    *,
+    start: Literal["preserve", "fresh"] = "preserve",
+    inputs: Mapping[str, Any] | None = None,
+) -> Model:
+    """Rebuild the layers of a transformers model over another residual connection, in place; return the model.
+
+    The layers keep their own code, and all parameters their names. What reads the residual reads through a connection,
+    and what is added to it is written by one. The norms of the model become the norms of the connections.
+
+    Args:
+        model: a model of transformers with its weights, in any mode and precision.
+        connection: a preset's name, a mapping with options or a `Scheme`, as everywhere in residua.
+        start: "preserve": the converted model computes what it computed before (`Scheme.preserving`) and can learn
+            from there; "fresh": the connections start as in a new model.
+        inputs: arguments of the model's forward pass, a small batch on which it is watched; needed by a model that
+            reads anything but token ids, such as `inputs={"pixel_values": images}`.
+
+    Raises:
+        InputError: the model cannot be converted, or the scheme has no start that preserves it. The message has the
+            reason; the model is left as it was.
+
+    The logger "residua" says in one line, at level INFO and in the first rank, what was done.
+    """
     require(start in ("preserve", "fresh"), "start", "'preserve' or 'fresh'", start)
     try:
         scheme = resolve(connection)
@@ -45,6 +69,7 @@ def convert(
         except ValueError as error:
             raise InputError(f"{first_line(error)}; start='fresh' converts the model all the same") from error
     inputs = small_inputs(model, inputs)
+    size = model.num_parameters()
     with evaluating(model):
         conversion = find_anatomy(model, scheme, inputs)
         before = outputs(model, inputs)
@@ -58,6 +83,12 @@ def convert(
             restore(model, conversion.stack)
             raise
     mark(model, conversion)
+    if os.environ.get("RANK", "0") == "0":
+        count = sum(map(len, conversion.anatomy))
+        added = f"{count} connections, {model.num_parameters() - size:+,} parameters to {size:,}"
+        equal = "equal outputs" if start == "preserve" else "new connections, to be trained"
+        logging.getLogger("residua").info(f"{type(model).__name__}: {added}, {equal}")
+    return model
 
 
 def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, Any]) -> Conversion:
@@ -105,8 +136,15 @@ def _outputs_of(model: PreTrainedModel, ways: Mapping[str, Situation]) -> dict[s
     return results
 
 
-def unconvert(model: PreTrainedModel, lossy: bool, inputs: Mapping[str, Any] | None) -> None:
-    """Do what `residua.unconvert` says."""
+def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | None = None) -> Model:
+    """Give a converted model its plain residual back, in place, and return it.
+
+    inputs: as of `convert`; not needed with `lossy=True`, which compares nothing.
+
+    Raises:
+        InputError: it was not converted, or its connections have learnt, so that it would compute something else. The
+            message says by how much; `lossy=True` drops what they learnt.
+    """
     conversion = conversion_of(model)
     inputs = None if lossy else probe(model, inputs)
     with evaluating(model):
@@ -122,6 +160,7 @@ def unconvert(model: PreTrainedModel, lossy: bool, inputs: Mapping[str, Any] | N
                 f"largest one, more than {bound:.0e}: it is no plain model any more; lossy=True drops what they learnt"
             )
     unmark(model)
+    return model
 
 
 def small_inputs(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from residua.conversion.anatomy import Conversion
 from residua.conversion.configuration import conversion_of, expect_weights, mark
-from residua.conversion.convert_model import expect_convertible
+from residua.conversion.convert_model import Model, expect_convertible
 from residua.conversion.flow import STREAM
 from residua.conversion.rebuild import attach_streams, is_converted, new_streams, streams_of
 from residua.errors import InputError, extra, first_line
@@ -30,7 +30,11 @@ may lose of numbers that are next to nothing.
 
 
 def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
-    """Do what `residua.save_connection` says."""
+    """Write the connections of a converted model, without the model, into a folder: safetensors and JSON.
+
+    Raises:
+        InputError: the model was not converted, or holds adapters of PEFT.
+    """
     if not isinstance(model, PreTrainedModel) or any(".base_layer." in name for name in model.state_dict()):
         raise InputError(
             f"the model must be of transformers without adapters, got {type(model).__name__}; merge them into it first "
@@ -46,8 +50,16 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
 
 
 @torch.inference_mode(False)
-def load_connection(model: PreTrainedModel, folder: str | Path) -> None:
-    """Do what `residua.load_connection` says."""
+def load_connection(model: Model, folder: str | Path) -> Model:
+    """Give a model the connections in a folder that `save_connection` wrote, in place, and return it.
+
+    model: the plain model that they were trained with, or one that was converted to the same connection. Nothing in the
+    folder is executed.
+
+    Raises:
+        InputError: the folder has no connections, or they belong to a model with other layers, another scheme or other
+            weights.
+    """
     folder = Path(folder)
     if not (folder / DESCRIPTION).is_file() or not (folder / WEIGHTS).is_file():
         raise InputError(f"{folder} must hold {DESCRIPTION} and {WEIGHTS}; residua.save_connection writes them")
@@ -85,6 +97,7 @@ def load_connection(model: PreTrainedModel, folder: str | Path) -> None:
     if plain:
         attach_streams(model, conversion, streams)
         mark(model, conversion)
+    return model
 
 
 def _sample_of_base(model: Any) -> torch.Tensor:
@@ -97,10 +110,20 @@ def _sample_of_base(model: Any) -> torch.Tensor:
     return torch.cat([sample.to("cpu", torch.float32) for sample in samples])
 
 
-def load(folder: str | Path, **options: Any) -> Any:
-    """Do what `residua.load` says."""
-    with_info = options.pop("output_loading_info", False)
-    opened: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+def load(folder: str | Path, **options: Any) -> PreTrainedModel:
+    """Open a language model that was converted, or one of ours, saved by `save_pretrained`, and return it.
+
+    It is `AutoModelForCausalLM.from_pretrained`, which knows such models once this was called or a model was converted,
+    and at once where transformers was imported before residua.
+
+    Args:
+        folder: the folder, or the name of a repository on the hub.
+        options: of `AutoModelForCausalLM.from_pretrained`, such as `dtype` and `device_map`.
+
+    Raises:
+        InputError: weights are missing, or others are there.
+    """
+    opened: Any = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
     model, info = opened
     expect_weights(folder, info, "unexpected_keys", only=f".{STREAM}.")
-    return (model, info) if with_info else model
+    return model
