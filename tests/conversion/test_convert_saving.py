@@ -255,7 +255,6 @@ LLAMA = {"model_type": "llama"}
         ({"base": None}, "model type of transformers"),
         ({"base": {"model_type": ["llama"]}}, "model type of transformers"),
         ({"base": {**LLAMA, "auto_map": {"AutoConfig": "evil.Config"}}}, "auto_map"),
-        ({"base": {**LLAMA, "attn_implementation": "somebody/kernel"}}, "attn_implementation"),
         ({"base": {**LLAMA, "num_hidden_layers": 10**30}}, "num_hidden_layers must be at most 16384"),
         ({"connection": "nothing", "layers": []}, "no preset"),
         ({"layers": 3}, "configuration of a converted model"),

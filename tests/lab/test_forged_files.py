@@ -289,45 +289,31 @@ def test_code_beside_an_exported_model_stays_where_it_is(model_type, place, caps
 
 
 @pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_attn_implementation_internal"])
-@pytest.mark.parametrize("value", ["owner/kernel@main:name", {"": "owner/kernel"}])
-def test_attention_that_would_be_downloaded(value, key, place, capsys):
+@pytest.mark.parametrize("value", ["owner/kernel@main:name", "flash_attention_2", {"": "owner/kernel"}])
+def test_attention_that_would_be_downloaded_is_left_out(value, key, place):
     edit(place / "model" / "config.json", **{key: value})
-    assert "for which code may be downloaded" in assert_refused(capsys, arguments(MODEL, place), place)
-    with pytest.raises(ValueError, match="for which code may be downloaded"):
-        ResiduaConfig.from_pretrained(place / "model")
-
-
-def test_attention_that_would_be_downloaded_by_a_part_of_a_foreign_model(place):
-    edit(place / "model" / "config.json", model_type="llava", text_config={"_attn_implementation": "owner/kernel"})
-    with pytest.raises(InputError, match="for which code may be downloaded"):
-        open_model(place / "model")
-
-
-@pytest.mark.parametrize("value", ["flash_attention_2", {"": "flash_attention_2"}])
-def test_flash_attention_that_is_not_installed_is_left_out(value, place):
-    edit(place / "model" / "config.json", _attn_implementation=value)
     for opened in (
         lambda: open_model(place / "model", device="cpu")[0].config,
         lambda: ResiduaConfig.from_pretrained(place / "model"),
     ):
-        with pytest.warns(UserWarning, match="flash attention is not installed; the model runs with") as caught:
+        with pytest.warns(UserWarning, match="the attention that the file names is left out") as caught:
             assert opened()._attn_implementation in ("sdpa", None)
         assert len(caught) == 1
 
 
-def test_a_foreign_model_that_names_flash_attention_runs_with_what_there_is(place):
+def test_a_foreign_model_that_names_flash_attention_runs_with_the_default(place):
     config = LlamaConfig(
         vocab_size=257, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
     )
     LlamaForCausalLM(config).save_pretrained(place / "model")
     edit(place / "model" / "config.json", _attn_implementation="flash_attention_2")
-    with pytest.warns(UserWarning, match="flash attention is not installed"):
+    with pytest.warns(UserWarning, match="attention that the file names is left out"):
         model, _ = open_model(place / "model", device="cpu")
     assert type(model) is LlamaForCausalLM
     assert model.config._attn_implementation == "sdpa"
     residua.convert(model, "hc").save_pretrained(place / "converted")
     edit(place / "converted" / "config.json", attn_implementation="flash_attention_2")
-    with pytest.warns(UserWarning, match="flash attention is not installed"):
+    with pytest.warns(UserWarning, match="attention that the file names is left out"):
         again = AutoModelForCausalLM.from_pretrained(place / "converted")
     assert torch.equal(again(torch.arange(5)[None]).logits, model(torch.arange(5)[None]).logits)
 

@@ -4,34 +4,30 @@ import warnings
 from typing import Any
 
 from residua.connections import Scheme, describe, resolve
-from residua.errors import extra, fits, require
+from residua.errors import check_types, extra, fits, require
 from residua.model_fields import MOST_LAYERS, ModelFields
 from residua.models.memory import states_per_layer
 
 with extra("lab"):
     from transformers import PreTrainedConfig
-    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-ATTENTION = ("eager", "sdpa", "flex_attention")
-"""Implementations of attention that are part of transformers and torch."""
-FLASH_ATTENTION = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-"""Implementations of optional packages, and whether these are installed."""
+ATTENTION = (None, "eager", "sdpa", "flex_attention")
+"""Implementations of attention that are part of transformers and torch: for others it may download code and run it."""
 
 
 def usable(config: Any, source: object) -> Any:
-    """Return the content of a configuration file without flash attention if that is not installed.
+    """Return the content of a configuration file without attention that is not in `ATTENTION`, and warn if it has some.
 
-    The model then runs with the default attention and a warning. For any other attention not in `ATTENTION`
-    transformers may download a kernel and run it. Pass such a one to `from_pretrained`. Layers are built until there is
-    no memory.
+    The model then runs with the default attention. Pass another one to `from_pretrained`.
 
     Raises:
-        ValueError: the file names such an attention, or more than `MOST_LAYERS` layers.
+        ValueError: the file names more than `MOST_LAYERS` layers, which are built until there is no memory.
     """
     content = _usable(config, source)
     if content != config:
         warnings.warn(
-            f"{source}: flash attention is not installed; the model runs with the attention that transformers chooses",
+            f"{source}: the attention that the file names is left out, because code may be downloaded for it; give "
+            "attn_implementation= to from_pretrained instead",
             stacklevel=3,
         )
     return content
@@ -43,14 +39,7 @@ def _usable(config: Any, source: object) -> Any:
     content = {}
     for key, value in config.items():
         if key.lstrip("_").startswith("attn_implementation"):
-            names = [name for name in (value.values() if isinstance(value, dict) else [value]) if name is not None]
-            for name in names:
-                if name not in ATTENTION and name not in FLASH_ATTENTION:
-                    raise ValueError(
-                        f"{source} must have {key} {', '.join(ATTENTION)} or none, got {name!r}, for which code may be "
-                        "downloaded; remove it from the file, and give attn_implementation= to from_pretrained instead"
-                    )
-            if all(name in ATTENTION or FLASH_ATTENTION[name]() for name in names):
+            if all(name in ATTENTION for name in (value.values() if isinstance(value, dict) else [value])):
                 content[key] = value
         elif key.endswith(("layer", "layers")) and fits(value, int):
             require(value <= MOST_LAYERS, f"{source}: {key}", f"at most {MOST_LAYERS}", value)
@@ -95,16 +84,15 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class does. Raises ValueError, and warns, as `usable` does."""
+        """As the base class does, of what is `usable`."""
         return super().from_dict(usable(config_dict, "config.json"), **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in ("connection", "num_hidden_layers", "key_value_kernel") and "layer_types" in vars(self):
-            layers = self.num_hidden_layers
-            expected = f"a whole number from 1 to {MOST_LAYERS}"
-            require(fits(layers, int) and 1 <= layers <= MOST_LAYERS, "num_hidden_layers", expected, layers)
-            self._count_states(self._describe_connection())
+            scheme = self._describe_connection()
+            check_types(self, ModelFields)
+            self._count_states(scheme)
 
     def _describe_connection(self) -> Scheme:
         """Store the scheme as a mapping with all its options. Return the scheme."""
