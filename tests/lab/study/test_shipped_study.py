@@ -58,15 +58,14 @@ def test_a_scheme_that_fits_no_size_is_refused(stub):
 def test_every_record_is_a_run_of_the_study_with_the_same_key(stub, finished):
     plan = Plan(read_folder(SHIPPED), stub)
     planned = {run.key: run for run in plan.runs(finished)}
-    others = {run.key: run for run in plan.other_points(finished)}
     assert len(finished) == 992
-    assert not planned.keys() & others.keys()
-    assert finished.keys() <= planned.keys() | others.keys()
-    assert Counter((run.rung, run.kind) for run in others.values()) == {("0.1M", "report"): 60}
-    for key, row in finished.items():
-        run = others[key] if key in others else planned[key]
-        told = tuple(row[name] for name in ("kind", "rung", "scheme", "point"))
-        assert (run.kind, run.rung, run.scheme, run.point) == told
+    assert [plan.recorded(row).key for row in finished.values()] == list(finished)
+    # When more seeds compared the finalists, the study chose anew for some schemes.
+    others = finished.keys() - planned.keys()
+    assert Counter((finished[key]["rung"], finished[key]["kind"]) for key in others) == {("0.1M", "report"): 60}
+    for key in finished.keys() & planned.keys():
+        told = tuple(finished[key][name] for name in ("kind", "rung", "scheme", "point"))
+        assert planned[key][:4] == told
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_who_is_ahead_of_every_baseline_is_said():
         ({"ask": 5}, "questions.gain.ask must be text"),
         ({"seeds": [4, 4]}, "questions.gain.seeds must be different integers"),
         ({"seeds": [4]}, "questions.gain.at must be tokens, as longer runs of the baselines have no further seeds"),
-        ({"seeds": [3], "at": ["tokens"]}, "questions.gain.seeds must be others than seeds and those that tune"),
+        ({"seeds": [3], "at": ["tokens"]}, "questions.gain.seeds must be others than the study's and those that tune"),
         ({"answer": 5}, "unknown key questions.gain.answer"),
     ],
 )
@@ -186,7 +186,9 @@ def test_a_file_whose_questions_name_no_scheme_is_refused(tmp_path):
         "questions: {q: {ask: who, compare: [[residul, residual]]}}\n"
     )
     (tmp_path / "study.yaml").write_text(text)
-    with pytest.raises(InputError, match=r"questions.q.compare must be some of the schemes .*did you mean residual"):
+    with pytest.raises(
+        InputError, match=r"questions.q.compare must be some of residual, got 'residul'; did you mean residual"
+    ):
         load_study(str(tmp_path / "study.yaml"))
 
 

@@ -59,9 +59,9 @@ def timeless(folder):
 def walked(sweep, loss):
     """The runs that a sweep makes, in rounds, where `loss(point, seed)` is what a run comes to."""
     losses, rounds = {}, []
-    while new := [run for run in dict.fromkeys(sweep.wanted(losses)) if run not in losses]:
-        losses |= {run: loss(*run) for run in new}
-        rounds.append(new)
+    while new := [run for run in sweep.search.wanted(losses) if run not in losses]:
+        losses |= {(point, seed): loss(point, seed or 0) for point, seed in new}
+        rounds.append([(point, seed or 0) for point, seed in new])
     return rounds
 
 
@@ -217,7 +217,7 @@ def test_a_run_that_diverges_is_recorded_and_stands_last(data, tmp_path):
     outcome = train_sweep(sweep, tmp_path / "out", progress=False)
     assert [result.point for result in outcome.results] == [(1e-3,), (1e30,)]
     assert outcome.results[1].losses == (None,)
-    assert "diverged" in outcome.table()[1][1][-2]
+    assert outcome.table().rows[1][-1] == "diverged: 1"
     rows = {row["point"]["train.lr"]: row for row in jsonlines.read(tmp_path / "out" / "records.jsonl")}
     assert "loss and gradient must be finite" in rows[1e30]["diverged"]
     assert not list((tmp_path / "out" / "runs").iterdir())
@@ -297,9 +297,9 @@ def test_points_with_fewer_seeds_stand_below_the_others():
     outcome = Outcome(sweep, (Result((1e-3,), (2.0, 2.2)), Result((4e-3,), (2.1, 2.3)), few))
     assert outcome.best.point == (1e-3,)
     header, rows = outcome.table()
-    assert header == ["train.lr", "seeds", "validation loss", "95 % interval"]
-    assert rows[0] == ["0.001", "2", "2.1000", "± 1.2706"]
-    assert rows[2] == ["0.002", "1", "1.0000", "–"]
+    assert header == ["train.lr", "seeds", "validation loss"]
+    assert rows[0] == ["0.001", "2", "2.1000 ± 1.2706"]
+    assert rows[2] == ["0.002", "1", "1.0000 (one seed)"]
     assert outcome.notes == [
         "the best train.lr=0.001 is at the edge of what was tried; try further values, or --neighbours"
     ]

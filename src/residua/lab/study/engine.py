@@ -159,7 +159,7 @@ def joined(study: Study, out: Path) -> Study:
                 "name or another folder"
             )
     growing = {name: (getattr(before, name), getattr(study, name)) for name in GROWING}
-    growing["tuning.final_seeds"] = before.tuning.judges, study.tuning.judges
+    growing["tuning.final_seeds"] = before.tuning.finalist_seeds, study.tuning.finalist_seeds
     growing |= {f"rungs.{name}.seeds": (before.seeds_at(name), study.seeds_at(name)) for name in rungs}
     for name, (earlier, now) in growing.items():
         fewer = [one for one in earlier if one not in now]

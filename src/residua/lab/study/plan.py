@@ -7,22 +7,35 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from residua.connections.names import canonical
 from residua.conversion.base_model import base_sha256
 from residua.conversion.configuration import ConvertedConfig
-from residua.errors import Count, InputError, Range, check_types, decoded, did_you_mean, extra, fits, require
+from residua.errors import (
+    Count,
+    InputError,
+    Positive,
+    Range,
+    check_types,
+    decoded,
+    did_you_mean,
+    extra,
+    fits,
+    require,
+    shown,
+)
 from residua.lab.cost.counts import parameters
 from residua.lab.data import PreparedData
 from residua.lab.experiment import build_model, model_config
 from residua.lab.study.questions import Question
-from residua.lab.study.search import Point, Search, chosen_points
+from residua.lab.study.search import Search, Trial, chosen_points, loss_of
 from residua.lab.training import BaseModelConfig, RunConfig, load_config
 from residua.lab.training.config import KEYS
 from residua.models import ResiduaConfig
@@ -42,7 +55,25 @@ def _distinct(least: int, expected: str) -> Range:
     return Range(expected, lambda values: len(set(values)) == len(values) >= least)
 
 
+def _are_numbers(values: Any) -> bool:
+    numbers = isinstance(values, list | tuple) and all(fits(value, float) and 0 < value < math.inf for value in values)
+    return numbers and bool(values)
+
+
+def _are_pairs(pairs: Any) -> bool:
+    listed = fits(pairs, list | tuple) and all(fits(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+    return listed and len({frozenset(pair) for pair in pairs}) == len(pairs)
+
+
 Seeds = Annotated[tuple[int, ...], _distinct(2, "at least 2 different ones")]
+Factors = Annotated[
+    tuple[float, ...], Range("a list of numbers above 1", lambda factors: all(1 < x < math.inf for x in factors))
+]
+Over = Annotated[
+    Mapping[str, Sequence[Any]],
+    Range("values for at least one key", bool),
+    Range("a list of numbers above 0 for each key", lambda over: all(map(_are_numbers, over.values()))),
+]
 
 
 @dataclass(frozen=True)
@@ -80,18 +111,15 @@ class Rung:
     name: str
     keys: Mapping[str, Any]
     tuned: str | None = None
-    longer: tuple[float, ...] | None = None
-    over: Mapping[str, Sequence[Any]] | None = None
-    tokens_per_parameter: float | None = None
+    longer: Factors | None = None
+    over: Over | None = None
+    tokens_per_parameter: Positive | None = None
     seeds: Seeds | None = None
     noise: Literal["pooled", "own"] = "pooled"
 
     def __post_init__(self) -> None:
         check_types(self)
-        _check_amounts(self)
         require(self.over is None or self.tuned is not None, "tuned", "a size, beside `over`", None)
-        if self.over is not None:
-            _check_over(self.over)
 
 
 @dataclass(frozen=True)
@@ -110,29 +138,27 @@ class Tuning:
                      Their means are compared. Empty: `seed` alone
     """
 
-    over: Mapping[str, Sequence[Any]]
+    over: Over
     runs: int
     baseline_runs: int
-    factors: Mapping[str, float] = field(default_factory=dict)
-    length: float = 1.0
+    factors: Annotated[
+        Mapping[str, float],
+        Range("a number above 1 for each key", lambda factors: all(fits(x, float) and x > 1 for x in factors.values())),
+    ] = field(default_factory=dict)
+    length: Annotated[float, Range("a number above 0, 1 at most", lambda length: 0 < length <= 1)] = 1.0
     finalists: int = 1
     seed: int = 0
     final_seeds: Annotated[tuple[int, ...], _distinct(0, "each seed once")] = ()
 
     @property
-    def judges(self) -> tuple[int, ...]:
-        """The seeds of the finalists."""
+    def finalist_seeds(self) -> tuple[int, ...]:
         return self.final_seeds or (self.seed,)
 
     def __post_init__(self) -> None:
         check_types(self)
-        _check_over(self.over)
-        above = all(fits(factor, float) and 1 < factor < math.inf for factor in self.factors.values())
-        require(above, "factors", "a number above 1 for each key", self.factors)
         grid = math.prod(len(values) for values in self.over.values())
         require(self.runs >= grid, "runs", f"at least the {grid} points of the grid", self.runs)
         require(self.baseline_runs >= self.runs, "baseline_runs", "at least tuning.runs", self.baseline_runs)
-        require(0 < self.length <= 1, "length", "a number above 0, 1 at most", self.length)
         most = 1 if self.length == 1 else self.runs
         why = "1, as tuning runs are as long as reported ones" if self.length == 1 else "1 to tuning.runs"
         require(1 <= self.finalists <= most, "finalists", why, self.finalists)
@@ -205,21 +231,28 @@ class Study:
     tuning: Tuning
     config: str | tuple[str, ...] = "tiny"
     set: Mapping[str, Any] = field(default_factory=dict)
-    tokens_per_parameter: float = 20.0
+    tokens_per_parameter: Positive = 20.0
     epochs: Count = 1
     baselines: Annotated[tuple[str, ...], _distinct(1, "at least one, each once")] = ("residual",)
     seeds: Seeds = (1, 2, 3, 4, 5)
-    longer: tuple[float, ...] = ()
-    warmup: float = 0.1
+    longer: Factors = ()
+    warmup: Annotated[float, Range("a number from 0, below 1", lambda share: 0 <= share < 1)] = 0.1
     evaluations: Count = 10
     questions: Mapping[str, Question] = field(default_factory=dict)
-    primary: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
+    primary: Annotated[
+        Mapping[str, Sequence[Sequence[str]]],
+        Range(
+            "a list of pairs of schemes for each size, each pair once",
+            lambda sizes: all(map(_are_pairs, sizes.values())),
+        ),
+    ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_types(self)
-        _check_amounts(self)
-        require(0 <= self.warmup < 1, "warmup", "a number from 0, below 1", self.warmup)
-        self._check_schemes()
+        check_names("baselines", self.baselines, self.schemes)
+        unmatched = [name for name, entry in self.schemes.items() if entry.parameters_of is None]
+        for name, entry in self.schemes.items():
+            check_names(f"schemes.{name}.parameters_of", filter(None, [entry.parameters_of]), unmatched)
         self._check_questions()
         for rung in self.rungs.values():
             self._check_rung(rung)
@@ -227,40 +260,24 @@ class Study:
         for key in [*self.set, *(key for part in parts for key in part.keys), *self.tuning.over]:
             require(key not in BY_THE_STUDY, key, "a key that a study does not set by itself", key)
 
-    def _check_schemes(self) -> None:
-        for name in self.baselines:
-            require(name in self.schemes, "baselines", f"some of the schemes ({', '.join(self.schemes)})", name)
-        unmatched = [name for name, entry in self.schemes.items() if entry.parameters_of is None]
-        expected = f"a scheme that is matched to no other ({', '.join(unmatched) or 'none is there'})"
-        for entry in self.schemes.values():
-            good = entry.parameters_of in (None, *unmatched)
-            require(good, f"schemes.{entry.name}.parameters_of", expected, entry.parameters_of)
-
     def _check_questions(self) -> None:
-        chose = {self.tuning.seed, *self.tuning.judges}
-        tuners = f"those that tune ({', '.join(map(str, sorted(chose)))})"
-        require(not chose & {*self.seeds}, "seeds", f"others than {tuners}", self.seeds)
+        tuners = {self.tuning.seed, *self.tuning.finalist_seeds}
+        listed = f"those that tune ({', '.join(map(str, sorted(tuners)))})"
+        require(not tuners & {*self.seeds}, "seeds", f"others than {listed}", self.seeds)
         for name, question in self.questions.items():
-            free = not {*self.seeds, *chose} & {*question.seeds}
-            require(free, f"questions.{name}.seeds", f"others than seeds and {tuners}", question.seeds)
+            new = not {*self.seeds, *tuners} & {*question.seeds}
+            require(new, f"questions.{name}.seeds", f"others than the study's and {listed}", question.seeds)
             second = next((pair[1] for pair in question.compare if pair[1] not in self.baselines), None)
             reason = f"tokens, as {second} is not a baseline and is trained for one length"
             require(second is None or question.at == ("tokens",), f"questions.{name}.at", reason, question.at)
-        for size, pairs in self.primary.items():
-            good = fits(pairs, list | tuple) and all(fits(pair, list | tuple) and len(pair) == 2 for pair in pairs)
-            require(good, f"primary.{size}", "a list of pairs of schemes", pairs)
-            alike = len({frozenset(pair) for pair in pairs}) == len(pairs)
-            require(alike, f"primary.{size}", "each pair once", pairs)
 
     def _check_rung(self, rung: Rung) -> None:
         place, again = f"rungs.{rung.name}", rung.over is not None
-        expected = f"some of the study's ({', '.join(map(str, self.seeds))})"
-        require({*(rung.seeds or ())} <= {*self.seeds}, f"{place}.seeds", expected, rung.seeds)
+        check_names(f"{place}.seeds", rung.seeds, self.seeds)
         sizes = [name for name, r in self.rungs.items() if r.tuned is None or (r.over is not None and not again)]
         expected = f"a size that is tuned by itself ({', '.join(sizes) or 'none is there'})"
         require(rung.tuned in (None, *sizes), f"{place}.tuned", expected, rung.tuned)
-        expected = f"keys of tuning.over ({', '.join(self.tuning.over)})"
-        require({*(rung.over or ())} <= self.tuning.over.keys(), f"{place}.over", expected, rung.over)
+        check_names(f"{place}.over", rung.over, self.tuning.over)
         self.tuning_at(rung.name)  # checks the budget
 
     def longer_at(self, rung: str) -> Sequence[float]:
@@ -316,14 +333,10 @@ class Study:
         A scheme that the file does not have, such as a registered one, joins with its name; `questions` add the schemes
         that they compare. Raises InputError for an unknown rung or question.
         """
+        check_names("--questions", questions, self.questions)
+        check_names("--rungs", rungs, self.rungs)
         for name in questions or ():
-            known = ", ".join(self.questions) or "none are there"
-            require(name in self.questions, "--questions", f"some of {known}{did_you_mean(name, self.questions)}", name)
             schemes = [*(schemes or ()), *self.questions[name].schemes]
-        for name in rungs or ():
-            require(
-                name in self.rungs, "--rungs", f"some of {', '.join(self.rungs)}{did_you_mean(name, self.rungs)}", name
-            )
         chosen = dict(self.schemes)
         if schemes is not None:
             matched = [chosen[name].parameters_of for name in schemes if name in chosen]
@@ -351,16 +364,13 @@ class Plan:
         self.rungs = [name for name in study.rungs if rungs is None or name in rungs]
         self.data = str(data)
         self.prepared = PreparedData.open(data)
-        self._intermediate: dict[tuple[str, str], int] = {}
-        self._known: dict[tuple, RunConfig] = {}
+        self._settings, self._has_parameters = cache(self._read), cache(_has_parameters)
         self._bases: dict[str, PreTrainedConfig] = {}
-        self._with_parameters: dict[str, bool] = {}
         self._done: dict[tuple[str, str], tuple[list[Run], dict[str, Any] | None]] = {}
         self.steps: dict[str, int] = {}
         self.step_tokens: dict[str, int] = {}
-        first = study.schemes[study.baselines[0]]
         for rung in study.rungs.values():
-            config = self._config(rung, first, {}, 0, 1)
+            config = self.config(rung.name, study.baselines[0])
             train = config.train
             per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
             self.step_tokens[rung.name] = per_step
@@ -375,7 +385,7 @@ class Plan:
                 )
         self.misfits: dict[tuple[str, str], InputError] = {}
         for entry in study.schemes.values():  # every configuration is checked before hours are spent on the first
-            errors = {(name, entry.name): error for name in study.rungs if (error := self._misfit(name, entry))}
+            errors = {(name, entry.name): error for name in study.rungs if (error := self._misfit(name, entry.name))}
             if len(errors) == len(study.rungs):
                 raise next(iter(errors.values()))
             self.misfits |= errors
@@ -393,41 +403,28 @@ class Plan:
 
     def runs(self, finished: Mapping[Any, Record]) -> Iterator[Run]:
         """All runs that the study needs, as far as the finished ones tell, in the order of their worth."""
-        for rung in self.study.rungs.values():
-            chosen = {}
-            for scheme in self.schemes_at(rung.name):
-                if rung.name in self.study.searches(rung.name):
-                    yield from self.tuning(rung.name, scheme, finished)
-                if rung.name in self.rungs:
-                    chosen[scheme] = self.chosen(rung.name, scheme, finished)
-                if chosen.get(scheme) is not None:
-                    yield from self.reported(rung.name, scheme, chosen[scheme])
-            for name in self.study.baselines:
-                if chosen.get(name) is not None:
-                    for factor in self.study.longer_at(rung.name):
-                        yield from self.reported(rung.name, name, chosen[name], factor)
-            for name, point in chosen.items():
-                if point is not None:
-                    yield from self.reported(rung.name, name, point, seeds=self.study.further_seeds(rung.name, name))
-
-    def other_points(self, finished: Mapping[Any, Record]) -> Iterator[Run]:
-        """The finished runs of points that the search tried and did not choose.
-
-        A study that grows may choose anew, as when more seeds compare the finalists; the runs of its earlier choice
-        stay, and say what the choice is worth.
-        """
         study = self.study
-        ended = [(r["rung"], r["scheme"], r["point"]) for r in finished.values() if r["kind"] in ("report", "longer")]
-        for rung, scheme in itertools.product(self.rungs, study.schemes):
-            if scheme not in self.schemes_at(rung):
-                continue
-            point = self.chosen(rung, scheme, finished)
-            tried = [run.point for run in self.tuning(study.searches(rung)[-1], scheme, finished)]
-            others = {json.dumps(o): o for o in tried if o != point and (rung, scheme, o) in ended}.values()
-            seeds = [*study.seeds_at(rung), *study.further_seeds(rung, scheme)]
-            factors = (None, *(study.longer_at(rung) if scheme in study.baselines else ()))
-            for other, factor in itertools.product(others, factors):
-                yield from (run for run in self.reported(rung, scheme, other, factor, seeds) if run.key in finished)
+        for rung in study.rungs:
+            chosen = {}
+            for scheme in self.schemes_at(rung):
+                if rung in study.searches(rung):
+                    yield from self.tuning(rung, scheme, finished)
+                if rung in self.rungs and (point := self.chosen(rung, scheme, finished)) is not None:
+                    chosen[scheme] = point
+                    yield from self.reported(rung, scheme, point)
+            for name, factor in itertools.product(study.baselines, study.longer_at(rung)):
+                if name in chosen:
+                    yield from self.reported(rung, name, chosen[name], factor)
+            for name, point in chosen.items():
+                yield from self.reported(rung, name, point, seeds=study.further_seeds(rung, name))
+
+    def recorded(self, record: Record) -> Run:
+        """The run of a record, whose key is another if the study has other settings.
+
+        It need not be one of `runs`: a study that grows may choose anew, as when more seeds compare the finalists, and
+        the runs of its earlier choice stay.
+        """
+        return self.run(*(record[name] for name in ("kind", "rung", "scheme", "point", "seed", "steps")))
 
     @property
     def most(self) -> int:
@@ -446,24 +443,24 @@ class Plan:
                 budget = tuning.baseline_runs if baseline else tuning.runs
                 yield Part(rung, scheme, budget, max(1, round(tuning.length * steps)))
                 if tuning.finalists > 1:
-                    yield Part(rung, scheme, tuning.finalists * len(tuning.judges), steps)
+                    yield Part(rung, scheme, tuning.finalists * len(tuning.finalist_seeds), steps)
             if rung in self.rungs:
                 seeds = len(study.seeds_at(rung))
                 yield Part(rung, scheme, seeds + len(study.further_seeds(rung, scheme)), steps)
                 for factor in study.longer_at(rung) if baseline else ():
                     yield Part(rung, scheme, seeds, round(factor * steps))
 
-    def _misfit(self, rung: str, entry: Entry) -> InputError | None:
+    def _misfit(self, rung: str, scheme: str) -> InputError | None:
         """Why a scheme cannot be built at a size; None where it can."""
         try:
-            config = self._config(self.study.rungs[rung], entry, {}, 0, 1)
+            config = self.config(rung, scheme)
         except InputError as error:
             return error
         if isinstance(config.model, BaseModelConfig):
             try:
                 self.model(config)
             except InputError as error:
-                return InputError(f"schemes.{entry.name}: {error}")
+                return InputError(f"schemes.{scheme}: {error}")
         return None
 
     def tuning(self, rung: str, scheme: str, finished: Mapping[Any, Record]) -> list[Run]:
@@ -483,11 +480,15 @@ class Plan:
         seeds: Sequence[int] | None = None,
     ) -> Iterator[Run]:
         """The runs of all seeds at a point, or of other `seeds`, with `longer` times as many steps if given."""
+        kind: Kind = "longer" if longer else "report"
         steps = round((longer or 1.0) * self.steps[rung])
-        entry = self.study.schemes[scheme]
         for seed in self.study.seeds_at(rung) if seeds is None else seeds:
-            config = self._config(self.study.rungs[rung], entry, point, seed, steps)
-            yield Run("longer" if longer else "report", rung, scheme, point, config)
+            yield self.run(kind, rung, scheme, point, seed, steps)
+
+    def run(self, kind: Kind, rung: str, scheme: str, point: Mapping[str, Any], seed: int, steps: int) -> Run:
+        # Nobody looks at the curve of a run that tunes.
+        evaluations = 1 if kind in ("tune", "final") else self.study.evaluations
+        return Run(kind, rung, scheme, point, self.config(rung, scheme, point, seed, steps, evaluations))
 
     def _search(
         self, rung: str, scheme: str, finished: Mapping[Any, Record]
@@ -495,99 +496,88 @@ class Plan:
         """The tuning runs of a scheme, and its best point once all of them are finished."""
         if (rung, scheme) in self._done:
             return self._done[rung, scheme]
-        start: dict[str, Any] | None = {}
-        for before in self.study.searches(rung)[:-1]:
-            start = self.chosen(before, scheme, finished)
+        before = self.study.searches(rung)[:-1]
+        start = self.chosen(before[-1], scheme, finished) if before else {}
         if start is None:
             return [], None
         tuning, search = self.study.tuning_at(rung), self._started(rung, scheme, start)
-        losses: dict[Point, float] = {}
+        losses: dict[Trial, float] = {}
         while True:  # a step of the search follows from the losses of the steps before
-            ((points, ranked),) = search.groups(losses)
-            full = {point: {**start, **search.named(point)} for point in points}
-            runs = [self._tuning_run(rung, scheme, full[point]) for point in points]
-            new = {
-                point: math.inf if record["val_loss"] is None else record["val_loss"]
-                for point, run in zip(points, runs)
-                if point not in losses and (record := finished.get(run.key))
+            runs = {
+                (point, seed): self._trial(rung, scheme, start, search.named(point), seed)
+                for point, seed in search.wanted(losses)
             }
-            if not new:
+            known = {trial: loss_of(finished[run.key]) for trial, run in runs.items() if run.key in finished}
+            if known == losses:
                 break
-            losses |= new
-        best = [point for point in ranked or () if math.isfinite(losses[point])]
-        trials = [(full[point], losses[point]) for point in best[: tuning.finalists]]
-        finals = [(point, seed) for point, _ in trials for seed in tuning.judges if tuning.finalists > 1]
-        again = [self._tuning_run(rung, scheme, *final) for final in finals]
-        ended = [(*final, finished[run.key]["val_loss"]) for final, run in zip(finals, again) if run.key in finished]
-        done = len(losses) == len(runs) and len(ended) == len(finals)
-        chosen = chosen_points(trials, ended, finalists=tuning.finalists, seeds=tuning.judges) if done else []
-        searched = [*runs, *again], chosen[0] if chosen else None
-        if done:
-            self._done[rung, scheme] = searched
-        return searched
+            losses = known
+        if len(losses) < len(runs):
+            return [*runs.values()], None
+        trials = ((point, loss) for (point, seed), loss in losses.items() if seed is None)
+        finals = [(point, seed, loss) for (point, seed), loss in losses.items() if seed is not None]
+        best = chosen_points(trials, finals, finalists=tuning.finalists, seeds=tuning.finalist_seeds)
+        self._done[rung, scheme] = [*runs.values()], {**start, **search.named(best[0])} if best else None
+        return self._done[rung, scheme]
 
     def _started(self, rung: str, scheme: str, start: Mapping[str, Any]) -> Search:
         """The search for the best point of a scheme. start: settings that an earlier search found."""
-        study, tuning, entry = self.study, self.study.tuning_at(rung), self.study.schemes[scheme]
-        if entry.connection not in self._with_parameters:
-            self._with_parameters[entry.connection] = _has_parameters(entry.connection)
-        own = self._with_parameters[entry.connection]
+        study, tuning = self.study, self.study.tuning_at(rung)
+        own = self._has_parameters(study.schemes[scheme].connection)
         over = {key: values for key, values in tuning.over.items() if key != "train.connection_lr_factor" or own}
         expected = f"a key for {scheme} too, which has no parameters of its own, such as train.lr"
         require(bool(over), "tuning.over", expected, dict(tuning.over))
         return Search(
             over,
-            lambda point: self._config(study.rungs[rung], entry, {**start, **point}, 0, 1),
+            lambda point: self.config(rung, scheme, {**start, **point}),
             budget=tuning.baseline_runs if scheme in study.baselines else tuning.runs,
             factors=tuning.factors,
+            finalists=tuning.finalists,
+            seeds=tuning.finalist_seeds if tuning.finalists > 1 else (),
         )
 
-    def _tuning_run(self, rung: str, scheme: str, point: Mapping[str, Any], judge: int | None = None) -> Run:
-        """A run of the search, or the run of a finalist with the seed `judge`."""
-        tuning = self.study.tuning_at(rung)
-        short = max(1, round(tuning.length * self.steps[rung]))
-        seed, steps = (tuning.seed, short) if judge is None else (judge, self.steps[rung])
-        # Evaluated once: nobody looks at the curve of a tuning run.
-        config = self._config(self.study.rungs[rung], self.study.schemes[scheme], point, seed, steps, 1)
-        return Run("tune" if judge is None else "final", rung, scheme, point, config)
+    def _trial(
+        self, rung: str, scheme: str, start: Mapping[str, Any], point: Mapping[str, Any], seed: int | None
+    ) -> Run:
+        """A run of the search, or the run of a finalist with a seed."""
+        tuning, steps, full = self.study.tuning_at(rung), self.steps[rung], {**start, **point}
+        if seed is not None:
+            return self.run("final", rung, scheme, full, seed, steps)
+        return self.run("tune", rung, scheme, full, tuning.seed, max(1, round(tuning.length * steps)))
 
-    def _shared(self, rung: Rung, entry: Entry) -> dict[str, Any]:
-        keys = {**self.study.set, **rung.keys, **entry.keys, "model.connection": entry.connection}
-        if entry.parameters_of is not None:
-            keys["model.intermediate_size"] = self._matched(rung, entry)
-        return {**keys, "data.path": self.data, "train.tensorboard": False, "train.keep_checkpoints": 1}
-
-    def _config(
+    def config(
         self,
-        rung: Rung,
-        entry: Entry,
-        point: Mapping[str, Any],
-        seed: int,
-        steps: int,
-        evaluations: int | None = None,
+        rung: str,
+        scheme: str,
+        point: Mapping[str, Any] = MappingProxyType({}),
+        seed: int = 0,
+        steps: int = 1,
+        evaluations: int = 1,
     ) -> RunConfig:
-        settings = rung.name, entry.name, entry.parameters_of, json.dumps(dict(point))
-        if settings not in self._known:
-            self._known[settings] = load_config(self.study.config, {**self._shared(rung, entry), **point})
-        config = self._known[settings]
+        """The configuration of a scheme at a size."""
+        config = self._settings(rung, scheme, json.dumps(dict(point)))
         train = replace(
             config.train,
             seed=seed,
             steps=steps,
             warmup_steps=int(self.study.warmup * steps),
-            evaluate_every=max(1, math.ceil(steps / (evaluations or self.study.evaluations))),
+            evaluate_every=max(1, math.ceil(steps / evaluations)),
         )
         return replace(config, train=train)
+
+    def _read(self, rung: str, scheme: str, point: str) -> RunConfig:
+        entry = self.study.schemes[scheme]
+        width = {} if entry.parameters_of is None else {"model.intermediate_size": self._matched(rung, entry)}
+        return load_config(self.study.config, {**self._shared(rung, entry), **width, **json.loads(point)})
+
+    def _shared(self, rung: str, entry: Entry) -> dict[str, Any]:
+        keys = {**self.study.set, **self.study.rungs[rung].keys, **entry.keys, "model.connection": entry.connection}
+        return {**keys, "data.path": self.data, "train.tensorboard": False, "train.keep_checkpoints": 1}
 
     def model(self, config: RunConfig) -> PreTrainedConfig:
         """The configuration of the model of a run. Raises InputError for a base that cannot be used."""
         if isinstance(config.model, BaseModelConfig):
             return self._converted(config)
         return model_config(config)
-
-    def config(self, rung: str, scheme: str) -> RunConfig:
-        """A configuration of a scheme at a rung, of one step: for what does not depend on learning rates."""
-        return self._config(self.study.rungs[rung], self.study.schemes[scheme], {}, 0, 1)
 
     def _converted(self, config: RunConfig) -> PreTrainedConfig:
         known = json.dumps(asdict(config.model), sort_keys=True)
@@ -599,19 +589,16 @@ class Plan:
     def _count(self, config: RunConfig) -> int:
         return parameters(self.model(config))["total"]
 
-    def _matched(self, rung: Rung, entry: Entry) -> int:
+    def _matched(self, rung: str, entry: Entry) -> int:
         """The MLP width with which a scheme comes nearest to the parameters of the one that it is matched to."""
-        if (rung.name, entry.name) not in self._intermediate:
-            other = self._config(rung, self.study.schemes[entry.parameters_of], {}, 0, 1)
-            place = f"schemes.{entry.name}.parameters_of"
-            require(not isinstance(other.model, BaseModelConfig), place, "none beside model.base", entry.parameters_of)
-            target = self._count(other)
-            plain = self.model(self._config(rung, replace(entry, parameters_of=None), {}, 0, 1))
-            width = plain.intermediate_size
-            wider = ResiduaConfig(**{**plain.to_dict(), "intermediate_size": width + 1})
-            counts = [parameters(model)["total"] for model in (plain, wider)]
-            self._intermediate[rung.name, entry.name] = width + round((target - counts[0]) / (counts[1] - counts[0]))
-        return self._intermediate[rung.name, entry.name]
+        other = self.config(rung, entry.parameters_of)
+        place = f"schemes.{entry.name}.parameters_of"
+        require(not isinstance(other.model, BaseModelConfig), place, "none beside model.base", entry.parameters_of)
+        plain = self.model(load_config(self.study.config, self._shared(rung, entry)))
+        width = plain.intermediate_size
+        wider = ResiduaConfig(**{**plain.to_dict(), "intermediate_size": width + 1})
+        counts = [parameters(model)["total"] for model in (plain, wider)]
+        return width + round((self._count(other) - counts[0]) / (counts[1] - counts[0]))
 
 
 def _has_parameters(connection: str) -> bool:
@@ -627,25 +614,32 @@ def load_study(source: str) -> Study:
     Raises:
         InputError: there is no such file, or a key or value in it cannot be used; one line that names it.
     """
-    known = "resbench"
-    if source == known:
-        text = (resources.files("residua.lab.study") / f"{known}.yaml").read_text(encoding="utf-8")
+    if source == "resbench":
+        text = (resources.files("residua.lab.study") / "resbench.yaml").read_text(encoding="utf-8")
     elif Path(source).is_file():
         text = read_text(source, "YAML")
     else:
-        raise InputError(f"the study must be {known} or a YAML file, got {source!r}{did_you_mean(source, [known])}")
+        nearest = did_you_mean(source, ["resbench"])
+        raise InputError(f"the study must be resbench or a YAML file, got {source!r}{nearest}")
     study = read_study(parse_yaml(text, source), source)
     # Here and not for a folder, whose report needs no package that brings a scheme.
     entries = {name: replace(entry, connection=canonical(entry.connection)) for name, entry in study.schemes.items()}
-    study = replace(study, schemes=entries)
-    compared = {f"questions.{question.name}.compare": question.schemes for question in study.questions.values()}
+    for name, question in study.questions.items():
+        check_names(f"questions.{name}.compare", question.schemes, entries)
+    check_names("primary", study.primary, study.rungs)
     for size, pairs in study.primary.items():
-        require(size in study.rungs, "primary", f"sizes ({', '.join(study.rungs)})", size)
-        compared[f"primary.{size}"] = tuple(name for pair in pairs for name in pair)
-    for where, name in ((where, name) for where, names in compared.items() for name in names):
-        expected = f"some of the schemes ({', '.join(study.schemes)}{did_you_mean(name, study.schemes)})"
-        require(name in study.schemes, where, expected, name)
-    return study
+        check_names(f"primary.{size}", itertools.chain(*pairs), entries)
+    return replace(study, schemes=entries)
+
+
+def check_names(place: str, names: Iterable[Any] | None, choices: Iterable[Any]) -> None:
+    """Raise InputError for the first of `names` that is not among the choices."""
+    choices = [*choices]
+    for name in names or ():
+        if name not in choices:
+            listed = [*map(str, choices)]
+            some = f"some of {', '.join(listed) or 'none'}"
+            raise InputError(f"{place} must be {some}, got {shown(name)}{did_you_mean(name, listed)}")
 
 
 def read_study(document: Any, source: str) -> Study:
@@ -697,17 +691,3 @@ def _pinned(study: Study) -> Study:
         rungs={name: replace(rung, keys=pin(rung.keys)) for name, rung in study.rungs.items()},
         schemes={name: replace(entry, keys=pin(entry.keys)) for name, entry in study.schemes.items()},
     )
-
-
-def _check_over(over: Mapping[str, Any]) -> None:
-    """Check the values of keys that a search begins with: it counts points of numbers, between which it walks."""
-    require(bool(over), "over", "values for at least one key", over)
-    for key, values in over.items():
-        numbers = isinstance(values, list | tuple) and all(fits(one, float) and 0 < one < math.inf for one in values)
-        require(numbers and bool(values), f"over.{key}", "a list of numbers above 0", values)
-
-
-def _check_amounts(part: Study | Rung) -> None:
-    factors, tokens = part.longer or (), part.tokens_per_parameter
-    require(all(1 < factor < math.inf for factor in factors), "longer", "a list of numbers above 1", part.longer)
-    require(tokens is None or 0 < tokens < math.inf, "tokens_per_parameter", "a number above 0", tokens)

@@ -89,7 +89,11 @@ def _setting(found: Results) -> list[str]:
         f"fingerprint {str(one.get('fingerprint'))[:16]}"
         for one in found.corpora
     )
-    judges = f"the seeds {_list(tuning.judges)}" if len(tuning.judges) > 1 else f"seed {tuning.judges[0]}"
+    judges = (
+        f"the seeds {_list(tuning.finalist_seeds)}"
+        if len(tuning.finalist_seeds) > 1
+        else f"seed {tuning.finalist_seeds[0]}"
+    )
     finals = f" The best {tuning.finalists} were trained in full with {judges} to choose between them."
     lines = [
         f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most once. Seeds {_list(study.seeds)}, "

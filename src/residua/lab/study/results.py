@@ -16,7 +16,7 @@ from residua.errors import fits
 from residua.lab.study.folder import AUDITS, read_folder, read_runs
 from residua.lab.study.plan import Study
 from residua.lab.study.questions import MEASURES, Question
-from residua.lab.study.search import at_edge, chosen_points
+from residua.lab.study.search import at_edge, chosen_points, loss_of
 from residua.records import jsonlines
 from residua.records.folder import read_object
 from residua.records.jobs import Record
@@ -481,9 +481,9 @@ def _searched(
         and {key: value for key, value in r["point"].items() if key not in moved} in begins
     ]
     finals = [r for r in records if r["kind"] == "final"]
-    trials = ((record["point"], record["val_loss"]) for record in tuned)
-    ended = [(record["point"], record["seed"], record["val_loss"]) for record in finals]
-    return [*tuned, *finals], chosen_points(trials, ended, finalists=tuning.finalists, seeds=tuning.judges)
+    trials = ((record["point"], loss_of(record)) for record in tuned)
+    ended = [(record["point"], record["seed"], loss_of(record)) for record in finals]
+    return [*tuned, *finals], chosen_points(trials, ended, finalists=tuning.finalists, seeds=tuning.finalist_seeds)
 
 
 def _row(

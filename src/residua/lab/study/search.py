@@ -11,9 +11,12 @@ from typing import Any
 from residua.errors import InputError
 from residua.lab.training import RunConfig
 from residua.records.folder import flatten
+from residua.records.jobs import Record
 
 Point = tuple[Any, ...]
 """A value for each key of a search."""
+Trial = tuple[Point, int | None]
+"""A run: a point, and None in the search itself or the seed with which a finalist is trained."""
 FACTOR = 2.0
 """From a point to its neighbours, in both directions."""
 
@@ -22,29 +25,41 @@ FACTOR = 2.0
 class Search:
     """What is tuned. Keys whose values are all positive numbers are; the others make groups, each tuned by itself.
 
+    When the grid is done, the neighbours of the best point of each group are trained (each number halved and doubled),
+    until none of them is better. Then the finalists are trained with further seeds.
+
     over         the values of every key
     read         the configuration of a point. Raises InputError for a value beyond the range of its key
-    neighbours   when the grid is done, train the neighbours of the best point of each group (each number halved and
-                 doubled), until none of them is better
-    budget       how many points of each group are trained at most; None: as many as it takes
+    budget       how many points of each group are trained at most, beside the grid; None: as many as it takes
     factors      from a point to its neighbours in a key; FACTOR for the keys that are not here
+    finalists    how many of the best points of each group are finalists; None: all of them
+    seeds        of the finalists
     """
 
     over: Mapping[str, Sequence[Any]]
     read: Callable[[Mapping[str, Any]], RunConfig]
-    neighbours: bool = True
     budget: int | None = None
     factors: Mapping[str, float] = field(default_factory=dict)
+    finalists: int | None = None
+    seeds: Sequence[int] = ()
+
+    def wanted(self, losses: Mapping[Trial, float]) -> Iterator[Trial]:
+        """Yield the runs that are needed, as far as the losses tell. A loss is infinite where the run diverged."""
+        found = {point: loss for (point, seed), loss in losses.items() if seed is None}
+        for points, ranked in self.groups(found):
+            yield from ((point, None) for point in points)
+            finite = [point for point in ranked or () if math.isfinite(found[frozen(point)])]
+            yield from itertools.product(finite[: self.finalists], self.seeds)
 
     def groups(self, losses: Mapping[Point, float]) -> Iterator[tuple[list[Point], list[Point] | None]]:
         """Yield the points of each group that are needed, as far as the losses tell, and the same with the best first,
-        None where a loss is missing. A loss is infinite where the run diverged."""
+        None where a loss is missing."""
         groups: dict[Point, list[Point]] = {}
         for point in itertools.product(*self.over.values()):
             groups.setdefault(frozen(self.group(point)), []).append(point)
         for points in groups.values():
             ranked = _ranked(points, losses)
-            while self.neighbours and ranked is not None and math.isfinite(losses[frozen(ranked[0])]):
+            while ranked is not None and math.isfinite(losses[frozen(ranked[0])]):
                 tried = {frozen(point) for point in points}
                 new = [point for point in self._beside(ranked[0]) if frozen(point) not in tried]
                 new = new[: None if self.budget is None else max(0, self.budget - len(points))]
@@ -102,16 +117,21 @@ def at_edge(value: float, tried: Iterable[float]) -> bool:
     return len(tried) > 1 and value in (min(tried), max(tried))
 
 
+def loss_of(record: Record) -> float:
+    """The last validation loss of a run; infinite where it diverged."""
+    return math.inf if record["val_loss"] is None else record["val_loss"]
+
+
 def chosen_points(
-    trials: Iterable[tuple[Any, float | None]],
-    finals: Sequence[tuple[Any, int, float | None]],
+    trials: Iterable[tuple[Any, float]],
+    finals: Sequence[tuple[Any, int, float]],
     *,
     finalists: int,
     seeds: Sequence[int],
 ) -> list[Any]:
     """The points that a search chose: several where losses are equal, none while a finalist is not trained in full.
 
-    trials    points with the losses of their short runs, None where one diverged
+    trials    points with the losses of their short runs, infinite where one diverged
     finals    the finalists' points, seeds and losses in full
     finalists, seeds    how many finalists there are, and the seeds that decide between them
     """
@@ -122,12 +142,11 @@ def chosen_points(
     for point in best:
         by_seed = {seed: loss for other, seed, loss in finals if other == point}
         if by_seed.keys() >= {*seeds}:
-            losses = [by_seed[seed] for seed in seeds]
-            means.append((point, None if None in losses else math.fsum(losses) / len(losses)))
+            means.append((point, math.fsum(by_seed[seed] for seed in seeds) / len(seeds)))
     return lowest(means, 1) if len(means) >= min(finalists, len(best)) else []
 
 
-def lowest(losses: Iterable[tuple[Any, float | None]], count: int) -> list[Any]:
+def lowest(losses: Iterable[tuple[Any, float]], count: int) -> list[Any]:
     """The points with the `count` lowest losses, the lowest first, and those that tie with the last."""
-    ordered = sorted((pair for pair in losses if pair[1] is not None), key=itemgetter(1))
+    ordered = sorted((pair for pair in losses if math.isfinite(pair[1])), key=itemgetter(1))
     return [point for point, loss in ordered if loss <= ordered[:count][-1][1]]

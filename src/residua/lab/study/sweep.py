@@ -6,20 +6,20 @@ such as `model.connection`, make groups, and each group is tuned by itself.
 
 import itertools
 import json
-import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError, require
+from residua.errors import InputError
 from residua.lab.data import PreparedData
 from residua.lab.experiment import open_or_prepare
 from residua.lab.study.engine import train_point
-from residua.lab.study.search import Point, Search, at_edge, frozen
+from residua.lab.study.report import estimate_text
+from residua.lab.study.search import Point, Search, at_edge, frozen, loss_of
 from residua.lab.training import RunConfig, load_config
 from residua.lab.training.config import parse_overrides
 from residua.records import figures
@@ -55,34 +55,28 @@ class Sweep:
             raise InputError("--over must have at least one key to sweep, such as train.lr=1e-3,2e-3; got none")
         if "train.seed" in self.over:
             raise InputError("--over must be another key than train.seed; --seeds N trains every point N times")
-        for name, value in (("seeds", self.seeds), ("finalists", self.finalists)):
-            require(value is None or value >= 1, f"--{name}", "at least 1", value)
         if self.neighbours and not self.search.numeric:
             raise InputError("--neighbours needs --over with a key whose values are numbers, got none")
 
     @cached_property
     def search(self) -> Search:
-        return Search(self.over, self.config, self.neighbours)
+        budget = None if self.neighbours else 0
+        return Search(self.over, self.config, budget, finalists=self.finalists, seeds=range(1, self.seeds))
 
     def config(self, point: Mapping[str, Any]) -> RunConfig:
         """The configuration of a point, with the first seed. Raises InputError."""
-        known = frozen(tuple(point.values()))
-        if known not in self._configs:
-            config = load_config(self.source, {**parse_overrides(self.overrides), **point})
-            train = replace(config.train, keep_checkpoints=1, tensorboard=False)
-            self._configs[known] = replace(config, train=train)
-        return self._configs[known]
+        return self._configs(json.dumps(dict(point)))
 
     @cached_property
-    def _configs(self) -> dict[Point, RunConfig]:
-        """What was read before: reading takes a tenth of a second."""
-        return {}
+    def _configs(self) -> Callable[[str], RunConfig]:
+        """By point, as JSON: reading one takes a tenth of a second."""
 
-    def wanted(self, losses: Mapping[tuple[Point, int], float]) -> Iterator[tuple[Point, int]]:
-        """The runs (point, seed) that are needed, as far as the losses that are there tell."""
-        for points, ranked in self.search.groups({point: loss for (point, seed), loss in losses.items() if seed == 0}):
-            yield from ((point, 0) for point in points)
-            yield from ((point, seed) for seed in range(1, self.seeds) for point in (ranked or ())[: self.finalists])
+        @cache
+        def read(point: str) -> RunConfig:
+            config = load_config(self.source, {**parse_overrides(self.overrides), **json.loads(point)})
+            return replace(config, train=replace(config.train, keep_checkpoints=1, tensorboard=False))
+
+        return read
 
 
 @dataclass(frozen=True)
@@ -170,14 +164,13 @@ class Outcome:
         """Return a row for each point."""
         rows = [
             [
-                *map(_text, row["point"].values()),
-                str(len(row["losses"])),
-                f"– ({row['losses'].count(None)} diverged)" if row["mean"] is None else f"{row['mean']:.4f}",
-                "–" if row["half_width"] is None else f"± {row['half_width']:.4f}",
+                *map(_text, result.point),
+                str(len(result.losses)),
+                estimate_text(result.loss, ".4f") if result.loss else f"diverged: {result.losses.count(None)}",
             ]
-            for row in self.to_json()["results"]
+            for result in self.results
         ]
-        return Table([*self.sweep.over, "seeds", "validation loss", "95 % interval"], rows)
+        return Table([*self.sweep.over, "seeds", "validation loss"], rows)
 
     def draw(self, path: Path) -> None:
         """Draw the loss against each swept key: a dot for every run, and a line along the best points of each group."""
@@ -248,7 +241,6 @@ def train_sweep(
         InputError: the configuration or the folder cannot be used, see `records.jobs.open_runs`.
         RunError: a run failed for another reason than its numbers, or a result could not be written.
     """
-    require(processes >= 1, "--processes", "at least 1", processes)
     out = Path(out)
     for point in itertools.product(*sweep.over.values()):
         base = sweep.config(sweep.search.named(point))
@@ -262,11 +254,8 @@ def train_sweep(
             shared = str(open_or_prepare(base.data, out / "data", progress=progress).folder)
 
         def jobs(finished: Mapping[Any, Record]) -> list[Job]:
-            losses = {
-                (frozen(_point(sweep, run)), run["seed"]): math.inf if run["val_loss"] is None else run["val_loss"]
-                for run in finished.values()
-            }
-            return [_job(sweep, shared, point, seed) for point, seed in sweep.wanted(losses)]
+            losses = {(frozen(_point(sweep, run)), run["seed"] or None): loss_of(run) for run in finished.values()}
+            return [_job(sweep, shared, point, seed or 0) for point, seed in sweep.search.wanted(losses)]
 
         records = run_jobs(
             jobs,

@@ -2,12 +2,12 @@
 
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from residua.lab.experiment import open_run
 from residua.lab.inspection import Trace, sublayer_statistics, trace
 from residua.lab.study.engine import open_study, train_run
 from residua.lab.study.folder import AUDITS
-from residua.lab.study.plan import Plan, Run
+from residua.lab.study.plan import Run, check_names
 from residua.lab.training.checkpoint import saved_steps
 from residua.records.folder import writable
 from residua.records.jobs import Record
@@ -92,11 +92,14 @@ def verify(
     require(0 < share <= 1, "--share", "a number above 0, 1 at most", share)
     out = Path(out)
     plan, rows, _ = open_study(out, data)
-    for option, names, all_ in (("--schemes", schemes, plan.study.schemes), ("--rungs", rungs, plan.study.rungs)):
-        for name in names or ():
-            require(name in all_, option, f"some of {', '.join(all_)}", name)
-    finished = {row.get("key"): row for row in rows}
-    runs = _finished_runs(plan, finished, out)
+    check_names("--schemes", schemes, plan.study.schemes)
+    check_names("--rungs", rungs, plan.study.rungs)
+    finished = {row["key"]: row for row in rows}
+    runs = [plan.recorded(row) for row in finished.values()]
+    if strange := finished.keys() - {run.key for run in runs}:
+        raise InputError(
+            f"{out} must hold records of the study's own runs, got {len(strange)} others: {min(strange)!r}"
+        )
     if connections:
         runs = [run for run in runs if run.kind == "report" and finished[run.key]["val_loss"] is not None]
         seeds = plan.study.seeds[:1] if seeds is None else seeds
@@ -121,16 +124,6 @@ def verify(
                 lines.write({**one.row, "tokens": WINDOWS * run.config.train.sequence_length})
                 lines.sync()
             yield one
-
-
-def _finished_runs(plan: Plan, finished: Mapping[Any, Record], out: Path) -> list[Run]:
-    """Return the runs behind the records of a study. Raises InputError for a record that the study would not make."""
-    planned = [run for run in plan.runs(finished) if run.key in finished]
-    runs = [*planned, *plan.other_points(finished)]
-    if strange := finished.keys() - {run.key for run in runs}:
-        first = min(map(str, strange))[:80]
-        raise InputError(f"{out} must hold records of the study's own runs, found {len(strange)} others: {first!r}")
-    return runs
 
 
 def repeat(
