@@ -2,32 +2,33 @@
 
 The machines share the folder of the runs, which then also holds
 
-    slurm/jobs.jsonl     the number of every job in the queue
-    slurm/NAME.jsonl     what the job of a run reports: its finished steps, then its record or its error
-    slurm/...            submitit's files: what Slurm starts, and what the jobs print
+    slurm/jobs.jsonl    the number of every job in the queue
+    slurm/NAME.json     the record of a run, from its job to the command
+    slurm/...           submitit's files: what Slurm starts, and what the jobs print
 """
 
+import json
 import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError, RunError, first_line
-from residua.records import jsonlines
-from residua.records.durable import unlinked
+from residua.errors import RunError, first_line
+from residua.records.durable import unlinked, write_text
+from residua.records.folder import read_object
 from residua.records.jobs import Job, Work, file_name
-from residua.records.jsonlines import JsonLines
+from residua.records.jsonlines import JsonLines, finite
 from residua.records.threads import threads
 
 POLL_SECONDS = 10.0
-"""Between two looks at the jobs, and between two reports of their steps."""
+"""Between two looks at the jobs."""
 SETTLE_SECONDS = 60.0
 """A network file system may show a record so long after its job has ended. Without one the job was killed."""
 KILLS = 3
-"""A run has failed that was killed so many times at the same step."""
+"""A run has failed whose jobs were killed so many times."""
 ENDED = (
     *("COMPLETED", "FAILED", "TIMEOUT", "PREEMPTED", "CANCELLED", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL"),
     *("DEADLINE", "FINISHED", "INTERRUPTED", "NO PROCESS"),
@@ -65,13 +66,12 @@ class Slurm:
 
 @dataclass
 class _Run:
-    """A run and its job: the last step that it reported, the step of every kill, and when the job seemed to end."""
+    """A run, its job, and when the job seemed to end. The job writes the record to `path`."""
 
     job: Job
     path: Path
     handle: Any = None
-    step: int = 0
-    kills: list[int] = field(default_factory=list)
+    kills: int = 0
     ended: float | None = None
 
 
@@ -93,7 +93,7 @@ class _Queue:
         """Submit the runs that may begin, and take up earlier jobs. Return whether any job is in the queue."""
         new: list[_Run] = []
         while (self._most is None or len(self._runs) + len(new) < self._most) and (job := self._work.next()):
-            run = _Run(job, unlinked(self._folder / f"{file_name(job.name)}.jsonl"))
+            run = _Run(job, unlinked(self._folder / f"{file_name(job.name)}.json"))
             if number := self._earlier.get(job.name):
                 run.handle = self._handle(self._folder, number)
                 self._runs.append(run)
@@ -105,25 +105,18 @@ class _Queue:
         return bool(self._runs)
 
     def look(self) -> None:
-        """Take the records of finished runs, and submit killed ones again. Raises InputError or RunError if a run did,
-        and RunError for a cancelled job and for a run that was killed too often."""
+        """Take the records of finished runs, and submit killed ones again. Raises RunError for a run that failed, was
+        cancelled, or was killed too often."""
         for run in list(self._runs):
-            last = (jsonlines.read(run.path) or [{}])[-1]
-            if "record" in last:
-                self._work.finished(run.job, last["record"])
+            if run.path.is_file():
+                self._work.finished(run.job, read_object(run.path))
                 self._forget(run)
                 run.path.unlink()
-                continue
-            if "error" in last:
-                raise (InputError if last["input"] else RunError)(last["error"])
-            if last.get("step", run.step) != run.step:
-                run.step = last["step"]
-                self._work.update(run.job, run.step)
-            if self._was_killed(run):
-                run.kills.append(run.step)
+            elif self._has_ended(run):
+                run.kills += 1
                 state, paths = run.handle.state, run.handle.paths
-                ended = state.startswith("CANCELLED") or paths.result_pickle.exists()  # submitit's, with a traceback
-                if ended or run.kills[-KILLS:] == KILLS * [run.step]:
+                failed = paths.result_pickle.exists()  # submitit's, with a traceback
+                if failed or state.startswith("CANCELLED") or run.kills == KILLS:
                     raise RunError(f"the job of {run.job.name} ended as {state}; see {paths.stderr}")
                 self._submit([run])
 
@@ -145,7 +138,7 @@ class _Queue:
             self._log.write({"run": run.job.name, "job": run.handle.job_id})
         self._log.sync()
 
-    def _was_killed(self, run: _Run) -> bool:
+    def _has_ended(self, run: _Run) -> bool:
         """Return whether the job of a run without a record ended a while ago, and does not run again."""
         now = time.monotonic()
         if not run.handle.state.startswith(ENDED):
@@ -164,33 +157,16 @@ class _Queue:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a job does: a run, whose steps, record or error it writes to a file."""
+    """What a job does: a run, whose record it writes to a file. An error goes into submitit's log."""
 
     job: Job
     place: Path | None
     path: Path
 
     def __call__(self) -> None:
-        with _stopped_in_order(), threads(1), JsonLines(self.path) as lines:
-            said = -POLL_SECONDS
-
-            def report(step: int) -> None:
-                nonlocal said
-                if time.monotonic() - said >= POLL_SECONDS:
-                    said = time.monotonic()
-                    lines.write({"step": step})
-                    lines.sync()
-
-            row: Mapping[str, Any]
-            try:
-                row = {"record": self.job.function(*self.job.arguments, place=self.place, report=report)}
-            except (InputError, RunError) as error:
-                row = {"error": str(error), "input": isinstance(error, InputError)}
-            except Exception as error:
-                lines.write({"error": f"{self.job.name} failed: {error!r}", "input": False})
-                raise  # into submitit's log
-            lines.write(row)
-            lines.sync()
+        with _stopped_in_order(), threads(1):
+            record = self.job.function(*self.job.arguments, place=self.place, report=lambda step: None)
+        write_text(self.path, json.dumps(finite(record)))
 
     def checkpoint(self) -> Any:
         """Return what Slurm starts again after a preemption or a time limit: the same run, which goes on."""
