@@ -84,11 +84,15 @@ def _grid(over: Mapping[str, Sequence[Any]]) -> str:
 
 def _setting(found: Results) -> list[str]:
     study, tuning = found.study, found.study.tuning
+    corpora = {json.dumps(facts.get("data"), sort_keys=True): facts.get("data") or {} for facts in found.facts}.values()
     corpus = "; ".join(
-        f"{_foreign(one.get('source'))}, sha256 {str(one.get('sha256'))[:16]}, "
-        f"fingerprint {str(one.get('fingerprint'))[:16]}"
-        for one in found.corpora
+        f"{data.get('source')}, sha256 {str(data.get('sha256'))[:16]}, fingerprint {str(data.get('fingerprint'))[:16]}"
+        for data in corpora
     )
+    commits, torches, devices = (
+        sorted({str(facts.get(name)) for facts in found.facts}) for name in ("commit", "torch", "device")
+    )
+    devices = sorted({*devices, *(str(row.cost["device"]) for row in found.rows if row.cost)})
     judges = (
         f"the seeds {_list(tuning.finalist_seeds)}"
         if len(tuning.finalist_seeds) > 1
@@ -111,8 +115,7 @@ def _setting(found: Results) -> list[str]:
             for name, rung in study.rungs.items()
             if rung.tokens_per_parameter is not None or rung.seeds is not None
         ),
-        f"- Device: {_list(found.devices)}, one thread a run. Code: {_list([_short(one) for one in found.commits])}; "
-        f"PyTorch {_list(found.torches)}.",
+        f"- Device: {_list(devices)}, one thread a run. Code: {_list(map(_short, commits))}; PyTorch {_list(torches)}.",
         f"- Corpus: {_text(corpus)}.",
         f"- {len(found.corrected)} primary contrasts at equal tokens, named before their runs; p-values are corrected "
         "for their number by Holm's method. Everything else is descriptive.",
@@ -274,7 +277,7 @@ def _measured(point: Record, name: str) -> str:
 def _shortened(texts: Sequence[str]) -> str:
     most = 8
     more = len(texts) - most
-    return _foreign("; ".join(texts[:most])) + (f"; and {more} more" if more > 0 else "")
+    return "; ".join(texts[:most]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _answer(answer: Answer, seeds: int) -> str:
@@ -354,7 +357,7 @@ def columns(found: Results) -> dict[str, Callable[[Row], str]]:
         "FLOPs": flops,
         "peak MiB": peak,
         "parameters": lambda row: f"{row.parameters:,}" if row.parameters else "–",
-        "tuned to": lambda row: ", ".join(map(_foreign, tuned(row))),
+        "tuned to": lambda row: ", ".join(tuned(row)),
         "tuning runs": lambda row: str(row.tuning_runs),
     }
 
@@ -415,13 +418,8 @@ def _text(value: Any) -> str:
     return " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;")
 
 
-def _foreign(value: Any) -> str:
-    """A text that anybody may have written: no picture and no link either."""
-    return str(value).replace("\\", "\\\\").replace("[", "\\[")
-
-
-def _list(values: Sequence[Any]) -> str:
-    return ", ".join(_text(_foreign(value)) for value in values)
+def _list(values: Iterable[Any]) -> str:
+    return ", ".join(map(_text, values))
 
 
 def row_values(row: Row) -> dict[str, Any]:
@@ -461,15 +459,11 @@ def table(found: Results) -> str:
         for difference in row.differences or [Difference("", "", 1.0, None)]
     ]
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([[*lines[0]]] if lines else [])
-    writer.writerows([_inert(cell) for cell in line.values()] for line in lines)
+    if lines:
+        writer = csv.DictWriter(text, [*lines[0]], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
     return text.getvalue()
-
-
-def _inert(cell: Any) -> Any:
-    """Keep a spreadsheet from taking somebody's text for a formula."""
-    return f"'{cell}" if isinstance(cell, str) and cell[:1] in "=+-@\t\r" else cell
 
 
 def payload(found: Results) -> dict[str, Any]:

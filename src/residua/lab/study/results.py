@@ -4,7 +4,6 @@ Everything follows from the records, so a page can be made again without the dat
 """
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,33 +78,68 @@ class Difference(NamedTuple):
 
 @dataclass
 class Row:
-    """One scheme at one size. `runs` are all records behind it, `costs` what a step of it costs, in the order measured.
+    """One scheme at one size: the records behind it, and what they say beside its baselines.
 
-    `losses` are those of the study's seeds, `further` the records of seeds that only a question has.
+    seeds       how many the study has there
+    tuning      the runs of its searches
+    reported    the runs of the study's seeds at the point that tuning chose, in their order
+    further     those of seeds that only a question has
+    longer      of a baseline: those that were trained for longer
+    costs       what a step takes, in the order measured
+    failed      its losses vary far more than those of the other rows
     """
 
     rung: str
     scheme: str
-    connection: str
-    point: Mapping[str, Any]
-    losses: Mapping[int, float | None]
-    runs: Sequence[Record]
-    costs: Sequence[Record]
-    steps: int
-    tokens: int | None
-    parameters: int | None
     seeds: int
-    tuning_runs: int
-    further: Sequence[Record] = ()
+    tuning: Sequence[Record]
+    reported: Sequence[Record]
+    further: Sequence[Record]
+    longer: Sequence[Record]
+    costs: Sequence[Record]
     differences: list[Difference] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float, float | None]]] = field(default_factory=dict)
     failed: bool = False
 
     @property
+    def connection(self) -> str:
+        return self.reported[0]["connection"]
+
+    @property
+    def point(self) -> Mapping[str, Any]:
+        return self.reported[0]["point"]
+
+    @property
+    def steps(self) -> int:
+        return self.reported[0]["steps"]
+
+    @property
+    def tokens(self) -> int | None:
+        return self.reported[0].get("tokens")
+
+    @property
+    def parameters(self) -> int | None:
+        return (self.reported[0].get("facts") or {}).get("parameters")
+
+    @property
+    def losses(self) -> dict[int, float | None]:
+        """The last validation losses by seed; None where a run diverged."""
+        return {run["seed"]: run["val_loss"] for run in self.reported}
+
+    @property
+    def runs(self) -> list[Record]:
+        return [*self.tuning, *self.reported, *self.longer]
+
+    @property
+    def tuning_runs(self) -> int:
+        """How many points the searches tried."""
+        return sum(run["kind"] == "tune" for run in self.tuning)
+
+    @property
     def transitions(self) -> list[float | None]:
         """The steps at which the reported runs began to look up earlier pairs, None for one that did not; of the runs
         whose records say it."""
-        return [run["transition"] for run in self.runs if run["kind"] == "report" and "transition" in run]
+        return [run["transition"] for run in self.reported if "transition" in run]
 
     @property
     def cost(self) -> Record | None:
@@ -122,9 +156,9 @@ class Row:
 
     @property
     def loss(self) -> Estimate | None:
-        """The last validation loss over the seeds; None where a run diverged or none is there."""
-        values = list(self.losses.values())
-        return None if not values or None in values else Estimate.of(values)
+        """The last validation loss over the seeds; None where a run diverged."""
+        values = self.losses.values()
+        return None if None in values else Estimate.of(values)
 
     @property
     def all_losses(self) -> Mapping[int, float | None]:
@@ -145,7 +179,7 @@ class Row:
     def _tried(self) -> dict[str, set[float]]:
         """The numbers that tuning tried, by key: those of the last search that moved it."""
         searches: dict[str, list[Record]] = {}
-        for run in self.runs:
+        for run in self.tuning:
             if run["kind"] == "tune":
                 searches.setdefault(run["rung"], []).append(run)
         tried: dict[str, set[float]] = {}
@@ -189,21 +223,29 @@ class Results:
     study: Study
     rows: Sequence[Row]
     answers: Sequence[Answer]
-    commits: Sequence[str]
-    torches: Sequence[str]
-    devices: Sequence[str]
-    corpora: Sequence[Mapping[str, Any]]
-    unfinished: Sequence[str]
-    corrected: Mapping[tuple[str, str, str], Difference] = field(default_factory=dict)
+    corrected: Mapping[tuple[str, str, str], Difference]
     audits: Sequence[Record] = ()
 
     def with_audits(self, audits: Sequence[Record]) -> "Results":
         """The same with the audits of the runs behind its rows, the last one of each run."""
-        behind = {run["key"] for row in self.rows for run in row.runs if "key" in run}
+        behind = {run["key"] for row in self.rows for run in row.runs}
         return replace(self, audits=[a for a in {a["key"]: a for a in audits}.values() if a["key"] in behind])
 
     def row(self, rung: str, scheme: str) -> Row | None:
         return next((row for row in self.rows if (row.rung, row.scheme) == (rung, scheme)), None)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The rows that have not all their seeds, or none."""
+        places = itertools.product(self.study.rungs, self.study.schemes)
+        rows = {f"{scheme} at {rung}": self.row(rung, scheme) for rung, scheme in places}
+        missing = {name: f": {len(row.losses)} of {row.seeds} seeds" if row else "" for name, row in rows.items()}
+        return [name + missing[name] for name, row in rows.items() if row is None or not row.whole]
+
+    @property
+    def facts(self) -> list[Mapping[str, Any]]:
+        """The circumstances of all runs behind the rows."""
+        return [run["facts"] for row in self.rows for run in [*row.runs, *row.further] if run.get("facts")]
 
     def ahead(self, rung: str, measure: str) -> list[str] | None:
         """The schemes that are ahead of every baseline by their intervals; None where nothing was compared."""
@@ -241,26 +283,10 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
 
     Records of a name that the study uses for another connection now are left out.
     """
-    last = {record["key"]: record for record in records if "key" in record}
-    by_row: dict[tuple[str, str], list[Record]] = {}
-    for record in last.values():
-        by_row.setdefault((record["rung"], record["scheme"]), []).append(record)
-    measured: dict[tuple[str, str, str], list[Record]] = {}
-    for cost in costs:
-        measured.setdefault((cost["rung"], cost["scheme"], cost["connection"]), []).append(cost)
-    rows, longer, unfinished = [], {}, []
-    for rung, name in itertools.product(study.rungs, study.schemes):
-        costs_here = measured.get((rung, name, study.schemes[name].connection), [])
-        row, more = _gathered_row(study, rung, name, by_row, costs_here)
-        if row is None:
-            unfinished.append(f"{name} at {rung}")
-            continue
-        if name in study.baselines:
-            longer[rung, name] = more
-            row.runs = [*row.runs, *more]
-        if not row.whole:
-            unfinished.append(f"{name} at {rung}: {len(row.losses)} of {row.seeds} seeds")
-        rows.append(row)
+    runs = _by_connection({record["key"]: record for record in records}.values())
+    measured = _by_connection(costs)
+    places = itertools.product(study.rungs, study.schemes)
+    rows = [row for rung, name in places if (row := _row(study, rung, name, runs, measured))]
     by_name = {(row.rung, row.scheme): row for row in rows}
     for rung in study.rungs:
         _mark_failed(study, rung, rows)
@@ -268,9 +294,9 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
     for row, baseline in itertools.product(rows, study.baselines):
         base = by_name.get((row.rung, baseline))
         if base is not None and base is not row:
-            row.differences += _differences(row, base, longer[base.rung, baseline], noise[row.rung])
+            row.differences += _differences(row, base, noise[row.rung])
             row.curves[baseline] = _curve(row, base)
-    answers = _answers(study, by_name, longer, noise)
+    answers = _answers(study, by_name, noise)
     corrected = _corrected(study, by_name, noise, answers)
     for row in rows:
         row.differences = [_with_holm(corrected, row.rung, row.scheme, d.baseline, d) for d in row.differences]
@@ -278,7 +304,15 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
         one._replace(difference=one.difference and _with_holm(corrected, one.rung, one.scheme, one.to, one.difference))
         for one in answers
     ]
-    return replace(_gathered(study, rows, unfinished, answers), corrected=corrected)
+    return Results(study, rows, answers, corrected)
+
+
+def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
+    """Records by size, scheme and connection."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["rung"], record["scheme"], record["connection"]), []).append(record)
+    return groups
 
 
 def _with_holm(
@@ -305,7 +339,7 @@ def _corrected(
         for scheme, to in pairs:
             row, base = rows.get((rung, scheme)), rows.get((rung, to))
             if row is not None and base is not None and row.whole and base.whole:
-                difference = asked.get((rung, scheme, to)) or _differences(row, base, [], noise[rung])[0]
+                difference = asked.get((rung, scheme, to)) or _differences(row, base, noise[rung])[0]
                 if difference.p is not None:
                     tests[rung, scheme, to] = difference
     values = holm([difference.p for difference in tests.values()])
@@ -333,82 +367,52 @@ def _sharing(study: Study, rung: str, rows: Sequence[Row]) -> list[Row] | None:
     return [row for row in rows if row.rung == rung and row.whole and row.loss is not None]
 
 
-def _gathered_row(
+def _row(
     study: Study,
     rung: str,
     name: str,
-    records: Mapping[tuple[str, str], Sequence[Record]],
-    costs: Sequence[Record],
-) -> tuple[Row | None, list[Record]]:
-    """The row of a scheme at a size, None without a reported run, and its runs that were trained for longer."""
-    connection = study.schemes[name].connection
-    at = {
-        size: [record for record in records.get((size, name), []) if record["connection"] == connection]
-        for size in (rung, *study.searches(rung))
-    }
+    runs: Mapping[tuple[str, str, str], Sequence[Record]],
+    costs: Mapping[tuple[str, str, str], Sequence[Record]],
+) -> Row | None:
+    """The row of a scheme at a size; None without a reported run."""
+    connection, seeds = study.schemes[name].connection, study.seeds_at(rung)
     tuning: list[Record] = []
     best: list[Any] = [{}]
     for size in study.searches(rung):
-        searched, best = _searched(study, size, at[size], best)
+        searched, best = _searched(study, size, runs.get((size, name, connection), []), best)
         tuning += searched
-    ended = [r for r in at[rung] if r["kind"] in ("report", "longer") and r["seed"] in study.seeds_at(rung)]
-    point = next((record["point"] for record in ended if record["point"] in best), None)
-    reported = [record for record in ended if record["kind"] == "report" and record["point"] == point]
-    if not reported:
-        return None, []
-    row, seeds = _row(study, rung, name, reported, tuning, costs), study.further_seeds(rung, name)
-    row.further = [r for r in at[rung] if r["kind"] == "report" and r["point"] == point and r["seed"] in seeds]
-    return row, [record for record in ended if record["kind"] == "longer" and record["point"] == point]
-
-
-def _fact(run: Record, name: str) -> Any:
-    return (run.get("facts") or {}).get(name)
-
-
-def _gathered(study: Study, rows: Sequence[Row], unfinished: Sequence[str], answers: Sequence[Answer]) -> Results:
-    facts = [record["facts"] for row in rows for record in [*row.runs, *row.further] if record.get("facts")]
-    return Results(
-        study,
-        rows,
-        answers,
-        sorted({str(one.get("commit")) for one in facts}),
-        sorted({str(one.get("torch")) for one in facts}),
-        sorted({str(one.get("device")) for one in facts} | {str(row.cost["device"]) for row in rows if row.cost}),
-        list({json.dumps(one.get("data"), sort_keys=True): one.get("data") or {} for one in facts}.values()),
-        unfinished,
+    trained = [run for run in runs.get((rung, name, connection), []) if run["kind"] in ("report", "longer")]
+    point = next((run["point"] for run in trained if run["point"] in best and run["seed"] in seeds), None)
+    chosen = [run for run in trained if run["point"] == point]
+    reported = {run["seed"]: run for run in chosen if run["kind"] == "report"}
+    if not reported.keys() & {*seeds}:
+        return None
+    return Row(
+        rung,
+        name,
+        len(seeds),
+        tuning,
+        [reported[seed] for seed in sorted(reported) if seed in seeds],
+        [run for seed, run in reported.items() if seed in study.further_seeds(rung, name)],
+        [run for run in chosen if run["kind"] == "longer" and name in study.baselines],
+        costs.get((rung, name, connection), []),
     )
 
 
-def begun(study: Study, rows: Iterable[Row]) -> list[str]:
-    """The sizes that have a finished row, in the order of the study."""
-    there = {row.rung for row in rows if row.whole}
-    return [rung for rung in study.rungs if rung in there]
-
-
-def _answers(
-    study: Study,
-    rows: Mapping[tuple[str, str], Row],
-    longer: Mapping[tuple[str, str], Sequence[Record]],
-    noise: Mapping[str, Noise | None],
-) -> list[Answer]:
+def _answers(study: Study, rows: Mapping[tuple[str, str], Row], noise: Mapping[str, Noise | None]) -> list[Answer]:
     """The answers to all questions at all sizes that have a finished row."""
-    answers = []
-    sizes = begun(study, rows.values()) or list(study.rungs)[:1]
-    for question, rung in itertools.product(study.questions.values(), sizes):
-        for scheme, to in question.compare:
-            more = longer.get((rung, to), [])
-            answers += _answers_of_pair(question, rung, scheme, to, rows, more, noise[rung])
-    return answers
+    finished = {row.rung for row in rows.values() if row.whole}
+    sizes = [rung for rung in study.rungs if rung in finished] or list(study.rungs)[:1]
+    return [
+        answer
+        for question, rung in itertools.product(study.questions.values(), sizes)
+        for scheme, to in question.compare
+        for answer in _answers_of_pair(question, rung, scheme, to, rows, noise[rung])
+    ]
 
 
 def _answers_of_pair(
-    question: Question,
-    rung: str,
-    scheme: str,
-    to: str,
-    rows: Mapping[tuple[str, str], Row],
-    longer: Sequence[Record],
-    noise: Noise | None,
+    question: Question, rung: str, scheme: str, to: str, rows: Mapping[tuple[str, str], Row], noise: Noise | None
 ) -> Iterator[Answer]:
     """Yield the answer of two schemes at a size for every measure of a question, not yet corrected."""
     row, base = rows.get((rung, scheme)), rows.get((rung, to))
@@ -419,7 +423,7 @@ def _answers_of_pair(
     if question.seeds and all(set(question.seeds) <= side.all_losses.keys() for side in (row, base)):
         differences = {"tokens": _at_all_seeds(row, base, question.seeds, noise)}
     else:
-        differences = {difference.measure: difference for difference in _differences(row, base, longer, noise)}
+        differences = {difference.measure: difference for difference in _differences(row, base, noise)}
     for measure in question.at:
         difference, missing = differences.get(measure), None
         if difference is None:
@@ -486,60 +490,38 @@ def _searched(
     return [*tuned, *finals], chosen_points(trials, ended, finalists=tuning.finalists, seeds=tuning.finalist_seeds)
 
 
-def _row(
-    study: Study,
-    rung: str,
-    name: str,
-    reported: Sequence[Record],
-    tuning: Sequence[Record],
-    costs: Sequence[Record],
-) -> Row:
-    by_seed = {record["seed"]: record for record in sorted(reported, key=lambda record: record["seed"])}
-    facts = next((record["facts"] for record in by_seed.values() if record.get("facts")), {})
-    first = next(iter(by_seed.values()))
-    return Row(
-        rung,
-        name,
-        first["connection"],
-        first["point"],
-        {seed: record["val_loss"] for seed, record in by_seed.items()},
-        [*tuning, *by_seed.values()],
-        costs,
-        first["steps"],
-        next((record.get("tokens") for record in by_seed.values()), None),
-        facts.get("parameters"),
-        len(study.seeds_at(rung)),
-        sum(record["kind"] == "tune" for record in tuning),
-    )
-
-
-def _differences(row: Row, base: Row, longer: Sequence[Record], noise: Noise | None) -> list[Difference]:
+def _differences(row: Row, base: Row, noise: Noise | None) -> list[Difference]:
     losses: dict[int, dict[int, float]] = {}
-    for record in [*(r for r in base.runs if r["kind"] == "report"), *longer]:
-        if record["val_loss"] is not None:
-            losses.setdefault(record["seed"], {})[record["steps"]] = record["val_loss"]
-    costs, errors = {"tokens": 1.0}, {}
-    if row.cost is not None and base.cost is not None:
-        costs["FLOPs"] = row.flops / base.flops
-    for measure, compiled in (("seconds", False), (COMPILED, True)):
-        if timed := _timed_together(row, base, compiled):
-            ours, theirs = timed
-            costs[measure] = ours["time_ratio"]["median"] / theirs["time_ratio"]["median"]
-            errors[measure] = math.hypot(_error(ours), _error(theirs), SESSIONS)
+    for run in [*base.reported, *base.longer]:
+        if run["val_loss"] is not None:
+            losses.setdefault(run["seed"], {})[run["steps"]] = run["val_loss"]
+    ours = {seed: loss for seed, loss in row.losses.items() if loss is not None}
     differences = []
-    for measure, cost in costs.items():
+    for measure, (cost, error) in _relative_costs(row, base).items():
         at = {seed: _at(known, row.steps * cost) for seed, known in losses.items()}
         theirs = {seed: loss for seed, (loss, _) in at.items() if loss is not None}
-        ours = {seed: loss for seed, loss in row.losses.items() if loss is not None}
         # At another cost all seeds or none: the baselines' longer runs may still go on.
         whole = len(ours) == len(row.losses) and (cost == 1 or ours.keys() <= theirs.keys())
         estimate = _contrast(row, base, ours, theirs, noise) if whole else None
-        if measure in errors and estimate is not None:
+        if error and estimate is not None:
             slope = statistics.fmean(at[seed][1] for seed in ours.keys() & theirs.keys())
-            estimate = estimate.shared(slope * errors[measure])
+            estimate = estimate.shared(slope * error)
         worth = _worth(row, losses) if measure == "tokens" and estimate is not None else None
         differences.append(Difference(base.scheme, measure, cost, estimate, estimate and estimate.p_value, worth=worth))
     return differences
+
+
+def _relative_costs(row: Row, base: Row) -> dict[str, tuple[float, float]]:
+    """What a step costs relative to one of a baseline, by measure, and the standard error of the logarithm of that."""
+    costs = {"tokens": (1.0, 0.0)}
+    if row.cost is not None and base.cost is not None:
+        costs["FLOPs"] = row.flops / base.flops, 0.0
+    for measure, compiled in (("seconds", False), (COMPILED, True)):
+        if timed := _timed_together(row, base, compiled):
+            ours, theirs = timed
+            ratio = ours["time_ratio"]["median"] / theirs["time_ratio"]["median"]
+            costs[measure] = ratio, math.hypot(_error(ours), _error(theirs), SESSIONS)
+    return costs
 
 
 def _worth(row: Row, losses: Mapping[int, Mapping[int, float]]) -> float | None:
@@ -599,14 +581,7 @@ def _at(losses: Mapping[int, float], steps: float) -> tuple[float | None, float]
 
 def _curve(row: Row, base: Row) -> list[tuple[int, float, float | None]]:
     """(step, difference, half of its 95 % interval) along the reported runs, where both were evaluated."""
-    sides = [
-        {
-            record["seed"]: dict(map(tuple, record.get("curve") or []))
-            for record in one.runs
-            if record["kind"] == "report"
-        }
-        for one in (row, base)
-    ]
+    sides = [{run["seed"]: dict(map(tuple, run.get("curve") or [])) for run in side.reported} for side in (row, base)]
     shared = sides[0].keys() & sides[1].keys()
     steps = sorted({step for seed in shared for step in sides[0][seed].keys() & sides[1][seed].keys()})
     curve = []
