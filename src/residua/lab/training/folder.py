@@ -1,16 +1,15 @@
 """Claim the folder of a training run for one process, with the settings of its first start."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError, RunError
+from residua.errors import InputError
 from residua.lab.training.checkpoint import saved_steps
-from residua.records.durable import is_new, remove, remove_partials, write_bytes, write_text
+from residua.records.durable import remove, remove_partials, write_text
 from residua.records.folder import (
     FREE_KEYS,
-    LEASE,
     LOCK,
     RunFolder,
     flatten,
@@ -31,7 +30,7 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
     A folder without training results may be started again. A folder with a run needs `resume`, and then the settings
     it was started with, except `FREE_KEYS`.
 
-    If the body raises an exception other than RunError before anything is logged or saved, the folder is restored.
+    If the body raises InputError before anything is logged or saved, a folder that did not exist before goes again.
 
     Args:
         settings: the resolved configuration by section: `{"model": {...}, "data": {...}, "train": {...}}`.
@@ -45,33 +44,25 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
         raise InputError(f"{run.path} must be a run to resume, found no config.yaml; leave --resume out to start one")
     has_run = resume or (run.path / LOCK).exists()  # without a lock, config.yaml may be the user's
     markers = [path.name for path in (run.metrics, run.checkpoints, *([run.config] if has_run else []))]
-    new, locked = not run.path.exists(), (run.path / LOCK).exists()
+    new = not run.path.exists()
     with hold(run.path, markers=markers, patience=PATIENCE_SECONDS):
-        before = {entry.name for entry in run.path.iterdir()}  # read under the lock, so that no other run adds to them
-        new = new and before <= {LOCK, LEASE}
-        if not locked and is_new(run.path):
-            before -= {LOCK, LEASE}
-        config = run.config.read_bytes() if run.config.is_file() else None
-        progress_before = _progress(run)
+        steps = saved_steps(run.path)
+        if resume:
+            earlier, now = flatten(read_settings(run.config)), flatten(settings)
+            refuse_changes(earlier, now, run.config, free=FREE_KEYS | more_steps(max(steps, default=0), earlier, now))
+        elif run.metrics.exists() or steps:
+            raise InputError(
+                f"{run.path}: this folder holds a run already; continue it with --resume or choose another folder"
+            )
+        with writable(run.path):
+            remove_partials(run.checkpoints)
+            write_text(run.config, write_yaml(dict(settings)))
         try:
-            if resume:
-                earlier, now = flatten(read_settings(run.config)), flatten(settings)
-                last = progress_before[1][-1] if progress_before[1] else 0
-                refuse_changes(earlier, now, run.config, free=FREE_KEYS | more_steps(last, earlier, now))
-            elif run.metrics.exists() or progress_before[1]:
-                raise InputError(
-                    f"{run.path}: this folder holds a run already; continue it with --resume or choose another folder"
-                )
-            with writable(run.path):
-                remove_partials(run.checkpoints)
-                write_text(run.config, write_yaml(dict(settings)))
             yield run
-        except RunError:
-            raise
-        except Exception:
-            if _progress(run) == progress_before:
+        except InputError:
+            if new and not run.metrics.exists() and not saved_steps(run.path):
                 with suppress(OSError):
-                    _roll_back(run, None if new else before, config)
+                    remove(run.path)
             raise
 
 
@@ -79,20 +70,3 @@ def more_steps(step: int, earlier: Mapping[str, Any], now: Mapping[str, Any]) ->
     """Return the settings that may change when a run that ended at `step` continues: its steps, if they grow."""
     lengths = earlier.get("train.steps"), now.get("train.steps", 0)
     return {"train.steps"} if lengths[0] == step < lengths[1] else set()
-
-
-def _progress(run: RunFolder) -> tuple[int, list[int]]:
-    """Return how far training got: the length of its log, and the steps of its checkpoints."""
-    return run.metrics.stat().st_size if run.metrics.is_file() else 0, saved_steps(run.path)
-
-
-def _roll_back(run: RunFolder, before: Collection[str] | None, config: bytes | None) -> None:
-    """Remove all entries except `before`, or the whole folder if it is None, and restore config.yaml."""
-    if before is None:
-        remove(run.path)
-        return
-    for entry in run.path.iterdir():
-        if entry.name not in before:
-            remove(entry)
-    if config is not None:
-        write_bytes(run.config, config)
