@@ -9,8 +9,7 @@ import pytest
 
 import residua.lab.demo
 from residua.commands.cli import main
-from residua.errors import InputError
-from residua.lab.demo import PROMPT, RECIPES, shortened
+from residua.lab.demo import PROMPT, RECIPES
 from residua.lab.training import load_config
 from residua.lab.training.checkpoint import saved_steps
 from residua.records.jsonlines import read_metrics
@@ -24,7 +23,7 @@ SMALL = """
 model: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 1, max_position_embeddings: 128,
         connection: "CONNECTION"}
 data: {source: SOURCE, tokenizer: byte}
-train: {steps: 20, warmup_steps: 10, batch_size: 2, sequence_length: 16, evaluate_every: 10, checkpoint_every: 10,
+train: {steps: 20, warmup_steps: 2, batch_size: 2, sequence_length: 16, evaluate_every: 10, checkpoint_every: 10,
         device: cpu, tensorboard: false, lr: LR}
 """
 
@@ -81,7 +80,7 @@ def test_three_runs_on_the_same_tokens_a_table_pictures_and_texts(small, tmp_pat
     assert [config["train.lr"] for config in configs] == [1e-3, 2e-3, 3e-3]
     assert {
         (config["train.steps"], config["train.warmup_steps"], config["train.evaluate_every"]) for config in configs
-    } == {(4, 2, 2)}
+    } == {(4, 2, 10)}
 
 
 @pytest.mark.slow
@@ -115,8 +114,8 @@ def test_interrupted_it_saves_what_is_done_says_how_to_go_on_and_does(small, tmp
     assert main(argv) == 130
     assert f"residua demo --out {out} --steps 2000" in capsys.readouterr().err
     assert not (out / "explorer.html").exists()
-    (step,) = saved_steps(out / "ddl-tc")
-    assert 3 <= step < 1000, "before the first checkpoint that it would have made anyway"
+    step = saved_steps(out / "ddl-tc")[-1]
+    assert 3 <= step < 1000
     assert [row["step"] for row in read_metrics(rows)] == list(range(1, step + 1))
 
 
@@ -124,17 +123,8 @@ def test_interrupted_it_saves_what_is_done_says_how_to_go_on_and_does(small, tmp
 def test_other_settings_in_the_same_folder_are_refused(small, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["demo", "--out", str(out), "--steps", "2"]) == 0
-    for steps in ("3", "1"):
+    for steps in ("3", "4"):
         assert main(["demo", "--out", str(out), "--steps", steps]) == 2
         assert f"train.steps must be 2, got {steps}" in capsys.readouterr().err
-
-
-def test_shortened_keeps_proportions_and_refuses_zero_steps():
-    config = load_config("tiny")
-    assert shortened(config, None) is config
-    half = shortened(config, config.train.steps // 2).train
-    assert half.warmup_steps == config.train.warmup_steps // 2
-    assert half.evaluate_every == config.train.evaluate_every // 2
-    assert shortened(config, 1).train.evaluate_every == 1
-    with pytest.raises(InputError, match="steps must be at least 1, got 0"):
-        shortened(config, 0)
+    assert main(["demo", "--out", str(out), "--steps", "0"]) == 2
+    assert "train.steps must be at least 1, got 0" in capsys.readouterr().err

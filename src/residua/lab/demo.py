@@ -43,7 +43,7 @@ def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
 
     Args:
         out: a folder. Runs that were begun resume; finished ones stay as they are.
-        steps: training steps of each run, with warmup and evaluations moved in proportion; None as in the recipes.
+        steps: training steps of each run; None as in the recipes.
 
     Raises:
         InputError: `out` holds runs with other settings.
@@ -61,7 +61,8 @@ def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
 
 def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
     """Train the runs of `demonstrate`, each in a process of one thread; return their folders."""
-    configs = {name: shortened(load_config(recipe), steps) for name, recipe in RECIPES.items()}
+    changes = {} if steps is None else {"train.steps": steps}
+    configs = {name: load_config(recipe, changes) for name, recipe in RECIPES.items()}
     data = open_or_prepare(configs["residual"].data, out / "data", progress=True)
     jobs = []
     for name, config in configs.items():
@@ -92,18 +93,6 @@ def _train(config: RunConfig, folder: Path, *, place: Any, report: Callable[[int
     if run(config, folder, resume=(folder / "config.yaml").is_file(), progress=report_step)["interrupted"]:
         raise KeyboardInterrupt
     return {"run": folder.name}
-
-
-def shortened(config: RunConfig, steps: int | None) -> RunConfig:
-    """Return the same run with `steps` steps; warmup, evaluations and checkpoints keep their proportion to it."""
-    if steps is None:
-        return config
-    scaled = {
-        name: max(1, round(getattr(config.train, name) * steps / config.train.steps))
-        for name in ("evaluate_every", "checkpoint_every")
-    }
-    warmup = config.train.warmup_steps * steps // config.train.steps
-    return replace(config, train=replace(config.train, steps=steps, warmup_steps=warmup, **scaled))
 
 
 def _texts(out: Path) -> Iterator[tuple[str, str]]:
