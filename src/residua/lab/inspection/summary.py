@@ -8,6 +8,7 @@ from torch import Tensor
 
 from residua.lab.inspection.trace import Trace
 from residua.records.jsonlines import finite
+from residua.records.table import Table
 
 STUCK = 1e-3
 """Mean distance of a gate from its initial value below which it has not moved."""
@@ -23,13 +24,6 @@ COPIES = 1e-5
 """Distance of the mean cosine between streams from 1, about what float32 can tell, below which they are copies."""
 CONSTRAINT = 0.05
 """Largest mean error of a constraint that rounding or too few iterations can explain."""
-
-
-class Table(NamedTuple):
-    """Rows of text under a header."""
-
-    header: list[str]
-    rows: list[list[str]]
 
 
 def warnings(trace: Trace) -> list[str]:
