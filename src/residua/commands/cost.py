@@ -41,9 +41,10 @@ def count(
     if config is None:
         return None
     from residua.lab.cost.estimate import estimate
-    from residua.lab.experiment import expected_vocabulary
+    from residua.lab.experiment import model_config
 
-    costs = estimate(config, vocab_size=expected_vocabulary(config), gpu=gpu, gpus=gpus)
+    _ = config.from_scratch  # raises for a model with a base
+    costs = estimate(config, model_config(config), gpu=gpu, gpus=gpus)
     return Output(asdict(costs), _tables(costs))
 
 

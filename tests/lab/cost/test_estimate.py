@@ -13,6 +13,7 @@ from residua.errors import InputError
 from residua.lab.cost.counts import flops_per_token, parameters
 from residua.lab.cost.estimate import GPU_MEMORY, estimate
 from residua.lab.cost.memory import activation_memory
+from residua.lab.experiment import model_config
 from residua.lab.training import load_config
 from residua.models import SIZES, ResiduaConfig, ResiduaForCausalLM
 
@@ -146,7 +147,7 @@ def test_attention_over_depth_keeps_one_vector_for_each_sublayer_and_numbers(nam
 @pytest.mark.slow
 def test_an_estimate_adds_up():
     config = load_config("tiny", ["--model.connection=ddl-tc", "--train.precision=bfloat16"])
-    found = estimate(config, vocab_size=2048, gpu="h100", gpus=4)
+    found = estimate(config, model_config(config), gpu="h100", gpus=4)
     assert set(found.memory) == {"replay", "none"}
     for parts in found.memory.values():
         own = dict(parts)
@@ -158,7 +159,7 @@ def test_an_estimate_adds_up():
 
 def test_muon_keeps_one_moment_of_the_matrices_of_attention_and_mlp():
     adamw, muon = (load_config("tiny", [f"--train.optimizer={name}"]) for name in ("adamw", "muon"))
-    adamw, muon = (estimate(config, vocab_size=2048) for config in (adamw, muon))
+    adamw, muon = (estimate(config, model_config(config)) for config in (adamw, muon))
     gains = 4 * 2 * 64  # of the norms of queries and keys, in four layers
     for name, parts in muon.memory.items():
         assert adamw.memory[name]["optimizer"] - parts["optimizer"] == 4 * (adamw.parameters["sublayers"] - gains)
@@ -167,13 +168,13 @@ def test_muon_keeps_one_moment_of_the_matrices_of_attention_and_mlp():
 def test_what_cannot_be_estimated_is_refused():
     config = load_config("tiny")
     with pytest.raises(InputError, match=f"must be one of {', '.join(GPU_MEMORY)}"):
-        estimate(config, vocab_size=2048, gpu="h20")
+        estimate(config, model_config(config), gpu="h20")
     with pytest.raises(InputError, match="at least 1"):
-        estimate(config, vocab_size=2048, gpus=0)
+        estimate(config, model_config(config), gpus=0)
     with pytest.raises(
         InputError, match=r"^--gpus: torchrun must start a number of processes that divides the step evenly"
     ):
-        estimate(config, vocab_size=2048, gpus=3)
+        estimate(config, model_config(config), gpus=3)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ Everything is counted, except time: run a few steps on your device and multiply.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from residua.errors import InputError, require
 from residua.lab.cost.counts import flops_per_token, parameters
@@ -34,8 +34,8 @@ class Estimate:
     assumptions: tuple[str, ...]
 
 
-def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int = 1) -> Estimate:
-    """Estimate a run; `vocab_size` applies if the configuration leaves it to the tokenizer.
+def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus: int = 1) -> Estimate:
+    """Estimate a run of a model from scratch.
 
     Raises:
         InputError: the GPU is unknown, or a step cannot be divided among this number of GPUs.
@@ -47,14 +47,10 @@ def estimate(config: RunConfig, *, vocab_size: int, gpu: str = "h200", gpus: int
         share = BatchShard.of(train, Ranks(world_size=gpus))
     except InputError as error:  # its message is about the processes of torchrun, one for each GPU
         raise InputError(f"--gpus: {str(error).removeprefix('torchrun: ')}") from error
-    settings = asdict(config.from_scratch)
-    settings["vocab_size"] = settings["vocab_size"] or vocab_size
-    model = ResiduaConfig(**settings)
-
     parameter_counts = parameters(model)
     memory, largest = {}, {}
     for name, scheme in model.scheme.ways_to_keep().items():
-        parts = step_memory(ResiduaConfig(**{**settings, "connection": scheme}), train, share)
+        parts = step_memory(ResiduaConfig(**{**model.to_dict(), "connection": scheme}), train, share)
         memory[name] = parts
         per_batch = parts["activations"] + parts["logits"] + parts["temporary"]
         bytes_free = capacity - parts["total"] + per_batch
