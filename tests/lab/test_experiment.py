@@ -414,53 +414,6 @@ def test_a_kernel_that_cannot_run_here_is_refused_in_one_line(config, tmp_path, 
     assert "residua: implementation must be 'auto' or 'reference'" in capsys.readouterr().err
 
 
-@pytest.fixture
-def three_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    ("options", "environment", "expected"),
-    [
-        ([], None, 1),
-        ([], "3", 3),
-        (["--train.threads=2"], None, 2),
-        (["--train.threads=2"], "3", 2),
-        (["--model.hidden_size=4096"], None, 3),
-    ],
-)
-def test_a_small_model_trains_on_one_thread_unless_asked_otherwise(
-    options, environment, expected, three_threads, config, tmp_path, monkeypatch
-):
-    def trained(*arguments, **settings):
-        seen.append(torch.get_num_threads())
-        return {"step": 1, "val_loss": 1.0, "bits_per_byte": 1.0, "interrupted": False}
-
-    seen = []
-    monkeypatch.setattr(residua.lab.experiment, "train", trained)
-    monkeypatch.setattr(residua.lab.experiment, "build_model", lambda *arguments, **settings: tiny)
-    tiny = build_model(config, PreparedData.open(config.data.path))
-    if environment is None:
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    else:
-        monkeypatch.setenv("OMP_NUM_THREADS", environment)
-    path = tmp_path / "config.yaml"
-    path.write_text(config.to_yaml())
-    batch = "--train.batch_size=16"  # with this 4096 is beyond what counts as small
-    assert main(["train", "--config", str(path), "--run", str(tmp_path / "run"), batch, *options]) == 0
-    assert seen == [expected]
-    assert torch.get_num_threads() == 3, "as it was"
-
-
-def test_what_counts_as_small():
-    assert load_config("nano").small
-    assert load_config("nano-ddl-tc").small
-    assert not load_config("small").small
-
-
 def test_a_source_whose_name_is_not_unicode_is_prepared(text, tmp_path):
     """Where the file system takes such names."""
     source = tmp_path / os.fsdecode(b"text\xff")

@@ -1,6 +1,5 @@
 """The command `residua train`."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,10 +35,8 @@ def train(*, run: str | None = None, resume: bool = False, configuration: Config
 
     from residua.lab import experiment
     from residua.lab.training.distributed import is_first
-    from residua.records.threads import threads
 
-    with threads(1 if config.small and "OMP_NUM_THREADS" not in os.environ else None):
-        result = experiment.run(config, run, resume=resume)
+    result = experiment.run(config, run, resume=resume)
     if result["interrupted"]:
         return 128 + result["signal"]
     if is_first():

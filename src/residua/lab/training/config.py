@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 WARMUP = "train.warmup_steps"
 Decay = Annotated[float, Range("a number in [0, 1)", lambda x: 0 <= x < 1)]
-SMALL = 2**17
-"""Tokens of a micro-batch times width, up to which one thread is the default. By experiments/threads.jsonl it takes
-up to 1.7 times as long as two threads on a quiet machine; beside two busy processes two take 3 to 7 times as long."""
 
 
 @dataclass
@@ -169,7 +166,7 @@ class TrainConfig:
     activation_checkpointing: bool = setting(False, "keep only the inputs of layers and recompute the rest")
     parallel: Literal["auto", "ddp", "none"] = setting("auto", "under torchrun: ddp, the choice of auto")
     threads: Annotated[Count, at_most(1024)] | None = setting(
-        None, "threads of PyTorch on the CPU; null for one if the model is small, else for PyTorch's choice"
+        None, "threads of PyTorch on the CPU; null for PyTorch's choice"
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto picks cuda if available")
     log_every: Count = setting(1, "steps between two rows of metrics")
@@ -220,13 +217,6 @@ class RunConfig:
         length = self.train.sequence_length
         require(length <= longest, "train.sequence_length", expected, length)
         _ = model.architecture  # raises if there is no such model
-
-    @property
-    def small(self) -> bool:
-        """Whether the arrays of a layer are so small that a second thread waits more than it computes."""
-        if isinstance(self.model, BaseModelConfig):
-            return False
-        return self.train.batch_size * self.train.sequence_length * self.model.hidden_size <= SMALL
 
     @property
     def from_scratch(self) -> ModelConfig:
