@@ -24,7 +24,6 @@ def explore(
     prompt: str | None = None,
     tokens: int | None = None,
     checkpoint: Checkpoint | None = None,
-    all_checkpoints: bool = False,
     data: str | None = None,
 ) -> Output:
     """See what connections do, as tables and as a page to play with.
@@ -33,7 +32,7 @@ def explore(
         residua explore
         residua explore runs/residual runs/ddl runs/ddl-cc-ec --out runs.html
         residua explore runs/ddl --prompt 'The function returns' --no-page
-        residua explore runs/ddl --all-checkpoints --json
+        residua explore runs/ddl --checkpoint best --json
 
     Args:
         paths (RUN|TRACE|HF_DIR): folders of runs, of models (with --prompt, the first time), and traces, which are
@@ -47,29 +46,25 @@ def explore(
         prompt (TEXT): '' for a new document (default: the beginning of the run's validation data)
         tokens: at most so many (default: the run's train.sequence_length, or the prompt)
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
-        all_checkpoints: every checkpoint, one trace each
         data (DIR): the run's prepared data, if they have moved
     """
-    if checkpoint is not None and all_checkpoints:
-        raise InputError("--checkpoint is not allowed with --all-checkpoints")
     page_file = _page_file(out, no_page, json)
     for path in paths:
         expect_path(path, "a run folder or a trace")
     from residua.lab.explorer.collect import Reading, collect, page_of
     from residua.lab.explorer.page import write_page
 
-    reading = Reading(prompt, tokens, checkpoint, all_checkpoints, data)
+    reading = Reading(prompt, tokens, checkpoint, data)
     if not paths and (page_file is None or reading.again):
         raise InputError("RUN must be given, unless a page without one is written")
     sources, comparison = collect(paths, reading)
     page = None if page_file is None else page_of(sources, comparison)
-    traces = [trace for source in sources for trace in (*source.earlier, source)]
     parts: list[Any] = []
-    for source in traces:
+    for source in sources:
         parts += [*([""] if parts else []), *_parts(source)]
     if page_file is not None and page is not None:
         parts.append(f"open in a browser: {write_page(page_file, *page)}")
-    return Output([_record(source) for source in traces], parts)
+    return Output([_record(source) for source in sources], parts)
 
 
 def _page_file(out: str | None, no_page: bool, json: bool) -> Path | None:

@@ -81,17 +81,6 @@ def test_a_run_gets_a_trace_of_its_newest_checkpoint_once(a_run, tmp_path, capsy
     assert saved.stat().st_mtime_ns == before
 
 
-def test_traces_of_several_checkpoints_tell_of_the_training(a_run):
-    (a_run / "connections.jsonl").unlink(missing_ok=True)
-    assert main(["explore", str(a_run), "--all-checkpoints", "--no-page"]) == 0
-    payload, arrays = page_of(*collect([a_run]))
-    assert arrays["0.training.beta.steps"].tolist() == [2, 4]
-    trace = Trace.load(a_run / "analysis" / "trace-step-2.safetensors")
-    np.testing.assert_allclose(arrays["0.training.beta.mean"][0], trace.values["beta"].mean(1), rtol=1e-6)
-    np.testing.assert_allclose(arrays["0.training.beta.q95"][0], trace.values["beta"].quantile(0.95, dim=1), rtol=1e-6)
-    assert payload["traces"][0]["facts"]["checkpoint"] == 4
-
-
 def test_runs_and_trace_files_together_and_names_that_tell_them_apart(a_run, tmp_path):
     paths = [planted.delta(torch.ones(2, 3)).save(tmp_path / folder / "a.safetensors") for folder in ("x", "y")]
     named = planted.residual(run="plain", checkpoint=7).save(tmp_path / "z.safetensors")
@@ -114,19 +103,16 @@ def test_arrays_are_those_of_the_trace():
 
 
 def test_the_gates_of_a_trace_are_on_the_page_whatever_their_names(tmp_path):
-    """From the telemetry, and without one from the traces of two checkpoints."""
+    """Those over training come from the telemetry."""
     values = {name: torch.linspace(low, 0.9, 40).view(4, 10) for name, low in (("gate_0", -0.9), ("other", 0.1))}
-    for step in (2, 4):
-        planted.gated(values).save(tmp_path / "analysis" / f"trace-step-{step}.safetensors")
     logged = [{"step": step, **{name: {key: [0.5] * 4 for key in QUANTILES} for name in values}} for step in (1, 2)]
-    for rows, steps in (([], [2, 4]), (logged, [1, 2])):
-        (tmp_path / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        payload, arrays = page_of([Source("gated", planted.gated(values), tmp_path)])
-        assert payload["traces"][0]["checked"][2].startswith("no gate is stuck")
-        for name, gate in values.items():
-            np.testing.assert_array_equal(arrays[f"0.{name}"], gate)
-            assert arrays[f"0.training.{name}.steps"].tolist() == steps
-            assert arrays[f"0.training.{name}.mean"].shape == (2, 4)
+    (tmp_path / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+    payload, arrays = page_of([Source("gated", planted.gated(values), tmp_path)])
+    assert payload["traces"][0]["checked"][2].startswith("no gate is stuck")
+    for name, gate in values.items():
+        np.testing.assert_array_equal(arrays[f"0.{name}"], gate)
+        assert arrays[f"0.training.{name}.steps"].tolist() == [1, 2]
+        assert arrays[f"0.training.{name}.mean"].shape == (2, 4)
 
 
 def test_beta_stays_exact_and_the_rest_gives_way_where_a_page_would_be_too_large():

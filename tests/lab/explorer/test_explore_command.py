@@ -81,15 +81,13 @@ def test_a_prompt_and_a_checkpoint(capsys, run):
     assert "5 tokens of a prompt" in output(capsys, run, "--prompt", "Text number 3", "--tokens", "5")
 
 
-def test_all_checkpoints_as_json(capsys, run):
-    records = json.loads(output(capsys, run, "--all-checkpoints", "--json"))
-    assert [record["checkpoint"] for record in records] == [2, 4]
-    for record in records:
-        assert record["trace"] == str(run / "analysis" / f"trace-step-{record['checkpoint']}.safetensors")
-        assert [row["sublayer"] for row in record["sublayers"]] == ["1 attention", "1 mlp"]
-        assert record["sublayers"][0]["beta"] == pytest.approx(1, abs=0.5)
-        assert isinstance(record["warnings"], list)
-    assert output(capsys, run, "--all-checkpoints").count("trace: ") == 2
+def test_a_trace_as_json(capsys, run):
+    (record,) = json.loads(output(capsys, run, "--checkpoint", "2", "--json"))
+    assert record["checkpoint"] == 2
+    assert record["trace"] == str(run / "analysis" / "trace-step-2.safetensors")
+    assert [row["sublayer"] for row in record["sublayers"]] == ["1 attention", "1 mlp"]
+    assert record["sublayers"][0]["beta"] == pytest.approx(1, abs=0.5)
+    assert isinstance(record["warnings"], list)
 
 
 def test_the_loss_is_that_of_the_model_in_the_precision_of_its_training(capsys, prepared, tmp_path):
@@ -128,8 +126,8 @@ def test_a_page_has_the_trace_that_the_options_ask_for(capsys, run, tmp_path, mo
     assert text.startswith("ddl-cc, step 2, 4 tokens of a prompt")
     assert text.endswith("open in a browser: explorer.html\n")
     assert '"tokens":["T","e","x","t"]' in page.read_text(encoding="utf-8")
-    assert main(["explore", str(run), "--all-checkpoints", "--json", "--out", "other.html"]) == 0
-    assert [record["checkpoint"] for record in json.loads(capsys.readouterr().out)] == [2, 4]
+    assert main(["explore", str(run), "--json", "--out", "other.html"]) == 0
+    assert [record["checkpoint"] for record in json.loads(capsys.readouterr().out)] == [4]
     assert '"checkpoint":4' in (tmp_path / "other.html").read_text(encoding="utf-8")
 
 
@@ -139,7 +137,6 @@ def test_what_cannot_be_used_is_one_line(capsys, run, tmp_path):
     assert "1 to 32 tokens, the model's context, got 33" in refused(capsys, run, "--tokens", "33")
     assert "tokens must be at least 1, got 0" in refused(capsys, run, "--tokens", "0")
     assert "no prepared data" in refused(capsys, run, "--data", "nowhere")
-    assert "not allowed with" in refused(capsys, run, "--checkpoint", "2", "--all-checkpoints")
     assert "not allowed with" in refused(capsys, run, "--out", "x.html", "--no-page")
     assert "RUN must be given" in refused(capsys, "--prompt", "a")
     assert "RUN must be given" in refused(capsys, "--json")
@@ -148,7 +145,6 @@ def test_what_cannot_be_used_is_one_line(capsys, run, tmp_path):
     shutil.rmtree(run / "analysis")
     shutil.rmtree(run / "checkpoints")
     assert "found none; train it first" in refused(capsys, run)
-    assert "found none; train it first" in refused(capsys, run, "--all-checkpoints")
 
 
 def test_what_was_found_is_shown_where_the_folder_cannot_be_written(capsys, run, tmp_path):

@@ -6,8 +6,8 @@ for all but beta, and arrays that still do not fit only at the sampled tokens. T
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,6 @@ from residua.lab.inspection import archive
 from residua.lab.inspection.summary import warnings
 from residua.lab.inspection.trace import Trace
 from residua.lab.training import latest_checkpoint, read_metrics
-from residua.lab.training.checkpoint import saved_steps
 from residua.records.progress import say
 
 with extra("lab"):
@@ -31,7 +30,7 @@ PAGE = 5_700_000
 LIBRARY = 2_150_000
 """Bytes of the page without any data: plotly, and our modules and styles."""
 BASE64 = 4 / 3
-CHECKPOINTS = 100
+ROWS = 100
 """Points of a gate over training: more cannot be distinguished on a screen."""
 
 OF_TOKENS = (
@@ -52,14 +51,13 @@ QUANTILES = ("mean", "q05", "q50", "q95")
 
 @dataclass(frozen=True)
 class Reading:
-    """The text that models read, the beginning of the validation data for None, and the checkpoints, as `open_run`
-    takes them, with the folder of the data where they have moved. A run that has a trace is traced again if any of
+    """The text that models read, the beginning of the validation data for None, and the checkpoint, as `open_run`
+    takes it, with the folder of the data where they have moved. A run that has a trace is traced again if any of
     these is given."""
 
     prompt: str | None = None
     tokens: int | None = None
     step: int | Literal["best"] | None = None
-    every_step: bool = False
     data: str | None = None
 
     @property
@@ -69,14 +67,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Source:
-    """A trace with its name on the page, the folder of its run if known, its file if it has one, and the traces of
-    other checkpoints that were made with it."""
+    """A trace with its name on the page, the folder of its run if known, and its file if it has one."""
 
     name: str
     trace: Trace
     run: Path | None = None
     file: Path | None = None
-    earlier: Sequence["Source"] = ()
 
 
 def collect(paths: Sequence[str | Path], reading: Reading = Reading()) -> tuple[list[Source], dict[str, Any] | None]:
@@ -129,7 +125,7 @@ def _maker(path: Path, reading: Reading) -> Callable[[Path, Reading], Source]:
             raise InputError(f"{path}: a trace cannot be made again; give the folder of its run or model")
         return _of_file
     if is_model_folder(path):
-        if reading.step is not None or reading.every_step:
+        if reading.step is not None:
             raise InputError(f"--checkpoint must be a run folder, got {path}")
         if reading.prompt is None and (reading.again or not archive.place(path, None).is_file()):
             raise InputError(f"{path}: this model has no validation text of its own; give --prompt TEXT")
@@ -155,18 +151,10 @@ def _of_run(folder: Path, reading: Reading) -> Source:
     """Return the trace of a run's newest checkpoint, or what is asked for; make and save what the run does not have."""
     name = folder.resolve().name
     if not reading.again:
-        files = dict(archive.saved(folder))
         newest = latest_checkpoint(folder)
-        step = newest.step if newest else max(files, default=None)
-        if step in files:
-            return Source(name, Trace.load(files[step]), folder, files[step])
-    steps = saved_steps(folder) if reading.every_step else []
-    *earlier, last = [_traced(folder, name, step, reading) for step in steps or [reading.step]]
-    return replace(last, earlier=earlier)
-
-
-def _traced(folder: Path, name: str, step: int | Literal["best"] | None, reading: Reading) -> Source:
-    opened = open_run(folder, step, data=reading.data)
+        if newest and (file := archive.place(folder, newest.step)).is_file():
+            return Source(name, Trace.load(file), folder, file)
+    opened = open_run(folder, reading.step, data=reading.data)
     if not reading.again:
         say(f"{folder}: no trace of its newest checkpoint yet, making one")
     trace = trace_run(opened, reading.prompt, tokens=reading.tokens)
@@ -262,17 +250,16 @@ def _halved(array: np.ndarray) -> np.ndarray:
 
 
 def _over_training(source: Source) -> dict[str, np.ndarray]:
-    """Return the gates over training: `steps` (N), and `training.beta.mean` and others (N, sublayers).
-
-    They come from the telemetry of the training if there is any, else from the traces of several checkpoints.
+    """Return the gates over training, if they were logged: `steps` (N), and `training.beta.mean` and others (N,
+    sublayers).
     """
     if source.run is None:
         return {}
     logged = {row["step"]: row for row in read_metrics(source.run / "connections.jsonl")}
-    rows = [logged[step] for step in sorted(logged)] or list(_of_checkpoints(source.run))
+    rows = [logged[step] for step in sorted(logged)]
     if len(rows) < 2:
         return {}
-    rows = [rows[round(i)] for i in np.linspace(0, len(rows) - 1, min(CHECKPOINTS, len(rows)))]
+    rows = [rows[round(i)] for i in np.linspace(0, len(rows) - 1, min(ROWS, len(rows)))]
     arrays: dict[str, np.ndarray] = {}
     for gate in source.trace.facts["gates"]:
         arrays[f"training.{gate}.steps"] = np.array([row["step"] for row in rows], dtype=np.float32)
@@ -280,15 +267,3 @@ def _over_training(source: Source) -> dict[str, np.ndarray]:
             numbers = [[np.nan if x is None else x for x in row[gate][quantile]] for row in rows]
             arrays[f"training.{gate}.{quantile}"] = np.array(numbers, dtype=np.float32)
     return arrays
-
-
-def _of_checkpoints(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield rows as in connections.jsonl, computed from the traces of the run's checkpoints."""
-    for step, path in archive.saved(run):
-        trace = Trace.load(path)
-        row: dict[str, Any] = {"step": step}
-        for gate in trace.facts["gates"]:
-            values = trace.values[gate].float()
-            points = values.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=1).tolist()
-            row[gate] = dict(zip(QUANTILES, [values.mean(1).tolist(), *points]))
-        yield row

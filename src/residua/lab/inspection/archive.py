@@ -55,10 +55,3 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
 def place(folder: str | Path, step: int | None) -> Path:
     """Return the path of the trace of a step in a run folder, or of the one trace of a folder without checkpoints."""
     return Path(folder) / "analysis" / ("trace.safetensors" if step is None else f"trace-step-{step}.safetensors")
-
-
-def saved(folder: str | Path) -> list[tuple[int, Path]]:
-    """Return step and path of each trace in a run folder, by step."""
-    paths = place(folder, None).parent.glob("trace-step-*.safetensors")
-    steps = ((path.stem.removeprefix("trace-step-"), path) for path in paths)
-    return sorted((int(step), path) for step, path in steps if step.isdecimal())
