@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
+from benchmarks.exact import perturb
 from residua import ops
 from residua.connections import Connection, named, resolve
 from residua.connections.base import as_inputs
 from residua.errors import InputError, require
-from residua.lab.cost.exact import perturb
 from residua.ops.write_read import boundary
 
 Dtype = Literal["float32", "bfloat16", "float16"]

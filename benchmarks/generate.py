@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import expect_at_least
+from benchmarks.exact import in_float64, perturb
 from benchmarks.settings import Measuring, Precision
 from residua.connections.names import PRESETS, canonical
 from residua.errors import Count, InputError, Natural, RunError, extra
-from residua.lab.cost.exact import in_float64, perturb
 from residua.lab.cost.steps import many_graphs
 from residua.lab.cost.timing import Timing, compare
 from residua.models import ResiduaConfig, ResiduaForCausalLM

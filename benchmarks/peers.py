@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.adapters import PEERS, Peer, PeerAdapter
 from benchmarks.cases import expect_at_least
+from benchmarks.exact import perturb
 from benchmarks.settings import Measuring, Precision
 from residua.errors import require
-from residua.lab.cost.exact import perturb
 from residua.lab.cost.measured_memory import storages_kept
 from residua.lab.cost.timing import Timing, compare
 from residua.records.provenance import circumstances, version

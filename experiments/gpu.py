@@ -306,7 +306,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def check_autocast(place: Place) -> int:
     from residua.connections import PRESETS
 
-    return _check_all([_with_kernels(name) for name in PRESETS], lambda name: _step(place, name).check())
+    return _check_all([_with_kernels(name) for name in PRESETS], lambda name: _check_step(place, name))
 
 
 def check_compile(place: Place) -> int:
@@ -314,7 +314,7 @@ def check_compile(place: Place) -> int:
 
     def check(name: str) -> Any:
         torch.compiler.reset()
-        return _step(place, name, compile=not place.dry).check()
+        return _check_step(place, name, compile=not place.dry)
 
     return _check_all(["ddl-cc", "ddl-cc:implementation=triton", "mhc:implementation=triton", "attnres"], check)
 
@@ -334,8 +334,8 @@ def check_graphs(place: Place) -> int:
     return _check_all(["residual", "ddl-cc", "ddl-tc", "ddl-cc:implementation=triton"], check)
 
 
-def _step(place: Place, connection: str, compile: bool = False) -> Any:
-    from residua.lab.cost.steps import Step
+def _check_step(place: Place, connection: str, compile: bool = False) -> Any:
+    from benchmarks.exact import check
     from residua.lab.experiment import model_config
     from residua.lab.training import load_config
 
@@ -361,7 +361,7 @@ def _step(place: Place, connection: str, compile: bool = False) -> Any:
             "train.device": place.device,
         },
     )
-    return Step(run, model_config(run))
+    return check(run, model_config(run))
 
 
 def _with_kernels(preset: str) -> str:

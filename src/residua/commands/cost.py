@@ -76,8 +76,7 @@ def step(
     """Measure the training step of a run under several schemes.
 
     Beside the plain residual: time, in rounds in which the schemes take turns; what the backward pass keeps, in vectors
-    of the model's width for each token and layer; and the peak of the memory. Loss and gradients are compared with a
-    float64 copy first.
+    of the model's width for each token and layer; and the peak of the memory.
 
     Examples:
         residua cost step --config tiny --schemes ddl-tc lambdas+tc
@@ -129,7 +128,7 @@ def measured(
 
     Raises:
         InputError: a scheme cannot be built with the sizes of the run.
-        RunError: a step computes something wrong, or runs out of memory.
+        RunError: a step runs out of memory.
     """
     import torch
 
@@ -140,7 +139,7 @@ def measured(
     for scheme in (BASELINE, *schemes):
         run = replace(config, model=replace(config.model, connection=scheme))
         configs[scheme if isinstance(scheme, str) else json.dumps(scheme)] = run, model_config(run)
-    records = measure(configs, BASELINE, rounds=rounds, peak=peak, checked=True, advance=advance)
+    records = measure(configs, BASELINE, rounds=rounds, peak=peak, advance=advance)
     train = config.train
     for record in records:
         sizes = configs[record["scheme"]][1].get_text_config()

@@ -12,7 +12,6 @@ from residua.conversion.base_model import freeze_base
 from residua.conversion.opening import new_model
 from residua.errors import extra
 from residua.lab.cost.counts import elementwise, products_per_token
-from residua.lab.cost.exact import Errors, check, perturb
 from residua.lab.cost.measured_memory import peak_of, storages_kept
 from residua.lab.cost.timing import compare, cuda_clock, process_clock
 from residua.lab.training import BaseModelConfig, RunConfig, make_optimizer, pick_device
@@ -33,8 +32,7 @@ class Step:
 
     def __init__(self, config: RunConfig, model: PreTrainedConfig):
         train = config.train
-        self.name, self.device = str(config.model.connection), pick_device(train.device)
-        self.narrow = "bfloat16" in (train.precision, getattr(config.model, "state_dtype", None))
+        self.device = pick_device(train.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             tokens = torch.randint(model.get_text_config().vocab_size, (train.batch_size, train.sequence_length + 1))
@@ -60,17 +58,6 @@ class Step:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def check(self) -> Errors:
-        """Compare loss and gradients with a float64 copy, once every parameter has some noise; return the errors.
-
-        Raises:
-            RunError: an error is larger than rounding explains.
-        """
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(0)
-            perturb(self.model)
-        return check(self.name, self.loss, self.model, self.inputs, self.labels, narrow=self.narrow)
-
     def kept(self) -> int:
         """Count the bytes that autograd keeps for the backward pass: every storage once, without parameters."""
         return storages_kept(self.loss, self.model.parameters())
@@ -83,7 +70,6 @@ def measure(
     rounds: int = ROUNDS,
     peak: bool = True,
     compiled: bool = False,
-    checked: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Measure the step of every scheme at one size; one record each, complete in itself.
@@ -95,12 +81,11 @@ def measure(
     peak     bytes by which a process grows that makes the model and takes two steps, or the device's allocations in the
              second; None if not measured
 
-    With `compiled` all steps go through `torch.compile`, whatever the runs do, and only their time is measured. With
-    `checked` each must first have the loss and the gradients of a float64 copy. `advance` is called after every step
-    in the rounds, the first WARMUP of them included, which do not count.
+    With `compiled` all steps go through `torch.compile`, whatever the runs do, and only their time is measured.
+    `advance` is called after every step in the rounds, the first WARMUP of them included, which do not count.
 
     Raises:
-        RunError: a step computes something wrong, or runs out of memory.
+        RunError: a step runs out of memory.
     """
     if compiled:
         configs = {
@@ -112,7 +97,6 @@ def measure(
     peaks = {name: peak_of(Step, pair, name, device=device.type) if peak else None for name, pair in configs.items()}
     with threads(1), many_graphs(len(configs)):
         steps = {name: Step(*pair) for name, pair in configs.items()}
-        errors = {name: {"errors": step.check()._asdict()} if checked else {} for name, step in steps.items()}
         kept = {name: None if compiled else step.kept() for name, step in steps.items()}
         clock = cuda_clock if device.type == "cuda" else process_clock
         timing = compare(steps, baseline, rounds=rounds, warmup=WARMUP, clock=clock, advance=advance)
@@ -134,7 +118,6 @@ def measure(
                 "kept_bytes": kept[name],
                 "peak_bytes": peaks[name],
                 "model": {key: value for key, value in asdict(config.model).items() if key != "base"},  # a path
-                **errors[name],
                 **conditions,
             }
         )

@@ -1,14 +1,17 @@
-"""Compare the loss and the gradients of a step with a float64 copy: a wrong model has no speed."""
+"""Compare the loss and the gradients of a training step with a float64 copy: a wrong model has no speed."""
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from residua.errors import RunError
+from residua.lab.cost.steps import Step
+from residua.lab.training import RunConfig
 from residua.models import ResiduaForCausalLM
 
 
@@ -24,33 +27,34 @@ TOLERANCES: Mapping[str, Errors] = {"float32": Errors(1e-5, 1e-4), "bfloat16": E
 CHECKED_TOKENS = 4096  # at once
 
 
-def check(
-    name: str, loss: Callable[[], Tensor], model: nn.Module, inputs: Tensor, labels: Tensor, *, narrow: bool
-) -> Errors:
-    """Compare the gradients of `loss()` on a batch with those of the model's definitions in float64.
-
-    narrow: whether anything is in bfloat16. The parameters have no gradient before and after.
+def check(config: RunConfig, model_config: PreTrainedConfig) -> Errors:
+    """Compare loss and gradients of a run's step with those of the model's definitions in float64.
 
     Raises:
         RunError: an error larger than `TOLERANCES` allows, or not finite.
     """
+    step = Step(config, model_config)
+    model, inputs, labels = step.model, step.inputs, step.labels
+    with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
+        torch.manual_seed(0)
+        perturb(model)
     reference = in_float64(model)
-    exact = torch.zeros((), dtype=torch.float64, device=inputs.device)
+    exact = torch.zeros((), dtype=torch.float64, device=step.device)
     # A few sequences at a time, as float64 takes two or four times the memory. Gradients add up.
     part = max(1, CHECKED_TOKENS // inputs.shape[1])
     for some, wanted in zip(inputs.split(part), labels.split(part)):
         share = reference(input_ids=some, labels=wanted, shift_labels=wanted).loss * (len(some) / len(inputs))
         share.backward()
         exact += share.detach()
-    measured = loss()
+    measured = step.loss()
     measured.backward()
     errors = _errors(measured.detach(), exact, model, reference)
-    model.zero_grad()
+    narrow = "bfloat16" in (config.train.precision, getattr(config.model, "state_dtype", None))
     for kind, error, allowed in zip(Errors._fields, errors, TOLERANCES["bfloat16" if narrow else "float32"]):
         if not error <= allowed:  # also if the error is NaN
             raise RunError(
-                f"{name} must have the {kind} within {allowed:g} of a float64 copy's, relatively, got {error:.2g} "
-                f"(loss {measured.item():.6f} and {exact.item():.6f}); a wrong model has no speed"
+                f"{config.model.connection} must have the {kind} within {allowed:g} of a float64 copy's, relatively, "
+                f"got {error:.2g} (loss {measured.item():.6f} and {exact.item():.6f}); a wrong model has no speed"
             )
     return errors
 
