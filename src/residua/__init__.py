@@ -8,94 +8,26 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from residua import lazy
+from residua import connections, lazy
 
 if TYPE_CHECKING:
-    from residua import connections, ops, testing
-    from residua.connections import (
-        AlternatingUpdates,
-        AttentionResiduals,
-        Carry,
-        Connection,
-        DeepDelta,
-        DeepSeekHyperConnections,
-        DeltaAttentionResiduals,
-        DeltaResidual,
-        DenseFormer,
-        EDelta,
-        EDeltaStream,
-        FracConnections,
-        GatedDelta,
-        GatedOrthogonal,
-        GatedResidual,
-        HyperConnections,
-        IndependentHyperConnections,
-        InklingAttentionResiduals,
-        JacobianHyperConnections,
-        KroneckerHyperConnections,
-        Lambdas,
-        ManifoldHyperConnections,
-        MultiwayDynamicDense,
-        PooledHouseholder,
-        Residual,
-        Scheme,
-        SiameseNorm,
-        Stream,
-        StreamMemory,
-        WideResidual,
-        build,
-        register,
-        resolve,
-        schemes,
-    )
+    from residua import ops, testing
+    from residua.connections import *  # noqa: F403
     from residua.conversion import convert, load, load_connection, save_connection, unconvert
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AlternatingUpdates",
-    "AttentionResiduals",
-    "Carry",
-    "Connection",
-    "DeepDelta",
-    "DeepSeekHyperConnections",
-    "DeltaAttentionResiduals",
-    "DeltaResidual",
-    "DenseFormer",
-    "EDelta",
-    "EDeltaStream",
-    "FracConnections",
-    "GatedDelta",
-    "GatedOrthogonal",
-    "GatedResidual",
-    "HyperConnections",
-    "IndependentHyperConnections",
-    "InklingAttentionResiduals",
-    "JacobianHyperConnections",
-    "KroneckerHyperConnections",
-    "Lambdas",
-    "ManifoldHyperConnections",
-    "MultiwayDynamicDense",
-    "PooledHouseholder",
-    "Residual",
-    "Scheme",
-    "SiameseNorm",
-    "Stream",
-    "StreamMemory",
-    "WideResidual",
-    "build",
     "connections",
     "convert",
     "load",
     "load_connection",
     "ops",
-    "register",
-    "resolve",
     "save_connection",
-    "schemes",
     "testing",
     "unconvert",
 ]
+__all__ += connections.__all__
 
 __getattr__, __dir__ = lazy.attributes(__name__, __all__, ["connections", "conversion", "models", "ops", "testing"])
 

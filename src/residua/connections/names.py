@@ -7,11 +7,13 @@ schemes of these names. A name may be written in any case, and with or without `
 import functools
 import sys
 from collections.abc import Iterable
-from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from residua.connections.options import named
 from residua.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "residua.schemes"
 
@@ -170,13 +172,15 @@ def unknown(kind: str, name: Any, choices: Iterable[str]) -> InputError:
     return InputError(f"connection: no {kind} is called {name!r}{likeliest} (known: {', '.join(choices)})")
 
 
-def entry_points() -> tuple[metadata.EntryPoint, ...]:
+def entry_points() -> "tuple[EntryPoint, ...]":
     """Return the schemes that installed packages declare."""
     return _entry_points_on(tuple(map(str, sys.path)))
 
 
 @functools.cache
-def _entry_points_on(path: tuple[str, ...]) -> tuple[metadata.EntryPoint, ...]:
+def _entry_points_on(path: tuple[str, ...]) -> "tuple[EntryPoint, ...]":
+    from importlib import metadata  # slow to import, and not needed for the names of residua
+
     return tuple(metadata.entry_points(group=ENTRY_POINTS))
 
 
@@ -185,6 +189,6 @@ def forget() -> None:
     _entry_points_on.cache_clear()
 
 
-def package_of(point: metadata.EntryPoint) -> str:
+def package_of(point: "EntryPoint") -> str:
     """Return the top-level module that declares a scheme."""
     return point.value.partition(":")[0].partition(".")[0]
