@@ -3,7 +3,7 @@
 import csv
 import re
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib import resources
 from inspect import cleandoc
@@ -164,18 +164,9 @@ def about(kind: "type[Scheme]") -> list[str]:
 
 
 def meaning(kind: "type[Scheme]", option: str) -> str:
-    """Return the text on an option in the docstring of `kind`, of a scheme that it names, or of any scheme."""
-    from residua.connections import SCHEMES, Scheme
-
-    text = cleandoc(kind.__doc__ or "")
-    mentions = [scheme for scheme in SCHEMES.values() if f"`{scheme.__name__}`" in text]
-    for scheme in (*kind.__mro__, *mentions, *SCHEMES.values()):
-        if issubclass(scheme, Scheme) and option in (texts := meanings(scheme)):
-            return texts[option]
-    for other, explanation in meanings(kind).items():
-        if re.search(rf"\b{option}\b", explanation):
-            return f"see `{other}`"
-    return "see the text above" if re.search(rf"\b{option}\b", text) else ""
+    """Return the text on an option in the docstring of `kind` or of the nearest base class that has one, else ""."""
+    texts = (meanings(base) for base in kind.__mro__ if is_dataclass(base))
+    return next((text[option] for text in texts if option in text), "")
 
 
 def meanings(kind: "type[Scheme]") -> dict[str, str]:

@@ -41,9 +41,9 @@ class DeltaCoefficients(NamedTuple):
 class DeepDelta(ChannelScheme):
     """Deep Delta Learning with every variant of the paper's versions and of the authors' code.
 
-    The defaults follow the authors' code, but compressors start as an average and gates at exactly `beta_init`
-    (`init="authors"` reproduces their initialisation). docs/deviations.md lists every choice. Raises ValueError for an
-    option that is set but has no effect with the others. The options of the state are those of `ChannelScheme`.
+    The defaults follow the authors' code, but for the start (`init`). docs/deviations.md lists every choice. Raises
+    ValueError for an option that is set but has no effect with the others. The options of the state are those of
+    `ChannelScheme`.
 
     map              "k": the sublayer gives the direction, so that with "unit" the size of its output has no effect
                      (LayerScale, DropPath's 1/keep, depth-scaled initialisation), and a zero skips it;
@@ -52,15 +52,19 @@ class DeepDelta(ChannelScheme):
     k_proj           the direction is a linear map of the sublayer's output
     operator         "unit": I - beta k k^T with unit k; "v1_eps": as in the first version, with raw k
     beta_init        beta of every token at the start, in [0, 2]; 0 and 2 are shifted inwards by 2e-6
-    beta_head        "linear", or "mlp": two layers with tanh and beta_hidden units
+    beta_head        "linear", or "mlp": two layers with tanh
+    beta_hidden      units of the "mlp"
     beta_input       input of the gate: "context" (RMSNorm of x_in), the state "pool_mean", "flatten" or "conv", or
                      "sublayer_out", the normalised sublayer output
     v_activation     "scaled_sigmoid" (v_scale * sigmoid), "linear" or "constant" (v_constant)
+    v_scale          factor of the "scaled_sigmoid"
+    v_constant       the value of "constant"
     v_bias           whether the value map has a bias
     v_input          k-Map: input of the value, "x_in" without a norm or the "context"
     phi_k            v-Map: "mlp", "linear", "pool_mlp", "flatten_mlp" or "attention", see `branches.Direction`
     phi_k_input      v-Map: input of "linear" and "mlp", the "context" or "x_in" without a norm
     phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
+    init             "average": compressors average and gates start at beta_init; "authors": as their code draws them
     implementation   of the delta write, and of everything between two sublayers if one kernel can do it all:
                      "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto", which picks triton
                      if it can run; in training not for everything between two sublayers, where it spills registers.
