@@ -21,7 +21,6 @@ from benchmarks.peers import PeerSettings
 from residua.commands.base import BAD_INPUT, FAILED, fail
 from residua.commands.signature import Output, run_function
 from residua.errors import InputError, RunError
-from residua.records.folder import writable
 from residua.records.jsonlines import JsonLines
 from residua.records.progress import Progress, say
 from residua.records.terminal import one_line
@@ -76,8 +75,7 @@ def measure(benchmark: Callable[..., Any], settings: Any, out: Path | None) -> O
     with ExitStack() as stack:
         lines = None
         if out is not None:
-            with writable(out, "a file to append to"):  # raises before hours of measuring
-                lines = stack.enter_context(JsonLines(out.resolve()))
+            lines = stack.enter_context(JsonLines(out.resolve()))  # raises before hours of measuring
         bar = stack.enter_context(Progress("checking, then measuring", settings.steps, lines=False, threaded=False))
         steps_done = count()
 

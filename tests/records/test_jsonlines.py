@@ -62,7 +62,7 @@ def test_no_file_has_no_rows_and_a_folder_is_refused(tmp_path):
     assert jsonlines.read(tmp_path / "none") == []
     with pytest.raises(InputError, match="Is a directory"):
         jsonlines.read(tmp_path)
-    with pytest.raises(OSError, match="Is a directory"):
+    with pytest.raises(InputError, match="must be a file to append to, got: Is a directory"):
         JsonLines(tmp_path)
 
 

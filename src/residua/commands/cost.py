@@ -13,7 +13,6 @@ from residua.commands.signature import Output
 from residua.connections.names import canonical
 from residua.errors import Count, between
 from residua.lab.cost.timing import Quartiles
-from residua.records.folder import writable
 from residua.records.jobs import Record
 
 if TYPE_CHECKING:
@@ -99,8 +98,7 @@ def step(
     with ExitStack() as stack:
         lines = None
         if out is not None:
-            with writable(out, "a file to append to"):  # raises before minutes of measuring
-                lines = stack.enter_context(JsonLines(out.resolve()))
+            lines = stack.enter_context(JsonLines(out.resolve()))  # raises before minutes of measuring
         names = names or [config.model.connection]
         bar = stack.enter_context(Progress("time and memory", (1 + len(names)) * (rounds + WARMUP), lines=False))
         done = counter(1)

@@ -79,8 +79,7 @@ class Records:
 
     def __init__(self, path: str | Path, key: Key, *, places: Path | None = None, keep: bool = False):
         self.path, self._key, self._places, self._keep = Path(path), key, places, keep
-        with writable(path, "a file to append to"):
-            self._lines = JsonLines(path)
+        self._lines = JsonLines(path)
         try:
             self.finished = {key(row): row for row in self._lines.rows}
         except (KeyError, TypeError) as error:

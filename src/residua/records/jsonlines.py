@@ -9,6 +9,7 @@ from typing import Any
 
 from residua.errors import InputError
 from residua.records.durable import sync, unlinked, write_bytes
+from residua.records.folder import writable
 from residua.records.reading import parse_json
 
 
@@ -69,21 +70,20 @@ class JsonLines:
     Opening drops a torn last line, and every row that `keep` refuses.
 
     Raises:
-        InputError: the file holds something else, or is a link.
-        OSError: the file cannot be written.
+        InputError: the file holds something else, is a link, or cannot be written.
     """
 
     def __init__(self, path: str | Path, *, keep: Callable[[dict[str, Any]], bool] = lambda row: True):
         self._path = unlinked(Path(path))
         self.rows: list[dict[str, Any]] = []
-        if self._path.is_file():  # a pipe or a terminal cannot be read first
-            lines = [(line, row) for line, row in _lines(self._path) if keep(row)]
-            self.rows = [row for _, row in lines]
-            content = b"".join(line + b"\n" for line, _ in lines)
-            if content != self._path.read_bytes():
-                write_bytes(self._path, content)
-        # Unbuffered, so that closing does not repeat a failed write.
-        self._file = self._path.open("ab", buffering=0)
+        with writable(path, "a file to append to"):
+            if self._path.is_file():  # a pipe or a terminal cannot be read first
+                lines = [(line, row) for line, row in _lines(self._path) if keep(row)]
+                self.rows = [row for _, row in lines]
+                content = b"".join(line + b"\n" for line, _ in lines)
+                if content != self._path.read_bytes():
+                    write_bytes(self._path, content)
+            self._file = self._path.open("ab", buffering=0)  # so that closing does not repeat a failed write
 
     def __enter__(self) -> "JsonLines":
         return self
