@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=Path(__file__).with_name("resbench") / "repeats.jsonl")
     parser.add_argument("--picture", type=Path, default=Path(__file__).parents[1] / "docs" / "resbench-repeats.png")
     arguments = parser.parse_args()
-    plan, rows, _ = open_study(arguments.study, arguments.data)
+    plan, rows = open_study(arguments.study, arguments.data)
     finished = {row["key"]: row for row in rows}
     with JsonLines(arguments.record) as lines:
         there = {row["key"] for row in lines.rows}

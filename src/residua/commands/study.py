@@ -57,17 +57,19 @@ def run(
         compiled: with --measure: only the time of a step through torch.compile
         rounds: of time measurements (default: 45)
     """
-    from residua.lab.study.engine import ROUNDS, measure_again, run_study
+    from residua.lab.study.engine import ROUNDS, measure_costs, open_study, run_study
     from residua.lab.study.plan import Plan, load_study
 
     chosen = load_study(study).only(schemes, rungs, questions)
     if dry_run:
         return _forecast(Plan(chosen, chosen.data(data), rungs), teraflops, pool.processes or 1)
-    options = {"data": data, "rungs": rungs, "rounds": rounds or ROUNDS, "executor": pool.executor_of_jobs()}
+    options = {"rounds": rounds or ROUNDS, "executor": pool.executor_of_jobs()}
     if measure:
-        measure_again(chosen, out, compiled=compiled, **options)
+        plan, _ = open_study(out, data, chosen, rungs)
+        measure_costs(plan, Path(out), again=True, compiled=compiled, **options)
     else:
-        run_study(chosen, out, processes=pool.processes or 1, costs=not no_costs, **options)
+        processes = pool.processes or 1
+        run_study(chosen, out, data=data, rungs=rungs, processes=processes, costs=not no_costs, **options)
     return report(out)
 
 

@@ -140,7 +140,7 @@ def test_a_size_that_is_asked_for_alone_has_rows_and_costs_alone(data, tmp_path,
         ({"schemes": {"residual": {}, "ddl": {"connection": "ddl:beta_init=0.5"}}}, "another schemes.ddl ("),
         ({"rungs": {"small": {**SMALLEST["rungs"]["small"], "model.num_hidden_layers": 2}}}, "another rungs.small ("),
         ({"tuning": {**SMALLEST["tuning"], "length": 1.0}}, "another tuning.length (0.5), now 1.0"),
-        ({"seeds": [2, 3]}, "seeds must be those of"),
+        ({"seeds": [2, 3]}, "seeds must be at least [1, 2], as in"),
     ],
 )
 def test_a_folder_takes_no_runs_of_other_settings(finished, data, tmp_path, capsys, change, said):
@@ -185,7 +185,7 @@ def test_a_size_may_add_seeds_and_leave_out_none(finished, data, tmp_path):
     more = study(**{**SMALLEST, "seeds": [1, 2, 3], "rungs": all_})
     assert joined(more, tmp_path).seeds_at("small") == (1, 2, 3)
     (tmp_path / "study.json").write_text(json.dumps(asdict(more)))
-    with pytest.raises(InputError, match=r"rungs\.small\.seeds must be those of .* \(1, 2, 3\), got \[1, 2\]"):
+    with pytest.raises(InputError, match=r"rungs\.small\.seeds must be at least \[1, 2, 3\], as in .*, got \[1, 2\]"):
         joined(known, tmp_path)
 
 

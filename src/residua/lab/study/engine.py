@@ -13,17 +13,17 @@ A folder of a study holds
 import itertools
 import json
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from residua.errors import Diverged, InputError, require
+from residua.errors import Diverged, InputError, require, shown
 from residua.lab.cost.counts import products_per_token
 from residua.lab.cost.steps import ROUNDS, WARMUP, measure, rate
 from residua.lab.evaluation.loss import transition
 from residua.lab.experiment import run as train
-from residua.lab.study.folder import SHARED, plain, read_folder, read_runs
+from residua.lab.study.folder import read_folder, read_runs
 from residua.lab.study.plan import Plan, Run, Study
 from residua.lab.training import RunConfig
 from residua.records import jsonlines
@@ -33,12 +33,6 @@ from residua.records.jobs import Executor, Job, Record, Records, open_runs, run_
 from residua.records.jsonlines import finite, read_metrics
 from residua.records.progress import say
 from residua.records.statistics import Estimate
-
-TUNED = ("over", "factors", "length", "seed")
-"""What all tuning runs in a folder share."""
-GROWING = ("seeds", "baselines", "longer")
-"""What may be added to, as may the budgets. Taking some away would choose among results."""
-ORDER = {"tune": 0, "final": 0, "report": 0, "longer": 1}
 
 
 def run_study(
@@ -146,90 +140,75 @@ def joined(study: Study, out: Path) -> Study:
     if not (out / "study.json").is_file():
         return study
     before = read_folder(out)
-    pairs = {name: (getattr(before, name), getattr(study, name)) for name in SHARED}
-    pairs |= {f"tuning.{name}": (getattr(before.tuning, name), getattr(study.tuning, name)) for name in TUNED}
     rungs = [name for name in study.rungs if name in before.rungs]
-    pairs |= {f"rungs.{name}": tuple(replace(one.rungs[name], seeds=None) for one in (before, study)) for name in rungs}
     schemes = [name for name in study.schemes if name in before.schemes]
-    pairs |= {f"schemes.{name}": (before.schemes[name], study.schemes[name]) for name in schemes}
-    for name, (earlier, now) in pairs.items():
-        if plain(earlier) != plain(now):
+    earlier, now = (_fixed(one, rungs, schemes) for one in (before, study))
+    for name in earlier:
+        if earlier[name] != now[name]:
             raise InputError(
-                f"{out}: its runs were made with another {name} ({plain(earlier)}), now {plain(now)}; use another "
-                "name or another folder"
+                f"{out}: its runs have another {name} ({earlier[name]}), now {now[name]}; use another name or folder"
             )
-    growing = {name: (getattr(before, name), getattr(study, name)) for name in GROWING}
-    growing["tuning.final_seeds"] = before.tuning.finalist_seeds, study.tuning.finalist_seeds
-    growing |= {f"rungs.{name}.seeds": (before.seeds_at(name), study.seeds_at(name)) for name in rungs}
-    for name, (earlier, now) in growing.items():
-        fewer = [one for one in earlier if one not in now]
-        require(not fewer, name, f"those of {out} ({', '.join(map(str, earlier))})", now)
-    reported = {
-        (run["rung"], run["scheme"]) for run in jsonlines.read(out / "records.jsonl") if run["kind"] == "report"
-    }
+    earlier, now = (_growing(one, rungs) for one in (before, study))
+    for name in earlier:
+        require({*earlier[name]} <= {*now[name]}, name, f"at least {shown(earlier[name])}, as in {out}", now[name])
+    first = before.baselines[0]
+    require(study.baselines[0] == first, "baselines", f"{first} first, beside which {out} timed steps", study.baselines)
+    for name in ("runs", "baseline_runs", "finalists"):
+        least, budget = getattr(before.tuning, name), getattr(study.tuning, name)
+        require(budget >= least, f"tuning.{name}", f"at least {least}, as in {out}", budget)
+    runs = jsonlines.read(out / "records.jsonl")
+    reported = {(run["rung"], run["scheme"]) for run in runs if run["kind"] == "report"}
     for rung, pairs in study.primary.items():
         named = {frozenset(pair) for pair in before.primary.get(rung, ())}
         late = [pair for pair in pairs if frozenset(pair) not in named and {(rung, name) for name in pair} <= reported]
         require(not late, f"primary.{rung}", f"contrasts named before both have runs in {out}", late)
-    first = before.baselines[0]
-    require(study.baselines[0] == first, "baselines", f"{first} first, beside which {out} timed steps", study.baselines)
-    for name in ("runs", "baseline_runs", "finalists"):
-        earlier, now = getattr(before.tuning, name), getattr(study.tuning, name)
-        require(now >= earlier, f"tuning.{name}", f"at least the {earlier} of {out}", now)
     return replace(study, schemes={**before.schemes, **study.schemes}, rungs={**before.rungs, **study.rungs})
 
 
-def open_study(out: str | Path, data: str | None = None) -> tuple[Plan, Sequence[Record], Sequence[Record]]:
-    """The plan of a study's folder, its records and its costs.
+def _fixed(study: Study, rungs: Iterable[str], schemes: Iterable[str]) -> dict[str, Any]:
+    """What all runs in a folder share, as JSON holds it."""
+    parts = {name: getattr(study, name) for name in ("config", "set", "tokens_per_parameter", "warmup", "evaluations")}
+    parts |= {f"tuning.{name}": getattr(study.tuning, name) for name in ("over", "factors", "length", "seed")}
+    parts |= {f"rungs.{name}": replace(study.rungs[name], seeds=None) for name in rungs}
+    parts |= {f"schemes.{name}": study.schemes[name] for name in schemes}
+    return json.loads(json.dumps(parts, default=asdict))
+
+
+def _growing(study: Study, rungs: Iterable[str]) -> dict[str, Sequence[Any]]:
+    """What may be added to. Taking some away would choose among results."""
+    parts = {name: getattr(study, name) for name in ("seeds", "baselines", "longer")}
+    parts["tuning.final_seeds"] = study.tuning.finalist_seeds
+    return parts | {f"rungs.{name}.seeds": study.seeds_at(name) for name in rungs}
+
+
+def open_study(
+    out: str | Path, data: str | None = None, study: Study | None = None, rungs: Sequence[str] | None = None
+) -> tuple[Plan, list[Record]]:
+    """The plan of a study's folder, or of `study`, into which it may have grown, and the records.
 
     Raises:
-        InputError: the folder holds no study, or its data are elsewhere or have changed.
+        InputError: the folder holds no study, or one with other settings; or its data are elsewhere or have changed.
     """
     out = Path(out)
-    plan = _plan(read_folder(out), out, data)
-    return plan, read_runs(out / "records.jsonl", plan.facts["fingerprint"]), jsonlines.read(out / "costs.jsonl")
-
-
-def _plan(study: Study, out: Path, data: str | None, rungs: Sequence[str] | None = None) -> Plan:
+    recorded = read_folder(out)
+    study = study or recorded
     plan = Plan(study, study.data(data), rungs)
-    known = read_object(out / "settings.json")
-    require(known.get("data") == plan.facts["fingerprint"], "--data", f"the data of {out}", plan.data)
-    return plan
-
-
-def measure_again(
-    study: Study,
-    out: str | Path,
-    *,
-    data: str | None = None,
-    rungs: Sequence[str] | None = None,
-    rounds: int = ROUNDS,
-    compiled: bool = False,
-    executor: Executor | None = None,
-    progress: bool = True,
-) -> None:
-    """Measure the costs of a study's schemes once more, on a quieter machine or in more rounds; the last ones count.
-
-    `compiled` measures the time of a step through `torch.compile`, beside the time of the step that the runs take.
-    Raises InputError where the folder holds no study, or one of other settings or data.
-    """
-    out = Path(out)
-    read_folder(out)
-    plan = _plan(study, out, data, rungs)
+    fingerprint = read_object(out / "settings.json").get("data")
+    require(fingerprint == plan.facts["fingerprint"], "--data", f"the data of {out}", plan.data)
     joined(plan.study, out)
-    measure_costs(plan, out, rounds=rounds, again=True, compiled=compiled, executor=executor, progress=progress)
+    return plan, read_runs(out / "records.jsonl", fingerprint)
 
 
 def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
     """The jobs of all runs that the study needs so far, the finished ones too."""
     rungs, schemes = list(plan.study.rungs), list(plan.study.schemes)
-    found = []
+    planned = []
     for run in plan.runs(finished):
         further = run.kind == "report" and run.config.train.seed not in plan.study.seeds
-        order = rungs.index(run.rung), 2 if further else ORDER[run.kind], schemes.index(run.scheme)
+        order = rungs.index(run.rung), 2 if further else int(run.kind == "longer"), schemes.index(run.scheme)
         cost = float(plan.steps[run.rung])  # of a step: it grows with the model as the number of steps does
-        found.append(Job(run.key, train_run, (run,), run.config.train.steps, cost, order))
-    return found
+        planned.append(Job(run.key, train_run, (run,), run.config.train.steps, cost, order))
+    return planned
 
 
 def train_run(run: Run, *, place: Path, report: Any) -> Record:
@@ -280,46 +259,47 @@ def measure_costs(
     executor: Executor | None = None,
     progress: bool = True,
 ) -> None:
-    """Measure the cost of every scheme at every size that has no record of it, or of all of them `again`.
+    """Measure the cost of every scheme at every size that has no record of it, or of all of them `again`: on a quieter
+    machine or in more rounds; the last ones count.
 
     The schemes of a size are measured in the same rounds of one process, so one that joins brings the baselines again.
+    `compiled` measures the time of a step through `torch.compile`, beside the time of the step that the runs take.
     """
     path = out / "costs.jsonl"
     rows = () if again else jsonlines.read(path)
-    known = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
+    measured = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
     sizes = []
     for rung in plan.rungs:
-        connections = {name: plan.study.schemes[name].connection for name in plan.schemes_at(rung)}
-        missing = [name for name, connection in connections.items() if (rung, name, connection) not in known]
+        connections = {name: entry.connection for name, entry in plan.study.schemes.items()}
+        missing = [name for name in plan.schemes_at(rung) if (rung, name, connections[name]) not in measured]
         if not missing:
             continue
-        names = list(dict.fromkeys([*plan.study.baselines, *missing]))
-        configs = {name: plan.config(rung, name) for name in names}
+        configs = {name: plan.config(rung, name) for name in dict.fromkeys([*plan.study.baselines, *missing])}
         pairs = {name: (config, plan.model(config)) for name, config in configs.items()}
-        facts = {name: {"rung": rung, "connection": plan.study.schemes[name].connection} for name in names}
         key = f"time and memory at {rung}, {rounds} rounds{' compiled' * compiled}"
-        steps = len(names) * (rounds + WARMUP)
-        sizes.append(Job(key, _measure_size, (key, pairs, facts, rounds, compiled), steps))
+        steps = len(pairs) * (rounds + WARMUP)
+        sizes.append(Job(key, _measure_size, (key, rung, connections, pairs, rounds, compiled), steps))
     with _Costs(path, lambda row: None) as costs:
-        run_jobs(
-            sizes, costs, executor=executor, finish=lambda job, record: {"key": job.key, **record}, progress=progress
-        )
+        run_jobs(sizes, costs, executor=executor, progress=progress)
 
 
 def _measure_size(
     key: str,
+    rung: str,
+    connections: Mapping[str, str],
     configs: Mapping[str, Any],
-    facts: Mapping[str, Record],
     rounds: int,
     compiled: bool,
     *,
     place: Any,
     report: Any,
 ) -> Record:
-    """The costs of some schemes at one size, each with the facts that the plan knows of it."""
     done = itertools.count(1)
     costs = measure(configs, next(iter(configs)), rounds=rounds, compiled=compiled, advance=lambda: report(next(done)))
-    return {"key": key, "costs": [{**facts[cost["scheme"]], **cost} for cost in costs]}
+    return {
+        "key": key,
+        "costs": [{"rung": rung, "connection": connections[cost["scheme"]], **cost} for cost in costs],
+    }
 
 
 class _Costs(Records):

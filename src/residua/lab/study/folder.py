@@ -1,10 +1,6 @@
 """Read the study that a folder or a record describes."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
 
 from residua.errors import InputError, require, shown
 from residua.lab.study.plan import Study, read_study
@@ -13,8 +9,6 @@ from residua.records.folder import read_object
 from residua.records.jobs import Record
 
 AUDITS = "audits.jsonl"
-SHARED = ("config", "set", "tokens_per_parameter", "warmup", "evaluations")
-"""What all runs of a study have in common."""
 KEYS_OF_A_RUN = ("key", "kind", "rung", "scheme", "connection", "point", "seed", "steps", "val_loss")
 
 
@@ -37,10 +31,3 @@ def read_runs(path: Path, data: str | None) -> list[Record]:
         fingerprint = ((row.get("facts") or {}).get("data") or {}).get("fingerprint", data)
         require(data is None or fingerprint == data, name, f"of the data {data}", fingerprint)
     return rows
-
-
-def plain(value: Any) -> Any:
-    """A part of a study as JSON holds it: there a tuple is a list."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(one) for one in value]
-    return json.loads(json.dumps(asdict(value) if is_dataclass(value) else value))

@@ -91,7 +91,7 @@ def verify(
     """
     require(0 < share <= 1, "--share", "a number above 0, 1 at most", share)
     out = Path(out)
-    plan, rows, _ = open_study(out, data)
+    plan, rows = open_study(out, data)
     check_names("--schemes", schemes, plan.study.schemes)
     check_names("--rungs", rungs, plan.study.rungs)
     finished = {row["key"]: row for row in rows}
