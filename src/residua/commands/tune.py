@@ -1,12 +1,11 @@
 """The command `residua study tune`."""
 
-import importlib
 from pathlib import Path
 
 from residua.commands.configuration import Configuration
 from residua.commands.pool import Pool
 from residua.commands.signature import Output
-from residua.errors import Count, InputError, extra
+from residua.errors import Count, InputError
 
 
 def tune(
@@ -44,9 +43,6 @@ def tune(
         return None
     if out is None:
         raise InputError("give --out DIR, the folder of the sweep")
-    executor = pool.executor_of_jobs()
-    with extra("lab"):  # raises before hours of training
-        importlib.import_module("matplotlib")
     from residua.lab.study.sweep import Sweep, parse_over, train_sweep
 
     sweep = Sweep(
@@ -57,9 +53,8 @@ def tune(
         neighbours=neighbours,
         finalists=3 if neighbours and finalists is None else finalists,
     )
-    outcome = train_sweep(sweep, out, processes=pool.processes or 1, executor=executor, keep=keep_runs)
-    parts = [outcome.table(), *(f"note: {note}" for note in outcome.notes)]
-    parts += [f"written: {Path(out) / name}" for name in ("records.jsonl", "sweep.json")]
+    outcome = train_sweep(sweep, out, processes=pool.processes or 1, executor=pool.executor_of_jobs(), keep=keep_runs)
+    parts = [outcome.table(), *(f"note: {note}" for note in outcome.notes), f"written: {Path(out) / 'records.jsonl'}"]
     if outcome.best:
-        parts += [f"written: {Path(out) / 'sweep.png'}", f"train the best with: {outcome.command()}"]
+        parts += [f"train the best with: {outcome.command()}"]
     return Output(outcome.to_json(), parts)

@@ -1,6 +1,5 @@
 """Pictures of results: the look of all of them, curves along training, intervals of estimates, and one legend."""
 
-import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -77,11 +76,10 @@ def intervals(
     estimates: Mapping[float, Estimate],
     *,
     hollow: Container[float] = (),
-    upright: bool = False,
     marker: str = "o",
     **style: Any,
 ) -> None:
-    """Draw the means of estimates with their 95 % intervals, at places on the y axis, or `upright` on the x axis.
+    """Draw the means of estimates with their 95 % intervals, at places on the y axis.
 
     hollow: the places whose marks are not filled.
     """
@@ -90,37 +88,9 @@ def intervals(
     places, means = list(estimates), [estimate.mean for estimate in estimates.values()]
     half = [estimate.half_width or 0.0 for estimate in estimates.values()]
     marks = {"marker": marker, "markersize": 4.5, "linestyle": "none", "linewidth": 1.3, **style}
-    if upright:
-        panel.errorbar(places, means, yerr=half, capsize=2.5, **marks)
-    else:
-        panel.errorbar(means, places, xerr=half, capsize=2.5, **marks)
+    panel.errorbar(means, places, xerr=half, capsize=2.5, **marks)
     empty = [(mean, place) for mean, place in zip(means, places) if place in hollow]
-    ends = zip(*([(place, mean) for mean, place in empty] if upright else empty))
-    panel.plot(*(ends if empty else ((), ())), **{**marks, "label": None}, markerfacecolor="white", zorder=3)
-
-
-def by_setting(panel: Axes, groups: Mapping[str, Sequence[tuple[Any, Sequence[float]]]]) -> None:
-    """Draw results against a setting: a dot for every run, and a line through the means of the best at each setting.
-
-    groups: by label, pairs of a setting (numbers, or texts) and the values of its runs, the best pair first. Groups
-    stand beside each other.
-    """
-    settings = list(dict.fromkeys(setting for results in groups.values() for setting, _ in results))
-    numbers = not any(isinstance(setting, str) for setting in settings)
-    ordered = sorted(settings) if numbers else settings
-    at = {setting: math.log2(setting) if numbers else float(place) for place, setting in enumerate(ordered)}
-    for number, (label, results) in enumerate(groups.items()):
-        aside, colour = 0.05 * (number - (len(groups) - 1) / 2), COLOURS[number % len(COLOURS)]
-        best: dict[float, Estimate] = {}
-        for setting, values in results:
-            best.setdefault(at[setting] + aside, Estimate.of(values))
-        dots = [(at[setting] + aside, value) for setting, values in results for value in values]
-        across, up = zip(*dots)
-        panel.scatter(across, up, s=12, facecolor="none", edgecolor=colour, linewidth=0.6, alpha=0.6)
-        intervals(panel, dict(sorted(best.items())), upright=True, color=colour, linestyle="-", label=label)
-    names = [str(setting) for setting in ordered]
-    panel.set_xticks(list(at.values()), names, rotation=45 if sum(map(len, names)) > 40 else 0)
-    panel.set_xlim(min(at.values()) - 0.4, max(at.values()) + 0.4)
+    panel.plot(*(zip(*empty) if empty else ((), ())), **{**marks, "label": None}, markerfacecolor="white", zorder=3)
 
 
 def legend(figure: Figure, *, columns: int | None = None, **options: Any) -> None:

@@ -22,11 +22,8 @@ from residua.lab.study.report import estimate_text
 from residua.lab.study.search import Point, Search, at_edge, frozen, loss_of
 from residua.lab.training import RunConfig, load_config
 from residua.lab.training.config import parse_overrides
-from residua.records import figures
-from residua.records.durable import write_text
-from residua.records.folder import FREE_KEYS, flatten, writable
+from residua.records.folder import FREE_KEYS, flatten
 from residua.records.jobs import Executor, Job, Record, open_runs, run_jobs
-from residua.records.jsonlines import finite
 from residua.records.reading import parse_yaml
 from residua.records.statistics import Estimate
 from residua.records.table import Table, grouped
@@ -125,15 +122,16 @@ class Outcome:
         """What a reader has to know: best values at the edge of what was tried, too few seeds."""
         notes = []
         for results in self.groups.values():
-            whose = " ".join(map(_text, self.sweep.search.group(results[0].point)))
-            for place, key in enumerate(self.sweep.over):
-                value = results[0].point[place]
-                if key in self.sweep.search.numeric and at_edge(value, [result.point[place] for result in results]):
-                    more = "" if self.sweep.neighbours else ", or --neighbours"
-                    notes.append(
-                        f"{whose}{whose and ': '}the best {key}={_text(value)} is at the edge of what was tried; "
-                        f"try further values{more}"
-                    )
+            best, tried = results[0].point, zip(*(result.point for result in results))
+            values = [
+                f"{key}={_text(value)}"
+                for key, value, others in zip(self.sweep.over, best, tried)
+                if key in self.sweep.search.numeric and at_edge(value, others)
+            ]
+            if values:
+                group = "".join(f"{_text(value)}: " for value in self.sweep.search.group(best))
+                more = "" if self.sweep.neighbours else ", or --neighbours"
+                notes.append(f"{group}the best {', '.join(values)} is at the edge of what was tried; try further{more}")
         if self.best and self.best.loss.count == 1 and len(self.results) > 1:
             notes.append("one seed each: the noise is not measured; try --seeds 3")
         return notes
@@ -171,31 +169,6 @@ class Outcome:
             for result in self.results
         ]
         return Table([*self.sweep.over, "seeds", "validation loss"], rows)
-
-    def draw(self, path: Path) -> None:
-        """Draw the loss against each swept key: a dot for every run, and a line along the best points of each group."""
-        keys = list(self.sweep.over)
-        figure, (panels,) = figures.panels(1, len(keys), (max(5.0, 4.2 * len(keys)), 4.2), dpi=150, sharey=True)
-        for place, (key, panel) in enumerate(zip(keys, panels)):
-            numeric = key in self.sweep.search.numeric
-            groups = {
-                ", ".join(map(_text, group)): [
-                    (result.point[place] if numeric else _text(result.point[place]), result.losses)
-                    for result in results
-                ]
-                for group, results in self.groups.items()
-            }
-            figures.by_setting(panel, groups)
-            panel.set_xlabel(key)
-        losses = sorted(loss for results in self.groups.values() for result in results for loss in result.losses)
-        best, middle, worst = losses[0], losses[len(losses) // 2], losses[-1]
-        span = min(worst - best, 4 * (middle - best)) or 0.1  # a run that nearly diverged must not flatten the rest
-        panels[0].set_ylim(best - 0.3 * span, best + 1.3 * span)
-        panels[0].set_ylabel("Validation loss (nats per token)")
-        panels[-1].set_title("Dots: runs. Lines: best point at each value, ± 95 %.", loc="right", fontsize=8)
-        if len(self.groups) > 1:
-            figures.legend(figure)
-        figures.save({path.name: figure}, path.parent)
 
 
 def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
@@ -265,12 +238,7 @@ def train_sweep(
             finish=lambda job, record: {"key": job.key, **record},
             progress=progress,
         )
-    outcome = Outcome.of(sweep, records)
-    with writable(out):
-        write_text(out / "sweep.json", json.dumps(finite(outcome.to_json()), indent=1, ensure_ascii=False) + "\n")
-        if outcome.best:
-            outcome.draw(out / "sweep.png")
-    return outcome
+    return Outcome.of(sweep, records)
 
 
 def _job(sweep: Sweep, data: str | None, point: Point, seed: int) -> Job:
