@@ -64,7 +64,7 @@ def markdown(found: Results) -> str:
         rows.sort(key=lambda row: row.loss.mean if row.loss else math.inf)
         shown = columns(found)
         cells = [[text(row) for text in shown.values()] for row in rows]
-        lines += [_markdown(Table(list(shown), cells)), "", *map(_text, _ahead(found, rung)), ""]
+        lines += [_markdown(Table(list(shown), cells)), ""]
     if found.corrected:
         lines += ["## Primary contrasts", "", _markdown(primary_table(found)), ""]
     if found.answers:
@@ -145,14 +145,6 @@ def _noise(found: Results, rung: str) -> list[str]:
     failed = [row.scheme for row in found.rows if row.rung == rung and row.failed]
     wild = f"{_names(failed)}: noise of its own (Welch's t), more than {FAILED:g} times that of the median row."
     return [text, *([wild] if failed else [])]
-
-
-def _ahead(found: Results, rung: str) -> list[str]:
-    """Who is ahead of every baseline at a size."""
-    told = {measure: found.ahead(rung, measure) for measure in found.measures}
-    names = " and ".join(_names([name]) for name in found.study.baselines)
-    parts = [f"equal {measure}: {_names(ahead) or 'none'}" for measure, ahead in told.items() if ahead is not None]
-    return [f"Ahead of {names} by the intervals, at {'; at '.join(parts)}."] if parts else []
 
 
 ANSWERS = (
@@ -476,7 +468,7 @@ def payload(found: Results) -> dict[str, Any]:
         "measures": found.measures,
         "setting": [line.removeprefix("- ") for line in _setting(found)],
         "reading": [line.removeprefix("- ").replace("**", "") for line in _reading(found)],
-        "about": {rung: [*_noise(found, rung), *_ahead(found, rung)] for rung in study.rungs},
+        "about": {rung: _noise(found, rung) for rung in study.rungs},
         "columns": list(shown),
         "rows": [_plain_row(row) | {"cells": [text(row) for text in shown.values()]} for row in found.rows],
         "primary": primary_table(found) if found.corrected else None,

@@ -71,10 +71,6 @@ class Difference(NamedTuple):
         """Whether zero is excluded after the correction: of primary contrasts alone."""
         return self.holm is not None and self.holm < SIGNIFICANT
 
-    @property
-    def ahead(self) -> bool:
-        return self.seen and self.estimate is not None and self.estimate.mean < 0
-
 
 @dataclass
 class Row:
@@ -246,14 +242,6 @@ class Results:
     def facts(self) -> list[Mapping[str, Any]]:
         """The circumstances of all runs behind the rows."""
         return [run["facts"] for row in self.rows for run in [*row.runs, *row.further] if run.get("facts")]
-
-    def ahead(self, rung: str, measure: str) -> list[str] | None:
-        """The schemes that are ahead of every baseline by their intervals; None where nothing was compared."""
-        own = [row for row in self.rows if row.rung == rung and row.whole and row.scheme not in self.study.baselines]
-        pairs = {row.scheme: [row.difference(name, measure) for name in self.study.baselines] for row in own}
-        if not any(d is not None and d.p is not None for found in pairs.values() for d in found):
-            return None
-        return [name for name, found in pairs.items() if all(d is not None and d.ahead for d in found)]
 
     @property
     def measures(self) -> list[str]:
