@@ -1,6 +1,5 @@
 """Compare schemes with tuning budgets, or tune a recipe."""
 
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -124,7 +123,6 @@ def verify(
     rungs: tuple[str, ...] | None = None,
     seeds: tuple[Natural, ...] | None = None,
     share: float | None = None,
-    draw: Natural | None = None,
     connections: bool = False,
 ) -> int:
     """Repeat some runs of a study, and compare to the last bit.
@@ -140,17 +138,15 @@ def verify(
         rungs: runs of these sizes (default: all)
         seeds (N): runs of these (default: all)
         share: of these runs (default: 0.1; 1 with --connections)
-        draw: decides which runs (default: another every time)
         connections: also measure the connections at every evaluation of reported runs, of the first seed without
             --seeds, for the report
     """
     from residua.lab.study.verify import verify
 
     count = wrong = 0
-    draw = secrets.randbelow(10**6) if draw is None else draw
     share = share if share is not None else 1 if connections else 0.1
     options = {"data": data, "schemes": schemes, "rungs": rungs, "seeds": seeds, "connections": connections}
-    for rerun in verify(folder, draw=draw, share=share, **options):
+    for rerun in verify(folder, share=share, **options):
         count, wrong = count + 1, wrong + (not rerun.equal)
         outcome = "equal to the last bit"
         if not rerun.equal:
@@ -159,7 +155,7 @@ def verify(
         steps = f"; measured at {len(rerun.points)} steps" if connections else ""
         print(f"{rerun.key}: {outcome}{steps}", flush=True)
     if count:
-        print(f"{count - wrong} of {count} runs are equal to the last bit; --draw {draw} chooses them again")
+        print(f"{count - wrong} of {count} runs are equal to the last bit")
     else:
         print(f"all of these runs are measured; residua study report {folder} shows them")
     return 1 if wrong else 0

@@ -79,6 +79,6 @@ def test_verify_repeats_every_record_of_the_shipped_folder(stub, finished, tmp_p
 
     monkeypatch.setattr(verify, "repeat", untrained)
     folder = shutil.copytree(SHIPPED, tmp_path / "resbench")
-    assert main(["study", "verify", str(folder), "--data", stub, "--share", "1", "--draw", "3"]) == 0
+    assert main(["study", "verify", str(folder), "--data", stub, "--share", "1"]) == 0
     assert sorted(repeated) == sorted(finished)
     assert "992 of 992 runs are equal to the last bit" in capsys.readouterr().out

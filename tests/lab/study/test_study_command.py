@@ -199,11 +199,11 @@ def test_a_repeated_run_equals_its_record_to_the_last_bit_and_another_number_is_
     out = finished / "out"
     assert main(["study", "verify", str(out), "--data", str(data), "--share", "0.3"]) == 0
     assert "2 of 2 runs are equal to the last bit" in capsys.readouterr().out
-    only = ["--schemes", "ddl", "--seeds", "2", "--share", "1", "--draw", "5"]
+    only = ["--schemes", "ddl", "--seeds", "2", "--share", "1"]
     assert main(["study", "verify", str(out), "--data", str(data), *only]) == 0
     said = capsys.readouterr().out
     assert "small ddl report seed=2" in said
-    assert said.endswith("1 of 1 runs are equal to the last bit; --draw 5 chooses them again\n")
+    assert said.endswith("1 of 1 runs are equal to the last bit\n")
     assert main(["study", "verify", str(out), "--data", str(data), "--schemes", "hc"]) == 2
     assert "--schemes must be some of residual, ddl, got 'hc'" in capsys.readouterr().err
     text = (out / "records.jsonl").read_text()

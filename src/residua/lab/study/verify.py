@@ -66,7 +66,6 @@ class Verified(NamedTuple):
 def verify(
     out: str | Path,
     *,
-    draw: int,
     data: str | None = None,
     share: float = 0.1,
     schemes: Sequence[str] | None = None,
@@ -78,7 +77,6 @@ def verify(
     """Repeat a random share of a study's runs, one at least, and compare them with their records.
 
     Args:
-        draw: a number that decides which runs. Whoever can guess it knows them.
         schemes, rungs, seeds: the runs to draw from. None for all of them.
         connections: draw from the reported runs, of the study's first seed without `seeds`; measure their connections
             at each evaluation, and append one row to audits.jsonl for each run that has none there: `equal`, whether
@@ -112,7 +110,7 @@ def verify(
     ]
     if not runs:
         raise InputError(f"{out}: must have finished runs of these schemes, sizes and seeds, got none")
-    places = random.Random(draw).sample(range(len(runs)), max(1, round(share * len(runs))))
+    places = random.sample(range(len(runs)), max(1, round(share * len(runs))))
     with writable(out), JsonLines(out / AUDITS) if connections else nullcontext() as lines:
         measured = {row.get("key") for row in lines.rows} if lines else set()
         chosen = [runs[place] for place in sorted(places) if runs[place].key not in measured]
