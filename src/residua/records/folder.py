@@ -39,50 +39,30 @@ FREE_KEYS = LOGGING_KEYS | {
 fingerprint is compared instead, which covers the tokenizer, and so may a base, whose sha256 is compared."""
 
 
+def _inside(name: str) -> Any:
+    return property(lambda run: run.path / name)
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of a training run.
 
     `settings` is the resolved configuration by section, as in config.yaml; `resume` says that the run resumes.
+    `tokenizer` is a copy of the one that made the tokens; `model` is the configuration of a converted model.
     """
 
     path: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
     resume: bool = False
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def connections(self) -> Path:
-        return self.path / "connections.jsonl"
-
-    @property
-    def facts(self) -> Path:
-        return self.path / "facts.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The run's copy of the tokenizer that made its tokens."""
-        return self.path / "tokenizer"
-
-    @property
-    def model(self) -> Path:
-        """The configuration of the model, for a run that trains a converted one."""
-        return self.path / "model"
+    config = _inside("config.yaml")
+    metrics = _inside("metrics.jsonl")
+    connections = _inside("connections.jsonl")
+    facts = _inside("facts.json")
+    checkpoints = _inside("checkpoints")
+    tensorboard = _inside("tensorboard")
+    tokenizer = _inside("tokenizer")
+    model = _inside("model")
 
     @property
     def resume_command(self) -> str:
