@@ -1,4 +1,4 @@
-"""Tune keys of a training configuration: a study of one size, without a baseline.
+"""Tune keys of a training configuration: a search alone, which compares nothing.
 
 Every scheme must be tuned by itself before it is compared. Swept keys whose values are numbers are tuned; the others,
 such as `model.connection`, make groups, and each group is tuned by itself.
@@ -36,7 +36,7 @@ class Sweep:
     source, overrides    of the configuration, as `training.load_config` takes them
     over                 the values of every swept key
     seeds                runs of a point, with the seeds train.seed, train.seed + 1, ...
-    neighbours           as `Search` has it
+    neighbours           whether the search goes on from the best point of the grid
     finalists            how many points of each group get more than the first seed, the best ones; None: all of them
     """
 
@@ -75,6 +75,16 @@ class Sweep:
 
         return read
 
+    def point(self, record: Record) -> Point:
+        return tuple(record["point"][key] for key in self.over)
+
+    def command(self, point: Point) -> str:
+        """What a person types to train with the settings of a point."""
+        sources = [self.source] if isinstance(self.source, str) else self.source or []
+        given = [part for name in sources for part in ("--config", name)]
+        over = [f"--{key}={_text(value)}" for key, value in self.search.named(point).items()]
+        return shlex.join(["residua", "train", *given, *self.overrides, *over, "--run", "DIR"])
+
 
 @dataclass(frozen=True)
 class Result:
@@ -98,19 +108,11 @@ class Outcome:
 
     @classmethod
     def of(cls, sweep: Sweep, records: Iterable[Record]) -> "Outcome":
-        members = grouped(records, lambda record: frozen(_point(sweep, record)), itemgetter("seed"))
-        results = [Result(_point(sweep, runs[0]), tuple(run["val_loss"] for run in runs)) for runs in members]
+        members = grouped(records, lambda record: frozen(sweep.point(record)), itemgetter("seed"))
+        results = [Result(sweep.point(runs[0]), tuple(run["val_loss"] for run in runs)) for runs in members]
         most = max((len(result.losses) for result in results if result.loss), default=0)
         order = lambda result: (len(result.losses) < most, result.loss.mean) if result.loss else (2, 0)  # noqa: E731
         return cls(sweep, tuple(sorted(results, key=order)))
-
-    @property
-    def groups(self) -> dict[Point, list[Result]]:
-        """The results of each group, best first, without those of which a run diverged."""
-        groups: dict[Point, list[Result]] = {}
-        for result in filter(lambda result: result.loss, self.results):
-            groups.setdefault(frozen(self.sweep.search.group(result.point)), []).append(result)
-        return groups
 
     @property
     def best(self) -> Result | None:
@@ -118,32 +120,31 @@ class Outcome:
         return self.results[0] if self.results and self.results[0].loss else None
 
     @property
+    def command(self) -> str | None:
+        """What a person types to train with the best point."""
+        return None if self.best is None else self.sweep.command(self.best.point)
+
+    @property
     def notes(self) -> list[str]:
         """What a reader has to know: best values at the edge of what was tried, too few seeds."""
-        notes = []
-        for results in self.groups.values():
-            best, tried = results[0].point, zip(*(result.point for result in results))
+        notes, search = [], self.sweep.search
+        groups: dict[Point, list[Point]] = {}
+        for result in self.results:
+            if result.loss:
+                groups.setdefault(frozen(search.group(result.point)), []).append(result.point)
+        for best, *others in groups.values():
             values = [
                 f"{key}={_text(value)}"
-                for key, value, others in zip(self.sweep.over, best, tried)
-                if key in self.sweep.search.numeric and at_edge(value, others)
+                for key, value, *tried in zip(self.sweep.over, best, best, *others)
+                if key in search.numeric and at_edge(value, tried)
             ]
             if values:
-                group = "".join(f"{_text(value)}: " for value in self.sweep.search.group(best))
+                group = "".join(f"{_text(value)}: " for value in search.group(best))
                 more = "" if self.sweep.neighbours else ", or --neighbours"
                 notes.append(f"{group}the best {', '.join(values)} is at the edge of what was tried; try further{more}")
         if self.best and self.best.loss.count == 1 and len(self.results) > 1:
             notes.append("one seed each: the noise is not measured; try --seeds 3")
         return notes
-
-    def command(self) -> str | None:
-        """What a person types to train with the best point."""
-        if self.best is None:
-            return None
-        sources = [self.sweep.source] if isinstance(self.sweep.source, str) else self.sweep.source or []
-        source = [part for name in sources for part in ("--config", name)]
-        over = [f"--{key}={_text(value)}" for key, value in self.sweep.search.named(self.best.point).items()]
-        return shlex.join(["residua", "train", *source, *self.sweep.overrides, *over, "--run", "DIR"])
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values for `json.dumps`."""
@@ -156,7 +157,7 @@ class Outcome:
             }
             for result in self.results
         ]
-        return {"results": results, "command": self.command(), "notes": self.notes}
+        return {"results": results, "command": self.command, "notes": self.notes}
 
     def table(self) -> Table:
         """Return a row for each point."""
@@ -179,12 +180,12 @@ def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     """
     over: dict[str, tuple[Any, ...]] = {}
     for text in texts:
-        key, equals, values = text.partition("=")
+        key, _, values = text.partition("=")
         try:
-            parsed = parse_yaml(f"[{values}]", "--over") if equals and values else None
+            parsed = parse_yaml(f"[{values}]", "--over")
         except InputError:
             parsed = None
-        if not parsed or not isinstance(parsed, list):
+        if not parsed:
             raise InputError(f"--over must be KEY=VALUE,VALUE,... such as train.lr=1e-3,2e-3; got {text!r}")
         if key in over:
             raise InputError(f"--over must have {key} once, got it twice; list all its values in one")
@@ -214,7 +215,6 @@ def train_sweep(
         InputError: the configuration or the folder cannot be used, see `records.jobs.open_runs`.
         RunError: a run failed for another reason than its numbers, or a result could not be written.
     """
-    out = Path(out)
     for point in itertools.product(*sweep.over.values()):
         base = sweep.config(sweep.search.named(point))
     settings = {key: value for key, value in flatten(asdict(base)).items() if key not in {*sweep.over, "train.seed"}}
@@ -224,20 +224,14 @@ def train_sweep(
     with open_runs(out, settings, free=FREE_KEYS, keep=keep) as made:
         shared, swept = None, any(key.startswith("data.") for key in sweep.over)
         if base.data.path is None and base.data.source is not None and not swept:
-            shared = str(open_or_prepare(base.data, out / "data", progress=progress).folder)
+            shared = str(open_or_prepare(base.data, Path(out) / "data", progress=progress).folder)
 
         def jobs(finished: Mapping[Any, Record]) -> list[Job]:
-            losses = {(frozen(_point(sweep, run)), run["seed"] or None): loss_of(run) for run in finished.values()}
+            losses = {(frozen(sweep.point(run)), run["seed"] or None): loss_of(run) for run in finished.values()}
             return [_job(sweep, shared, point, seed or 0) for point, seed in sweep.search.wanted(losses)]
 
-        records = run_jobs(
-            jobs,
-            made,
-            processes=processes,
-            executor=executor,
-            finish=lambda job, record: {"key": job.key, **record},
-            progress=progress,
-        )
+        finish = lambda job, record: {"key": job.key, **record}  # noqa: E731
+        records = run_jobs(jobs, made, processes=processes, executor=executor, finish=finish, progress=progress)
     return Outcome.of(sweep, records)
 
 
@@ -251,10 +245,6 @@ def _job(sweep: Sweep, data: str | None, point: Point, seed: int) -> Job:
     )
     key = " ".join([*(f"{key}={_text(value)}" for key, value in swept.items()), f"seed={seed}"])
     return Job(key, train_point, (config, swept, seed), config.train.steps)
-
-
-def _point(sweep: Sweep, record: Record) -> Point:
-    return tuple(record["point"][key] for key in sweep.over)
 
 
 def _text(value: Any) -> str:
