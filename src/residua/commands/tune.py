@@ -56,5 +56,5 @@ def tune(
     outcome = train_sweep(sweep, out, processes=pool.processes or 1, executor=pool.executor_of_jobs(), keep=keep_runs)
     parts = [outcome.table(), *(f"note: {note}" for note in outcome.notes), f"written: {Path(out) / 'records.jsonl'}"]
     if outcome.best:
-        parts += [f"train the best with: {outcome.command}"]
+        parts += [f"written: {Path(out) / 'sweep.png'}", f"train the best with: {outcome.command}"]
     return Output(outcome.to_json(), parts)

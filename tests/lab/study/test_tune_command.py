@@ -19,7 +19,7 @@ from residua.lab.data import prepare
 from residua.lab.study.search import Search
 from residua.lab.study.sweep import Outcome, Result, Sweep, parse_over, train_sweep
 from residua.lab.training import load_config
-from residua.records import jsonlines
+from residua.records import figures, jsonlines
 
 OPTIONS = (
     "--model.num_hidden_layers=1",
@@ -189,6 +189,8 @@ def test_the_command_makes_a_table_a_picture_and_records_and_goes_on(data, capsy
     assert main(argv) == 0
     text = capsys.readouterr().out
     assert "note: one seed each" in text
+    assert "written: " + str(out / "sweep.png") in text
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
     before = (out / "records.jsonl").read_bytes()
     assert len(before.splitlines()) == 4
     assert not list((out / "runs").iterdir())
@@ -271,6 +273,20 @@ def test_its_status_says_which_signal_ended_it(data, tmp_path):
     said = process.communicate()[1]
     assert process.returncode == 143
     assert "interrupted; what is done is in" in said
+
+
+def test_the_picture_has_every_run_and_the_best_point_at_each_value_of_a_key(tmp_path, monkeypatch):
+    sweep = Sweep("tiny", (), {"model.connection": ("residual", "ddl"), "train.lr": (1e-3, 2e-3)}, seeds=2)
+    losses = {("ddl", 2e-3): 1.0, ("residual", 1e-3): 2.0, ("residual", 2e-3): 3.0, ("ddl", 1e-3): 4.0}
+    outcome = Outcome(sweep, tuple(Result(point, (loss, loss + 0.1)) for point, loss in losses.items()))
+    drawn = {}
+    monkeypatch.setattr(figures, "save", lambda pictures, folder: drawn.update(pictures))
+    outcome.draw(tmp_path / "sweep.png")
+    for panel, best in zip(drawn["sweep.png"].axes, ([[1.05], [2.05]], [[4.05, 1.05], [2.05, 3.05]])):
+        lines = [line for line in panel.lines if line.get_marker() == "None"]
+        assert [line.get_ydata().tolist() for line in lines] == best
+        dots = [loss for line in panel.lines if line not in lines for loss in line.get_ydata()]
+        assert sorted(dots) == [1.0, 1.1, 2.0, 2.1, 3.0, 3.1, 4.0, 4.1]
 
 
 def test_points_with_fewer_seeds_stand_below_the_others():

@@ -22,7 +22,8 @@ from residua.lab.study.report import estimate_text
 from residua.lab.study.search import Point, Search, at_edge, frozen, loss_of
 from residua.lab.training import RunConfig, load_config
 from residua.lab.training.config import parse_overrides
-from residua.records.folder import FREE_KEYS, flatten
+from residua.records import figures
+from residua.records.folder import FREE_KEYS, flatten, writable
 from residua.records.jobs import Executor, Job, Record, open_runs, run_jobs
 from residua.records.reading import parse_yaml
 from residua.records.statistics import Estimate
@@ -125,14 +126,19 @@ class Outcome:
         return None if self.best is None else self.sweep.command(self.best.point)
 
     @property
+    def groups(self) -> dict[Point, list[Result]]:
+        """The points that are tuned against each other, best first, without those that diverged."""
+        groups: dict[Point, list[Result]] = {}
+        for result in self.results:
+            if result.loss:
+                groups.setdefault(frozen(self.sweep.search.group(result.point)), []).append(result)
+        return groups
+
+    @property
     def notes(self) -> list[str]:
         """What a reader has to know: best values at the edge of what was tried, too few seeds."""
         notes, search = [], self.sweep.search
-        groups: dict[Point, list[Point]] = {}
-        for result in self.results:
-            if result.loss:
-                groups.setdefault(frozen(search.group(result.point)), []).append(result.point)
-        for best, *others in groups.values():
+        for best, *others in ([result.point for result in results] for results in self.groups.values()):
             values = [
                 f"{key}={_text(value)}"
                 for key, value, *tried in zip(self.sweep.over, best, best, *others)
@@ -170,6 +176,35 @@ class Outcome:
             for result in self.results
         ]
         return Table([*self.sweep.over, "seeds", "validation loss"], rows)
+
+    def draw(self, path: Path) -> None:
+        """Draw the loss against each swept key: a dot for every run, and a line through the best points of each group.
+
+        A run that nearly diverged may lie outside.
+        """
+        keys = list(self.sweep.over)
+        figure, (panels,) = figures.panels(1, len(keys), (max(5.0, 4.2 * len(keys)), 4.2), dpi=150, sharey=True)
+        for place, (key, panel) in enumerate(zip(keys, panels)):
+            values = {result.point[place]: None for results in self.groups.values() for result in results}
+            ordered = sorted(values) if key in self.sweep.search.numeric else list(values)
+            for colour, (group, results) in zip(itertools.cycle(figures.COLOURS), self.groups.items()):
+                best: dict[int, float] = {}
+                for result in results:
+                    position = ordered.index(result.point[place])
+                    best.setdefault(position, result.loss.mean)
+                    panel.plot([position] * len(result.losses), result.losses, "o", color=colour, alpha=0.4)
+                label = ", ".join(map(_text, group)) or None
+                panel.plot(*zip(*sorted(best.items())), "-", color=colour, label=label)
+            panel.set_xticks(range(len(ordered)), list(map(_text, ordered)))
+            panel.set_xlabel(key)
+        losses = sorted(loss for results in self.groups.values() for result in results for loss in result.losses)
+        best_loss, middle, worst = losses[0], losses[len(losses) // 2], losses[-1]
+        span = min(worst - best_loss, 4 * (middle - best_loss)) or 0.1
+        panels[0].set_ylim(best_loss - 0.1 * span, best_loss + 1.1 * span)
+        panels[0].set_ylabel("Validation loss (nats per token)")
+        if len(self.groups) > 1:
+            figures.legend(figure)
+        figures.save({path.name: figure}, path.parent)
 
 
 def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
@@ -232,7 +267,11 @@ def train_sweep(
 
         finish = lambda job, record: {"key": job.key, **record}  # noqa: E731
         records = run_jobs(jobs, made, processes=processes, executor=executor, finish=finish, progress=progress)
-    return Outcome.of(sweep, records)
+    outcome = Outcome.of(sweep, records)
+    if outcome.best:
+        with writable(out):
+            outcome.draw(Path(out) / "sweep.png")
+    return outcome
 
 
 def _job(sweep: Sweep, data: str | None, point: Point, seed: int) -> Job:
