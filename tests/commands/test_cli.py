@@ -161,6 +161,31 @@ def test_schemes_explains_one(capsys):
         capsys, ["schemes", "mhc:num_streams=2"]
     )
     assert "did you mean 'ddl'" in error(capsys, ["schemes", "dll"])
+    options = [line.partition(" = ")[0] for line in text.splitlines() if " = " in line and " (default: " in line]
+    assert options[:4] == ["value_channels", "compress", "compress_kernel", "map"]  # the preset's come first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["schemes"],
+        ["schemes", "ddl"],
+        ["cost", "count", "--config", "tiny"],
+        ["prepare", "--source", "texts", "--out", "data", "--tokenizer", "byte"],
+        ["explore", "ddl", "--no-page"],
+    ],
+)
+def test_what_a_command_prints_fits_a_terminal_of_80_columns(runs, prepared, capsys, monkeypatch, tmp_path, argv):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ddl").symlink_to(runs / "ddl")
+    (tmp_path / "texts").mkdir()
+    for file in prepared.parent.glob("*.txt"):
+        (tmp_path / "texts" / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line for line in output(capsys, argv).splitlines() if str(tmp_path.parent) not in line]
+    assert [line for line in lines if len(line) > 80] == []
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import count as counter
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 from residua.commands.configuration import Configuration
@@ -59,7 +60,7 @@ def _tables(costs: "Estimate") -> Iterator[Any]:
     yield header, rows
     total = costs.tokens * sum(costs.flops_per_token.values())
     yield f"\n{costs.tokens / 1e9:.3g} billion tokens, {total:.3g} FLOPs\n"
-    yield from (f"assumed: {line}" for line in costs.assumptions)
+    yield from (fill(f"assumed: {line}", 79) for line in costs.assumptions)
     if all(costs.memory[way]["total"] > costs.gpu_memory for way in ways):
         yield f"note: this does not fit into {costs.gpu_memory / GIB:.0f} GiB; lower train.batch_size"
 

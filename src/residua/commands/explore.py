@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from residua.commands.base import Checkpoint, expect_path
@@ -96,9 +97,9 @@ def _parts(source: "Source") -> Iterator[Any]:
     from residua.lab.inspection import overview, summary, warnings
 
     first, *lines = overview(source.trace)
-    yield one_line(first)
+    yield fill(one_line(first), 79)
     yield summary(source.trace)
-    yield from map(one_line, lines)
+    yield from (fill(one_line(line), 79) for line in lines)
     yield from (f"warning: {one_line(warning)}" for warning in warnings(source.trace))
     if source.file is not None:
         yield f"trace: {source.file}"

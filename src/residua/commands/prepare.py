@@ -7,6 +7,8 @@ from residua.errors import at_most
 from residua.records.folder import new_folder
 from residua.records.table import cell
 
+DIGESTS = ("sha256", "fingerprint", "tokenizer_fingerprint")
+
 
 def prepare(
     *,
@@ -54,5 +56,7 @@ def prepare(
         sample=sample,
     )
     facts = {"folder": str(data.folder), **data.facts}
-    table = ["what", "value"], [[name, cell(value)] for name, value in facts.items()]
-    return Output(facts, [table, f"train on it with: residua train --config tiny --data.path {out} --run DIR"])
+    shown = {**facts, "folder": out}.items()
+    rows = [[name, cell(value)[: 12 if name in DIGESTS else None]] for name, value in shown]
+    advice = f"train on it with: residua train --config tiny --data.path {out} --run DIR"
+    return Output(facts, [(["what", "value"], rows), advice])

@@ -23,7 +23,8 @@ OURS = """
 ours, ResBench: validation loss of language models of 0.1 and 0.3 million
 parameters, tuned under the same budget, and the difference to two baselines
 (*: clear after the correction for the number of comparisons); step time
-relative to residual
+relative to residual; -deep and -wide: eight and two layers in place of four;
+-muon: trained with Muon
 """
 PAPER_SIZES = {"small": (768, 24), "medium": (1024, 48)}
 """Width and sublayers of the models of arXiv 2601.00417. `residua.models.SIZES` has more, and needs transformers."""
@@ -50,7 +51,7 @@ def schemes(name: str | None = None) -> Output:
             record["name"],
             record["state_per_token"] or "-",
             "-" if record["not_built"] else f"{record['parameters_added']['small']:+,}",
-            record["paper"],
+            record["paper"].removeprefix("github.com/"),
         ]
         for record in records
     ]
@@ -117,11 +118,12 @@ def _explained(name: str) -> Output:
     if not record["not_built"]:
         counts = " and ".join(f"{count:+,} at {size}" for size, count in record["parameters_added"].items())
         cost = f"a state of {record['state_per_token']} per token, d the width; parameters beside residual: {counts}"
+        cost += ", the DDL paper's models of 124M and 353M"
     parts: list[Any] = [f"{name}: {kind.title or kind.__name__}\n\n{indent(WRAP.fill(kind.equation), '    ')}\n"]
     parts += [f"{text if text.startswith('    ') else WRAP.fill(text)}\n" for text in about(kind)]
     parts.append(f"paper: {scheme.source}")
     parts += [WRAP.fill(f"cost: {cost}"), WRAP.fill(f"who runs it: {kind.users or 'not known'}")]
-    for option in record["all_options"]:
+    for option in sorted(record["all_options"], key=lambda option: _place(kind, option)):
         default = f"(default: {option['default']}; {', '.join(option['values'])})"
         parts.append("\n" + WRAP.fill(f"{option['name']} = {option['value']} {default}"))
         parts.append(indent(WRAP.fill(option["meaning"]), "    "))
@@ -130,8 +132,14 @@ def _explained(name: str) -> Output:
             "\npublished, mean accuracy in percent of eight tasks, one seed (arXiv 2601.00417):\n",
             (header, rows),
         ]
-    parts += [OURS, (ours_header, ours)] if ours else ["\nours: not trained in a comparison yet"]
+    sized = [[f"{label}, {size}", *cells] for label, size, *cells in ours]
+    parts += [OURS, (["row, size", *ours_header[2:]], sized)] if ours else ["\nours: not trained in a comparison yet"]
     return Output(record, parts)
+
+
+def _place(kind: "type[Scheme]", option: dict[str, Any]) -> tuple[bool, bool]:
+    """Sort what a preset sets first, then the options of its scheme, then those of many schemes."""
+    return option["value"] == option["default"], option["name"] not in kind.__annotations__
 
 
 def state(scheme: "Scheme") -> str:

@@ -162,14 +162,13 @@ def canonical(text: str) -> str:
 
 
 def unknown(kind: str, name: Any, choices: Iterable[str]) -> InputError:
-    """Return the error for a name that no scheme has: it suggests the likeliest, and lists the `choices`."""
-    choices = [*choices, *(point.name for point in entry_points())]
-    suggestions = {choice: choice for choice in choices}
+    """Return the error for a name that no scheme has, with the likeliest of the `choices` if one is near."""
+    suggestions = {choice: choice for choice in (*choices, *(point.name for point in entry_points()))}
     if kind == "preset":
-        suggestions = MEANINGS | RELATED | suggestions
+        suggestions = MEANINGS | RELATED | {alias: alias for alias in ALIASES} | suggestions
     quoted = {other: repr(suggestion) for other, suggestion in suggestions.items()}
     likeliest = did_you_mean(str(name).casefold(), quoted, show=quoted, cutoff=0.5)
-    return InputError(f"connection: no {kind} is called {name!r}{likeliest} (known: {', '.join(choices)})")
+    return InputError(f"connection: no {kind} is called {name!r}{likeliest} (`residua schemes` lists all)")
 
 
 def entry_points() -> "tuple[EntryPoint, ...]":

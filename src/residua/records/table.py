@@ -54,29 +54,25 @@ def cell(value: object) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns, numbers right-aligned. A pipe gets all of it; a terminal that is too narrow for a row gets
-    a paragraph for each row."""
+    """Print aligned columns, numbers right-aligned. A pipe gets all of them side by side; a terminal that is too narrow
+    gets several tables, each with the first column."""
     header, rows = [one_line(name) for name in header], [[one_line(cell) for cell in row] for row in rows]
-    lines = _aligned(header, rows)
-    if sys.stdout.isatty() and max(map(len, lines)) > shutil.get_terminal_size().columns:
-        lines = _stacked(header, rows)
-    print("\n".join(lines))
+    first, *others = _aligned(header, rows)
+    tables = [[first]]
+    for column in others:
+        width = sum(len(cells[0]) + 2 for cells in tables[-1]) + len(column[0])
+        if sys.stdout.isatty() and width > shutil.get_terminal_size().columns and len(tables[-1]) > 1:
+            tables.append([first])
+        tables[-1].append(column)
+    print("\n\n".join("\n".join("  ".join(line).rstrip() for line in zip(*columns)) for columns in tables))
 
 
-def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    aligned = []
+def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the columns, each with its name, a rule and cells of one width."""
+    columns = []
     for name, *cells in zip(header, *rows):
         width = max(map(len, (name, *cells)))
         number = all(cell[0] in "0123456789+-–—±" or cell == "baseline" for cell in cells if cell)
         column = [name, "-" * width, *cells]
-        aligned.append([cell.rjust(width) if number else cell.ljust(width) for cell in column])
-    return ["  ".join(line).rstrip() for line in zip(*aligned)]
-
-
-def _stacked(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a paragraph for each row: its first cell, and below it the others that are not empty, with their names."""
-    width = max(map(len, header))
-    lines = []
-    for first, *others in rows:
-        lines += [first, *(f"  {name:{width}}  {cell}" for name, cell in zip(header[1:], others) if cell), ""]
-    return lines[:-1]
+        columns.append([cell.rjust(width) if number else cell.ljust(width) for cell in column])
+    return columns

@@ -74,7 +74,7 @@ def _assumptions(train: TrainConfig, model: ResiduaConfig, share: BatchShard, gp
         f"{train.sequence_length}; {gpus} {gpu}, a whole model on each, "
         f"{train.gradient_accumulation // share.teams} micro-batches of {share.rows_here} sequences a step",
         f"{gpu}: {GPU_MEMORY[gpu]:g} GiB",
-        f"the residual state in {model.state_dtype}; matrix products in "
+        f"the residual state in {model.state_dtype or 'float32'}; matrix products in "
         + ("bfloat16, weights in float32" if train.precision == "bfloat16" else "float32"),
         "memory is counted for eager mode; the device's context, communication buffers and fragmentation (1 to 3 GiB) "
         "come on top",

@@ -113,6 +113,7 @@ def overview(trace: Trace) -> list[str]:
 
 _MEANINGS = [
     ("state_norm", "means over the tokens, |X| before the sublayer"),
+    ("beta", "5% to 95%: quantiles of the gate over the tokens"),
     ("beta", "enlarging: beta < -0.5, identity: -0.5 to 0.5, projection: to 1.5, reflection: above"),
     ("erase_norm", "erase beta |k^T X|"),
     ("write_norm", "write beta |v|"),
