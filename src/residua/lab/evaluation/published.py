@@ -7,8 +7,6 @@ one run with one seed. The medium 0-shot ARC-C of "ddl" is printed as 32.07, whi
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from residua.models.sizes import SIZES
-
 TASKS: dict[str, str] = {
     "arc_challenge": "ARC-C",
     "arc_easy": "ARC-E",
@@ -76,6 +74,8 @@ def comparable(config: Any, tasks: Collection[str], num_fewshot: int, *, size: s
     size: of the published models, "small" or "medium"; None takes the one with the depth and width of `config`.
     """
     if size is None:
+        from residua.models.sizes import SIZES  # needs transformers, and `residua schemes` shows the rows without
+
         shape = ("num_hidden_layers", "hidden_size")
         alike = (name for name in SIZES if all(getattr(config, key, None) == SIZES[name][key] for key in shape))
         size = next(alike, "")
