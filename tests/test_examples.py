@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from residua.connections import registry
+from residua.testing import check_scheme
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -71,6 +72,10 @@ def test_a_scheme_of_ones_own_starts_as_the_plain_residual_and_trains(capsys, mo
     (plain, _), (start, end) = [tuple(map(float, pair)) for pair in numbers]
     assert start == plain
     assert end < 0.7 * start
+
+
+def test_the_scheme_that_people_copy_keeps_the_contract():
+    check_scheme(runpy.run_path(str(EXAMPLES / "custom_scheme" / "momentum_residual.py"))["Momentum"]())
 
 
 @pytest.mark.processes

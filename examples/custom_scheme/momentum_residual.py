@@ -29,14 +29,19 @@ class MomentumCoefficients(NamedTuple):
 
 
 class MomentumConnection(Connection):
-    """The state is (batch, seq, 2, dim): the stream x, then its velocity v. mu starts at 0: the plain residual."""
+    """The state is (batch, seq, 2, dim): the stream, its velocity. The first velocity is zero and needs no mu."""
 
-    def __init__(self, norm: nn.Module):
+    def __init__(self, norm: nn.Module, first: bool):
         super().__init__()
-        self.norm, self.logit = norm, nn.Parameter(torch.zeros(()))
+        self.norm, self.logit = norm, None if first else nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        if self.logit is not None:
+            nn.init.zeros_(self.logit)
 
     def read(self, state, memory=None):
-        mu = self.logit.float().tanh()
+        mu = state.new_zeros(()) if self.logit is None else self.logit.tanh()
         return self.norm(state[..., 0, :]), residua.Carry(state, MomentumCoefficients(mu))
 
     def write(self, y, carry):
@@ -48,16 +53,12 @@ class MomentumConnection(Connection):
 class AtRest(nn.Module):
     """The embedding with a velocity of zero: (batch, seq, dim) -> (batch, seq, 2, dim)."""
 
-    window = 0  # it looks back on no earlier token
-
     def forward(self, x, memory=None):
         return torch.stack([x, torch.zeros_like(x)], dim=-2)
 
 
 class Position(nn.Module):
     """The stream without its velocity: (batch, seq, 2, dim) -> (batch, seq, dim)."""
-
-    window = 0
 
     def forward(self, state, memory=None):
         return state[..., 0, :]
@@ -74,4 +75,5 @@ class Momentum(residua.Scheme):
         return TensorSpec((2, dim))
 
     def assemble(self, dim, num_sublayers, norm, norm_eps):
-        return residua.Stream(AtRest(), [MomentumConnection(norm(i)) for i in range(num_sublayers)], Position())
+        connections = [MomentumConnection(norm(i), first=i == 0) for i in range(num_sublayers)]
+        return residua.Stream(AtRest(), connections, Position())
