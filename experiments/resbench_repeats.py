@@ -70,7 +70,7 @@ def main() -> None:
     with JsonLines(arguments.record) as lines:
         there = {row["key"] for row in lines.rows}
         for run in plan.runs(finished):
-            wanted = run.kind == "report" and (run.rung, run.config.train.seed) == (arguments.rung, arguments.seed)
+            wanted = run.kind == "report" and (run.size, run.config.train.seed) == (arguments.rung, arguments.seed)
             if wanted and run.scheme in arguments.schemes and run.key in finished and run.key not in there:
                 with Progress(run.key, run.config.train.steps) as bar:
                     one = repeat(run, finished[run.key], lambda step, bar=bar: bar.update(step, ""), measured)

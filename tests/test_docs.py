@@ -353,7 +353,7 @@ def test_the_cited_rows_of_the_deviations_are_the_right_ones():
 
 def test_the_demo_has_the_settings_that_resbench_found_and_its_page_says_what_came_out():
     found = results(load_study("resbench"), records("resbench/records.jsonl"), ())
-    rows = {row.scheme: row for row in found.rows if row.rung == "0.1M"}
+    rows = {row.scheme: row for row in found.rows if row.size == "0.1M"}
     steps = {run["steps"] for row in rows.values() for run in row.runs if run["kind"] == "report"}
     for name, scheme in (("residual", "residual"), ("ddl-tc", "ddl-tc"), ("residual-tc", "residual+tc")):
         config = load_config(residua.lab.demo.RECIPES[name])

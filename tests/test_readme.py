@@ -24,7 +24,7 @@ TEXT = README.replace("\n", " ").replace("   ", " ")
 def rows():
     """ResBench at 0.3 million parameters, by scheme."""
     study = results(load_study("resbench"), records("resbench/records.jsonl"), records("resbench/costs.jsonl"))
-    return {row.scheme: row for row in study.rows if row.rung == "0.3M" and row.whole}
+    return {row.scheme: row for row in study.rows if row.size == "0.3M" and row.whole}
 
 
 def test_the_counts_of_its_first_sentence():

@@ -41,7 +41,7 @@ def rows(study):
     for row in study.rows:
         if row.whole:
             muon = row.scheme.endswith("-muon")
-            whole.setdefault(f"{row.rung}-muon" if muon else row.rung, {})[row.scheme] = row
+            whole.setdefault(f"{row.size}-muon" if muon else row.size, {})[row.scheme] = row
     return whole
 
 
@@ -49,7 +49,7 @@ def rows(study):
 def answers(study):
     """By size and both schemes, at equal tokens: the difference."""
     compared = [answer for answer in study.answers if answer.measure == "tokens" and answer.difference]
-    return {(answer.rung, answer.scheme, answer.to): answer.difference for answer in compared}
+    return {(answer.size, answer.scheme, answer.to): answer.difference for answer in compared}
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_the_convolution_by_shape(rows):
 
 def test_erasing_gains_nothing_in_nine_comparisons(study):
     erasing = [answer for answer in study.answers if answer.question.name.startswith("erasing") and answer.difference]
-    differences = {(answer.rung, answer.scheme): answer.difference for answer in erasing}
+    differences = {(answer.size, answer.scheme): answer.difference for answer in erasing}
     assert len(differences) == 9
     assert "ahead" not in {side(difference.estimate) for difference in differences.values()}
     assert [name for name, difference in differences.items() if difference.clear] == [("0.1M-wide", "ddl")]
@@ -491,7 +491,7 @@ def test_the_noise_that_a_size_shares(study):
     }
     halves = [round(one.contrast([0.0] * 5, [0.0] * 5).half_width, 3) for one in noise.values()]
     assert halves == [0.018, 0.013, 0.017]
-    assert [(row.rung, row.scheme) for row in study.rows if row.failed] == [("0.1M-wide", "ddl-ec"), FAILED]
+    assert [(row.size, row.scheme) for row in study.rows if row.failed] == [("0.1M-wide", "ddl-ec"), FAILED]
     own = {rung for rung, size in study.study.rungs.items() if size.noise == "own"}
     assert own == {rung for rung in study.study.rungs if not rung.startswith("0.1M")}
     assert study.noise("0.3M") is None
@@ -507,7 +507,7 @@ def test_the_primary_contrasts_are_those_that_were_asked_before_their_runs(study
             first.setdefault((run["rung"], run["scheme"]), []).append(datetime.fromisoformat(run["facts"]["date"]))
     first = {name: min(dates) for name, dates in first.items()}
     before = {
-        answer[:4]: asked[answer.scheme, answer.to] < max(first[answer.rung, name] for name in answer[2:4])
+        answer[:4]: asked[answer.scheme, answer.to] < max(first[answer.size, name] for name in answer[2:4])
         for answer in study.answers
         if answer.measure == "tokens" and answer.difference
     }

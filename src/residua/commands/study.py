@@ -76,16 +76,16 @@ def _forecast(plan: "Plan", teraflops: float | None, processes: int) -> Output:
     from residua.lab.study.engine import forecast
     from residua.records.table import cell
 
-    sizes = forecast(plan, teraflops and 1e12 * teraflops)
-    total = sum(size.hours for size in sizes) / processes
+    forecasts = forecast(plan, teraflops and 1e12 * teraflops)
+    total = sum(each.hours for each in forecasts) / processes
     rows = [
         [
-            *map(cell, (size.rung, size.schemes, size.runs, size.tokens)),
-            f"{size.flops / 1e15:,.2f}",
-            f"{size.hours:,.2f}",
-            "nothing" if size.sees is None else f"{size.sees:.1f} deviations",
+            *map(cell, (each.size, each.schemes, each.runs, each.tokens)),
+            f"{each.flops / 1e15:,.2f}",
+            f"{each.hours:,.2f}",
+            "nothing" if each.sees is None else f"{each.sees:.1f} deviations",
         ]
-        for size in sizes
+        for each in forecasts
     ]
     notes = (
         f"\nabout {total:,.2f} hours, {processes} at a time; a scheme's elementwise work comes on top\n"
@@ -93,7 +93,7 @@ def _forecast(plan: "Plan", teraflops: float | None, processes: int) -> Output:
         "difference between two runs with one seed"
     )
     header = ["size", "schemes", "runs at most", "tokens of a run", "PFLOP", "hours", "sees"]
-    return Output([size._asdict() for size in sizes], [(header, rows), notes])
+    return Output([each._asdict() for each in forecasts], [(header, rows), notes])
 
 
 def report(folder: str, *, out: str | None = None) -> Output:

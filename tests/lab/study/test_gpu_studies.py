@@ -41,7 +41,7 @@ def test_the_larger_study_takes_a_day(planned):
         for schemes, rung in ((None, "20M"), (["residual+tc", "ddl-tc-write-only"], "125M"))
     )
     sizes = *forecast(small, 150e12), forecast(rest, 150e12)[-1]
-    assert [size.rung for size in sizes] == ["20M", "125M"]
+    assert [size.size for size in sizes] == ["20M", "125M"]
     assert 20 < sum(size.hours for size in sizes) < 24
     assert [size.runs for size in sizes] == [12 + 8, 9]
     totals = [size.tokens / per for size, per in zip(sizes, (20, 10))]

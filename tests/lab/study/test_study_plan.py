@@ -84,14 +84,14 @@ def test_a_size_takes_the_settings_of_the_size_that_it_names(data):
         "deep": {**DOCUMENT["rungs"]["small"], "model.num_hidden_layers": 2, "tuned": "small"},
     }
     runs = walked(Plan(study(rungs=rungs), data), by_rate(0.004))
-    assert {run.rung for run in runs if run.kind == "tune"} == {"small"}
-    deep = [run for run in runs if run.rung == "deep"]
+    assert {run.size for run in runs if run.kind == "tune"} == {"small"}
+    deep = [run for run in runs if run.size == "deep"]
     assert len(deep) == 9
     assert {run.config.train.lr for run in deep} == {0.004}
     assert {run.config.model.num_hidden_layers for run in deep} == {2}
     plan = Plan(study(rungs=rungs), data, ["deep"])
     alone = walked(plan, by_rate(0.004))
-    assert [run.key for run in alone] == [run.key for run in runs if run.kind == "tune" or run.rung == "deep"]
+    assert [run.key for run in alone] == [run.key for run in runs if run.kind == "tune" or run.size == "deep"]
     assert len(alone) <= plan.most < Plan(study(rungs=rungs), data).most
 
 
@@ -104,22 +104,22 @@ def test_a_size_may_search_some_keys_again_in_full_length(data):
     tuning = {**DOCUMENT["tuning"], "runs": 6, "baseline_runs": 6, "length": 0.5, "finalists": 2}
 
     def loss(run):
-        train, best = run.config.train, 0.008 if run.rung == "small" else 0.002
+        train, best = run.config.train, 0.008 if run.size == "small" else 0.002
         return abs(math.log(train.lr / best)) + abs(math.log(train.connection_lr_factor / 2))
 
     plan = Plan(study(rungs=rungs, tuning=tuning), data)
     runs = walked(plan, loss)
-    there = [run for run in runs if run.rung == "large"]
+    there = [run for run in runs if run.size == "large"]
     assert [run.config.train.lr for run in of(there, "residual", "tune")] == [0.004, 0.008, 0.002, 0.001]
     assert [run.point for run in of(there, "ddl", "tune")] == [
         {"train.lr": rate, "train.connection_lr_factor": 2.0} for rate in (0.004, 0.008, 0.002, 0.001)
     ]
     assert {run.config.train.steps for run in there if run.kind != "longer"} == {plan.steps["large"]}
-    assert {run.config.train.steps for run in runs if run.rung == "small" and run.kind == "tune"} == {
+    assert {run.config.train.steps for run in runs if run.size == "small" and run.kind == "tune"} == {
         round(0.5 * plan.steps["small"])
     }
     assert {run.kind for run in there} == {"tune", "report", "longer"}
-    assert {run.config.train.lr for run in runs if run.rung == "wide"} == {0.002}
+    assert {run.config.train.lr for run in runs if run.size == "wide"} == {0.002}
     assert len(runs) <= plan.most
 
 
@@ -157,8 +157,8 @@ def test_the_study_that_the_page_shows_can_be_planned(data, tmp_path):
     path.write_text(block.replace("tokens_per_parameter: 20 ", "tokens_per_parameter: 0.002 "))
     found = load_study(str(path))
     runs = walked(Plan(found, data), by_rate(0.016))
-    assert {run.kind for run in runs if run.rung == "deep"} == {"tune", "final", "report", "longer"}
-    assert {run.kind for run in runs if run.rung == "wide"} == {"report", "longer"}
+    assert {run.kind for run in runs if run.size == "deep"} == {"tune", "final", "report", "longer"}
+    assert {run.kind for run in runs if run.size == "wide"} == {"report", "longer"}
     assert {run.scheme for run in runs} == set(found.schemes)
 
 
@@ -311,12 +311,12 @@ def test_a_size_may_have_other_tokens_and_fewer_seeds_and_questions_add_none_the
     plan = Plan(study(rungs={"small": small, "long": long}, questions=asked), data)
     assert plan.steps["long"] == pytest.approx(3 * plan.steps["small"], abs=1)
     runs = walked(plan, by_rate(0.008))
-    there = [run for run in runs if run.rung == "long"]
+    there = [run for run in runs if run.size == "long"]
     assert [(run.kind, run.scheme, run.config.train.seed) for run in there] == [
         ("report", scheme, seed) for scheme in ("residual", "ddl") for seed in (1, 3)
     ]
     assert {run.config.train.steps for run in there} == {plan.steps["long"]}
-    assert {run.config.train.seed for run in of(runs, "ddl", "report") if run.rung == "small"} == {1, 2, 3, 7}
+    assert {run.config.train.seed for run in of(runs, "ddl", "report") if run.size == "small"} == {1, 2, 3, 7}
     assert len(runs) <= plan.most
 
 

@@ -180,7 +180,7 @@ def test_a_size_with_fewer_seeds_is_whole_with_them():
     more = [record(name, "report", seed, 3.0 + seed / 10, rung="long", steps=300)
             for name in ("residual", "ddl") for seed in (1, 2)]  # fmt: skip
     found = results(study(rungs={"small": small, "long": long}), [*records(), *more], costs())
-    assert [row.whole for row in found.rows if row.rung == "long"] == [True, True]
+    assert [row.whole for row in found.rows if row.size == "long"] == [True, True]
     assert found.row("long", "ddl").difference("residual", "tokens").estimate.count == 2
     assert "- long: 0.06 tokens a parameter, seeds 1, 2.\n" in markdown(found)
     assert not found.unfinished

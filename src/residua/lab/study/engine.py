@@ -72,8 +72,8 @@ def run_study(
         if costs:
             measure_costs(plan, out, rounds=rounds, executor=executor, progress=progress)
         if progress:
-            for (rung, scheme), error in plan.misfits.items():
-                say(f"study: {scheme} is left out at {rung}: {error}")
+            for (size, scheme), error in plan.misfits.items():
+                say(f"study: {scheme} is left out at {size}: {error}")
             say(f"study: {plan.most} runs at most, {len(made.finished)} finished in {out}")
         run_jobs(lambda finished: jobs(plan, finished), made, processes=processes, executor=executor, progress=progress)
     return plan
@@ -89,7 +89,7 @@ class Forecast(NamedTuple):
              two runs with one seed
     """
 
-    rung: str
+    size: str
     schemes: int
     runs: int
     tokens: int
@@ -103,30 +103,30 @@ def forecast(plan: Plan, flops_per_second: float | None = None) -> list[Forecast
 
     flops_per_second: None for that of the first baseline's step, measured here at each size.
     """
-    sizes = []
-    for rung in plan.study.rungs:
-        if not (parts := [part for part in plan.at_most() if part.rung == rung]):
+    forecasts = []
+    for size in plan.study.rungs:
+        if not (parts := [part for part in plan.at_most() if part.size == size]):
             continue
-        configs = {name: plan.config(rung, name) for name in plan.schemes_at(rung)}
+        configs = {name: plan.config(size, name) for name in plan.schemes_at(size)}
         per_token = {
             name: products_per_token(plan.model(config), sequence_length=config.train.sequence_length)
             for name, config in configs.items()
         }
-        flops = sum(part.runs * part.steps * plan.step_tokens[rung] * per_token[part.scheme] for part in parts)
+        flops = sum(part.runs * part.steps * plan.step_tokens[size] * per_token[part.scheme] for part in parts)
         base = configs[plan.study.baselines[0]]
         speed = flops_per_second or rate(base, plan.model(base))
-        sizes.append(
+        forecasts.append(
             Forecast(
-                rung,
+                size,
                 len(configs),
                 sum(part.runs for part in parts),
-                plan.steps[rung] * plan.step_tokens[rung],
+                plan.steps[size] * plan.step_tokens[size],
                 flops,
                 flops / speed / 3600,
-                Estimate(0.0, 1.0, len(plan.study.seeds_at(rung))).detectable if rung in plan.rungs else None,
+                Estimate(0.0, 1.0, len(plan.study.seeds_at(size))).detectable if size in plan.rungs else None,
             )
         )
-    return sizes
+    return forecasts
 
 
 def joined(study: Study, out: Path) -> Study:
@@ -158,10 +158,10 @@ def joined(study: Study, out: Path) -> Study:
         require(budget >= least, f"tuning.{name}", f"at least {least}, as in {out}", budget)
     runs = jsonlines.read(out / "records.jsonl")
     reported = {(run["rung"], run["scheme"]) for run in runs if run["kind"] == "report"}
-    for rung, pairs in study.primary.items():
-        named = {frozenset(pair) for pair in before.primary.get(rung, ())}
-        late = [pair for pair in pairs if frozenset(pair) not in named and {(rung, name) for name in pair} <= reported]
-        require(not late, f"primary.{rung}", f"contrasts named before both have runs in {out}", late)
+    for size, pairs in study.primary.items():
+        named = {frozenset(pair) for pair in before.primary.get(size, ())}
+        late = [pair for pair in pairs if frozenset(pair) not in named and {(size, name) for name in pair} <= reported]
+        require(not late, f"primary.{size}", f"contrasts named before both have runs in {out}", late)
     return replace(study, schemes={**before.schemes, **study.schemes}, rungs={**before.rungs, **study.rungs})
 
 
@@ -205,8 +205,8 @@ def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
     planned = []
     for run in plan.runs(finished):
         further = run.kind == "report" and run.config.train.seed not in plan.study.seeds
-        order = rungs.index(run.rung), 2 if further else int(run.kind == "longer"), schemes.index(run.scheme)
-        cost = float(plan.steps[run.rung])  # of a step: it grows with the model as the number of steps does
+        order = rungs.index(run.size), 2 if further else int(run.kind == "longer"), schemes.index(run.scheme)
+        cost = float(plan.steps[run.size])  # of a step: it grows with the model as the number of steps does
         planned.append(Job(run.key, train_run, (run,), run.config.train.steps, cost, order))
     return planned
 
@@ -214,7 +214,7 @@ def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
 def train_run(run: Run, *, place: Path, report: Any) -> Record:
     """One run, in the folder `place`; returns its record."""
     record = train_point(run.config, run.point, run.config.train.seed, place=place, report=report)
-    of = {"key": run.key, "kind": run.kind, "rung": run.rung, "scheme": run.scheme}
+    of = {"key": run.key, "kind": run.kind, "rung": run.size, "scheme": run.scheme}
     return {**of, "connection": run.config.model.connection, **record}
 
 
@@ -268,24 +268,24 @@ def measure_costs(
     path = out / "costs.jsonl"
     rows = () if again else jsonlines.read(path)
     measured = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
-    sizes = []
-    for rung in plan.rungs:
+    jobs_of_sizes = []
+    for size in plan.rungs:
         connections = {name: entry.connection for name, entry in plan.study.schemes.items()}
-        missing = [name for name in plan.schemes_at(rung) if (rung, name, connections[name]) not in measured]
+        missing = [name for name in plan.schemes_at(size) if (size, name, connections[name]) not in measured]
         if not missing:
             continue
-        configs = {name: plan.config(rung, name) for name in dict.fromkeys([*plan.study.baselines, *missing])}
+        configs = {name: plan.config(size, name) for name in dict.fromkeys([*plan.study.baselines, *missing])}
         pairs = {name: (config, plan.model(config)) for name, config in configs.items()}
-        key = f"time and memory at {rung}, {rounds} rounds{' compiled' * compiled}"
+        key = f"time and memory at {size}, {rounds} rounds{' compiled' * compiled}"
         steps = len(pairs) * (rounds + WARMUP)
-        sizes.append(Job(key, _measure_size, (key, rung, connections, pairs, rounds, compiled), steps))
+        jobs_of_sizes.append(Job(key, _measure_size, (key, size, connections, pairs, rounds, compiled), steps))
     with _Costs(path, lambda row: None) as costs:
-        run_jobs(sizes, costs, executor=executor, progress=progress)
+        run_jobs(jobs_of_sizes, costs, executor=executor, progress=progress)
 
 
 def _measure_size(
     key: str,
-    rung: str,
+    size: str,
     connections: Mapping[str, str],
     configs: Mapping[str, Any],
     rounds: int,
@@ -298,7 +298,7 @@ def _measure_size(
     costs = measure(configs, next(iter(configs)), rounds=rounds, compiled=compiled, advance=lambda: report(next(done)))
     return {
         "key": key,
-        "costs": [{"rung": rung, "connection": connections[cost["scheme"]], **cost} for cost in costs],
+        "costs": [{"rung": size, "connection": connections[cost["scheme"]], **cost} for cost in costs],
     }
 
 

@@ -30,17 +30,17 @@ def draw(found: Results) -> Figure | None:
     """
     compared = list(itertools.product(found.study.baselines, found.measures))
     lines: list[Row | str] = []  # from the lowest up: rows, and the size above its rows
-    for rung in reversed(found.study.rungs):
-        own = [row for row in found.rows if row.rung == rung and any(row.difference(*one) for one in compared)]
-        lines += [*sorted(own, key=lambda row: -row.loss.mean if row.loss else -math.inf), *([rung] if own else [])]
+    for size in reversed(found.study.rungs):
+        own = [row for row in found.rows if row.size == size and any(row.difference(*one) for one in compared)]
+        lines += [*sorted(own, key=lambda row: -row.loss.mean if row.loss else -math.inf), *([size] if own else [])]
     rows = {place: line for place, line in enumerate(lines) if not isinstance(line, str)}
     baselines = [name for name in found.study.baselines if any(row.difference(name, "tokens") for row in rows.values())]
     if not baselines:
         return None
     if len(lines) == len(rows) + 1:
         lines.pop()
-    size = 2.2 + 4.2 * len(baselines), 0.37 * len(lines) + 0.8
-    figure, (panels,) = figures.panels(1, len(baselines), size, grid="x", sharey=True)
+    inches = 2.2 + 4.2 * len(baselines), 0.37 * len(lines) + 0.8
+    figure, (panels,) = figures.panels(1, len(baselines), inches, grid="x", sharey=True)
     for panel, baseline in zip(panels, baselines):
         panel.axvline(0, color="#222222", linewidth=1.2)
         for number, measure in enumerate(found.measures):

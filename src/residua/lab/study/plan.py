@@ -95,10 +95,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Rung:
+class Size:
     """One size.
 
-    tuned                  the rung whose settings count here too; None: this one is tuned by itself
+    tuned                  the size whose settings count here too; None: this one is tuned by itself
     over                   keys that are searched again from there, in runs of full length: tuning.over in small. None:
                            no search
     longer                 in place of the study's; without longer runs there is no comparison at equal FLOPs or seconds
@@ -168,7 +168,7 @@ class Run(NamedTuple):
     """One run of a study: what it is for, and everything that decides its numbers."""
 
     kind: Kind
-    rung: str
+    size: str
     scheme: str
     point: Mapping[str, Any]
     config: RunConfig
@@ -186,13 +186,13 @@ class Run(NamedTuple):
     @property
     def key(self) -> str:
         train = self.config.train
-        return f"{self.rung} {self.scheme} {self.kind} seed={train.seed} steps={train.steps} {self.identity}"
+        return f"{self.size} {self.scheme} {self.kind} seed={train.seed} steps={train.steps} {self.identity}"
 
 
 class Part(NamedTuple):
     """Runs of one scheme at one size that are equally long: how many at most, and their steps."""
 
-    rung: str
+    size: str
     scheme: str
     runs: int
     steps: int
@@ -226,7 +226,7 @@ class Study:
     """
 
     title: str
-    rungs: Annotated[Mapping[str, Rung], Range("at least one", bool)]
+    rungs: Annotated[Mapping[str, Size], Range("at least one", bool)]
     schemes: Mapping[str, Entry]
     tuning: Tuning
     config: str | tuple[str, ...] = "tiny"
@@ -254,8 +254,8 @@ class Study:
         for name, entry in self.schemes.items():
             check_names(f"schemes.{name}.parameters_of", filter(None, [entry.parameters_of]), unmatched)
         self._check_questions()
-        for rung in self.rungs.values():
-            self._check_rung(rung)
+        for size in self.rungs.values():
+            self._check_size(size)
         parts = (*self.schemes.values(), *self.rungs.values())
         for key in [*self.set, *(key for part in parts for key in part.keys), *self.tuning.over]:
             require(key not in BY_THE_STUDY, key, "a key that a study does not set by itself", key)
@@ -271,47 +271,47 @@ class Study:
             reason = f"tokens, as {second} is not a baseline and is trained for one length"
             require(second is None or question.at == ("tokens",), f"questions.{name}.at", reason, question.at)
 
-    def _check_rung(self, rung: Rung) -> None:
-        place, again = f"rungs.{rung.name}", rung.over is not None
-        check_names(f"{place}.seeds", rung.seeds, self.seeds)
+    def _check_size(self, size: Size) -> None:
+        place, again = f"rungs.{size.name}", size.over is not None
+        check_names(f"{place}.seeds", size.seeds, self.seeds)
         sizes = [name for name, r in self.rungs.items() if r.tuned is None or (r.over is not None and not again)]
         expected = f"a size that is tuned by itself ({', '.join(sizes) or 'none is there'})"
-        require(rung.tuned in (None, *sizes), f"{place}.tuned", expected, rung.tuned)
-        check_names(f"{place}.over", rung.over, self.tuning.over)
-        self.tuning_at(rung.name)  # checks the budget
+        require(size.tuned in (None, *sizes), f"{place}.tuned", expected, size.tuned)
+        check_names(f"{place}.over", size.over, self.tuning.over)
+        self.tuning_at(size.name)  # checks the budget
 
-    def longer_at(self, rung: str) -> Sequence[float]:
-        """How many times as many tokens the further runs of the baselines have at a rung."""
-        own = self.rungs[rung].longer
+    def longer_at(self, size: str) -> Sequence[float]:
+        """How many times as many tokens the further runs of the baselines have at a size."""
+        own = self.rungs[size].longer
         return self.longer if own is None else own
 
-    def tokens_at(self, rung: str) -> float:
-        """Tokens a parameter of the runs at a rung."""
-        own = self.rungs[rung].tokens_per_parameter
+    def tokens_at(self, size: str) -> float:
+        """Tokens a parameter of the runs at a size."""
+        own = self.rungs[size].tokens_per_parameter
         return self.tokens_per_parameter if own is None else own
 
-    def seeds_at(self, rung: str) -> Sequence[int]:
-        """The seeds of the reported runs at a rung."""
-        own = self.rungs[rung].seeds
+    def seeds_at(self, size: str) -> Sequence[int]:
+        """The seeds of the reported runs at a size."""
+        own = self.rungs[size].seeds
         return self.seeds if own is None else own
 
-    def searches(self, rung: str) -> list[str]:
-        """The rungs whose searches give the settings of one, in their order: each starts where the last ended."""
-        one = self.rungs[rung]
+    def searches(self, size: str) -> list[str]:
+        """The sizes whose searches give the settings of one, in their order: each starts where the last ended."""
+        one = self.rungs[size]
         before = [] if one.tuned is None else self.searches(one.tuned)
-        return [*before, rung] if one.tuned is None or one.over is not None else before
+        return [*before, size] if one.tuned is None or one.over is not None else before
 
-    def tuning_at(self, rung: str) -> Tuning:
-        """The budget of a scheme in the search of a rung."""
-        over = self.rungs[rung].over
+    def tuning_at(self, size: str) -> Tuning:
+        """The budget of a scheme in the search of a size."""
+        over = self.rungs[size].over
         return self.tuning if over is None else replace(self.tuning, over=over, length=1.0, finalists=1, final_seeds=())
 
-    def further_seeds(self, rung: str, scheme: str) -> list[int]:
+    def further_seeds(self, size: str, scheme: str) -> list[int]:
         """Further seeds of a scheme: of the questions that compare it with others, if the study has all of these.
 
-        None at a rung that has seeds of its own.
+        None at a size that has seeds of its own.
         """
-        if self.rungs[rung].seeds is not None:
+        if self.rungs[size].seeds is not None:
             return []
         asked = [q for q in self.questions.values() if scheme in q.schemes and set(q.schemes) <= self.schemes.keys()]
         return sorted({seed for question in asked for seed in question.seeds})
@@ -328,10 +328,10 @@ class Study:
         rungs: Sequence[str] | None = None,
         questions: Sequence[str] | None = None,
     ) -> "Study":
-        """Return this study with some of its schemes, beside the baselines, and some of its rungs.
+        """Return this study with some of its schemes, beside the baselines, and some of its sizes.
 
         A scheme that the file does not have, such as a registered one, joins with its name; `questions` add the schemes
-        that they compare. Raises InputError for an unknown rung or question.
+        that they compare. Raises InputError for an unknown size or question.
         """
         check_names("--questions", questions, self.questions)
         check_names("--rungs", rungs, self.rungs)
@@ -344,7 +344,7 @@ class Study:
             order = [*[name for name in self.schemes if name in wanted], *[n for n in wanted if n not in self.schemes]]
             chosen = {name: self.schemes.get(name) or Entry(name, canonical(name)) for name in order}
         needed = {one for name in rungs or self.rungs for one in (name, *self.searches(name))}
-        return replace(self, schemes=chosen, rungs={name: rung for name, rung in self.rungs.items() if name in needed})
+        return replace(self, schemes=chosen, rungs={name: size for name, size in self.rungs.items() if name in needed})
 
 
 class Plan:
@@ -369,19 +369,19 @@ class Plan:
         self._done: dict[tuple[str, str], tuple[list[Run], dict[str, Any] | None]] = {}
         self.steps: dict[str, int] = {}
         self.step_tokens: dict[str, int] = {}
-        for rung in study.rungs.values():
-            config = self.config(rung.name, study.baselines[0])
+        for size in study.rungs.values():
+            config = self.config(size.name, study.baselines[0])
             train = config.train
             per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
-            self.step_tokens[rung.name] = per_step
-            self.steps[rung.name] = max(1, round(study.tokens_at(rung.name) * self._count(config) / per_step))
-            longest = max([1.0, *(study.longer_at(rung.name) if rung.name in self.rungs else ())])
-            needed = round(longest * self.steps[rung.name]) * per_step + 2 * train.sequence_length
+            self.step_tokens[size.name] = per_step
+            self.steps[size.name] = max(1, round(study.tokens_at(size.name) * self._count(config) / per_step))
+            longest = max([1.0, *(study.longer_at(size.name) if size.name in self.rungs else ())])
+            needed = round(longest * self.steps[size.name]) * per_step + 2 * train.sequence_length
             if needed > study.epochs * len(self.prepared.train):
                 often = "twice" if study.epochs == 1 else f"more than {study.epochs} times"
                 raise InputError(
-                    f"rungs.{rung.name}: needs {needed:,} tokens so that none is seen {often}, {self.data} has "
-                    f"{len(self.prepared.train):,}; give more text or leave this rung out with --rungs"
+                    f"rungs.{size.name}: needs {needed:,} tokens so that none is seen {often}, {self.data} has "
+                    f"{len(self.prepared.train):,}; give more text or leave this size out with --rungs"
                 )
         self.misfits: dict[tuple[str, str], InputError] = {}
         for entry in study.schemes.values():  # every configuration is checked before hours are spent on the first
@@ -389,34 +389,34 @@ class Plan:
             if len(errors) == len(study.rungs):
                 raise next(iter(errors.values()))
             self.misfits |= errors
-        self.tuning(next(rung.name for rung in study.rungs.values() if rung.tuned is None), study.baselines[0], {})
+        self.tuning(next(size.name for size in study.rungs.values() if size.tuned is None), study.baselines[0], {})
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """The metadata of the data, with their fingerprint and the hash of the text."""
         return self.prepared.facts
 
-    def schemes_at(self, rung: str) -> list[str]:
+    def schemes_at(self, size: str) -> list[str]:
         """The schemes that have runs at a size: it can be built there, and where its settings come from."""
-        sizes = {rung, *self.study.searches(rung)}
-        return [name for name in self.study.schemes if not any((size, name) in self.misfits for size in sizes)]
+        places = {size, *self.study.searches(size)}
+        return [name for name in self.study.schemes if not any((place, name) in self.misfits for place in places)]
 
     def runs(self, finished: Mapping[Any, Record]) -> Iterator[Run]:
         """All runs that the study needs, as far as the finished ones tell, in the order of their worth."""
         study = self.study
-        for rung in study.rungs:
+        for size in study.rungs:
             chosen = {}
-            for scheme in self.schemes_at(rung):
-                if rung in study.searches(rung):
-                    yield from self.tuning(rung, scheme, finished)
-                if rung in self.rungs and (point := self.chosen(rung, scheme, finished)) is not None:
+            for scheme in self.schemes_at(size):
+                if size in study.searches(size):
+                    yield from self.tuning(size, scheme, finished)
+                if size in self.rungs and (point := self.chosen(size, scheme, finished)) is not None:
                     chosen[scheme] = point
-                    yield from self.reported(rung, scheme, point)
-            for name, factor in itertools.product(study.baselines, study.longer_at(rung)):
+                    yield from self.reported(size, scheme, point)
+            for name, factor in itertools.product(study.baselines, study.longer_at(size)):
                 if name in chosen:
-                    yield from self.reported(rung, name, chosen[name], factor)
+                    yield from self.reported(size, name, chosen[name], factor)
             for name, point in chosen.items():
-                yield from self.reported(rung, name, point, seeds=study.further_seeds(rung, name))
+                yield from self.reported(size, name, point, seeds=study.further_seeds(size, name))
 
     def recorded(self, record: Record) -> Run:
         """The run of a record, whose key is another if the study has other settings.
@@ -434,26 +434,26 @@ class Plan:
     def at_most(self) -> Iterator[Part]:
         """All runs that there can be, whatever the search finds."""
         study = self.study
-        for rung, scheme in itertools.product(study.rungs, study.schemes):
-            if scheme not in self.schemes_at(rung):
+        for size, scheme in itertools.product(study.rungs, study.schemes):
+            if scheme not in self.schemes_at(size):
                 continue
-            steps, baseline = self.steps[rung], scheme in study.baselines
-            if rung in study.searches(rung):
-                tuning = study.tuning_at(rung)
+            steps, baseline = self.steps[size], scheme in study.baselines
+            if size in study.searches(size):
+                tuning = study.tuning_at(size)
                 budget = tuning.baseline_runs if baseline else tuning.runs
-                yield Part(rung, scheme, budget, max(1, round(tuning.length * steps)))
+                yield Part(size, scheme, budget, max(1, round(tuning.length * steps)))
                 if tuning.finalists > 1:
-                    yield Part(rung, scheme, tuning.finalists * len(tuning.finalist_seeds), steps)
-            if rung in self.rungs:
-                seeds = len(study.seeds_at(rung))
-                yield Part(rung, scheme, seeds + len(study.further_seeds(rung, scheme)), steps)
-                for factor in study.longer_at(rung) if baseline else ():
-                    yield Part(rung, scheme, seeds, round(factor * steps))
+                    yield Part(size, scheme, tuning.finalists * len(tuning.finalist_seeds), steps)
+            if size in self.rungs:
+                seeds = len(study.seeds_at(size))
+                yield Part(size, scheme, seeds + len(study.further_seeds(size, scheme)), steps)
+                for factor in study.longer_at(size) if baseline else ():
+                    yield Part(size, scheme, seeds, round(factor * steps))
 
-    def _misfit(self, rung: str, scheme: str) -> InputError | None:
+    def _misfit(self, size: str, scheme: str) -> InputError | None:
         """Why a scheme cannot be built at a size; None where it can."""
         try:
-            config = self.config(rung, scheme)
+            config = self.config(size, scheme)
         except InputError as error:
             return error
         if isinstance(config.model, BaseModelConfig):
@@ -463,17 +463,17 @@ class Plan:
                 return InputError(f"schemes.{scheme}: {error}")
         return None
 
-    def tuning(self, rung: str, scheme: str, finished: Mapping[Any, Record]) -> list[Run]:
-        """The tuning runs of a scheme at a rung that has a search, as far as the finished ones tell."""
-        return self._search(rung, scheme, finished)[0]
+    def tuning(self, size: str, scheme: str, finished: Mapping[Any, Record]) -> list[Run]:
+        """The tuning runs of a scheme at a size that has a search, as far as the finished ones tell."""
+        return self._search(size, scheme, finished)[0]
 
-    def chosen(self, rung: str, scheme: str, finished: Mapping[Any, Record]) -> dict[str, Any] | None:
+    def chosen(self, size: str, scheme: str, finished: Mapping[Any, Record]) -> dict[str, Any] | None:
         """The best point of a scheme; None while its tuning is not finished, and where all of it diverged."""
-        return self._search(self.study.searches(rung)[-1], scheme, finished)[1]
+        return self._search(self.study.searches(size)[-1], scheme, finished)[1]
 
     def reported(
         self,
-        rung: str,
+        size: str,
         scheme: str,
         point: Mapping[str, Any],
         longer: float | None = None,
@@ -481,30 +481,30 @@ class Plan:
     ) -> Iterator[Run]:
         """The runs of all seeds at a point, or of other `seeds`, with `longer` times as many steps if given."""
         kind: Kind = "longer" if longer else "report"
-        steps = round((longer or 1.0) * self.steps[rung])
-        for seed in self.study.seeds_at(rung) if seeds is None else seeds:
-            yield self.run(kind, rung, scheme, point, seed, steps)
+        steps = round((longer or 1.0) * self.steps[size])
+        for seed in self.study.seeds_at(size) if seeds is None else seeds:
+            yield self.run(kind, size, scheme, point, seed, steps)
 
-    def run(self, kind: Kind, rung: str, scheme: str, point: Mapping[str, Any], seed: int, steps: int) -> Run:
+    def run(self, kind: Kind, size: str, scheme: str, point: Mapping[str, Any], seed: int, steps: int) -> Run:
         # Nobody looks at the curve of a run that tunes.
         evaluations = 1 if kind in ("tune", "final") else self.study.evaluations
-        return Run(kind, rung, scheme, point, self.config(rung, scheme, point, seed, steps, evaluations))
+        return Run(kind, size, scheme, point, self.config(size, scheme, point, seed, steps, evaluations))
 
     def _search(
-        self, rung: str, scheme: str, finished: Mapping[Any, Record]
+        self, size: str, scheme: str, finished: Mapping[Any, Record]
     ) -> tuple[list[Run], dict[str, Any] | None]:
         """The tuning runs of a scheme, and its best point once all of them are finished."""
-        if (rung, scheme) in self._done:
-            return self._done[rung, scheme]
-        before = self.study.searches(rung)[:-1]
+        if (size, scheme) in self._done:
+            return self._done[size, scheme]
+        before = self.study.searches(size)[:-1]
         start = self.chosen(before[-1], scheme, finished) if before else {}
         if start is None:
             return [], None
-        tuning, search = self.study.tuning_at(rung), self._started(rung, scheme, start)
+        tuning, search = self.study.tuning_at(size), self._started(size, scheme, start)
         losses: dict[Trial, float] = {}
         while True:  # a step of the search follows from the losses of the steps before
             runs = {
-                (point, seed): self._trial(rung, scheme, start, search.named(point), seed)
+                (point, seed): self._trial(size, scheme, start, search.named(point), seed)
                 for point, seed in search.wanted(losses)
             }
             known = {trial: loss_of(finished[run.key]) for trial, run in runs.items() if run.key in finished}
@@ -516,19 +516,19 @@ class Plan:
         trials = ((point, loss) for (point, seed), loss in losses.items() if seed is None)
         finals = [(point, seed, loss) for (point, seed), loss in losses.items() if seed is not None]
         best = chosen_points(trials, finals, finalists=tuning.finalists, seeds=tuning.finalist_seeds)
-        self._done[rung, scheme] = [*runs.values()], {**start, **search.named(best[0])} if best else None
-        return self._done[rung, scheme]
+        self._done[size, scheme] = [*runs.values()], {**start, **search.named(best[0])} if best else None
+        return self._done[size, scheme]
 
-    def _started(self, rung: str, scheme: str, start: Mapping[str, Any]) -> Search:
+    def _started(self, size: str, scheme: str, start: Mapping[str, Any]) -> Search:
         """The search for the best point of a scheme. start: settings that an earlier search found."""
-        study, tuning = self.study, self.study.tuning_at(rung)
+        study, tuning = self.study, self.study.tuning_at(size)
         own = self._has_parameters(study.schemes[scheme].connection)
         over = {key: values for key, values in tuning.over.items() if key != "train.connection_lr_factor" or own}
         expected = f"a key for {scheme} too, which has no parameters of its own, such as train.lr"
         require(bool(over), "tuning.over", expected, dict(tuning.over))
         return Search(
             over,
-            lambda point: self.config(rung, scheme, {**start, **point}),
+            lambda point: self.config(size, scheme, {**start, **point}),
             budget=tuning.baseline_runs if scheme in study.baselines else tuning.runs,
             factors=tuning.factors,
             finalists=tuning.finalists,
@@ -536,17 +536,17 @@ class Plan:
         )
 
     def _trial(
-        self, rung: str, scheme: str, start: Mapping[str, Any], point: Mapping[str, Any], seed: int | None
+        self, size: str, scheme: str, start: Mapping[str, Any], point: Mapping[str, Any], seed: int | None
     ) -> Run:
         """A run of the search, or the run of a finalist with a seed."""
-        tuning, steps, full = self.study.tuning_at(rung), self.steps[rung], {**start, **point}
+        tuning, steps, full = self.study.tuning_at(size), self.steps[size], {**start, **point}
         if seed is not None:
-            return self.run("final", rung, scheme, full, seed, steps)
-        return self.run("tune", rung, scheme, full, tuning.seed, max(1, round(tuning.length * steps)))
+            return self.run("final", size, scheme, full, seed, steps)
+        return self.run("tune", size, scheme, full, tuning.seed, max(1, round(tuning.length * steps)))
 
     def config(
         self,
-        rung: str,
+        size: str,
         scheme: str,
         point: Mapping[str, Any] = MappingProxyType({}),
         seed: int = 0,
@@ -554,7 +554,7 @@ class Plan:
         evaluations: int = 1,
     ) -> RunConfig:
         """The configuration of a scheme at a size."""
-        config = self._settings(rung, scheme, json.dumps(dict(point)))
+        config = self._settings(size, scheme, json.dumps(dict(point)))
         train = replace(
             config.train,
             seed=seed,
@@ -564,13 +564,13 @@ class Plan:
         )
         return replace(config, train=train)
 
-    def _read(self, rung: str, scheme: str, point: str) -> RunConfig:
+    def _read(self, size: str, scheme: str, point: str) -> RunConfig:
         entry = self.study.schemes[scheme]
-        width = {} if entry.parameters_of is None else {"model.intermediate_size": self._matched(rung, entry)}
-        return load_config(self.study.config, {**self._shared(rung, entry), **width, **json.loads(point)})
+        width = {} if entry.parameters_of is None else {"model.intermediate_size": self._matched(size, entry)}
+        return load_config(self.study.config, {**self._shared(size, entry), **width, **json.loads(point)})
 
-    def _shared(self, rung: str, entry: Entry) -> dict[str, Any]:
-        keys = {**self.study.set, **self.study.rungs[rung].keys, **entry.keys, "model.connection": entry.connection}
+    def _shared(self, size: str, entry: Entry) -> dict[str, Any]:
+        keys = {**self.study.set, **self.study.rungs[size].keys, **entry.keys, "model.connection": entry.connection}
         return {**keys, "data.path": self.data, "train.tensorboard": False, "train.keep_checkpoints": 1}
 
     def model(self, config: RunConfig) -> PreTrainedConfig:
@@ -589,12 +589,12 @@ class Plan:
     def _count(self, config: RunConfig) -> int:
         return parameters(self.model(config))["total"]
 
-    def _matched(self, rung: str, entry: Entry) -> int:
+    def _matched(self, size: str, entry: Entry) -> int:
         """The MLP width with which a scheme comes nearest to the parameters of the one that it is matched to."""
-        other = self.config(rung, entry.parameters_of)
+        other = self.config(size, entry.parameters_of)
         place = f"schemes.{entry.name}.parameters_of"
         require(not isinstance(other.model, BaseModelConfig), place, "none beside model.base", entry.parameters_of)
-        plain = self.model(load_config(self.study.config, self._shared(rung, entry)))
+        plain = self.model(load_config(self.study.config, self._shared(size, entry)))
         width = plain.intermediate_size
         wider = ResiduaConfig(**{**plain.to_dict(), "intermediate_size": width + 1})
         counts = [parameters(model)["total"] for model in (plain, wider)]
@@ -604,8 +604,8 @@ class Plan:
 def _has_parameters(connection: str) -> bool:
     """Whether a scheme has parameters of its own, so that they can have a learning rate of their own."""
     small = partial(ResiduaConfig, vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=1)
-    sizes = [parameters(small(connection=name))["connections"] for name in (connection, "residual")]
-    return sizes[0] != sizes[1]
+    counts = [parameters(small(connection=name))["connections"] for name in (connection, "residual")]
+    return counts[0] != counts[1]
 
 
 def load_study(source: str) -> Study:
@@ -645,7 +645,7 @@ def check_names(place: str, names: Iterable[Any] | None, choices: Iterable[Any])
 def read_study(document: Any, source: str) -> Study:
     """The study in a document: of a file, or of a folder, where the keys of each part stand by themselves."""
     require(isinstance(document, Mapping), source, "a mapping of keys to values", document)
-    sections: dict[str, type] = {"rungs": Rung, "schemes": Entry, "questions": Question}
+    sections: dict[str, type] = {"rungs": Size, "schemes": Entry, "questions": Question}
     values = dict(document)
     try:
         for section, kind in sections.items():
@@ -688,6 +688,6 @@ def _pinned(study: Study) -> Study:
     return replace(
         study,
         set=pin({**known, **study.set}),
-        rungs={name: replace(rung, keys=pin(rung.keys)) for name, rung in study.rungs.items()},
+        rungs={name: replace(size, keys=pin(size.keys)) for name, size in study.rungs.items()},
         schemes={name: replace(entry, keys=pin(entry.keys)) for name, entry in study.schemes.items()},
     )

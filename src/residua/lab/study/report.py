@@ -56,11 +56,11 @@ def markdown(found: Results) -> str:
     """The report in Markdown."""
     study = found.study
     lines = [f"# {_text(study.title)}", "", *_setting(found), ""]
-    for rung in study.rungs:
-        rows = [row for row in found.rows if row.rung == rung]
+    for size in study.rungs:
+        rows = [row for row in found.rows if row.size == size]
         if not rows:
             continue
-        lines += [f"## {_text(rung)}", "", *_noise(found, rung), ""]
+        lines += [f"## {_text(size)}", "", *_noise(found, size), ""]
         rows.sort(key=lambda row: row.loss.mean if row.loss else math.inf)
         shown = columns(found)
         cells = [[text(row) for text in shown.values()] for row in rows]
@@ -106,14 +106,14 @@ def _setting(found: Results) -> list[str]:
         f"with seed {tuning.seed}, at most {tuning.runs} for a scheme and {tuning.baseline_runs} for a baseline "
         f"({_list(study.baselines)}).{finals if tuning.finalists > 1 else ''}",
         *(
-            f"- {rung.name}: the settings of {rung.tuned}, but {_grid(rung.over)}, searched again in full length."
-            for rung in study.rungs.values()
-            if rung.over is not None
+            f"- {size.name}: the settings of {size.tuned}, but {_grid(size.over)}, searched again in full length."
+            for size in study.rungs.values()
+            if size.over is not None
         ),
         *(
             f"- {name}: {study.tokens_at(name):g} tokens a parameter, seeds {_list(study.seeds_at(name))}."
-            for name, rung in study.rungs.items()
-            if rung.tokens_per_parameter is not None or rung.seeds is not None
+            for name, size in study.rungs.items()
+            if size.tokens_per_parameter is not None or size.seeds is not None
         ),
         f"- Device: {_list(devices)}, one thread a run. Code: {_list(map(_short, commits))}; PyTorch {_list(torches)}.",
         f"- Corpus: {_text(corpus)}.",
@@ -129,11 +129,11 @@ def _short(commit: str) -> str:
     return commit[:12] + ("-dirty" if commit.endswith("-dirty") else "")
 
 
-def _noise(found: Results, rung: str) -> list[str]:
-    seeds = len(found.study.seeds_at(rung))
-    if found.study.rungs[rung].noise == "own":
+def _noise(found: Results, size: str) -> list[str]:
+    seeds = len(found.study.seeds_at(size))
+    if found.study.rungs[size].noise == "own":
         return [f"Each scheme has the noise of its own {seeds} seeds (Welch's t): some runs go through a transition."]
-    noise = found.noise(rung)
+    noise = found.noise(size)
     if noise is None:
         return ["The noise is not measured: fewer than two schemes have all seeds."]
     contrast = noise.contrast([0.0] * seeds, [0.0] * seeds)
@@ -142,7 +142,7 @@ def _noise(found: Results, rung: str) -> list[str]:
         f"degrees of freedom). A difference over {seeds} seeds has ± {contrast.half_width:.4f}; four of five such "
         f"studies would see {contrast.detectable:.4f}."
     )
-    failed = [row.scheme for row in found.rows if row.rung == rung and row.failed]
+    failed = [row.scheme for row in found.rows if row.size == size and row.failed]
     wild = f"{_names(failed)}: noise of its own (Welch's t), more than {FAILED:g} times that of the median row."
     return [text, *([wild] if failed else [])]
 
@@ -158,10 +158,10 @@ def primary_table(found: Results) -> Table:
     """The contrasts that were named before their runs, the smallest corrected p first."""
     order = sorted(found.corrected, key=lambda named: found.corrected[named].holm)
     rows = []
-    for rung, scheme, to in order:
-        difference = found.corrected[rung, scheme, to]
+    for size, scheme, to in order:
+        difference = found.corrected[size, scheme, to]
         cells = [estimate_text(difference.estimate, "+.4f"), f"{difference.p:.2g}", f"{difference.holm:.2g}"]
-        rows.append([rung, f"{_names([scheme])} − {_names([to])}", *cells])
+        rows.append([size, f"{_names([scheme])} − {_names([to])}", *cells])
     return Table(["size", "contrast, at equal tokens", "difference", "p", "corrected"], rows)
 
 
@@ -179,15 +179,15 @@ def questions(found: Results) -> Iterator[Asked]:
         at: dict[str, list[Answer]] = {}
         for answer in found.answers:
             if answer.question.name == question.name:
-                at.setdefault(answer.rung, []).append(answer)
-        sizes = [rung for rung, answers in at.items() if any(answer.difference for answer in answers)]
+                at.setdefault(answer.size, []).append(answer)
+        sizes = [size for size, answers in at.items() if any(answer.difference for answer in answers)]
         remarks: dict[str, list[str]] = {}
-        for rung, answers in at.items():
+        for size, answers in at.items():
             waiting = dict.fromkeys(name for answer in answers for name in answer.waiting)
-            reasons = [f"Waiting for {_names(waiting)}{{}}."] if waiting and (rung in sizes or not sizes) else []
+            reasons = [f"Waiting for {_names(waiting)}{{}}."] if waiting and (size in sizes or not sizes) else []
             missing = dict.fromkeys(answer.missing for answer in answers if answer.missing)
             for reason in (*reasons, *(f"No comparison{{}}: {why}." for why in missing)):
-                remarks.setdefault(reason, []).append(rung)
+                remarks.setdefault(reason, []).append(size)
         told = [
             reason.format("" if len(rungs) == len(at) else f" at {', '.join(rungs)}")
             for reason, rungs in remarks.items()
@@ -198,9 +198,9 @@ def questions(found: Results) -> Iterator[Asked]:
 def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: int) -> Table:
     """A table of the answers to a question; without a column for what is equal where that is one thing."""
     told = {
-        (answer.scheme, answer.to, answer.measure, rung): _answer(answer, seeds)
-        for rung in sizes
-        for answer in at[rung]
+        (answer.scheme, answer.to, answer.measure, size): _answer(answer, seeds)
+        for size in sizes
+        for answer in at[size]
         if answer.difference is not None
     }
     measures = list(dict.fromkeys(measure for *_, measure, _ in told))
@@ -208,7 +208,7 @@ def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: in
     rows = []
     for scheme, to, measure in dict.fromkeys(key[:3] for key in told):
         pair = f"{_names([scheme])} − {_names([to])}"
-        cells = [told.get((scheme, to, measure, rung), "–") for rung in sizes]
+        cells = [told.get((scheme, to, measure, size), "–") for size in sizes]
         rows.append([pair, *([measure] if len(measures) > 1 else []), *cells])
     return Table([*header, *sizes], rows)
 
@@ -287,7 +287,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _reading(found: Results) -> list[str]:
-    factors = sorted({factor for rung in found.study.rungs for factor in found.study.longer_at(rung)})
+    factors = sorted({factor for size in found.study.rungs for factor in found.study.longer_at(size)})
     times = " and ".join(f"{factor:g}" for factor in factors)
     equal = (
         f"baselines were also trained for {times} times as many steps; where a scheme's step costs r times the "
@@ -323,7 +323,7 @@ def columns(found: Results) -> dict[str, Callable[[Row], str]]:
     """What the table of a size shows of a row, by heading, in Markdown and on the page."""
 
     def flops(row: Row) -> str:
-        base = found.row(row.rung, found.study.baselines[0])
+        base = found.row(row.size, found.study.baselines[0])
         return f"{row.flops / base.flops:.3f}" if row.flops and base and base.flops else "–"
 
     def peak(row: Row) -> str:
@@ -386,7 +386,7 @@ def _worth(row: Row, baseline: str, study: Study) -> str:
     difference = row.difference(baseline, "tokens")
     if difference is None or difference.worth is None:
         return "–"
-    bound = {math.inf: f"> {max(study.longer_at(row.rung), default=1.0):g}", 0.0: f"< {BELOW:g}"}
+    bound = {math.inf: f"> {max(study.longer_at(row.size), default=1.0):g}", 0.0: f"< {BELOW:g}"}
     tokens = bound.get(difference.worth, f"{difference.worth:.2f}")
     timed = row.difference(baseline, "seconds")
     if timed is None:
@@ -417,7 +417,7 @@ def _list(values: Iterable[Any]) -> str:
 def row_values(row: Row) -> dict[str, Any]:
     """The numbers of a row, in the CSV and on the page."""
     return {
-        "rung": row.rung,
+        "rung": row.size,
         "scheme": row.scheme,
         "connection": row.connection,
         "parameters": row.parameters,
@@ -463,12 +463,12 @@ def payload(found: Results) -> dict[str, Any]:
     study, shown = found.study, columns(found)
     return {
         "title": study.title,
-        "rungs": [rung for rung in study.rungs if any(row.rung == rung for row in found.rows)],
+        "rungs": [size for size in study.rungs if any(row.size == size for row in found.rows)],
         "baselines": list(study.baselines),
         "measures": found.measures,
         "setting": [line.removeprefix("- ") for line in _setting(found)],
         "reading": [line.removeprefix("- ").replace("**", "") for line in _reading(found)],
-        "about": {rung: _noise(found, rung) for rung in study.rungs},
+        "about": {size: _noise(found, size) for size in study.rungs},
         "columns": list(shown),
         "rows": [_plain_row(row) | {"cells": [text(row) for text in shown.values()]} for row in found.rows],
         "primary": primary_table(found) if found.corrected else None,

@@ -85,7 +85,7 @@ class Row:
     failed      its losses vary far more than those of the other rows
     """
 
-    rung: str
+    size: str
     scheme: str
     seeds: int
     tuning: Sequence[Record]
@@ -203,7 +203,7 @@ class Answer(NamedTuple):
     """
 
     question: Question
-    rung: str
+    size: str
     scheme: str
     to: str
     measure: str
@@ -227,14 +227,14 @@ class Results:
         behind = {run["key"] for row in self.rows for run in row.runs}
         return replace(self, audits=[a for a in {a["key"]: a for a in audits}.values() if a["key"] in behind])
 
-    def row(self, rung: str, scheme: str) -> Row | None:
-        return next((row for row in self.rows if (row.rung, row.scheme) == (rung, scheme)), None)
+    def row(self, size: str, scheme: str) -> Row | None:
+        return next((row for row in self.rows if (row.size, row.scheme) == (size, scheme)), None)
 
     @property
     def unfinished(self) -> list[str]:
         """The rows that have not all their seeds, or none."""
         places = itertools.product(self.study.rungs, self.study.schemes)
-        rows = {f"{scheme} at {rung}": self.row(rung, scheme) for rung, scheme in places}
+        rows = {f"{scheme} at {size}": self.row(size, scheme) for size, scheme in places}
         missing = {name: f": {len(row.losses)} of {row.seeds} seeds" if row else "" for name, row in rows.items()}
         return [name + missing[name] for name, row in rows.items() if row is None or not row.whole]
 
@@ -249,9 +249,9 @@ class Results:
         compiled = any(d.measure == COMPILED for row in self.rows for d in row.differences)
         return [measure for measure in MEASURES if compiled or measure != COMPILED]
 
-    def noise(self, rung: str) -> Noise | None:
+    def noise(self, size: str) -> Noise | None:
         """The noise of a single run that the schemes of a size share; None where each has its own."""
-        return _noise(self.study, rung, self.rows)
+        return _noise(self.study, size, self.rows)
 
 
 def read_results(folder: str | Path) -> Results:
@@ -274,22 +274,22 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
     runs = _by_connection({record["key"]: record for record in records}.values())
     measured = _by_connection(costs)
     places = itertools.product(study.rungs, study.schemes)
-    rows = [row for rung, name in places if (row := _row(study, rung, name, runs, measured))]
-    by_name = {(row.rung, row.scheme): row for row in rows}
-    for rung in study.rungs:
-        _mark_failed(study, rung, rows)
-    noise = {rung: _noise(study, rung, rows) for rung in study.rungs}
+    rows = [row for size, name in places if (row := _row(study, size, name, runs, measured))]
+    by_name = {(row.size, row.scheme): row for row in rows}
+    for size in study.rungs:
+        _mark_failed(study, size, rows)
+    noise = {size: _noise(study, size, rows) for size in study.rungs}
     for row, baseline in itertools.product(rows, study.baselines):
-        base = by_name.get((row.rung, baseline))
+        base = by_name.get((row.size, baseline))
         if base is not None and base is not row:
-            row.differences += _differences(row, base, noise[row.rung])
+            row.differences += _differences(row, base, noise[row.size])
             row.curves[baseline] = _curve(row, base)
     answers = _answers(study, by_name, noise)
     corrected = _corrected(study, by_name, noise, answers)
     for row in rows:
-        row.differences = [_with_holm(corrected, row.rung, row.scheme, d.baseline, d) for d in row.differences]
+        row.differences = [_with_holm(corrected, row.size, row.scheme, d.baseline, d) for d in row.differences]
     answers = [
-        one._replace(difference=one.difference and _with_holm(corrected, one.rung, one.scheme, one.to, one.difference))
+        one._replace(difference=one.difference and _with_holm(corrected, one.size, one.scheme, one.to, one.difference))
         for one in answers
     ]
     return Results(study, rows, answers, corrected)
@@ -304,10 +304,10 @@ def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list
 
 
 def _with_holm(
-    corrected: Mapping[tuple[str, str, str], Difference], rung: str, scheme: str, to: str, difference: Difference
+    corrected: Mapping[tuple[str, str, str], Difference], size: str, scheme: str, to: str, difference: Difference
 ) -> Difference:
     """A difference with the p-value of the primary contrast that it is, in one order or the other, of as many seeds."""
-    primary = corrected.get((rung, scheme, to)) or corrected.get((rung, to, scheme))
+    primary = corrected.get((size, scheme, to)) or corrected.get((size, to, scheme))
     if primary is None or difference.measure != "tokens" or difference.estimate is None:
         return difference
     same = primary.estimate.count == difference.estimate.count
@@ -321,92 +321,92 @@ def _corrected(
     answers: Sequence[Answer],
 ) -> dict[tuple[str, str, str], Difference]:
     """The primary contrasts whose rows are whole, with Holm's p-values: over all seeds that a question has for them."""
-    asked = {(one.rung, one.scheme, one.to): one.difference for one in answers if one.measure == "tokens"}
+    asked = {(one.size, one.scheme, one.to): one.difference for one in answers if one.measure == "tokens"}
     tests = {}
-    for rung, pairs in study.primary.items():
+    for size, pairs in study.primary.items():
         for scheme, to in pairs:
-            row, base = rows.get((rung, scheme)), rows.get((rung, to))
+            row, base = rows.get((size, scheme)), rows.get((size, to))
             if row is not None and base is not None and row.whole and base.whole:
-                difference = asked.get((rung, scheme, to)) or _differences(row, base, noise[rung])[0]
+                difference = asked.get((size, scheme, to)) or _differences(row, base, noise[size])[0]
                 if difference.p is not None:
-                    tests[rung, scheme, to] = difference
+                    tests[size, scheme, to] = difference
     values = holm([difference.p for difference in tests.values()])
     return {named: difference._replace(holm=value) for (named, difference), value in zip(tests.items(), values)}
 
 
-def _mark_failed(study: Study, rung: str, rows: Sequence[Row]) -> None:
+def _mark_failed(study: Study, size: str, rows: Sequence[Row]) -> None:
     """Mark the rows of a size that vary far more than the others."""
-    shared = _sharing(study, rung, rows) or []
+    shared = _sharing(study, size, rows) or []
     middle = statistics.median(row.loss.deviation for row in shared) if shared else 0.0
     for row in shared:
         row.failed = row.loss.deviation > FAILED * middle
 
 
-def _noise(study: Study, rung: str, rows: Sequence[Row]) -> Noise | None:
+def _noise(study: Study, size: str, rows: Sequence[Row]) -> Noise | None:
     """The noise that the whole rows of a size share, without those that failed; None where each has its own."""
-    shared = _sharing(study, rung, rows)
+    shared = _sharing(study, size, rows)
     return None if shared is None else Noise.of([row.losses for row in shared if not row.failed])
 
 
-def _sharing(study: Study, rung: str, rows: Sequence[Row]) -> list[Row] | None:
+def _sharing(study: Study, size: str, rows: Sequence[Row]) -> list[Row] | None:
     """The whole rows of a size that has one noise; None where each row has its own."""
-    if study.rungs[rung].noise == "own":
+    if study.rungs[size].noise == "own":
         return None
-    return [row for row in rows if row.rung == rung and row.whole and row.loss is not None]
+    return [row for row in rows if row.size == size and row.whole and row.loss is not None]
 
 
 def _row(
     study: Study,
-    rung: str,
+    size: str,
     name: str,
     runs: Mapping[tuple[str, str, str], Sequence[Record]],
     costs: Mapping[tuple[str, str, str], Sequence[Record]],
 ) -> Row | None:
     """The row of a scheme at a size; None without a reported run."""
-    connection, seeds = study.schemes[name].connection, study.seeds_at(rung)
+    connection, seeds = study.schemes[name].connection, study.seeds_at(size)
     tuning: list[Record] = []
     best: list[Any] = [{}]
-    for size in study.searches(rung):
-        searched, best = _searched(study, size, runs.get((size, name, connection), []), best)
+    for start in study.searches(size):
+        searched, best = _searched(study, start, runs.get((start, name, connection), []), best)
         tuning += searched
-    trained = [run for run in runs.get((rung, name, connection), []) if run["kind"] in ("report", "longer")]
+    trained = [run for run in runs.get((size, name, connection), []) if run["kind"] in ("report", "longer")]
     point = next((run["point"] for run in trained if run["point"] in best and run["seed"] in seeds), None)
     chosen = [run for run in trained if run["point"] == point]
     reported = {run["seed"]: run for run in chosen if run["kind"] == "report"}
     if not reported.keys() & {*seeds}:
         return None
     return Row(
-        rung,
+        size,
         name,
         len(seeds),
         tuning,
         [reported[seed] for seed in sorted(reported) if seed in seeds],
-        [run for seed, run in reported.items() if seed in study.further_seeds(rung, name)],
+        [run for seed, run in reported.items() if seed in study.further_seeds(size, name)],
         [run for run in chosen if run["kind"] == "longer" and name in study.baselines],
-        costs.get((rung, name, connection), []),
+        costs.get((size, name, connection), []),
     )
 
 
 def _answers(study: Study, rows: Mapping[tuple[str, str], Row], noise: Mapping[str, Noise | None]) -> list[Answer]:
     """The answers to all questions at all sizes that have a finished row."""
-    finished = {row.rung for row in rows.values() if row.whole}
-    sizes = [rung for rung in study.rungs if rung in finished] or list(study.rungs)[:1]
+    finished = {row.size for row in rows.values() if row.whole}
+    sizes = [size for size in study.rungs if size in finished] or list(study.rungs)[:1]
     return [
         answer
-        for question, rung in itertools.product(study.questions.values(), sizes)
+        for question, size in itertools.product(study.questions.values(), sizes)
         for scheme, to in question.compare
-        for answer in _answers_of_pair(question, rung, scheme, to, rows, noise[rung])
+        for answer in _answers_of_pair(question, size, scheme, to, rows, noise[size])
     ]
 
 
 def _answers_of_pair(
-    question: Question, rung: str, scheme: str, to: str, rows: Mapping[tuple[str, str], Row], noise: Noise | None
+    question: Question, size: str, scheme: str, to: str, rows: Mapping[tuple[str, str], Row], noise: Noise | None
 ) -> Iterator[Answer]:
     """Yield the answer of two schemes at a size for every measure of a question, not yet corrected."""
-    row, base = rows.get((rung, scheme)), rows.get((rung, to))
+    row, base = rows.get((size, scheme)), rows.get((size, to))
     waiting = [name for name, side in ((scheme, row), (to, base)) if side is None or not side.whole]
     if row is None or base is None or waiting:
-        yield from (Answer(question, rung, scheme, to, measure, None, waiting) for measure in question.at)
+        yield from (Answer(question, size, scheme, to, measure, None, waiting) for measure in question.at)
         return
     if question.seeds and all(set(question.seeds) <= side.all_losses.keys() for side in (row, base)):
         differences = {"tokens": _at_all_seeds(row, base, question.seeds, noise)}
@@ -418,7 +418,7 @@ def _answers_of_pair(
             missing = _not_measured(measure, scheme, to)
         elif difference.estimate is None or difference.estimate.count < row.seeds:
             missing = f"{to} has no runs {difference.cost:.2f} times as long as {scheme}, or one diverged"
-        yield Answer(question, rung, scheme, to, measure, None if missing else difference, waiting, missing)
+        yield Answer(question, size, scheme, to, measure, None if missing else difference, waiting, missing)
 
 
 def _not_measured(measure: str, scheme: str, to: str) -> str:
@@ -456,13 +456,13 @@ def gates_of(audit: Record) -> list[str]:
 
 
 def _searched(
-    study: Study, rung: str, records: Sequence[Record], start: Sequence[Mapping[str, Any]]
+    study: Study, size: str, records: Sequence[Record], start: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Record], list[Any]]:
     """The runs of a search, of the length that the study gives them, and the points that it may have chosen.
 
     start: where it may have begun, as far as the search before it tells.
     """
-    tuning, moved = study.tuning_at(rung), study.rungs[rung].over or study.tuning.over
+    tuning, moved = study.tuning_at(size), study.rungs[size].over or study.tuning.over
     length = {max(1, round(tuning.length * r["steps"])) for r in records if r["kind"] == "report"}
     begins = [{key: value for key, value in point.items() if key not in moved} for point in start]
     tuned = [

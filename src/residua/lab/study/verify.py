@@ -105,7 +105,7 @@ def verify(
         run
         for run in runs
         if (schemes is None or run.scheme in schemes)
-        and (rungs is None or run.rung in rungs)
+        and (rungs is None or run.size in rungs)
         and (seeds is None or run.config.train.seed in seeds)
     ]
     if not runs:
