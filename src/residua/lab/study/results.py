@@ -82,6 +82,7 @@ class Row:
     further     those of seeds that only a question has
     longer      of a baseline: those that were trained for longer
     costs       what a step takes, in the order measured
+    noise       of a run, as the rows of the size share it; None where this row has its own
     failed      its losses vary far more than those of the other rows
     """
 
@@ -95,6 +96,7 @@ class Row:
     costs: Sequence[Record]
     differences: list[Difference] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float, float | None]]] = field(default_factory=dict)
+    noise: Noise | None = None
     failed: bool = False
 
     @property
@@ -251,7 +253,7 @@ class Results:
 
     def noise(self, size: str) -> Noise | None:
         """The noise of a single run that the schemes of a size share; None where each has its own."""
-        return _noise(self.study, size, self.rows)
+        return next((row.noise for row in self.rows if row.size == size and row.noise), None)
 
 
 def read_results(folder: str | Path) -> Results:
@@ -277,15 +279,14 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
     rows = [row for size, name in places if (row := _row(study, size, name, runs, measured))]
     by_name = {(row.size, row.scheme): row for row in rows}
     for size in study.rungs:
-        _mark_failed(study, size, rows)
-    noise = {size: _noise(study, size, rows) for size in study.rungs}
+        _share_noise([row for row in rows if row.size == size], study.rungs[size].noise == "pooled")
     for row, baseline in itertools.product(rows, study.baselines):
         base = by_name.get((row.size, baseline))
         if base is not None and base is not row:
-            row.differences += _differences(row, base, noise[row.size])
+            row.differences += _differences(row, base)
             row.curves[baseline] = _curve(row, base)
-    answers = _answers(study, by_name, noise)
-    corrected = _corrected(study, by_name, noise, answers)
+    answers = _answers(study, by_name)
+    corrected = _corrected(study, by_name, answers)
     for row in rows:
         row.differences = [_with_holm(corrected, row.size, row.scheme, d.baseline, d) for d in row.differences]
     answers = [
@@ -315,10 +316,7 @@ def _with_holm(
 
 
 def _corrected(
-    study: Study,
-    rows: Mapping[tuple[str, str], Row],
-    noise: Mapping[str, Noise | None],
-    answers: Sequence[Answer],
+    study: Study, rows: Mapping[tuple[str, str], Row], answers: Sequence[Answer]
 ) -> dict[tuple[str, str, str], Difference]:
     """The primary contrasts whose rows are whole, with Holm's p-values: over all seeds that a question has for them."""
     asked = {(one.size, one.scheme, one.to): one.difference for one in answers if one.measure == "tokens"}
@@ -327,32 +325,22 @@ def _corrected(
         for scheme, to in pairs:
             row, base = rows.get((size, scheme)), rows.get((size, to))
             if row is not None and base is not None and row.whole and base.whole:
-                difference = asked.get((size, scheme, to)) or _differences(row, base, noise[size])[0]
+                difference = asked.get((size, scheme, to)) or _differences(row, base)[0]
                 if difference.p is not None:
                     tests[size, scheme, to] = difference
     values = holm([difference.p for difference in tests.values()])
     return {named: difference._replace(holm=value) for (named, difference), value in zip(tests.items(), values)}
 
 
-def _mark_failed(study: Study, size: str, rows: Sequence[Row]) -> None:
-    """Mark the rows of a size that vary far more than the others."""
-    shared = _sharing(study, size, rows) or []
-    middle = statistics.median(row.loss.deviation for row in shared) if shared else 0.0
-    for row in shared:
+def _share_noise(rows: Sequence[Row], pooled: bool) -> None:
+    """Give the rows of a size the noise that the whole ones share, but not those that vary far more than the others."""
+    whole = [row for row in rows if pooled and row.whole and row.loss is not None]
+    middle = statistics.median(row.loss.deviation for row in whole) if whole else 0.0
+    for row in whole:
         row.failed = row.loss.deviation > FAILED * middle
-
-
-def _noise(study: Study, size: str, rows: Sequence[Row]) -> Noise | None:
-    """The noise that the whole rows of a size share, without those that failed; None where each has its own."""
-    shared = _sharing(study, size, rows)
-    return None if shared is None else Noise.of([row.losses for row in shared if not row.failed])
-
-
-def _sharing(study: Study, size: str, rows: Sequence[Row]) -> list[Row] | None:
-    """The whole rows of a size that has one noise; None where each row has its own."""
-    if study.rungs[size].noise == "own":
-        return None
-    return [row for row in rows if row.size == size and row.whole and row.loss is not None]
+    noise = Noise.of([row.losses for row in whole if not row.failed])
+    for row in rows:
+        row.noise = None if row.failed else noise
 
 
 def _row(
@@ -387,7 +375,7 @@ def _row(
     )
 
 
-def _answers(study: Study, rows: Mapping[tuple[str, str], Row], noise: Mapping[str, Noise | None]) -> list[Answer]:
+def _answers(study: Study, rows: Mapping[tuple[str, str], Row]) -> list[Answer]:
     """The answers to all questions at all sizes that have a finished row."""
     finished = {row.size for row in rows.values() if row.whole}
     sizes = [size for size in study.rungs if size in finished] or list(study.rungs)[:1]
@@ -395,12 +383,12 @@ def _answers(study: Study, rows: Mapping[tuple[str, str], Row], noise: Mapping[s
         answer
         for question, size in itertools.product(study.questions.values(), sizes)
         for scheme, to in question.compare
-        for answer in _answers_of_pair(question, size, scheme, to, rows, noise[size])
+        for answer in _answers_of_pair(question, size, scheme, to, rows)
     ]
 
 
 def _answers_of_pair(
-    question: Question, size: str, scheme: str, to: str, rows: Mapping[tuple[str, str], Row], noise: Noise | None
+    question: Question, size: str, scheme: str, to: str, rows: Mapping[tuple[str, str], Row]
 ) -> Iterator[Answer]:
     """Yield the answer of two schemes at a size for every measure of a question, not yet corrected."""
     row, base = rows.get((size, scheme)), rows.get((size, to))
@@ -409,9 +397,9 @@ def _answers_of_pair(
         yield from (Answer(question, size, scheme, to, measure, None, waiting) for measure in question.at)
         return
     if question.seeds and all(set(question.seeds) <= side.all_losses.keys() for side in (row, base)):
-        differences = {"tokens": _at_all_seeds(row, base, question.seeds, noise)}
+        differences = {"tokens": _at_all_seeds(row, base, question.seeds)}
     else:
-        differences = {difference.measure: difference for difference in _differences(row, base, noise)}
+        differences = {difference.measure: difference for difference in _differences(row, base)}
     for measure in question.at:
         difference, missing = differences.get(measure), None
         if difference is None:
@@ -428,24 +416,22 @@ def _not_measured(measure: str, scheme: str, to: str) -> str:
     return f"{steps} of {scheme} and {to} were not timed in the same rounds (--measure{option})"
 
 
-def _at_all_seeds(row: Row, base: Row, further: Sequence[int], noise: Noise | None) -> Difference:
+def _at_all_seeds(row: Row, base: Row, further: Sequence[int]) -> Difference:
     """The difference at equal tokens over the study's seeds and further ones."""
     seeds = {*row.losses, *further}
     ours, theirs = ({seed: loss for seed, loss in one.all_losses.items() if seed in seeds} for one in (row, base))
     finite = None not in (*ours.values(), *theirs.values())
-    estimate = _contrast(row, base, ours, theirs, noise) if finite else None
+    estimate = _contrast(row, base, ours, theirs) if finite else None
     return Difference(base.scheme, "tokens", 1.0, estimate, estimate and estimate.p_value)
 
 
-def _contrast(
-    row: Row, base: Row, ours: Mapping[int, float], theirs: Mapping[int, float], noise: Noise | None
-) -> Contrast | None:
+def _contrast(row: Row, base: Row, ours: Mapping[int, float], theirs: Mapping[int, float]) -> Contrast | None:
     """Compare two rows over the seeds that both have: with the noise that their size shares, or with their own."""
     shared = sorted(ours.keys() & theirs.keys())
     sides = [[losses[seed] for seed in shared] for losses in (ours, theirs)]
     if not shared:
         return None
-    return welch(*sides) if noise is None or row.failed or base.failed else noise.contrast(*sides)
+    return welch(*sides) if row.noise is None or base.noise is None else row.noise.contrast(*sides)
 
 
 def gates_of(audit: Record) -> list[str]:
@@ -478,7 +464,7 @@ def _searched(
     return [*tuned, *finals], chosen_points(trials, ended, finalists=tuning.finalists, seeds=tuning.finalist_seeds)
 
 
-def _differences(row: Row, base: Row, noise: Noise | None) -> list[Difference]:
+def _differences(row: Row, base: Row) -> list[Difference]:
     losses: dict[int, dict[int, float]] = {}
     for run in [*base.reported, *base.longer]:
         if run["val_loss"] is not None:
@@ -490,7 +476,7 @@ def _differences(row: Row, base: Row, noise: Noise | None) -> list[Difference]:
         theirs = {seed: loss for seed, (loss, _) in at.items() if loss is not None}
         # At another cost all seeds or none: the baselines' longer runs may still go on.
         whole = len(ours) == len(row.losses) and (cost == 1 or ours.keys() <= theirs.keys())
-        estimate = _contrast(row, base, ours, theirs, noise) if whole else None
+        estimate = _contrast(row, base, ours, theirs) if whole else None
         if error and estimate is not None:
             slope = statistics.fmean(at[seed][1] for seed in ours.keys() & theirs.keys())
             estimate = estimate.shared(slope * error)
