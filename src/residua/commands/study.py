@@ -18,7 +18,6 @@ def run(
     data: str | None = None,
     schemes: tuple[str, ...] | None = None,
     rungs: tuple[str, ...] | None = None,
-    questions: tuple[str, ...] | None = None,
     pool: Pool,
     dry_run: bool = False,
     teraflops: Positive | None = None,
@@ -46,7 +45,6 @@ def run(
         data (DIR): prepared data, in place of what the study names
         schemes (SCHEME): these beside the baselines (default: all)
         rungs: these sizes (default: all)
-        questions: with the schemes that these questions compare
         dry_run: print runs, hours and the differences that they can show, and train nothing
         teraflops: of another machine, for --dry-run (default: as a step of the first baseline has here)
 
@@ -59,7 +57,7 @@ def run(
     from residua.lab.study.engine import ROUNDS, measure_costs, open_study, run_study
     from residua.lab.study.plan import Plan, load_study
 
-    chosen = load_study(study).only(schemes, rungs, questions)
+    chosen = load_study(study).only(schemes, rungs)
     if dry_run:
         return _forecast(Plan(chosen, chosen.data(data), rungs), teraflops, pool.processes or 1)
     options = {"rounds": rounds or ROUNDS, "executor": pool.executor_of_jobs()}

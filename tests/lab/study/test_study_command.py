@@ -324,7 +324,6 @@ def test_a_damaged_record_is_one_line(finished, tmp_path, capsys):
         (["report", "nowhere"], "found no study.json"),
         (["verify", "nowhere"], "found no study.json"),
         (["verify", "nowhere", "--connections"], "found no study.json"),
-        (["run", "resbench", "--out", "x", "--questions", "erase"], "--questions must be some of"),
         (["run", "resbench", "extra", "--out", "x"], "unexpected argument"),
         (["run", "resbench", "--out", "x", "--seeds", "7"], "unknown option --seeds"),
         (["run", "resbench", "--out", "x", "--rounds", "3"], "--rounds must be at least 9, got 3"),

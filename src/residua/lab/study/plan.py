@@ -322,21 +322,13 @@ class Study:
         require(folder is not None, "--data", "a folder that residua prepare made", None)
         return folder
 
-    def only(
-        self,
-        schemes: Sequence[str] | None = None,
-        rungs: Sequence[str] | None = None,
-        questions: Sequence[str] | None = None,
-    ) -> "Study":
+    def only(self, schemes: Sequence[str] | None = None, rungs: Sequence[str] | None = None) -> "Study":
         """Return this study with some of its schemes, beside the baselines, and some of its sizes.
 
-        A scheme that the file does not have, such as a registered one, joins with its name; `questions` add the schemes
-        that they compare. Raises InputError for an unknown size or question.
+        A scheme that the file does not have, such as a registered one, joins with its name. Raises InputError for an
+        unknown size.
         """
-        check_names("--questions", questions, self.questions)
         check_names("--rungs", rungs, self.rungs)
-        for name in questions or ():
-            schemes = [*(schemes or ()), *self.questions[name].schemes]
         chosen = dict(self.schemes)
         if schemes is not None:
             matched = [chosen[name].parameters_of for name in schemes if name in chosen]
@@ -454,13 +446,10 @@ class Plan:
         """Why a scheme cannot be built at a size; None where it can."""
         try:
             config = self.config(size, scheme)
-        except InputError as error:
-            return error
-        if isinstance(config.model, BaseModelConfig):
-            try:
+            if isinstance(config.model, BaseModelConfig):
                 self.model(config)
-            except InputError as error:
-                return InputError(f"schemes.{scheme}: {error}")
+        except InputError as error:
+            return InputError(f"schemes.{scheme}: {error}")
         return None
 
     def tuning(self, size: str, scheme: str, finished: Mapping[Any, Record]) -> list[Run]:
@@ -676,18 +665,18 @@ def _part(name: str, document: Any, kind: type, section: str) -> Any:
 def _pinned(study: Study) -> Study:
     """The study with the digest of every base beside its path, so that no row mixes two models."""
     given = load_config(study.config, study.set).model
-    known: dict[str, Any] = {"model.base": given.base} if isinstance(given, BaseModelConfig) else {}
+    base = {"model.base": given.base} if isinstance(given, BaseModelConfig) else {}
 
     def pin(keys: Mapping[str, Any]) -> Mapping[str, Any]:
-        base = keys.get("model.base")
-        if base is None or keys.get("model.base_sha256") is not None:
+        path = keys.get("model.base")
+        if path is None or keys.get("model.base_sha256") is not None:
             return keys
-        require(isinstance(base, str), "model.base", "a folder with a model of transformers", base)
-        return {**keys, "model.base_sha256": base_sha256(Path(base))}
+        require(isinstance(path, str), "model.base", "a folder with a model of transformers", path)
+        return {**keys, "model.base_sha256": base_sha256(Path(path))}
 
     return replace(
         study,
-        set=pin({**known, **study.set}),
+        set=pin({**base, **study.set}),
         rungs={name: replace(size, keys=pin(size.keys)) for name, size in study.rungs.items()},
         schemes={name: replace(entry, keys=pin(entry.keys)) for name, entry in study.schemes.items()},
     )
