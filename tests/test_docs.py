@@ -18,7 +18,7 @@ import residua.lab.demo
 from experiments.drawings import PICTURES
 from residua.commands.cli import main
 from residua.connections import PRESETS, SCHEMES
-from residua.lab.study.plan import load_study
+from residua.lab.study.definition import load_study
 from residua.lab.study.results import results
 from residua.lab.training import load_config
 from residua.records.folder import flatten

@@ -14,7 +14,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from residua.connections import resolve
-from residua.lab.study.plan import load_study
+from residua.lab.study.definition import load_study
 from residua.lab.study.report import estimate_text, table
 from residua.lab.study.results import _error, read_results
 from residua.records.statistics import Noise, paired

@@ -7,7 +7,7 @@ import pytest
 import residua
 from residua.connections import PRESETS, SCHEMES, describe, names, resolve
 from residua.connections.names import canonical
-from residua.lab.study.plan import load_study
+from residua.lab.study.definition import load_study
 from residua.lab.training import load_config
 
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from residua.lab.study.plan import read_study
+from residua.lab.study.definition import read_study
 from support.pages import blocks
 
 DOCUMENT = {

@@ -54,8 +54,9 @@ def run(
         compiled: with --measure: only the time of a step through torch.compile
         rounds: of time measurements (default: 45)
     """
+    from residua.lab.study.definition import load_study
     from residua.lab.study.engine import ROUNDS, measure_costs, open_study, run_study
-    from residua.lab.study.plan import Plan, load_study
+    from residua.lab.study.plan import Plan
 
     chosen = load_study(study).only(schemes, rungs)
     if dry_run:

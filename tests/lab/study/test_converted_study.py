@@ -8,7 +8,8 @@ from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab.cost.counts import parameters, products_per_token
 from residua.lab.cost.steps import measure
-from residua.lab.study.plan import Plan, load_study
+from residua.lab.study.definition import load_study
+from residua.lab.study.plan import Plan
 from residua.records import jsonlines
 from residua.records.reading import write_yaml
 from support.converted_models import data_of_base, save_base

@@ -9,8 +9,9 @@ from residua.connections import Residual, register, registry, resolve
 from residua.errors import InputError
 from residua.lab.cost.counts import parameters
 from residua.lab.data import prepare
+from residua.lab.study.definition import load_study, read_study
 from residua.lab.study.engine import jobs
-from residua.lab.study.plan import Plan, load_study, read_study
+from residua.lab.study.plan import Plan
 from residua.models import ResiduaConfig
 from support.planted_study import DOCUMENT, studies_of_the_page, study
 

@@ -5,7 +5,7 @@ import pytest
 from residua.connections import PRESETS
 from residua.connections.options import named
 from residua.errors import InputError
-from residua.lab.study.plan import load_study
+from residua.lab.study.definition import load_study
 from residua.lab.study.report import markdown, payload
 from residua.lab.study.results import results
 from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study

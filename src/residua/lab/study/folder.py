@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from residua.errors import InputError, require, shown
-from residua.lab.study.plan import Study, read_study
+from residua.lab.study.definition import Study, read_study
 from residua.records import jsonlines
 from residua.records.folder import read_object
 from residua.records.jobs import Record

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.lab.cost.timing import Quartiles
+from residua.lab.study.definition import Study
 from residua.lab.study.picture import draw
-from residua.lab.study.plan import Study
 from residua.lab.study.results import (
     ALPHA,
     BELOW,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.errors import fits
+from residua.lab.study.definition import Study
 from residua.lab.study.folder import AUDITS, read_folder, read_runs
-from residua.lab.study.plan import Study
 from residua.lab.study.questions import MEASURES, Question
 from residua.lab.study.search import at_edge, chosen_points, loss_of
 from residua.records import jsonlines

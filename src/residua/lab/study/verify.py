@@ -14,9 +14,10 @@ import torch
 from residua.errors import InputError, require
 from residua.lab.experiment import open_run
 from residua.lab.inspection import Trace, sublayer_statistics, trace
+from residua.lab.study.definition import check_names
 from residua.lab.study.engine import open_study, train_run
 from residua.lab.study.folder import AUDITS
-from residua.lab.study.plan import Run, check_names
+from residua.lab.study.plan import Run
 from residua.lab.training.checkpoint import saved_steps
 from residua.records.folder import writable
 from residua.records.jobs import Record

@@ -1,0 +1,344 @@
+"""A study as its file describes it: sizes, schemes, a tuning budget for each, seeds and questions."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from residua.connections.names import canonical
+from residua.errors import (
+    Count,
+    InputError,
+    Positive,
+    Range,
+    check_types,
+    decoded,
+    did_you_mean,
+    fits,
+    require,
+    shown,
+)
+from residua.lab.study.questions import Question
+from residua.lab.training import load_config
+from residua.records.reading import parse_yaml, read_text
+
+BY_THE_STUDY = ("train.seed", "train.steps", "train.warmup_steps", "train.evaluate_every", "model.connection")
+"""Keys that a study sets itself."""
+
+
+def _distinct(least: int, expected: str) -> Range:
+    return Range(expected, lambda values: len(set(values)) == len(values) >= least)
+
+
+def _are_numbers(values: Any) -> bool:
+    numbers = isinstance(values, list | tuple) and all(fits(value, float) and 0 < value < math.inf for value in values)
+    return numbers and bool(values)
+
+
+def _are_pairs(pairs: Any) -> bool:
+    listed = fits(pairs, list | tuple) and all(fits(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+    return listed and len({frozenset(pair) for pair in pairs}) == len(pairs)
+
+
+Seeds = Annotated[tuple[int, ...], _distinct(2, "at least 2 different ones")]
+Factors = Annotated[
+    tuple[float, ...], Range("a list of numbers above 1", lambda factors: all(1 < x < math.inf for x in factors))
+]
+Over = Annotated[
+    Mapping[str, Sequence[Any]],
+    Range("values for at least one key", bool),
+    Range("a list of numbers above 0 for each key", lambda over: all(map(_are_numbers, over.values()))),
+]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One scheme of a study.
+
+    connection      a preset's name, with options if wanted: "residual:expand=conv"
+    keys            further keys of the configuration that it needs
+    parameters_of   another scheme: the MLPs are widened until both have as many parameters
+    """
+
+    name: str
+    connection: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    parameters_of: str | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(frozen=True)
+class Size:
+    """One size.
+
+    tuned                  the size whose settings count here too; None: this one is tuned by itself
+    over                   keys that are searched again from there, in runs of full length: tuning.over in small. None:
+                           no search
+    longer                 in place of the study's; without longer runs there is no comparison at equal FLOPs or seconds
+    tokens_per_parameter   in place of the study's
+    seeds                  some of the study's in place of all, where runs are long; questions then add none
+    noise                  "pooled" if the runs of all schemes vary alike over the seeds, "own" where that is not
+                           expected, as when some runs go through a transition and others do not
+    """
+
+    name: str
+    keys: Mapping[str, Any]
+    tuned: str | None = None
+    longer: Factors | None = None
+    over: Over | None = None
+    tokens_per_parameter: Positive | None = None
+    seeds: Seeds | None = None
+    noise: Literal["pooled", "own"] = "pooled"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.over is None or self.tuned is not None, "tuned", "a size, beside `over`", None)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The budget of every scheme, which stands in the report.
+
+    over             the values of every tuned key: the grid that a search begins with
+    runs             of each scheme at most; the search goes from the best point of the grid to its neighbours
+    baseline_runs    of each baseline at most
+    factors          from a point to its neighbours, by key; 2 for keys that are not here
+    length           of a tuning run, as a fraction of a reported one
+    finalists        how many of the best points are then trained in full, as short runs favour high learning rates; the
+                     best of them is reported. 1: the best point of the search is
+    seed             of the search, which no reported run has
+    final_seeds      of the finalists, which no reported run has either: one seed cannot tell points that are close.
+                     Their means are compared. Empty: `seed` alone
+    """
+
+    over: Over
+    runs: int
+    baseline_runs: int
+    factors: Annotated[
+        Mapping[str, float],
+        Range("a number above 1 for each key", lambda factors: all(fits(x, float) and x > 1 for x in factors.values())),
+    ] = field(default_factory=dict)
+    length: Annotated[float, Range("a number above 0, 1 at most", lambda length: 0 < length <= 1)] = 1.0
+    finalists: int = 1
+    seed: int = 0
+    final_seeds: Annotated[tuple[int, ...], _distinct(0, "each seed once")] = ()
+
+    @property
+    def finalist_seeds(self) -> tuple[int, ...]:
+        return self.final_seeds or (self.seed,)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        grid = math.prod(len(values) for values in self.over.values())
+        require(self.runs >= grid, "runs", f"at least the {grid} points of the grid", self.runs)
+        require(self.baseline_runs >= self.runs, "baseline_runs", "at least tuning.runs", self.baseline_runs)
+        most = 1 if self.length == 1 else self.runs
+        why = "1, as tuning runs are as long as reported ones" if self.length == 1 else "1 to tuning.runs"
+        require(1 <= self.finalists <= most, "finalists", why, self.finalists)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study as its file describes it.
+
+    title                  what it is called
+    config, set            the training configuration that all runs share, and keys that differ from it
+    tokens_per_parameter   of every run, counted on the first baseline at that size
+    epochs                 how often a run may see the data at most
+    rungs, schemes         sizes and schemes by name, in the order of the runs
+    baselines              the schemes that the others are compared with, the plainest first
+    tuning                 the budget
+    seeds                  of the reported runs; none of them tuned anything
+    longer                 times as many tokens for further runs of the baselines, for the comparison at equal seconds
+    warmup                 share of the steps
+    evaluations            points of a learning curve
+    questions              what the study is to answer, by name; a study of some schemes keeps all of them
+    primary                the contrasts at equal tokens that were named before their runs, pairs of schemes by size;
+                           p-values are corrected for their number, and everything else is descriptive
+
+    Raises:
+        InputError: a value cannot be used.
+    """
+
+    title: str
+    rungs: Annotated[Mapping[str, Size], Range("at least one", bool)]
+    schemes: Mapping[str, Entry]
+    tuning: Tuning
+    config: str | tuple[str, ...] = "tiny"
+    set: Mapping[str, Any] = field(default_factory=dict)
+    tokens_per_parameter: Positive = 20.0
+    epochs: Count = 1
+    baselines: Annotated[tuple[str, ...], _distinct(1, "at least one, each once")] = ("residual",)
+    seeds: Seeds = (1, 2, 3, 4, 5)
+    longer: Factors = ()
+    warmup: Annotated[float, Range("a number from 0, below 1", lambda share: 0 <= share < 1)] = 0.1
+    evaluations: Count = 10
+    questions: Mapping[str, Question] = field(default_factory=dict)
+    primary: Annotated[
+        Mapping[str, Sequence[Sequence[str]]],
+        Range(
+            "a list of pairs of schemes for each size, each pair once",
+            lambda sizes: all(map(_are_pairs, sizes.values())),
+        ),
+    ] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_names("baselines", self.baselines, self.schemes)
+        unmatched = [name for name, entry in self.schemes.items() if entry.parameters_of is None]
+        for name, entry in self.schemes.items():
+            check_names(f"schemes.{name}.parameters_of", filter(None, [entry.parameters_of]), unmatched)
+        self._check_questions()
+        for size in self.rungs.values():
+            self._check_size(size)
+        parts = (*self.schemes.values(), *self.rungs.values())
+        for key in [*self.set, *(key for part in parts for key in part.keys), *self.tuning.over]:
+            require(key not in BY_THE_STUDY, key, "a key that a study does not set by itself", key)
+
+    def _check_questions(self) -> None:
+        tuners = {self.tuning.seed, *self.tuning.finalist_seeds}
+        listed = f"those that tune ({', '.join(map(str, sorted(tuners)))})"
+        require(not tuners & {*self.seeds}, "seeds", f"others than {listed}", self.seeds)
+        for name, question in self.questions.items():
+            new = not {*self.seeds, *tuners} & {*question.seeds}
+            require(new, f"questions.{name}.seeds", f"others than the study's and {listed}", question.seeds)
+            second = next((pair[1] for pair in question.compare if pair[1] not in self.baselines), None)
+            reason = f"tokens, as {second} is not a baseline and is trained for one length"
+            require(second is None or question.at == ("tokens",), f"questions.{name}.at", reason, question.at)
+
+    def _check_size(self, size: Size) -> None:
+        place, again = f"rungs.{size.name}", size.over is not None
+        check_names(f"{place}.seeds", size.seeds, self.seeds)
+        sizes = [name for name, r in self.rungs.items() if r.tuned is None or (r.over is not None and not again)]
+        expected = f"a size that is tuned by itself ({', '.join(sizes) or 'none is there'})"
+        require(size.tuned in (None, *sizes), f"{place}.tuned", expected, size.tuned)
+        check_names(f"{place}.over", size.over, self.tuning.over)
+        self.tuning_at(size.name)  # checks the budget
+
+    def longer_at(self, size: str) -> Sequence[float]:
+        """How many times as many tokens the further runs of the baselines have at a size."""
+        own = self.rungs[size].longer
+        return self.longer if own is None else own
+
+    def tokens_at(self, size: str) -> float:
+        """Tokens a parameter of the runs at a size."""
+        own = self.rungs[size].tokens_per_parameter
+        return self.tokens_per_parameter if own is None else own
+
+    def seeds_at(self, size: str) -> Sequence[int]:
+        """The seeds of the reported runs at a size."""
+        own = self.rungs[size].seeds
+        return self.seeds if own is None else own
+
+    def searches(self, size: str) -> list[str]:
+        """The sizes whose searches give the settings of one, in their order: each starts where the last ended."""
+        one = self.rungs[size]
+        before = [] if one.tuned is None else self.searches(one.tuned)
+        return [*before, size] if one.tuned is None or one.over is not None else before
+
+    def tuning_at(self, size: str) -> Tuning:
+        """The budget of a scheme in the search of a size."""
+        over = self.rungs[size].over
+        return self.tuning if over is None else replace(self.tuning, over=over, length=1.0, finalists=1, final_seeds=())
+
+    def further_seeds(self, size: str, scheme: str) -> list[int]:
+        """Further seeds of a scheme: of the questions that compare it with others, if the study has all of these.
+
+        None at a size that has seeds of its own.
+        """
+        if self.rungs[size].seeds is not None:
+            return []
+        asked = [q for q in self.questions.values() if scheme in q.schemes and set(q.schemes) <= self.schemes.keys()]
+        return sorted({seed for question in asked for seed in question.seeds})
+
+    def data(self, path: str | None) -> str:
+        """The prepared data of all runs: `path`, or else those of the configuration. Raises InputError for none."""
+        folder = path or load_config(self.config, self.set).data.path
+        require(folder is not None, "--data", "a folder that residua prepare made", None)
+        return folder
+
+    def only(self, schemes: Sequence[str] | None = None, rungs: Sequence[str] | None = None) -> "Study":
+        """Return this study with some of its schemes, beside the baselines, and some of its sizes.
+
+        A scheme that the file does not have, such as a registered one, joins with its name. Raises InputError for an
+        unknown size.
+        """
+        check_names("--rungs", rungs, self.rungs)
+        chosen = dict(self.schemes)
+        if schemes is not None:
+            matched = [chosen[name].parameters_of for name in schemes if name in chosen]
+            wanted = dict.fromkeys([*self.baselines, *schemes, *filter(None, matched)])
+            order = [*[name for name in self.schemes if name in wanted], *[n for n in wanted if n not in self.schemes]]
+            chosen = {name: self.schemes.get(name) or Entry(name, canonical(name)) for name in order}
+        needed = {one for name in rungs or self.rungs for one in (name, *self.searches(name))}
+        return replace(self, schemes=chosen, rungs={name: size for name, size in self.rungs.items() if name in needed})
+
+
+def load_study(source: str) -> Study:
+    """Read a study: "resbench", or a YAML file.
+
+    Raises:
+        InputError: there is no such file, or a key or value in it cannot be used; one line that names it.
+    """
+    if source == "resbench":
+        text = (resources.files("residua.lab.study") / "resbench.yaml").read_text(encoding="utf-8")
+    elif Path(source).is_file():
+        text = read_text(source, "YAML")
+    else:
+        nearest = did_you_mean(source, ["resbench"])
+        raise InputError(f"the study must be resbench or a YAML file, got {source!r}{nearest}")
+    study = read_study(parse_yaml(text, source), source)
+    # Here and not for a folder, whose report needs no package that brings a scheme.
+    entries = {name: replace(entry, connection=canonical(entry.connection)) for name, entry in study.schemes.items()}
+    for name, question in study.questions.items():
+        check_names(f"questions.{name}.compare", question.schemes, entries)
+    check_names("primary", study.primary, study.rungs)
+    for size, pairs in study.primary.items():
+        check_names(f"primary.{size}", itertools.chain(*pairs), entries)
+    return replace(study, schemes=entries)
+
+
+def check_names(place: str, names: Iterable[Any] | None, choices: Iterable[Any]) -> None:
+    """Raise InputError for the first of `names` that is not among the choices."""
+    choices = [*choices]
+    for name in names or ():
+        if name not in choices:
+            listed = [*map(str, choices)]
+            some = f"some of {', '.join(listed) or 'none'}"
+            raise InputError(f"{place} must be {some}, got {shown(name)}{did_you_mean(name, listed)}")
+
+
+def read_study(document: Any, source: str) -> Study:
+    """The study in a document: of a file, or of a folder, where the keys of each part stand by themselves."""
+    require(isinstance(document, Mapping), source, "a mapping of keys to values", document)
+    sections: dict[str, type] = {"rungs": Size, "schemes": Entry, "questions": Question}
+    values = dict(document)
+    try:
+        for section, kind in sections.items():
+            if section in values:
+                parts = values[section] or {}
+                require(isinstance(parts, Mapping), section, "a mapping", parts)
+                values[section] = {str(name): _part(str(name), part, kind, section) for name, part in parts.items()}
+        if "tuning" in values:
+            values["tuning"] = decoded(values["tuning"], Tuning, "tuning")
+        return decoded(values, Study)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+
+
+def _part(name: str, document: Any, kind: type, section: str) -> Any:
+    """A size, a scheme or a question, whose keys with a dot are those of a configuration."""
+    where = f"{section}.{name}"
+    require(isinstance(document, Mapping | None), where, "a mapping", document)
+    values = {"name": name, **(document or {})}
+    if kind is not Question:
+        keys = {key: values.pop(key) for key in list(values) if "." in str(key)}
+        values["keys"] = {**(values.get("keys") or {}), **keys}
+    if kind is Entry:
+        values.setdefault("connection", name)
+    return decoded(values, kind, where)
