@@ -222,24 +222,22 @@ class Study:
 
     def longer_at(self, size: str) -> Sequence[float]:
         """How many times as many tokens the further runs of the baselines have at a size."""
-        own = self.rungs[size].longer
-        return self.longer if own is None else own
+        longer = self.rungs[size].longer
+        return self.longer if longer is None else longer
 
     def tokens_at(self, size: str) -> float:
         """Tokens a parameter of the runs at a size."""
-        own = self.rungs[size].tokens_per_parameter
-        return self.tokens_per_parameter if own is None else own
+        return self.rungs[size].tokens_per_parameter or self.tokens_per_parameter
 
     def seeds_at(self, size: str) -> Sequence[int]:
         """The seeds of the reported runs at a size."""
-        own = self.rungs[size].seeds
-        return self.seeds if own is None else own
+        return self.rungs[size].seeds or self.seeds
 
     def searches(self, size: str) -> list[str]:
         """The sizes whose searches give the settings of one, in their order: each starts where the last ended."""
-        one = self.rungs[size]
-        before = [] if one.tuned is None else self.searches(one.tuned)
-        return [*before, size] if one.tuned is None or one.over is not None else before
+        tuned, over = self.rungs[size].tuned, self.rungs[size].over
+        before = [] if tuned is None else self.searches(tuned)
+        return [*before, size] if tuned is None or over is not None else before
 
     def tuning_at(self, size: str) -> Tuning:
         """The budget of a scheme in the search of a size."""
@@ -275,7 +273,7 @@ class Study:
             wanted = dict.fromkeys([*self.baselines, *schemes, *filter(None, matched)])
             order = [*[name for name in self.schemes if name in wanted], *[n for n in wanted if n not in self.schemes]]
             chosen = {name: self.schemes.get(name) or Entry(name, canonical(name)) for name in order}
-        needed = {one for name in rungs or self.rungs for one in (name, *self.searches(name))}
+        needed = {size for name in rungs or self.rungs for size in (name, *self.searches(name))}
         return replace(self, schemes=chosen, rungs={name: size for name, size in self.rungs.items() if name in needed})
 
 

@@ -143,13 +143,13 @@ def joined(study: Study, out: Path) -> Study:
     before = read_folder(out)
     rungs = [name for name in study.rungs if name in before.rungs]
     schemes = [name for name in study.schemes if name in before.schemes]
-    earlier, now = (_fixed(one, rungs, schemes) for one in (before, study))
+    earlier, now = (_fixed(each, rungs, schemes) for each in (before, study))
     for name in earlier:
         if earlier[name] != now[name]:
             raise InputError(
                 f"{out}: its runs have another {name} ({earlier[name]}), now {now[name]}; use another name or folder"
             )
-    earlier, now = (_growing(one, rungs) for one in (before, study))
+    earlier, now = (_growing(each, rungs) for each in (before, study))
     for name in earlier:
         require({*earlier[name]} <= {*now[name]}, name, f"at least {shown(earlier[name])}, as in {out}", now[name])
     first = before.baselines[0]

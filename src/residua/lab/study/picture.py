@@ -23,18 +23,20 @@ STYLES = {
 FILLED = "Filled: clear of zero after the correction"
 
 
-def draw(found: Results) -> Figure | None:
+def draw(results: Results) -> Figure | None:
     """Draw the differences to each baseline, a panel for each, lowest loss on top; None if there are none.
 
     Rows of several sizes stand one below the other, under the names of the sizes.
     """
-    compared = list(itertools.product(found.study.baselines, found.measures))
+    compared = list(itertools.product(results.study.baselines, results.measures))
     lines: list[Row | str] = []  # from the lowest up: rows, and the size above its rows
-    for size in reversed(found.study.rungs):
-        own = [row for row in found.rows if row.size == size and any(row.difference(*one) for one in compared)]
-        lines += [*sorted(own, key=lambda row: -row.loss.mean if row.loss else -math.inf), *([size] if own else [])]
+    for size in reversed(results.study.rungs):
+        some = [row for row in results.rows if row.size == size and any(row.difference(*pair) for pair in compared)]
+        lines += [*sorted(some, key=lambda row: -row.loss.mean if row.loss else -math.inf), *([size] if some else [])]
     rows = {place: line for place, line in enumerate(lines) if not isinstance(line, str)}
-    baselines = [name for name in found.study.baselines if any(row.difference(name, "tokens") for row in rows.values())]
+    baselines = [
+        name for name in results.study.baselines if any(row.difference(name, "tokens") for row in rows.values())
+    ]
     if not baselines:
         return None
     if len(lines) == len(rows) + 1:
@@ -43,10 +45,10 @@ def draw(found: Results) -> Figure | None:
     figure, (panels,) = figures.panels(1, len(baselines), inches, grid="x", sharey=True)
     for panel, baseline in zip(panels, baselines):
         panel.axvline(0, color="#222222", linewidth=1.2)
-        for number, measure in enumerate(found.measures):
-            (colour, mark), aside = STYLES[measure], 0.2 * ((len(found.measures) - 1) / 2 - number)
-            there = {place + aside: row.difference(baseline, measure) for place, row in rows.items()}
-            _marks(panel, there, colour, mark, f"equal {measure}")
+        for number, measure in enumerate(results.measures):
+            (colour, mark), aside = STYLES[measure], 0.2 * ((len(results.measures) - 1) / 2 - number)
+            differences = {place + aside: row.difference(baseline, measure) for place, row in rows.items()}
+            _marks(panel, differences, colour, mark, f"equal {measure}")
         panel.set_yticks(range(len(lines)), [line if isinstance(line, str) else line.scheme for line in lines])
         for place, label in enumerate(panel.get_yticklabels()):
             label.set(family="monospace", fontsize=8.5, weight="normal" if place in rows else "bold")

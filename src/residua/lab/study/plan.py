@@ -229,10 +229,10 @@ class Plan:
                 (point, seed): self._trial(size, scheme, start, search.named(point), seed)
                 for point, seed in search.wanted(losses)
             }
-            known = {trial: loss_of(finished[run.key]) for trial, run in runs.items() if run.key in finished}
-            if known == losses:
+            new = {trial: loss_of(finished[run.key]) for trial, run in runs.items() if run.key in finished}
+            if new == losses:
                 break
-            losses = known
+            losses = new
         if len(losses) < len(runs):
             return [*runs.values()], None
         trials = ((point, loss) for (point, seed), loss in losses.items() if seed is None)
@@ -244,8 +244,8 @@ class Plan:
     def _started(self, size: str, scheme: str, start: Mapping[str, Any]) -> Search:
         """The search for the best point of a scheme. start: settings that an earlier search found."""
         study, tuning = self.study, self.study.tuning_at(size)
-        own = self._has_parameters(study.schemes[scheme].connection)
-        over = {key: values for key, values in tuning.over.items() if key != "train.connection_lr_factor" or own}
+        rated = self._has_parameters(study.schemes[scheme].connection)
+        over = {key: values for key, values in tuning.over.items() if key != "train.connection_lr_factor" or rated}
         expected = f"a key for {scheme} too, which has no parameters of its own, such as train.lr"
         require(bool(over), "tuning.over", expected, dict(tuning.over))
         return Search(
@@ -302,11 +302,11 @@ class Plan:
         return model_config(config)
 
     def _converted(self, config: RunConfig) -> PreTrainedConfig:
-        known = json.dumps(asdict(config.model), sort_keys=True)
-        if known not in self._bases:
+        settings = json.dumps(asdict(config.model), sort_keys=True)
+        if settings not in self._bases:
             saved = build_model(config, self.prepared).config.to_json_string()  # says how it was converted
-            self._bases[known] = ConvertedConfig.from_dict(json.loads(saved))
-        return self._bases[known]
+            self._bases[settings] = ConvertedConfig.from_dict(json.loads(saved))
+        return self._bases[settings]
 
     def _count(self, config: RunConfig) -> int:
         return parameters(self.model(config))["total"]

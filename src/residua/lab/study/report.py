@@ -41,58 +41,60 @@ TEMPLATE = Path(__file__).parent / "assets" / "page.html"
 MEBIBYTE = 2**20
 
 
-def write_report(found: Results, out: str | Path) -> list[Path]:
+def write_report(results: Results, out: str | Path) -> list[Path]:
     """Write the report, the table, the page and the pictures into `out`; return their paths. Raises InputError."""
-    texts = markdown(found), table(found), page(payload(found))
+    texts = markdown(results), table(results), page(payload(results))
     paths = [Path(out) / name for name in FILES]
     with writable(out):
         Path(out).mkdir(parents=True, exist_ok=True)
         for path, text in zip(paths, texts):
             write_text(path, text)
-        return paths + save({"differences.png": draw(found)}, out)
+        return paths + save({"differences.png": draw(results)}, out)
 
 
-def markdown(found: Results) -> str:
+def markdown(results: Results) -> str:
     """The report in Markdown."""
-    study = found.study
-    lines = [f"# {_text(study.title)}", "", *_setting(found), ""]
+    study = results.study
+    lines = [f"# {_text(study.title)}", "", *_setting(results), ""]
     for size in study.rungs:
-        rows = [row for row in found.rows if row.size == size]
+        rows = [row for row in results.rows if row.size == size]
         if not rows:
             continue
-        lines += [f"## {_text(size)}", "", *_noise(found, size), ""]
+        lines += [f"## {_text(size)}", "", *_noise(results, size), ""]
         rows.sort(key=lambda row: row.loss.mean if row.loss else math.inf)
-        shown = columns(found)
+        shown = columns(results)
         cells = [[text(row) for text in shown.values()] for row in rows]
         lines += [_markdown(Table(list(shown), cells)), ""]
-    if found.corrected:
-        lines += ["## Primary contrasts", "", _markdown(primary_table(found)), ""]
-    if found.answers:
+    if results.corrected:
+        lines += ["## Primary contrasts", "", _markdown(primary_table(results)), ""]
+    if results.answers:
         lines += ["## Questions", "", ANSWERS, ""]
-        for asked in questions(found):
+        for asked in questions(results):
             tables = [_markdown(asked.table)] if asked.table else []
             for part in (f"### {_text(asked.ask)}", *tables, *map(_text, asked.remarks)):
                 lines += [part, ""]
-    if found.audits:
-        lines += ["## Gates along training", "", MEANS, "", _markdown(audit_table(found)), ""]
-    return "\n".join([*lines, "## How to read this", "", *_reading(found), ""])
+    if results.audits:
+        lines += ["## Gates along training", "", MEANS, "", _markdown(audit_table(results)), ""]
+    return "\n".join([*lines, "## How to read this", "", *_reading(results), ""])
 
 
 def _grid(over: Mapping[str, Sequence[Any]]) -> str:
     return ", ".join(f"{key} {'/'.join(map(str, values))}" for key, values in over.items())
 
 
-def _setting(found: Results) -> list[str]:
-    study, tuning = found.study, found.study.tuning
-    corpora = {json.dumps(facts.get("data"), sort_keys=True): facts.get("data") or {} for facts in found.facts}.values()
+def _setting(results: Results) -> list[str]:
+    study, tuning = results.study, results.study.tuning
+    corpora = {
+        json.dumps(facts.get("data"), sort_keys=True): facts.get("data") or {} for facts in results.facts
+    }.values()
     corpus = "; ".join(
         f"{data.get('source')}, sha256 {str(data.get('sha256'))[:16]}, fingerprint {str(data.get('fingerprint'))[:16]}"
         for data in corpora
     )
     commits, torches, devices = (
-        sorted({str(facts.get(name)) for facts in found.facts}) for name in ("commit", "torch", "device")
+        sorted({str(facts.get(name)) for facts in results.facts}) for name in ("commit", "torch", "device")
     )
-    devices = sorted({*devices, *(str(row.cost["device"]) for row in found.rows if row.cost)})
+    devices = sorted({*devices, *(str(row.cost["device"]) for row in results.rows if row.cost)})
     judges = (
         f"the seeds {_list(tuning.finalist_seeds)}"
         if len(tuning.finalist_seeds) > 1
@@ -117,11 +119,11 @@ def _setting(found: Results) -> list[str]:
         ),
         f"- Device: {_list(devices)}, one thread a run. Code: {_list(map(_short, commits))}; PyTorch {_list(torches)}.",
         f"- Corpus: {_text(corpus)}.",
-        f"- {len(found.corrected)} primary contrasts at equal tokens, named before their runs; p-values are corrected "
-        "for their number by Holm's method. Everything else is descriptive.",
+        f"- {len(results.corrected)} primary contrasts at equal tokens, named before their runs; p-values are "
+        "corrected for their number by Holm's method. Everything else is descriptive.",
     ]
-    if found.unfinished:
-        lines.append(f"- Not finished, and therefore not or not wholly here: {_text(_shortened(found.unfinished))}.")
+    if results.unfinished:
+        lines.append(f"- Not finished, and therefore not or not wholly here: {_text(_shortened(results.unfinished))}.")
     return lines
 
 
@@ -129,11 +131,11 @@ def _short(commit: str) -> str:
     return commit[:12] + ("-dirty" if commit.endswith("-dirty") else "")
 
 
-def _noise(found: Results, size: str) -> list[str]:
-    seeds = len(found.study.seeds_at(size))
-    if found.study.rungs[size].noise == "own":
+def _noise(results: Results, size: str) -> list[str]:
+    seeds = len(results.study.seeds_at(size))
+    if results.study.rungs[size].noise == "own":
         return [f"Each scheme has the noise of its own {seeds} seeds (Welch's t): some runs go through a transition."]
-    noise = found.noise(size)
+    noise = results.noise(size)
     if noise is None:
         return ["The noise is not measured: fewer than two schemes have all seeds."]
     contrast = noise.contrast([0.0] * seeds, [0.0] * seeds)
@@ -142,7 +144,7 @@ def _noise(found: Results, size: str) -> list[str]:
         f"degrees of freedom). A difference over {seeds} seeds has ± {contrast.half_width:.4f}; four of five such "
         f"studies would see {contrast.detectable:.4f}."
     )
-    failed = [row.scheme for row in found.rows if row.size == size and row.failed]
+    failed = [row.scheme for row in results.rows if row.size == size and row.failed]
     wild = f"{_names(failed)}: noise of its own (Welch's t), more than {FAILED:g} times that of the median row."
     return [text, *([wild] if failed else [])]
 
@@ -154,12 +156,12 @@ ANSWERS = (
 )
 
 
-def primary_table(found: Results) -> Table:
+def primary_table(results: Results) -> Table:
     """The contrasts that were named before their runs, the smallest corrected p first."""
-    order = sorted(found.corrected, key=lambda named: found.corrected[named].holm)
+    order = sorted(results.corrected, key=lambda named: results.corrected[named].holm)
     rows = []
     for size, scheme, to in order:
-        difference = found.corrected[size, scheme, to]
+        difference = results.corrected[size, scheme, to]
         cells = [estimate_text(difference.estimate, "+.4f"), f"{difference.p:.2g}", f"{difference.holm:.2g}"]
         rows.append([size, f"{_names([scheme])} − {_names([to])}", *cells])
     return Table(["size", "contrast, at equal tokens", "difference", "p", "corrected"], rows)
@@ -173,11 +175,11 @@ class Asked(NamedTuple):
     remarks: Sequence[str]
 
 
-def questions(found: Results) -> Iterator[Asked]:
+def questions(results: Results) -> Iterator[Asked]:
     """The answers to each question. What it waits for is said of the sizes that have an answer, or of all."""
-    for question in found.study.questions.values():
+    for question in results.study.questions.values():
         at: dict[str, list[Answer]] = {}
-        for answer in found.answers:
+        for answer in results.answers:
             if answer.question.name == question.name:
                 at.setdefault(answer.size, []).append(answer)
         sizes = [size for size, answers in at.items() if any(answer.difference for answer in answers)]
@@ -188,27 +190,27 @@ def questions(found: Results) -> Iterator[Asked]:
             missing = dict.fromkeys(answer.missing for answer in answers if answer.missing)
             for reason in (*reasons, *(f"No comparison{{}}: {why}." for why in missing)):
                 remarks.setdefault(reason, []).append(size)
-        told = [
+        lines = [
             reason.format("" if len(rungs) == len(at) else f" at {', '.join(rungs)}")
             for reason, rungs in remarks.items()
         ]
-        yield Asked(question.ask, _answers(at, sizes, len(found.study.seeds)) if sizes else None, told)
+        yield Asked(question.ask, _answers(at, sizes, len(results.study.seeds)) if sizes else None, lines)
 
 
 def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: int) -> Table:
     """A table of the answers to a question; without a column for what is equal where that is one thing."""
-    told = {
+    texts = {
         (answer.scheme, answer.to, answer.measure, size): _answer(answer, seeds)
         for size in sizes
         for answer in at[size]
         if answer.difference is not None
     }
-    measures = list(dict.fromkeys(measure for *_, measure, _ in told))
+    measures = list(dict.fromkeys(measure for *_, measure, _ in texts))
     header = ["comparison", "at equal"] if len(measures) > 1 else [f"comparison, at equal {measures[0]}"]
     rows = []
-    for scheme, to, measure in dict.fromkeys(key[:3] for key in told):
+    for scheme, to, measure in dict.fromkeys(key[:3] for key in texts):
         pair = f"{_names([scheme])} − {_names([to])}"
-        cells = [told.get((scheme, to, measure, size), "–") for size in sizes]
+        cells = [texts.get((scheme, to, measure, size), "–") for size in sizes]
         rows.append([pair, *([measure] if len(measures) > 1 else []), *cells])
     return Table([*header, *sizes], rows)
 
@@ -219,20 +221,20 @@ MEANS = (
 )
 
 
-def audit_table(found: Results) -> Table:
+def audit_table(results: Results) -> Table:
     """What the audited runs' connections did at the first, the middle and the last evaluation."""
-    gates = {gate: gate for one in found.audits for gate in gates_of(one)}
+    gates = {gate: gate for audit in results.audits for gate in gates_of(audit)}
     shown = gates | {
-        name: title for name, title in AUDITED.items() if any(_means(a["points"][-1], name) for a in found.audits)
+        name: title for name, title in AUDITED.items() if any(_means(a["points"][-1], name) for a in results.audits)
     }
     rows = []
-    for one in found.audits:
-        points, seed = one["points"], one.get("seed", found.study.seeds[0])
-        other = f", seed {seed}" if seed != found.study.seeds[0] else ""
-        other += "" if one["equal"] else ", other bits than its record"
+    for audit in results.audits:
+        points, seed = audit["points"], audit.get("seed", results.study.seeds[0])
+        other = f", seed {seed}" if seed != results.study.seeds[0] else ""
+        other += "" if audit["equal"] else ", other bits than its record"
         for point in [points[i] for i in sorted({0, len(points) // 2, len(points) - 1})]:
             cells = [str(point["step"]), *(_measured(point, key) for key in shown)]
-            rows.append([one["rung"], f"{_names([one['scheme']])}{other}", *cells])
+            rows.append([audit["rung"], f"{_names([audit['scheme']])}{other}", *cells])
     return Table(["size", "scheme", "step", *shown.values()], rows)
 
 
@@ -286,8 +288,8 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name.replace('`', '')}`" for name in names)
 
 
-def _reading(found: Results) -> list[str]:
-    factors = sorted({factor for size in found.study.rungs for factor in found.study.longer_at(size)})
+def _reading(results: Results) -> list[str]:
+    factors = sorted({factor for size in results.study.rungs for factor in results.study.longer_at(size)})
     times = " and ".join(f"{factor:g}" for factor in factors)
     equal = (
         f"baselines were also trained for {times} times as many steps; where a scheme's step costs r times the "
@@ -319,11 +321,11 @@ def _reading(found: Results) -> list[str]:
     ]
 
 
-def columns(found: Results) -> dict[str, Callable[[Row], str]]:
+def columns(results: Results) -> dict[str, Callable[[Row], str]]:
     """What the table of a size shows of a row, by heading, in Markdown and on the page."""
 
     def flops(row: Row) -> str:
-        base = found.row(row.size, found.study.baselines[0])
+        base = results.row(row.size, results.study.baselines[0])
         return f"{row.flops / base.flops:.3f}" if row.flops and base and base.flops else "–"
 
     def peak(row: Row) -> str:
@@ -334,7 +336,7 @@ def columns(found: Results) -> dict[str, Callable[[Row], str]]:
         ends = " to ".join(dict.fromkeys(f"{step:,.0f}" for step in (min(steps), max(steps)))) if steps else ""
         return f"{len(steps)} of {len(row.transitions)}{ends and f', step {ends}'}" if row.transitions else "–"
 
-    compared = itertools.product(found.study.baselines, found.measures)
+    compared = itertools.product(results.study.baselines, results.measures)
     return {
         "scheme": lambda row: _names([row.scheme]),
         "validation loss": lambda row: estimate_text(row.loss, ".4f") if row.loss else "diverged",
@@ -342,10 +344,12 @@ def columns(found: Results) -> dict[str, Callable[[Row], str]]:
             f"vs {name}, equal {measure}": partial(difference_text, baseline=name, measure=measure)
             for name, measure in compared
         },
-        **{f"vs {name}, worth": partial(_worth, baseline=name, study=found.study) for name in found.study.baselines},
-        **({"learned to copy": copying} if any(row.transitions for row in found.rows) else {}),
+        **{
+            f"vs {name}, worth": partial(_worth, baseline=name, study=results.study) for name in results.study.baselines
+        },
+        **({"learned to copy": copying} if any(row.transitions for row in results.rows) else {}),
         "step time": lambda row: _ratio(row.cost),
-        **({"compiled step": lambda row: _ratio(row.compiled)} if COMPILED in found.measures else {}),
+        **({"compiled step": lambda row: _ratio(row.compiled)} if COMPILED in results.measures else {}),
         "FLOPs": flops,
         "peak MiB": peak,
         "parameters": lambda row: f"{row.parameters:,}" if row.parameters else "–",
@@ -443,11 +447,11 @@ def difference_values(difference: Difference) -> dict[str, Any]:
     }
 
 
-def table(found: Results) -> str:
+def table(results: Results) -> str:
     """The rows as CSV: one line for each difference, and one for each baseline itself."""
     lines = [
         row_values(row) | difference_values(difference)
-        for row in found.rows
+        for row in results.rows
         for difference in row.differences or [Difference("", "", 1.0, None)]
     ]
     text = io.StringIO()
@@ -458,22 +462,22 @@ def table(found: Results) -> str:
     return text.getvalue()
 
 
-def payload(found: Results) -> dict[str, Any]:
+def payload(results: Results) -> dict[str, Any]:
     """What the page shows, as plain values."""
-    study, shown = found.study, columns(found)
+    study, shown = results.study, columns(results)
     return {
         "title": study.title,
-        "rungs": [size for size in study.rungs if any(row.size == size for row in found.rows)],
+        "rungs": [size for size in study.rungs if any(row.size == size for row in results.rows)],
         "baselines": list(study.baselines),
-        "measures": found.measures,
-        "setting": [line.removeprefix("- ") for line in _setting(found)],
-        "reading": [line.removeprefix("- ").replace("**", "") for line in _reading(found)],
-        "about": {size: _noise(found, size) for size in study.rungs},
+        "measures": results.measures,
+        "setting": [line.removeprefix("- ") for line in _setting(results)],
+        "reading": [line.removeprefix("- ").replace("**", "") for line in _reading(results)],
+        "about": {size: _noise(results, size) for size in study.rungs},
         "columns": list(shown),
-        "rows": [_plain_row(row) | {"cells": [text(row) for text in shown.values()]} for row in found.rows],
-        "primary": primary_table(found) if found.corrected else None,
-        "questions": [asked._asdict() for asked in questions(found)],
-        "gates": audit_table(found) if found.audits else None,
+        "rows": [_plain_row(row) | {"cells": [text(row) for text in shown.values()]} for row in results.rows],
+        "primary": primary_table(results) if results.corrected else None,
+        "questions": [asked._asdict() for asked in questions(results)],
+        "gates": audit_table(results) if results.audits else None,
         "means": MEANS,
     }
 

@@ -183,7 +183,7 @@ class Row:
         tried: dict[str, set[float]] = {}
         for key, runs in itertools.product(self.point, searches.values()):
             some = [run["point"].get(key) for run in runs]
-            if all(fits(one, float) for one in some) and (key not in tried or len(set(some)) > 1):
+            if all(fits(value, float) for value in some) and (key not in tried or len(set(some)) > 1):
                 tried[key] = set(some)
         return tried
 
@@ -290,8 +290,10 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
     for row in rows:
         row.differences = [_with_holm(corrected, row.size, row.scheme, d.baseline, d) for d in row.differences]
     answers = [
-        one._replace(difference=one.difference and _with_holm(corrected, one.size, one.scheme, one.to, one.difference))
-        for one in answers
+        each._replace(
+            difference=each.difference and _with_holm(corrected, each.size, each.scheme, each.to, each.difference)
+        )
+        for each in answers
     ]
     return Results(study, rows, answers, corrected)
 
@@ -319,7 +321,7 @@ def _corrected(
     study: Study, rows: Mapping[tuple[str, str], Row], answers: Sequence[Answer]
 ) -> dict[tuple[str, str, str], Difference]:
     """The primary contrasts whose rows are whole, with Holm's p-values: over all seeds that a question has for them."""
-    asked = {(one.size, one.scheme, one.to): one.difference for one in answers if one.measure == "tokens"}
+    asked = {(each.size, each.scheme, each.to): each.difference for each in answers if each.measure == "tokens"}
     tests = {}
     for size, pairs in study.primary.items():
         for scheme, to in pairs:
@@ -419,7 +421,7 @@ def _not_measured(measure: str, scheme: str, to: str) -> str:
 def _at_all_seeds(row: Row, base: Row, further: Sequence[int]) -> Difference:
     """The difference at equal tokens over the study's seeds and further ones."""
     seeds = {*row.losses, *further}
-    ours, theirs = ({seed: loss for seed, loss in one.all_losses.items() if seed in seeds} for one in (row, base))
+    ours, theirs = ({seed: loss for seed, loss in side.all_losses.items() if seed in seeds} for side in (row, base))
     finite = None not in (*ours.values(), *theirs.values())
     estimate = _contrast(row, base, ours, theirs) if finite else None
     return Difference(base.scheme, "tokens", 1.0, estimate, estimate and estimate.p_value)
@@ -472,7 +474,7 @@ def _differences(row: Row, base: Row) -> list[Difference]:
     ours = {seed: loss for seed, loss in row.losses.items() if loss is not None}
     differences = []
     for measure, (cost, error) in _relative_costs(row, base).items():
-        at = {seed: _at(known, row.steps * cost) for seed, known in losses.items()}
+        at = {seed: _at(by_steps, row.steps * cost) for seed, by_steps in losses.items()}
         theirs = {seed: loss for seed, (loss, _) in at.items() if loss is not None}
         # At another cost all seeds or none: the baselines' longer runs may still go on.
         whole = len(ours) == len(row.losses) and (cost == 1 or ours.keys() <= theirs.keys())
@@ -500,12 +502,12 @@ def _relative_costs(row: Row, base: Row) -> dict[str, tuple[float, float]]:
 
 def _worth(row: Row, losses: Mapping[int, Mapping[int, float]]) -> float | None:
     """After how many times as many steps as a row has a baseline has the same mean loss; see `Difference`."""
-    known = [losses[seed] for seed in row.losses if seed in losses]
-    lengths = sorted(set.intersection(*map(set, known))) if known else []
+    runs = [losses[seed] for seed in row.losses if seed in losses]
+    lengths = sorted(set.intersection(*map(set, runs))) if runs else []
     if len(lengths) < 2 or row.loss is None:
         return None
     first, last = lengths[0], lengths[-1]
-    means = [statistics.fmean(one[steps] for one in known) for steps in (first, last)]
+    means = [statistics.fmean(by_steps[steps] for by_steps in runs) for steps in (first, last)]
     share = (row.loss.mean - means[0]) / (means[1] - means[0])  # of the way from the first length to the last
     if share > 1:
         return math.inf
@@ -540,17 +542,17 @@ def _error(cost: Record) -> float:
 def _at(losses: Mapping[int, float], steps: float) -> tuple[float | None, float]:
     """The loss of runs of `steps` steps, on the curve between finished runs, None beyond the longest; and what it
     changes by there when the logarithm of the steps grows by one."""
-    known = sorted(losses)
-    if len(known) < 2:
+    lengths = sorted(losses)
+    if len(lengths) < 2:
         return losses.get(steps), 0.0
-    upper = next((i for i in range(1, len(known)) if known[i] >= steps), len(known) - 1)
-    low, high = known[upper - 1], known[upper]
+    upper = next((i for i in range(1, len(lengths)) if lengths[i] >= steps), len(lengths) - 1)
+    low, high = lengths[upper - 1], lengths[upper]
     factor = (losses[high] - losses[low]) / (high**-ALPHA - low**-ALPHA)
     slope = -ALPHA * factor * steps**-ALPHA
     if steps in losses:
         return losses[int(steps)], slope
-    there = BELOW * known[0] <= steps <= known[-1]
-    return losses[low] + factor * (steps**-ALPHA - low**-ALPHA) if there else None, slope
+    inside = BELOW * lengths[0] <= steps <= lengths[-1]
+    return losses[low] + factor * (steps**-ALPHA - low**-ALPHA) if inside else None, slope
 
 
 def _curve(row: Row, base: Row) -> list[tuple[int, float, float | None]]:

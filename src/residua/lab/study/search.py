@@ -45,10 +45,10 @@ class Search:
 
     def wanted(self, losses: Mapping[Trial, float]) -> Iterator[Trial]:
         """Yield the runs that are needed, as far as the losses tell. A loss is infinite where the run diverged."""
-        found = {point: loss for (point, seed), loss in losses.items() if seed is None}
-        for points, ranked in self.groups(found):
+        tried = {point: loss for (point, seed), loss in losses.items() if seed is None}
+        for points, ranked in self.groups(tried):
             yield from ((point, None) for point in points)
-            finite = [point for point in ranked or () if math.isfinite(found[frozen(point)])]
+            finite = [point for point in ranked or () if math.isfinite(tried[frozen(point)])]
             yield from itertools.product(finite[: self.finalists], self.seeds)
 
     def groups(self, losses: Mapping[Point, float]) -> Iterator[tuple[list[Point], list[Point] | None]]:

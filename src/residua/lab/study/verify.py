@@ -45,14 +45,14 @@ class Verified(NamedTuple):
     def equal(self) -> bool:
         """Whether the losses, all of the curve, agree to the last bit, and the settings that the report shows."""
         names = ("val_loss", "loss", "curve", "connection", "point", "tokens")
-        parameters = [(one.get("facts") or {}).get("parameters") for one in (self.recorded, self.repeated)]
+        parameters = [(run.get("facts") or {}).get("parameters") for run in (self.recorded, self.repeated)]
         same = all(self.recorded.get(name) == self.repeated.get(name) for name in names)
         return same and parameters[0] == parameters[1]
 
     @property
     def elsewhere(self) -> str:
         """Where the record was made, if that was another processor or PyTorch, which explains other bits; or ""."""
-        made, now = ((one.get("facts") or {}) for one in (self.recorded, self.repeated))
+        made, now = ((run.get("facts") or {}) for run in (self.recorded, self.repeated))
         other = [f"{name} {made.get(name)}, here {now.get(name)}" for name in SAME if made.get(name) != now.get(name)]
         return "; ".join(other) if now else ""
 
@@ -60,8 +60,8 @@ class Verified(NamedTuple):
     def row(self) -> Record:
         """The line of what was measured."""
         names = ("key", "rung", "scheme", "connection", "seed", "steps")
-        own = {name: self.recorded[name] for name in names}
-        return {**own, "equal": self.equal, "points": self.points, "facts": circumstances(torch.device("cpu"))}
+        named = {name: self.recorded[name] for name in names}
+        return {**named, "equal": self.equal, "points": self.points, "facts": circumstances(torch.device("cpu"))}
 
 
 def verify(
@@ -118,11 +118,11 @@ def verify(
         for number, run in enumerate(chosen, start=1):
             text = f"{number}/{len(chosen)} {run.key}"
             with Progress("", run.config.train.steps, enabled=progress) as bar:
-                one = repeat(run, finished[run.key], partial(bar.update, text=text), _measure if lines else None)
+                rerun = repeat(run, finished[run.key], partial(bar.update, text=text), _measure if lines else None)
             if lines:
-                lines.write({**one.row, "tokens": WINDOWS * run.config.train.sequence_length})
+                lines.write({**rerun.row, "tokens": WINDOWS * run.config.train.sequence_length})
                 lines.sync()
-            yield one
+            yield rerun
 
 
 def repeat(
@@ -155,5 +155,7 @@ def _measure(place: Path, step: int) -> Record:
             trace(opened.model, held_out.window(i * length, min(length, len(held_out))).tolist()) for i in range(count)
         ]
     names = [name for name, value in traces[0].values.items() if value.dim() > 1 and name not in _OF_ALL_TOKENS]
-    values = {name: torch.cat([one.values[name] for one in traces], dim=1) for name in names}
-    return {"sublayers": sublayer_statistics(Trace(traces[0].facts, [t for one in traces for t in one.tokens], values))}
+    values = {name: torch.cat([each.values[name] for each in traces], dim=1) for name in names}
+    return {
+        "sublayers": sublayer_statistics(Trace(traces[0].facts, [t for each in traces for t in each.tokens], values))
+    }
