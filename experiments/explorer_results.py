@@ -29,7 +29,6 @@ RESEARCH_PAGE = "https://github.com/arash-shahmansoori/edelta/blob/783e727/docs/
 SOURCES = {
     "published": {"label": "published", "text": README, "url": "https://arxiv.org/abs/2605.06729"},
     "research": {"label": "published", "text": RESEARCH, "url": RESEARCH_PAGE},
-    "older": {"label": "published, older", "text": f"{RESEARCH}, one seed", "url": RESEARCH_PAGE},
     "quick": {
         "label": "ours",
         "text": "reduced sizes, two seeds: experiments/geometry/quick/tables.md",
@@ -77,10 +76,11 @@ def published_rows(name: str, measure: str) -> list[dict[str, Any]]:
     for entry in published(name):
         if entry.get(measure) is None:
             continue
-        kind = "older" if entry["older"] else "published"
-        source = "research" if measure == "norm_deviation" else kind
+        source = "research" if measure == "norm_deviation" else "published"
         seeds = None if measure == "norm_deviation" else entry["seeds"]  # nothing is said of them there
-        rows.append(row(entry["label"], kind, source, entry[measure], entry["causal"], seeds, entry.get("parameters")))
+        rows.append(
+            row(entry["label"], "published", source, entry[measure], entry["causal"], seeds, entry.get("parameters"))
+        )
     found = [one for one in lines(REFERENCES) if one["task"] == name and one.get(measure) is not None]
     return rows + [
         row(one["label"], "reference", "reference", (one[measure], None), one["causal"], None, None) for one in found

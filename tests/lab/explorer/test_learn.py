@@ -726,9 +726,7 @@ def test_the_results_tell_their_sources_apart(show):
             places = [row["at"] for row in sorted(inside, key=lambda row: row["mean"])]
             assert places == sorted(places)
     assert len(set.union(*colours.values())) == 3
-    page.locator("[data-toggle=older]").click()
     page.locator("[data-task=stability]").click()
     page.evaluate(FOLLOWED)
-    assert page.locator(".row[data-kind=older]").count() == 5
     page.locator(".row[data-kind=ours] button.source").first.click()
     assert page.evaluate("document.activeElement.id") == "source-quick"

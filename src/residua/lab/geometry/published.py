@@ -46,10 +46,7 @@ MODELS: dict[str, Model] = {
     "jpmhc": Model("JPmHC", "JPmHC", "7 layers, width 512", 1_771_000),
     "edelta-sequence": Model("EDelta, sequence", "EΔ-MHC-Geo", "6 layers", 1_788_000, causal=False),
 }
-# In RESEARCH, "jpmhc" was another model.
-OLDER_MODELS: dict[str, Model] = {**MODELS, "jpmhc": Model("JPmHC", "JPmHC", "9 layers, width 128", 1_896_000)}
-
-# Of README, three seeds, and the older ones of RESEARCH, one seed: mean squared errors in the order of `MODELS`.
+# Of README, three seeds: mean squared errors in the order of `MODELS`.
 LOSSES: dict[str, tuple[Value, ...]] = {
     "gyroscope": (
         *(Value(3.78e-3, 0.04e-3), Value(3.36e-3, 0.13e-3), Value(4.02e-3, 0.03e-3)),
@@ -62,12 +59,6 @@ LOSSES: dict[str, tuple[Value, ...]] = {
     "near-pi": tuple(map(Value, (1.19e-5, 1.11e-5, 9.64e-3, 6.54e-6, 1.44e-6))),
     "near-pi-multi": tuple(map(Value, (3.34e-6, 3.75e-6, 1.63e-3, 1.69e-6, 1.24e-6))),
 }
-OLDER_LOSSES: dict[str, tuple[Value, ...]] = {
-    "gyroscope": tuple(map(Value, (3.80e-3, 3.29e-3, 4.06e-3, 3.46e-3, 7.08e-4))),
-    "stability": tuple(map(Value, (1.55e-5, 1.41e-5, 8.46e-3, 3.41e-6, 4.53e-6))),
-    "near-pi": tuple(map(Value, (1.20e-5, 1.16e-5, 9.83e-3, 1.70e-6, 1.16e-6))),
-    "near-pi-multi": tuple(map(Value, (4.93e-6, 4.85e-6, 1.55e-2, 1.32e-6, 1.51e-6))),
-}
 # Of the models trained on stability: in RESEARCH alone, without a word on seeds.
 NORM_DEVIATIONS = (0.474, 0.506, 0.543, 0.004, 0.001)
 
@@ -77,31 +68,23 @@ REFLECTION: dict[str, dict[str, Value]] = {
     "jpmhc": {"cosine": Value(-0.30)},
     "edelta-sequence": {"cosine": Value(0.96), "gamma": Value(0.051, 0.005)},
 }
-OLDER_REFLECTION: dict[str, dict[str, Value]] = {
-    "pooled-householder-sequence": {"cosine": Value(0.96), "beta": Value(1.99)},
-    "edelta-sequence": {"cosine": Value(0.96), "gamma": Value(0.044)},
-}
 
 
 def published(task: str) -> list[dict[str, Any]]:
-    """Return the published rows of a task, the three-seed numbers first and then the older ones.
+    """Return the published rows of a task.
 
     Each has model, label, causal (of the published code; None on the reflection, where nothing comes later), seeds,
-    source, older (bool), and what was published of: loss, norm_deviation, cosine, beta, gamma (each a `Value`),
-    parameters.
+    source, and what was published of: loss, norm_deviation, cosine, beta, gamma (each a `Value`), parameters.
     """
+    facts = {"seeds": 3, "source": README}
+    if task == "reflection":
+        return [
+            {"model": name, "label": MODELS[name].operator, "causal": None, **values, **facts}
+            for name, values in REFLECTION.items()
+        ]
     rows: list[dict[str, Any]] = []
-    for older, source, seeds, models, losses, operators in (
-        (False, README, 3, MODELS, LOSSES, REFLECTION),
-        (True, RESEARCH, 1, OLDER_MODELS, OLDER_LOSSES, OLDER_REFLECTION),
-    ):
-        facts = {"seeds": seeds, "source": source, "older": older}
-        if task == "reflection":
-            for name, values in operators.items():
-                rows.append({"model": name, "label": models[name].operator, "causal": None, **values, **facts})
-            continue
-        for (name, model), loss, deviation in zip(models.items(), losses[task], NORM_DEVIATIONS):
-            row = {"model": name, "label": model.label, "causal": model.causal, "parameters": model.parameters}
-            measured = {"norm_deviation": Value(deviation)} if task == "stability" and not older else {}
-            rows.append({**row, "loss": loss, **measured, **facts})
+    for (name, model), loss, deviation in zip(MODELS.items(), LOSSES[task], NORM_DEVIATIONS):
+        row = {"model": name, "label": model.label, "causal": model.causal, "parameters": model.parameters}
+        measured = {"norm_deviation": Value(deviation)} if task == "stability" else {}
+        rows.append({**row, "loss": loss, **measured, **facts})
     return rows

@@ -30,7 +30,7 @@ from residua.records.jsonlines import finite
 from residua.records.table import Group, Table, cell, grouped
 
 Record = dict[str, Any]
-OURS, PUBLISHED, OLDER, REFERENCE = "ours", "published", "published (older)", "reference"
+OURS, PUBLISHED, REFERENCE = "ours", "published", "reference"
 DASH = "—"
 
 TITLES = {
@@ -54,8 +54,8 @@ NOTES = f"""## How to read this
 
 - Source: *ours* was measured here, *published* is quoted, a *reference* follows from the task and is not
   trained. Sizes and data of ours are those stated, not the published ones.
-- *published*: {README}, three seeds (the norm deviation: docs/RESEARCH.md).
-  *published (older)*: {RESEARCH}, one seed.
+- *published*: {README}, three seeds.
+  The norm deviation: {RESEARCH}.
   Names in “quotes” are the publication's. Its parameters leave out what surrounds the blocks; ours are all.
 - ±: sample standard deviation over seeds; published ones as published. A run that diverged has no number and
   is not in the mean: it stands in the column of seeds.
@@ -92,8 +92,8 @@ def summary(records: Sequence[Record], task: str) -> list[dict[str, Any]]:
         rows.append(row | {key: Value(record[key]) for key in AVERAGED if record.get(key) is not None})
     rows += [_ours(group) for group in groups(records, task)]
     for entry in published(task):
-        row = {"source": OLDER if entry["older"] else PUBLISHED, "name": entry["label"], "citation": entry["source"]}
-        rows.append(row | {key: value for key, value in entry.items() if key not in ("label", "older", "source")})
+        row = {"source": PUBLISHED, "name": entry["label"], "citation": entry["source"]}
+        rows.append(row | {key: value for key, value in entry.items() if key not in ("label", "source")})
     return rows
 
 
@@ -112,7 +112,7 @@ def write_tables(records: Sequence[Record], folder: str | Path) -> list[Path]:
     tasks = {task: members for task in TASKS if (members := groups(records, task))}
     sections = [_section(task, table(records, task), members) for task, members in tasks.items()]
     values = {
-        "sources": {PUBLISHED: README, OLDER: RESEARCH},
+        "sources": {PUBLISHED: README},
         "tasks": {task: [finite(_plain(row)) for row in summary(records, task)] for task in tasks},
     }
     markdown, numbers = folder / "tables.md", folder / "tables.json"

@@ -6,7 +6,6 @@ import {get, set, subscribe} from "./store.js";
 
 const KINDS = {
   published: "quoted from the publication",
-  older: "an older publication of the same, one seed",
   ours: "measured by this library",
   reference: "no training: what the task itself gives",
 };
@@ -17,7 +16,6 @@ function page(root, head) {
   const {views, sources} = results();
   const buttons = views.map(({name, title}) =>
     h("button", {type: "button", "data-task": name, onclick: () => set({task: name})}, title));
-  const older = h("input", {type: "checkbox", role: "switch", "data-toggle": "older", onchange: () => set({older: older.checked || null})});
   const what = h("p", {class: "what"});
   const best = h("p", {class: "best"});
   const groups = h("div", {class: "groups"});
@@ -28,8 +26,7 @@ function page(root, head) {
     h("div", {class: "choose", role: "group", "aria-label": "Task"}, buttons),
     what,
     h("div", {class: "legend"},
-      h("ul", {class: "meaning"}, Object.entries(KINDS).map(([kind, text]) => h("li", {class: `kind-${kind}`}, h("b", null, kind), ` ${text}`))),
-      h("label", {class: "toggle"}, older, h("span", null, "show the older published values"))),
+      h("ul", {class: "meaning"}, Object.entries(KINDS).map(([kind, text]) => h("li", {class: `kind-${kind}`}, h("b", null, kind), ` ${text}`)))),
     groups,
     best,
     h("div", {class: "notes"}, cited,
@@ -44,15 +41,13 @@ function page(root, head) {
     if (!root.isConnected) return;
     const view = views.find(({name}) => name === get("task", views[0].name)) ?? views[0];
     for (const button of buttons) button.setAttribute("aria-pressed", button.dataset.task === view.name);
-    older.checked = get("older", false);
     what.textContent = view.what;
-    const shown = view.groups.map(({title, rows}) => ({title, rows: sorted(rows.filter(({kind}) => kind !== "older" || older.checked), view)}))
-      .filter(({rows}) => rows.length);
+    const shown = view.groups.map(({title, rows}) => ({title, rows: sorted(rows, view)})).filter(({rows}) => rows.length);
     const place = axis(view, shown.flatMap(({rows}) => rows));
     groups.replaceChildren(...shown.map((group) => table(group, view, place, sources)));
     best.replaceChildren(...shown.map((group) => h("span", null, sentence(group, view))));
   };
-  subscribe(["task", "older"], update);
+  subscribe(["task"], update);
   update();
 }
 
@@ -148,6 +143,6 @@ export const dashboard = {
   name: "results",
   title: "Results of the geometric benchmarks",
   lead: "Four small tasks from arXiv 2605.06729: what was published, what we measured, and what needs no network at all.",
-  parameters: {task: {value: ""}, older: {value: false}},
+  parameters: {task: {value: ""}},
   page,
 };
