@@ -11,6 +11,7 @@ processes of their own, with corpora whose shards are holes in sparse files. One
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -153,11 +154,8 @@ def start(rounds: int) -> list[dict]:
 
 def holes(home: Path, name: str, shards: int, tokens: int) -> Path:
     """A prepared folder like home/data, but with training shards that are holes: nothing on the disk."""
-    folder = home / name
-    folder.mkdir()
-    index = json.loads((home / "data" / "index.json").read_text())
-    for file in ("tokenizer", "validation-00000.bin"):
-        (folder / file).symlink_to(home / "data" / file)
+    folder = shutil.copytree(home / "data", home / name, ignore=shutil.ignore_patterns("train-*"))
+    index = json.loads((folder / "index.json").read_text())
     listed = [{"file": f"train-{i:05d}.bin", "tokens": tokens, "sha256": "0" * 64} for i in range(shards)]
     for shard in listed:
         with (folder / shard["file"]).open("wb") as file:
