@@ -48,16 +48,13 @@ class Ranks:
     def joined(self) -> bool:
         return self.control is not None
 
-    def total(self, x: Tensor) -> Tensor:
-        """Return the sum of x, a tensor on the device, over the ranks."""
-        if self.joined:
-            x = x.clone()
-            dist.all_reduce(x)
-        return x
-
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean of x, a tensor on the device, over the ranks."""
-        return self.total(x) / self.world_size if self.joined else x
+        if not self.joined:
+            return x
+        total = x.clone()
+        dist.all_reduce(total)
+        return total / self.world_size
 
     def any(self, flag: bool) -> bool:
         """Return whether any rank sets the flag. The hosts wait for each other, not for their devices."""

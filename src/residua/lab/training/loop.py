@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -154,7 +154,7 @@ def _train(
                 stack.enter_context(log)
                 _write_facts(run, config, updates, checkpoint, facts)
         stop = stack.enter_context(_stop_signals(twice=not ranks.joined))
-        clock = stack.enter_context(_Clock(checkpoint.seconds if checkpoint else 0.0, start * tokens_per_step))
+        clock = _Clock(checkpoint.seconds if checkpoint else 0.0, start * tokens_per_step)
         for step in range(start + 1, config.steps + 1):
             update = updates(step)
             if observe_every and step % observe_every == 0:
@@ -400,31 +400,23 @@ def _stop_signals(*, twice: bool) -> Iterator[list[int]]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-class _Clock(AbstractContextManager["_Clock"]):
-    """Count the seconds of training over all processes of a run, without evaluation and saving. A context."""
+class _Clock:
+    """Count the seconds of training over all processes of a run, without evaluation and saving.
+
+    seconds, tokens: of the earlier processes.
+    """
 
     def __init__(self, seconds: float, tokens: int):
-        self._seconds, self._since = seconds, None
+        self._began = time.perf_counter() - seconds
         self._lap = tokens, seconds
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
     def lap(self, tokens: int) -> tuple[float, float]:
         """Return the seconds so far, and the tokens per second since the last call."""
-        (tokens_before, seconds_before), self._lap = self._lap, (tokens, self.seconds)
+        (tokens_before, seconds_before), self._lap = self._lap, (tokens, time.perf_counter() - self._began)
         return self._lap[1], (tokens - tokens_before) / (self._lap[1] - seconds_before)
-
-    def __enter__(self) -> "_Clock":
-        self._since = time.perf_counter()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._seconds, self._since = self.seconds, None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self.__exit__()
+        began = time.perf_counter()
         yield
-        self.__enter__()
+        self._began += time.perf_counter() - began
