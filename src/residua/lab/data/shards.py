@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args
 
 from residua.errors import InputError, extra
 from residua.lab.data.split import Split
-from residua.lab.data.tokenizer import SavedTokenizer, tokenizer_fingerprint, tokenizer_hash
+from residua.lab.data.tokenizer import SavedTokenizer, tokenizer_hash
 from residua.records.durable import file_sha256
 from residua.records.reading import file_inside, read_json
 
@@ -135,14 +135,15 @@ class PreparedData:
 
         content = [VERSION, index["dtype"], vocab_size, eos_token_id, tokenizer]
         content += [[split, [shard[1:] for shard in shards[split]]] for split in shards]
-        fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        tokenizer_id = tokenizer_fingerprint(vocab_size, eos_token_id, tokenizer)
-        fingerprints = {"fingerprint": fingerprint, "tokenizer_fingerprint": tokenizer_id}
+        fingerprints = {
+            "fingerprint": _fingerprint(content),
+            "tokenizer_fingerprint": _fingerprint([vocab_size, eos_token_id, tokenizer]),
+        }
         data = cls(
             folder=folder,
             vocab_size=vocab_size,
             eos_token_id=eos_token_id,
-            fingerprint=fingerprint,
+            fingerprint=fingerprints["fingerprint"],
             facts=index["facts"] | fingerprints,
             train=Tokens(folder, shards["train"], DTYPES[index["dtype"]], vocab_size),
             validation=Tokens(folder, shards["validation"], DTYPES[index["dtype"]], vocab_size),
@@ -179,6 +180,10 @@ class PreparedData:
                     raise InputError(f"{path} must have {expected} bytes, got {size}; prepare the data again")
                 total += size
         return total
+
+
+def _fingerprint(content: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

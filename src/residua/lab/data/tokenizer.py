@@ -117,14 +117,12 @@ def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
 class SavedTokenizer:
     """A tokenizer that `save_tokenizer` wrote, checked but not loaded.
 
-    `vocab_size` is the largest id plus one. `fingerprint` is a sha256 over all that decides how text becomes tokens and
-    where a text ends.
+    `vocab_size` is the largest id plus one.
     """
 
     folder: Path
     vocab_size: int
     eos_token_id: int
-    fingerprint: str
 
     @classmethod
     def open(cls, folder: Path) -> "SavedTokenizer":
@@ -139,17 +137,12 @@ class SavedTokenizer:
             ) from None
         if end_of_text is None:
             raise InputError(f"{folder} must hold a tokenizer with its end of text, found another one")
-        return cls(folder, size, end_of_text, tokenizer_fingerprint(size, end_of_text, tokenizer_hash(folder)))
+        return cls(folder, size, end_of_text)
 
     def load(self) -> PreTrainedTokenizerFast:
         """Load it from tokenizer.json and its end of text only; a class that the files name is ignored."""
         backend = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         return _with_end_of_text(backend, backend.id_to_token(self.eos_token_id))
-
-
-def tokenizer_fingerprint(vocab_size: int, eos_token_id: int, sha256: str) -> str:
-    """Return the fingerprint of a tokenizer with this `tokenizer_hash`."""
-    return hashlib.sha256(json.dumps([vocab_size, eos_token_id, sha256]).encode()).hexdigest()
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
