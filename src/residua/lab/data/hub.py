@@ -82,21 +82,17 @@ def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:
                 "name the right one with --text-column"
             )
         stream = stream.select_columns([column])
-    rows = iter(stream)
-    while True:
-        try:
-            text = next(rows).get(column)
+    try:
+        for row in stream:
+            text = row.get(column)
             text = "" if text is None else text
             if not isinstance(text, str):
                 raise InputError(f"{place} must hold strings, got {type(text).__name__}")
-            size = len(text.encode())
-        except StopIteration:
-            return
-        except (HTTPError, ArrowException, OSError) as error:
-            raise _unreachable(name, error) from error
-        except UnicodeError as error:
-            raise InputError(f"{place} must be UTF-8 text: {error.reason}; the data set needs mending") from error
-        yield Document(text, size)
+            yield Document(text, len(text.encode()))
+    except (HTTPError, ArrowException, OSError) as error:
+        raise _unreachable(name, error) from error
+    except UnicodeError as error:
+        raise InputError(f"{place} must be UTF-8 text: {error.reason}; the data set needs mending") from error
 
 
 def download_tokenizer(name: str) -> str:
