@@ -7,7 +7,6 @@ next call with the same arguments continues there.
 import hashlib
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -17,12 +16,11 @@ from typing import Any
 from residua.errors import InputError, extra, require
 from residua.lab.data import writer
 from residua.lab.data.corpus import Corpus, Document
-from residua.lab.data.encode import Encoder
-from residua.lab.data.progress import size_text, text_progress
+from residua.lab.data.progress import text_progress
 from residua.lab.data.shards import DTYPES, FORMAT, VERSION, PreparedData
 from residua.lab.data.sources import open_corpus
 from residua.lab.data.split import split_documents
-from residua.lab.data.staging import Staging, staging
+from residua.lab.data.staging import staging
 from residua.lab.data.tokenizer import (
     byte_tokenizer,
     check_vocab_size,
@@ -34,7 +32,6 @@ from residua.lab.data.tokenizer import (
 )
 from residua.records.durable import write_text
 from residua.records.folder import new_folder
-from residua.records.progress import say
 
 with extra("lab"):
     from transformers import PreTrainedTokenizerFast
@@ -77,7 +74,7 @@ def prepare(
         progress: report progress on standard error.
 
     Raises:
-        InputError: the arguments or the text cannot be used, `out` is not empty, or the disk is too small.
+        InputError: the arguments or the text cannot be used, or `out` is not empty.
         RunError: writing failed, or the hub cannot be read.
     """
     out = Path(out).resolve()
@@ -107,8 +104,6 @@ def prepare(
             save_tokenizer(codec, stage.folder / "tokenizer")
         else:
             codec = load_tokenizer(stage.folder / "tokenizer")
-        if _is_large(corpus):
-            _announce(corpus, codec, stage, progress)
         dtype = DTYPES[_dtype(codec)]
         result = writer.write_shards(corpus, codec, dtype, stage, validation_fraction, shard_tokens, progress)
         facts = {"validation_fraction": validation_fraction, "tokenizer": _tokenizer_name(tokenizer)}
@@ -120,10 +115,6 @@ def prepare(
             f"{corpus.name}: the text gives {data.vocab_size} of the {vocab_size} vocabulary entries", stacklevel=2
         )
     return data
-
-
-def _is_large(corpus: Corpus) -> bool:
-    return not corpus.local or corpus.size >= writer.SAVE_TEXT
 
 
 def _content_hash(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -145,28 +136,6 @@ def _train(corpus: Corpus, vocab_size: int, validation_fraction: float, progress
         else:
             sample = _leading(training, BPE_TEXT)
         return train_bpe(sample, vocab_size)
-
-
-def _announce(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, stage: Staging, progress: bool) -> None:
-    """Print how much disk the tokens need, estimated from the start of the text; raise InputError if less is free."""
-    texts = [text.encode() for text in _leading((document.text for document in corpus), writer.ENCODE_TEXT)]
-    dtype = DTYPES[_dtype(tokenizer)]
-    lengths, width = Encoder(tokenizer, dtype)(texts).lengths, dtype.itemsize
-    bytes_free = shutil.disk_usage(stage.folder).free
-    bytes_written = stage.tokens * width
-    bytes_needed = max(corpus.size * int(lengths.sum()) / sum(map(len, texts)) * width, bytes_written)
-    if not corpus.size:
-        size = f"its size is not known; each billion tokens takes {size_text(width * 10**9)}"
-    else:
-        start = f", {size_text(bytes_written)} of it written" if bytes_written else ""
-        size = f"about {bytes_needed / width:,.0f} tokens, {size_text(bytes_needed)} on the disk{start}"
-    if progress:
-        say(f"prepare: {corpus.name}: {size}, {size_text(bytes_free)} are free")
-    if corpus.size and bytes_needed - bytes_written > bytes_free:
-        raise InputError(
-            f"{stage.out}: needs about {size_text(bytes_needed - bytes_written)} of disk, "
-            f"{size_text(bytes_free)} are free; give another disk or less text"
-        )
 
 
 def _dtype(tokenizer: PreTrainedTokenizerFast) -> str:

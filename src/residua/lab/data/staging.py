@@ -49,10 +49,10 @@ def damage_error(path: Path) -> InputError:
 
 
 class Staging:
-    """The folder that becomes `out`. `saved` is the state in its progress.json, None without one."""
+    """The folder of an unfinished preparation. `saved` is the state in its progress.json, None without one."""
 
-    def __init__(self, out: Path, folder: Path, plan: dict[str, Any], saved: State | None):
-        self.out, self.folder, self.plan, self.saved = out, folder, plan, saved
+    def __init__(self, folder: Path, plan: dict[str, Any], saved: State | None):
+        self.folder, self.plan, self.saved = folder, plan, saved
 
     @property
     def tokens(self) -> int:
@@ -80,7 +80,7 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
     if folder.is_symlink():
         raise InputError(f"{folder}: must be a folder, got a link; remove it")
     with hold(folder, markers=None):
-        stage = Staging(out, folder, plan, _read_state(folder, plan))
+        stage = Staging(folder, plan, _read_state(folder, plan))
         try:
             if stage.saved is None:
                 for path in folder.iterdir():
