@@ -1,13 +1,12 @@
 """Analyse the connections of a trained model: traces, spectra, summaries, and telemetry of training."""
 
 from residua.lab.inspection.boundaries import Lens, boundaries, logit_lens
-from residua.lab.inspection.summary import Table, overview, sublayer_statistics, summary, warnings
+from residua.lab.inspection.summary import overview, sublayer_statistics, summary, warnings
 from residua.lab.inspection.telemetry import gate_quantiles, has_gates
 from residua.lab.inspection.trace import Trace, pieces, trace
 
 __all__ = [
     "Lens",
-    "Table",
     "Trace",
     "boundaries",
     "gate_quantiles",
