@@ -85,34 +85,44 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if given.get("output_hidden_states") or getattr(config, "output_hidden_states", False):
         raise ValueError(NO_HIDDEN_STATES)
     mask = given.get("attention_mask")
+    documents = _documents(trunk, tokens, given, placed="position_ids" in names)
+    expect_told_apart(parts, mask, documents)
+    cache = _cache(trunk, given, names, whole=trunk.training or documents is not None)
+    padding = padding_of(tokens, mask, cache, documents)
+    layers = max(len(stack), config.get_text_config().num_hidden_layers)
+    layer = 0 if cache is None else _room(cache, len(windowed), layers)
+    slots = {part: CacheSlot(layer, index) for index, part in enumerate(windowed)}
+    return (), {**given, MEMORY: [memory_at(slots.get(part), cache, padding, documents) for part in parts]}
+
+
+def _documents(trunk: Any, tokens: Tensor, given: dict[str, Any], *, placed: bool) -> Tensor | None:
+    """Return the documents that are packed into a call; it gets their positions if it has none.
+
+    placed: whether the trunk takes positions.
+    """
+    mask: Any = given.get("attention_mask")
     positions: Any = given.get("position_ids")
     cached = not trunk.training and (cache_of(given)[0] is not None or bool(given.get("use_cache")))
     has_text = isinstance(positions, Tensor) and positions.dim() == 3 and len(positions) == TEXT_AND_IMAGE_AXES
     documents = documents_of(tokens, mask, positions[0] if has_text else positions, given, cached=cached)
-    expect_told_apart(parts, mask, documents)
-    if documents is not None and mask is None and "position_ids" in names:
-        if not has_text and "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {}):
-            raise ValueError(
-                f"position_ids must be ({TEXT_AND_IMAGE_AXES}, batch, seq) for packed documents in a model of texts "
-                "and images, those of the text first: by these its attention keeps documents apart"
-            )
-        if positions is None:
-            given["position_ids"] = positions_in(documents)
-    cache = _cache(trunk, given, whole=trunk.training or documents is not None)
-    padding = padding_of(tokens, mask, cache, documents)
-    layers = max(len(stack), config.get_text_config().num_hidden_layers)
-    layer = 0 if cache is None else _room(cache, len(windowed), layers)
-    numbers = iter(range(len(windowed)))
-    slots = [CacheSlot(layer, next(numbers)) if window_of(part) else None for part in parts]
-    return (), {**given, MEMORY: [memory_at(slot, cache, padding, documents) for slot in slots]}
+    if documents is None or mask is not None or not placed:
+        return documents
+    if not has_text and "mrope_section" in (getattr(trunk.config.get_text_config(), "rope_parameters", None) or {}):
+        raise ValueError(
+            f"position_ids must be ({TEXT_AND_IMAGE_AXES}, batch, seq) for packed documents in a model of texts and "
+            "images, those of the text first: by these its attention keeps documents apart"
+        )
+    if positions is None:
+        given["position_ids"] = positions_in(documents)
+    return documents
 
 
-def _cache(trunk: nn.Module, given: dict[str, Any], *, whole: bool) -> Any:
+def _cache(trunk: nn.Module, given: dict[str, Any], names: Mapping[str, Any], *, whole: bool) -> Any:
     """Return the cache of a call, None for none; the call gets a new one where the trunk would make one.
 
-    whole: the sequences come whole, and nothing is kept; a recomputed layer would fill a cache twice.
+    names: the arguments of the trunk. whole: the sequences come whole, and nothing is kept; a recomputed layer would
+    fill a cache twice.
     """
-    names = inspect.signature(trunk.forward).parameters
     config: Any = trunk.config
     cache: Any = cache_of(given)[0]
     if whole:
