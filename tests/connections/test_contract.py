@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 import residua
 from residua import Carry, Connection
-from residua.connections import SCHEMES, resolve
+from residua.connections import PRESETS, SCHEMES, resolve
 from residua.connections.base import as_inputs
 from residua.connections.expanding import ExpandingScheme
 from residua.testing import check_scheme
@@ -155,6 +155,19 @@ def test_what_a_sublayer_must_return():
         connection(state, lambda x: (x, None))
     with pytest.raises(ValueError, match=r"output must be the shape of its input = .*, got \(2, 5, 1\)"):
         connection(state, lambda x: x[..., :1])
+
+
+@pytest.mark.parametrize(("name", "sublayers"), [("mudd", 4), ("attnres-inkling", 12)])
+def test_a_sublayer_that_takes_too_few_inputs_is_named(name, sublayers):
+    x, stream = normal(2, 5, DIM, dtype=torch.float32), PRESETS[name].build(DIM, sublayers)
+
+    def attend(x):
+        return x
+
+    for sublayer, called in ((attend, "attend"), (nn.Linear(DIM, DIM), "Linear")):
+        with pytest.raises(TypeError, match=rf"sublayer: must take 3 inputs, .*keys and values.* got {called}\("):
+            stream(x, [sublayer] * sublayers)
+    assert stream(x, [lambda x, k=None, v=None: x] * sublayers).shape == x.shape
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ depth. Only the scheme looks inside. All other code asks the scheme or the conne
 earlier sublayers, `Connection.streams` for the streams side by side.
 """
 
+import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -122,17 +123,18 @@ class Connection(nn.Module, ABC):
     ) -> State:
         """Return the state after this connection around `sublayer`, which maps (batch, seq, dim) to the same shape.
 
-        A scheme that reads queries, keys and values apart calls `sublayer(q, k, v)`.
         If a sequence arrives in pieces, as in generation, pass the same `memory` with every piece.
         attention_mask: (batch, seq), 0 at padding and 1 at tokens.
         documents: (batch, seq), integers, if rows hold several documents: one number for the tokens of each.
 
         Raises:
-            TypeError, ValueError: the sublayer returns anything but a tensor of this shape, or a single token arrives
-                without the memory that this scheme needs.
+            TypeError, ValueError: the sublayer returns anything but a tensor of this shape, or takes fewer inputs than
+                `read` returns, or a single token arrives without the memory that this scheme needs.
         """
         x, carry = self.read(state, memory_of(self, memory, attention_mask, documents))
         inputs = as_inputs(x)
+        if len(inputs) > 1 and not torch.compiler.is_compiling():
+            require_inputs(sublayer, len(inputs))
         if documents is None:
             expect_memory(self, memory, inputs[0])
         y = sublayer(*inputs)
@@ -145,6 +147,23 @@ class Connection(nn.Module, ABC):
 def as_inputs(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the arguments of a sublayer, given the x that `read` returned."""
     return x if isinstance(x, tuple) else (x,)
+
+
+def require_inputs(sublayer: Callable[..., Tensor], count: int) -> None:
+    """Raise TypeError unless `sublayer` can be called with `count` inputs: queries, keys and values."""
+    function = sublayer.forward if isinstance(sublayer, nn.Module) else sublayer
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without one
+        return
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        name = type(sublayer).__name__ if isinstance(sublayer, nn.Module) else getattr(sublayer, "__name__", "sublayer")
+        raise TypeError(
+            f"sublayer: must take {count} inputs, because this scheme reads queries, keys and values apart, got "
+            f"{name}{signature}; take (q, k, v), or choose an option of the scheme with one input for all"
+        ) from None
 
 
 def expect_memory(part: nn.Module, memory: StreamMemory | None, x: Tensor) -> None:
