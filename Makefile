@@ -92,6 +92,7 @@ clean:
 # torch first and alone: resolved together with the rest, pip may look at builds of several gigabytes. The build of PyPI
 # for Linux brings the libraries of CUDA. uv knows where the others are, and takes the one for the CPU if there is no GPU.
 $(LAB): pyproject.toml requirements.txt
+	@echo "Installing PyTorch and the laboratory in $(VENV): minutes, gigabytes, and no word until it is done."
 	$(PYTHON) -m venv $(VENV)
 	command -v uv >/dev/null && uv pip install --quiet --python $(VENV) --torch-backend auto --constraint requirements.txt torch \
 	  || $(PIP) torch

@@ -155,7 +155,7 @@ def test_data_that_would_be_seen_twice_are_refused(data):
 def test_the_study_that_the_page_shows_can_be_planned(data, tmp_path):
     block, _ = studies_of_the_page()
     path = tmp_path / "study.yaml"
-    path.write_text(block.replace("tokens_per_parameter: 20 ", "tokens_per_parameter: 0.002 "))
+    path.write_text(block.replace("tokens_per_parameter: 1 ", "tokens_per_parameter: 0.002 "))
     found = load_study(str(path))
     runs = walked(Plan(found, data), by_rate(0.016))
     assert {run.kind for run in runs if run.size == "deep"} == {"tune", "final", "report", "longer"}
