@@ -12,8 +12,8 @@ NAMES = {
     "val_loss": "validation loss (nats per token)",
     "perplexity": "perplexity",
     "bits_per_byte": "bits per byte",
-    "repeated_loss": "loss on labels whose pair came before",
-    "other_loss": "loss on all other labels",
+    "repeated_loss": "loss on pairs of tokens seen before",
+    "other_loss": "loss on all other tokens",
     "tokens": "held-out tokens",
 }
 

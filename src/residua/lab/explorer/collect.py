@@ -156,7 +156,7 @@ def _of_run(folder: Path, reading: Reading) -> Source:
             return Source(name, Trace.load(file), folder, file)
     opened = open_run(folder, reading.step, data=reading.data)
     if not reading.again:
-        say(f"{folder}: no trace of its newest checkpoint yet, making one")
+        say(f"{folder}: measuring its connections on held-out text")
     trace = trace_run(opened, reading.prompt, tokens=reading.tokens)
     return Source(name, trace, folder, trace.keep(folder))
 
