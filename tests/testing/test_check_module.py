@@ -579,8 +579,12 @@ def without(name: str):
         (lambda self, ours: in_mine(ours) | {"alpha": ours["mappings.alpha"]}, "your module has no 'alpha'; it has"),
         (lambda self, ours: in_mine(ours) | {"proj": ours["mappings.phi.weight"]}, r"proj is \(24, 64\), your module"),
         (lambda self, ours: in_mine(ours) | {"ln": torch.ones(16)}, "our norm.weight is not used"),
+        (
+            lambda self, ours: {"ln": ours["nrm.weight"]},
+            r"ours has no 'nrm.weight'; did you mean norm.weight\?; it has",
+        ),
     ],
-    ids=["missing", "unknown", "shape", "unused"],
+    ids=["missing", "unknown", "shape", "unused", "ours"],
 )
 def test_a_wrong_adapter_is_told_from_a_wrong_module(parameters, words):
     with pytest.raises(CheckFailed, match=words):
@@ -591,9 +595,25 @@ def test_what_is_no_adapter_is_one_clear_line():
     with pytest.raises(TypeError, match=r"needs a ConnectionAdapter or a StreamAdapter, got HyperBlock"):
         check_module(HyperBlock(4))
     block = Block()
+    block.scheme = "mhc"
+    with pytest.raises(TypeError, match=r"must be a residua.Scheme, such as residua.resolve\('mhc'\), got 'mhc'"):
+        check_module(block)
+    block = Block()
     block.index = 4
     with pytest.raises(ValueError, match="index must be 0 to 3, a sublayer, got 4"):
         check_module(block)
+
+
+def test_a_reason_that_several_checks_share_is_one_line():
+    class Wrong(Block):
+        def parameters(self, ours):
+            return {"ln": ours["nrm.weight"]}
+
+    with pytest.raises(CheckFailed) as failure:
+        check_module(Wrong())
+    title, reason, *_ = str(failure.value).splitlines()
+    assert "10 of 10 checks failed" in title
+    assert reason.startswith("  parameters, initial_values, forward,")
 
 
 def test_a_module_that_is_float32_inside_is_told_so():

@@ -487,6 +487,11 @@ def test_compile_is_checked_on_request():
         checks(compiled=True)["compiles"](scheme_of(Breaks))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_right_scheme_is_checked_without_a_warning():
+    check_scheme(DeepDelta())
+
+
 def test_the_numbers_of_the_caller_are_left_alone():
     torch.manual_seed(3)
     expected = torch.rand(2)

@@ -10,6 +10,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from residua.connections import Connection, Scheme, Stream
+from residua.errors import did_you_mean
+from residua.testing.checks import CheckFailed
 from residua.testing.inputs import bare_sublayers, normal, perturbed
 
 Sublayer = Callable[..., Tensor]
@@ -78,6 +80,13 @@ class StreamAdapter(Adapter):
         """Return the output of your stack for x: (batch, seq, dim), the same shape, before the final norm."""
 
 
+class Ours(dict[str, Tensor]):
+    """Our parameters by name."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise CheckFailed(f"parameters(): ours has no {name!r}{did_you_mean(name, self)}; it has {sorted(self)}")
+
+
 class Pair:
     """Our module and the module under test, with the same parameters and the same way to call them.
 
@@ -93,7 +102,7 @@ class Pair:
         self.part: nn.Module = self.stream if self.whole else self.connection
         self.module = built(adapter).to(self.dtype)
         self.part.to(self.dtype)
-        self.ours = {name: p.detach().clone().requires_grad_() for name, p in self.part.named_parameters()}
+        self.ours = Ours((name, p.detach().clone().requires_grad_()) for name, p in self.part.named_parameters())
 
     @property
     def connection(self) -> Connection:

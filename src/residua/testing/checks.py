@@ -107,9 +107,12 @@ def run(checks: Mapping[str, Check], subject: Any, expected_failures: Mapping[st
 
 
 def require(report: Report, title: str) -> Report:
-    """Return the report; raise CheckFailed with one line for each failed check if there are any."""
+    """Return the report; raise CheckFailed with one line for each reason if checks failed."""
     if report.failed:
         total = len(report.failed) + len(report.passed)
         lines = [f"{title}: {len(report.failed)} of {total} checks failed (specification {SPECIFICATION})"]
-        raise CheckFailed("\n  ".join(lines + [f"{name}: {reason}" for name, reason in report.failed.items()]))
+        names: dict[str, list[str]] = {}
+        for name, reason in report.failed.items():
+            names.setdefault(reason, []).append(name)
+        raise CheckFailed("\n  ".join(lines + [f"{', '.join(names[reason])}: {reason}" for reason in names]))
     return report

@@ -7,6 +7,7 @@ Each function is one check of one scheme: it returns, or raises AssertionError w
 perturbed, because a gate that starts at zero hides mistakes in its factor.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -58,7 +59,7 @@ def check_scheme(scheme: Scheme, *, compiled: bool = False) -> Report:
 
     Raises:
         TypeError: `scheme` is not an instance of a Scheme.
-        AssertionError: one or more checks failed; the message has a line for each.
+        AssertionError: checks failed; the message has a line for each reason.
     """
     if not isinstance(scheme, Scheme):
         raise TypeError(f"check_scheme needs an instance of a residua.Scheme, got {scheme!r}")
@@ -67,7 +68,9 @@ def check_scheme(scheme: Scheme, *, compiled: bool = False) -> Report:
 
 def build(scheme: Scheme, dtype: torch.dtype = torch.float64, *, dim: int = DIM, count: int = SUBLAYERS) -> Stream:
     """Return the perturbed stream of a scheme, in evaluation mode: the randomness of training is not checked."""
-    return perturbed(scheme.build(dim, count)).to(dtype).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about gates in bfloat16: `dtype` is on purpose
+        return perturbed(scheme.build(dim, count)).to(dtype).eval()
 
 
 def outputs(stream: Stream, x: Tensor) -> Tensor:

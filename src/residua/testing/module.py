@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from residua.connections import Scheme
 from residua.connections.memory import window_of
 from residua.testing import diagnosis
-from residua.testing.adapter import Adapter, ConnectionAdapter, Pair, StreamAdapter, Sublayer, built
+from residua.testing.adapter import Adapter, ConnectionAdapter, Ours, Pair, StreamAdapter, Sublayer, built
 from residua.testing.agreement import agree, disagreement
 from residua.testing.checks import (
     Check,
@@ -43,12 +44,14 @@ def check_module(
     if one of these passes.
 
     Raises:
-        TypeError: `adapter` is not an adapter.
+        TypeError: `adapter` is not an adapter, or its `scheme` not a scheme.
         ValueError: its `index` names no sublayer, or an expected failure no check.
-        AssertionError: one or more checks failed; the message has a line for each, which names the mistake.
+        AssertionError: checks failed; the message has a line for each reason, which names the mistake.
     """
     if not isinstance(adapter, (ConnectionAdapter, StreamAdapter)):
         raise TypeError(f"check_module needs a ConnectionAdapter or a StreamAdapter, got {adapter!r}")
+    if not isinstance(adapter.scheme, Scheme):
+        raise TypeError(f"scheme must be a residua.Scheme, such as residua.resolve('mhc'), got {adapter.scheme!r}")
     if not 0 <= adapter.index < adapter.num_sublayers:
         raise ValueError(f"index must be 0 to {adapter.num_sublayers - 1}, a sublayer, got {adapter.index}")
     expect_names(expected_failures or {}, checks(compiled=True))
@@ -117,7 +120,7 @@ def initial_values(adapter: Adapter) -> None:
         part: nn.Module = adapter.reference()
         if isinstance(adapter, ConnectionAdapter):
             part = part.connections[adapter.index]  # type: ignore[union-attr,index,assignment]
-        drawn.append(adapter.parameters(dict(part.named_parameters())))
+        drawn.append(adapter.parameters(Ours(part.named_parameters())))
     parameters = dict(fresh.named_parameters())
     with torch.no_grad():
         for name, expected in drawn[0].items():
