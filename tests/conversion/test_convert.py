@@ -150,7 +150,7 @@ def test_every_scheme_preserves_the_model_or_says_why_not(connection):
     for model in (llama(), model_of(Olmo2Config, intermediate_size=24)):
         before = model(IDS).logits
         if connection not in PRESERVING:
-            with pytest.raises(InputError, match=r"start='fresh' converts|several for every sublayer"):
+            with pytest.raises(InputError, match=r"or start='fresh'|several for every sublayer"):
                 residua.convert(model, connection)
             assert torch.equal(model(IDS).logits, before)
         else:
@@ -437,6 +437,11 @@ def test_hidden_states_are_read_out():
         converted(WINDOWED)(IDS, output_hidden_states=True)
 
 
+def test_a_scheme_that_reads_earlier_tokens_says_that_it_takes_no_drafts():
+    with pytest.raises(ValueError, match="prompt lookup must be off, since this scheme reads earlier tokens"):
+        converted(WINDOWED).generate(IDS[:1], max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2)
+
+
 def test_a_copy_is_independent():
     model = converted(WINDOWED)
     other = copy.deepcopy(model)
@@ -550,7 +555,7 @@ def broken(model, kind):
         ("hooked", "convert the model before it is dispatched"),
         ("shared", "in several places"),
         ("random", "equal outputs for equal inputs"),
-        ("meta", "not loaded or offloaded"),
+        ("meta", "not loaded, or offloaded"),
         ("quantised", "got a quantised model"),
         ("quantised by an object", "got a quantised model"),
         ("quantised in place", "got a quantised model"),
@@ -595,7 +600,8 @@ def test_models_that_are_no_single_plain_decoder_are_refused():
         (model, "converted already"),
         (T5ForConditionalGeneration(T5Config(**sizes)), "an encoder and a decoder"),
         (ResiduaForCausalLM(ResiduaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)), "ResiduaConfig"),
-        (torch.nn.Linear(2, 2), "must be a model of transformers"),
+        (torch.nn.Linear(2, 2), "must be an opened Hugging Face model, got Linear; open a folder with from_pretrained"),
+        ("models/llama", "must be an opened Hugging Face model, got str"),
     ):
         with pytest.raises(InputError, match=says):
             residua.convert(wrong, "residual")

@@ -135,8 +135,8 @@ class DeepDelta(ChannelScheme):
 
     def preserving(self) -> "DeepDelta":
         raise ValueError(
-            "DeepDelta: no start preserves the plain residual: a write along k erases k^T X with the gate that "
-            "writes v, and v has no way to give it back; gated-delta has a gate for each and starts as x + h"
+            "DeepDelta: no start preserves the plain residual, because one gate both erases and writes; use "
+            "gated-delta, which has a gate for each and starts as x + h"
         )
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:

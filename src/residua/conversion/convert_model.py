@@ -67,7 +67,7 @@ def convert(
         try:
             scheme = scheme.preserving()
         except ValueError as error:
-            raise InputError(f"{first_line(error)}; start='fresh' converts the model all the same") from error
+            raise InputError(f"{first_line(error)}; or start='fresh', to train from scratch") from error
     inputs = small_inputs(model, inputs)
     size = model.num_parameters()
     with evaluating(model):
@@ -157,7 +157,7 @@ def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | 
             attach_streams(model, conversion, streams)
             raise InputError(
                 f"{type(model).__name__}: without its connections its outputs would change by {change:.1e} of the "
-                f"largest one, more than {bound:.0e}: it is no plain model any more; lossy=True drops what they learnt"
+                f"largest one, more than {bound:.0e}; lossy=True drops them all the same"
             )
     unmark(model)
     return model
@@ -175,7 +175,10 @@ def small_inputs(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[st
 def expect_convertible(model: Any) -> None:
     """Raise InputError for a model whose kind cannot be converted."""
     if not isinstance(model, PreTrainedModel):
-        raise InputError(f"model must be a model of transformers, got {type(model).__name__}")
+        raise InputError(
+            f"model must be an opened Hugging Face model, got {type(model).__name__}; open a folder with "
+            "from_pretrained first, and convert a model before PEFT or another library wraps it"
+        )
     name = type(model).__name__
     if is_converted(model):
         raise InputError(f"{name}: this model is converted already; residua.unconvert(model) first")
@@ -193,7 +196,9 @@ def expect_convertible(model: Any) -> None:
             f"{name} must have weights in floating point, got a quantised model; load it without quantisation"
         )
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
-        raise InputError(f"{name} must have its weights in memory, found some that are not loaded or offloaded")
+        raise InputError(
+            f"{name} must have its weights in memory, got some on the meta device: not loaded, or offloaded"
+        )
     if any("forward" in vars(layer) for layer in stack_of(model)[1]):  # they would run as if they had no connections
         raise InputError(
             f"{name} must have layers that run the code of their class, got others, such as a hook of accelerate; "

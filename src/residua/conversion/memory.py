@@ -39,6 +39,9 @@ TEXT_AND_IMAGE_AXES = 4
 class StreamLayer(LinearAttentionLayer):
     """The layer of a cache that remembers the earlier tokens of a stream; the cache reorders and resets it."""
 
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("assisted generation and prompt lookup must be off, since this scheme reads earlier tokens")
+
 
 def attach(model: nn.Module, trunk: nn.Module) -> None:
     """Let a trunk hand out memories, and every module around it read out the hidden states that it returns."""
