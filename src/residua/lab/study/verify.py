@@ -2,12 +2,12 @@
 
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from residua.lab.inspection import Trace, sublayer_statistics, trace
 from residua.lab.study.definition import check_names
 from residua.lab.study.engine import open_study, train_run
 from residua.lab.study.folder import AUDITS
-from residua.lab.study.plan import Run
+from residua.lab.study.plan import Plan, Run
 from residua.lab.training.checkpoint import saved_steps
 from residua.records.folder import writable
 from residua.records.jobs import Record
@@ -94,20 +94,12 @@ def verify(
     check_names("--schemes", schemes, plan.study.schemes)
     check_names("--rungs", rungs, plan.study.rungs)
     finished = {row["key"]: row for row in rows}
-    runs = [plan.recorded(row) for row in finished.values()]
-    if strange := finished.keys() - {run.key for run in runs}:
-        raise InputError(
-            f"{out} must hold records of the study's own runs, got {len(strange)} others: {min(strange)!r}"
-        )
-    if connections:
-        runs = [run for run in runs if run.kind == "report" and finished[run.key]["val_loss"] is not None]
-        seeds = plan.study.seeds[:1] if seeds is None else seeds
+    seeds = plan.study.seeds[:1] if connections and seeds is None else seeds
     runs = [
         run
-        for run in runs
-        if (schemes is None or run.scheme in schemes)
-        and (rungs is None or run.size in rungs)
-        and (seeds is None or run.config.train.seed in seeds)
+        for run in _runs_of(plan, finished, out)
+        if not connections or (run.kind == "report" and finished[run.key]["val_loss"] is not None)
+        if _is_among(run.scheme, schemes) and _is_among(run.size, rungs) and _is_among(run.config.train.seed, seeds)
     ]
     if not runs:
         raise InputError(f"{out}: must have finished runs of these schemes, sizes and seeds, got none")
@@ -123,6 +115,19 @@ def verify(
                 lines.write({**rerun.row, "tokens": WINDOWS * run.config.train.sequence_length})
                 lines.sync()
             yield rerun
+
+
+def _runs_of(plan: Plan, finished: Mapping[str, Record], out: Path) -> list[Run]:
+    """Return the runs behind the records of a study. Raises InputError for a record that the study would not make."""
+    runs = [plan.recorded(row) for row in finished.values()]
+    if strange := finished.keys() - {run.key for run in runs}:
+        listed = f"{len(strange)} others: {min(strange)!r}"
+        raise InputError(f"{out} must hold records of the study's own runs, got {listed}")
+    return runs
+
+
+def _is_among(value: Any, choices: Sequence[Any] | None) -> bool:
+    return choices is None or value in choices
 
 
 def repeat(
