@@ -8,16 +8,7 @@ from typing import Any
 from residua.errors import InputError
 from residua.lab.training.checkpoint import saved_steps
 from residua.records.durable import remove, remove_partials, write_text
-from residua.records.folder import (
-    FREE_KEYS,
-    LOCK,
-    RunFolder,
-    flatten,
-    hold,
-    read_settings,
-    refuse_changes,
-    writable,
-)
+from residua.records.folder import FREE_KEYS, LOCK, RunFolder, flatten, hold, read_settings, refuse_changes, writable
 from residua.records.reading import write_yaml
 
 PATIENCE_SECONDS = 3.0  # the workers of a killed sweep hold their runs for a moment, until they end
