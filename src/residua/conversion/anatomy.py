@@ -120,7 +120,7 @@ def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 class Observed:
     """What one layer does with its residual, as long as it stands in place of the layer's stream.
 
-    Each of its connections is the plain residual, and the layer returns the residual that it got.
+    Each of its connections is the plain residual. `ran`: whether the layer was called.
 
     readers: the names of the modules that read before each addition; casts: those for which the layer casts the
     residual to the dtype of their weights.
@@ -132,17 +132,13 @@ class Observed:
         self.layer = layer
         self.keywords = keywords_of(layer)
         self.names = {id(part): name for name, part in layer.named_modules() if name not in opened}
-        self.incoming: Tensor | None = None
+        self.ran = False
         self.readers: list[list[str]] = []
         self.casts: set[str] = set()
         self.additions = 0
 
     def enter(self, incoming: Any, memories: None, *, checkpointed: bool) -> Flow:
-        if self.incoming is not None:
-            raise UnknownUse("runs twice in one pass")
-        if not isinstance(incoming, Tensor) or not 2 <= incoming.dim() <= 5:
-            raise UnknownUse("does not get its residual as one tensor (batch, seq, dim)")
-        self.incoming = incoming
+        self.ran = True
         connections: list[Any] = [self] * MOST_SUBLAYERS
         return Flow(rows_of(incoming), connections, [None] * MOST_SUBLAYERS, lead=lead_of(incoming))
 
@@ -172,12 +168,10 @@ class Observed:
                     f"normalises its residual after an addition ({last}): a stream would not pass the norm"
                 )
             raise UnknownUse("does not return its residual")
-        assert self.incoming is not None
-        if flows[0].shape != self.incoming.shape:
-            raise UnknownUse("changes the shape of its residual")
         if not self.readers or flows[0].carry is not None:
             raise UnknownUse("reads its residual and does not add to it")
-        plain = tuple([self.incoming.to(x.dtype) if isinstance(x, Flow) else x for x in items])
+        state = flows[0].state.reshape(flows[0].shape)
+        plain = tuple([state if isinstance(x, Flow) else x for x in items])
         return plain if isinstance(output, tuple) else plain[0]
 
     def sublayers(self) -> tuple[Sublayer, ...]:
@@ -225,8 +219,8 @@ def watched(stack: nn.ModuleList, opened: Sequence[set[str]]) -> Iterator[list[O
             release(layer)
 
 
-def observe(model: PreTrainedModel, stack: nn.ModuleList, run: Situation) -> tuple[Anatomy, list[Tensor]]:
-    """Return the anatomy of every layer of `stack`, and what `run` returns if its layers change nothing.
+def observe(model: PreTrainedModel, stack: nn.ModuleList, run: Situation) -> Anatomy:
+    """Return the anatomy of every layer of `stack`, as it runs in `run`.
 
     A module that gets the residual reads it. Where a layer does not fit so, the modules in it that read and have parts
     of their own are opened: their parts read, as in blocks that add inside.
@@ -241,20 +235,20 @@ def observe(model: PreTrainedModel, stack: nn.ModuleList, run: Situation) -> tup
     while True:
         with watched(stack, opened) as layers:
             try:
-                unchanged = run()
+                run()
                 break
             except Exception as error:  # whatever code of a layer raises that meets no tensor
-                last = max((i for i, layer in enumerate(layers) if layer.incoming is not None), default=0)
+                last = max((i for i, layer in enumerate(layers) if layer.ran), default=0)
                 compound = layers[last].compound() - opened[last]
                 if not compound:
                     known = isinstance(error, UnknownUse)
                     use = _place(stack, last) if known else "a layer needs its residual as a tensor:"
                     raise InputError(f"{name}: {use} {first_line(error)}") from error
                 opened[last] |= compound
-    missing = next((i for i, layer in enumerate(layers) if layer.incoming is None), None)
+    missing = next((i for i, layer in enumerate(layers) if not layer.ran), None)
     if missing is not None:
         raise InputError(f"{name}: {_place(stack, missing)} did not run")
-    return tuple(layer.sublayers() for layer in layers), unchanged
+    return tuple(layer.sublayers() for layer in layers)
 
 
 def _place(stack: nn.ModuleList, i: int) -> str:

@@ -104,10 +104,7 @@ def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, An
     with evaluating(model):
         ways = situations(model, inputs, changed)
         before = _outputs_of(model, ways)
-        anatomy, unchanged = observe(model, stack, partial(outputs, model, inputs, changed))
-        name = type(model).__name__
-        if same_bits(before[next(iter(ways))], unchanged):
-            raise InputError(f"{name} must have layers that matter, got the same outputs without them")
+        anatomy = observe(model, stack, partial(outputs, model, inputs, changed))
         rebuild(model, Conversion(Residual(), path, anatomy))
         try:
             after = {way: _run(model, ways[way]) for way in before}
@@ -116,8 +113,8 @@ def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, An
     for way, found in after.items():
         if not same_bits(before[way], found):
             raise InputError(
-                f"{name}: its layers were rebuilt with the plain residual, and {way} its outputs changed by up to "
-                f"{_change(before[way], found):.1e}: they use their residual in a way that is not seen"
+                f"{type(model).__name__}: its layers were rebuilt with the plain residual, and {way} its outputs "
+                f"changed by up to {_change(before[way], found):.1e}: they use their residual in a way that is not seen"
             )
     return Conversion(scheme, path, anatomy)
 
