@@ -110,7 +110,6 @@ altup:num_streams=1 | num_streams must be at least 2
 altup:active=4 | active must be 0 to 3, a stream
 altup:laurel_rank=-1 | laurel_rank must be 0 or more
 altup:weight_std=0.0 | weight_std must be a positive number
-altup:start=residual | start must be 'published' unless ends='copies' and laurel_rank=0
 attnres:block_size=0 | block_size must be at least 1
 attnres:heads=0 | heads must be at least 1
 attnres-inkling:block_size=0 | block_size must be at least 1

@@ -221,9 +221,7 @@ VARIANTS: dict[str, Scheme] = {
     "attnres-block-s3": AttentionResiduals(block_size=3),
     "altup-n3": AlternatingUpdates(num_streams=3, active=1, laurel_rank=2, weight_std=0.3),
     "altup-copies": AlternatingUpdates(laurel_rank=0, ends="copies", recompute="none"),
-    "altup-residual": AlternatingUpdates(
-        num_streams=3, laurel_rank=0, ends="copies", start="residual", recompute_every=2
-    ),
+    "altup-n3-copies": AlternatingUpdates(num_streams=3, laurel_rank=0, ends="copies", recompute_every=2),
     "attnres-inkling-s2-e2": InklingAttentionResiduals(block_size=2, separate_every=2),
     "attnres-inkling-s3-e1": InklingAttentionResiduals(block_size=3, separate_every=1),
     "attnres-inkling-e0": InklingAttentionResiduals(separate_every=0),

@@ -8,7 +8,7 @@ corrected by how far the prediction was off. L is a low-rank map parallel to the
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
@@ -19,11 +19,10 @@ from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import MeanStreams, Repeat
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
-from residua.connections.options import SeveralRows, expect_used, require_option
+from residua.connections.options import SeveralRows, require_option
 from residua.connections.phases import called
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.connections.recomputing import RecomputingScheme
-from residua.connections.sharded import on_whole_tensors
 from residua.connections.spec import TensorSpec
 from residua.errors import Natural, Positive
 from residua.ops import at_least_float32, hyper_mix, hyper_write, rms_norm
@@ -50,9 +49,6 @@ class AlternatingUpdates(RecomputingScheme):
     ends          "projections": a linear map for every stream but the first makes it from the embedding, another reads
                   it, both rescaled to the size of the first stream (Gemma 3n); "copies": the embedding is repeated and
                   the streams are averaged
-    start         "published": all weights are drawn; "residual": nothing is corrected differently from the active
-                  stream, and equal streams predict themselves, so that with ends="copies" and laurel_rank=0 the stream
-                  computes exactly the plain residual
     """
 
     title: ClassVar[str] = "AltUp with LAuReL"
@@ -65,26 +61,20 @@ class AlternatingUpdates(RecomputingScheme):
     laurel_rank: Natural = 64
     weight_std: Positive = 0.02
     ends: Literal["projections", "copies"] = "projections"
-    start: Literal["published", "residual"] = "published"
 
     def __post_init__(self):
         super().__post_init__()
         require_option(self, "active", 0 <= self.active < self.num_streams, f"0 to {self.num_streams - 1}, a stream")
-        used = self.ends == "copies" and not self.laurel_rank
-        expect_used(self, {"start": (used, "ends='copies' and laurel_rank=0")})
 
     def state_spec(self, boundary: int, dim: int) -> TensorSpec | tuple[TensorSpec, ...]:
         streams = TensorSpec((self.num_streams, dim))
         return (streams, TensorSpec((dim,))) if boundary % 2 else streams
 
     def preserving(self) -> "AlternatingUpdates":
-        """Return this scheme with start="residual" and ends="copies"; raise ValueError with LAuReL."""
-        if self.laurel_rank:
-            raise ValueError(
-                f"AlternatingUpdates: laurel_rank={self.laurel_rank}: LAuReL divides the stream by sqrt(2) and adds a "
-                "normalised term, so no start preserves the plain residual; use laurel_rank=0"
-            )
-        return replace(self, start="residual", ends="copies")
+        raise ValueError(
+            "AlternatingUpdates: no start preserves the plain residual: LAuReL divides the stream by sqrt(2) and adds "
+            "a normalised term, and the streams are predicted and corrected by weights that are drawn"
+        )
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections: list[Connection] = []
@@ -121,28 +111,6 @@ class StreamRouter(nn.Module):
         return self.norm(x)
 
 
-class Prediction(WideProjection):
-    """C(t), the n x n entries of a linear map of t; with `balanced`, entries of a row cancel in pairs.
-
-    Balanced, C X is 0 for equal streams, while its gradients differ from stream to stream.
-    """
-
-    def __init__(self, num_streams: int, *, std: float, balanced: bool):
-        self.num_streams, self.balanced = num_streams, balanced
-        super().__init__(num_streams, num_streams**2, std=std)
-
-    @on_whole_tensors
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if self.balanced:
-            n = self.num_streams
-            with torch.no_grad():
-                rows = self.weight.view(n, n, n)
-                rows[:, 1::2] = -rows[:, 0 : n - 1 : 2]
-                if n % 2:
-                    rows[:, -1] = 0
-
-
 class Laurel(nn.Module):
     """x + norm(B A x), with A: dim -> rank: (batch, seq, dim) -> the same shape. arXiv 2411.07501."""
 
@@ -170,7 +138,8 @@ class PredictConnection(Connection):
         super().__init__()
         self.scheme = scheme
         self.router = StreamRouter(scheme, dim, eps=norm_eps)
-        self.predict = Prediction(scheme.num_streams, std=scheme.weight_std, balanced=scheme.start == "residual")
+        # C(t): n x n entries, the target stream first
+        self.predict = WideProjection(scheme.num_streams, scheme.num_streams**2, std=scheme.weight_std)
         self.laurel = Laurel(scheme, dim, eps=norm_eps) if scheme.laurel_rank else None
         self.norm = norm
 
@@ -202,7 +171,7 @@ class CorrectConnection(Connection):
         # A list does not register the owner as a submodule, so the router's parameters have one name.
         self._owner = [predict]
         n = scheme.num_streams
-        self.correct = WideProjection(n, n, std=scheme.weight_std if scheme.start == "published" else 0.0)
+        self.correct = WideProjection(n, n, std=scheme.weight_std)
         self.norm = norm
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
