@@ -18,6 +18,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+os.fsync = lambda descriptor: None  # a test kills processes and not the machine, for which a disk must be waited for
 gc.disable()  # what is imported and collected stays: looking for garbage in it takes a fifth of that time
 with suppress(ModuleNotFoundError):  # `make gpu` runs tests where hypothesis may be missing, and none of them needs it
     from hypothesis import settings

@@ -1,5 +1,6 @@
 """Record which code produced a number, on which machine, and when."""
 
+import functools
 import math
 import os
 import platform
@@ -51,6 +52,7 @@ def version(package: str) -> str | None:
         return None
 
 
+@functools.cache  # the code of a process is what it loaded first
 def _commit() -> str | None:
     """Return the commit of the checkout that holds this file, with "-dirty" if files differ; None outside of one."""
     source = Path(__file__)
