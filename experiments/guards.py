@@ -53,7 +53,6 @@ RECORD = ROOT / "tests" / "guards.json"
 TIMES = Path(__file__).with_name("guards.jsonl")
 PROMISES = {
     "test_gradients_are_equal_to_the_last_bit": "replay under checkpointing",
-    "test_the_tests_exist": "the defects of the authors' code",
     "test_float64": "the authors' numbers",
     "test_a_public_bug_is_named": "the kit names what is wrong",
     "test_a_bug_of_a_stack_is_named": "the same",

@@ -148,3 +148,15 @@ def test_auto_classes_know_our_models_where_transformers_was_imported_first():
         "assert {'residua', 'residua-converted'} <= set(transformers.CONFIG_MAPPING.keys())\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.processes
+def test_importing_the_models_needs_no_device_package():
+    """triton and causal_conv1d are for some machines; the models, and all that they import, do without."""
+    code = (
+        "import sys\n"
+        "for name in ('causal_conv1d', 'fla', 'flash_attn'): sys.modules[name] = None\n"
+        "import residua.models\n"
+        "assert not any(name.startswith('residua.ops.kernels') for name in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
