@@ -133,7 +133,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         (["train", "--run", "x", "--config", "tiny", "--model.connection", "dll"], "did you mean 'ddl'?"),
         (["train", "--run", "x", "--config", "tiny", "--data.path", "no-such-folder"], "no-such-folder"),
         (["prepare", "--source", "no-such-file", "--out", "x"], "no-such-file"),
-        (["demo", "--steps", "0"], "residua: steps must be at least 1, got 0"),
+        (["demo", "--steps", "0"], "residua: --steps must be at least 1, got 0"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, expected):

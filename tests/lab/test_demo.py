@@ -127,4 +127,4 @@ def test_other_settings_in_the_same_folder_are_refused(small, tmp_path, capsys):
         assert main(["demo", "--out", str(out), "--steps", steps]) == 2
         assert f"train.steps must be 2, got {steps}" in capsys.readouterr().err
     assert main(["demo", "--out", str(out), "--steps", "0"]) == 2
-    assert "train.steps must be at least 1, got 0" in capsys.readouterr().err
+    assert "residua: --steps must be at least 1, got 0" in capsys.readouterr().err

@@ -6,9 +6,10 @@ from textwrap import wrap
 from residua.commands.base import INTERRUPTED, fail
 from residua.commands.compare import compared
 from residua.commands.signature import Output
+from residua.errors import Count
 
 
-def demo(*, out: str = "runs/demo", steps: int | None = None) -> int | Output:
+def demo(*, out: str = "runs/demo", steps: Count | None = None) -> int | Output:
     """Train ddl-tc, the plain residual and a control, and compare.
 
     Examples:
