@@ -192,27 +192,22 @@ def names(stream: Stream, model_type: str) -> dict[str, str]:
     stream: built by the scheme of this model, with its own norms. Raises ValueError for a parameter without a place
     in the model.
     """
-    dialect = _dialect(model_type)
-    parameters, places, unknown = stream.state_dict(), {}, []
+    dialect, parameters, places = _dialect(model_type), stream.state_dict(), {}
+    ends = {"expand": dialect.expand, "collapse": dialect.collapse}
     for name in parameters:
         part, _, rest = name.partition(".")
+        trunk, theirs = "", ends.get(part, {})
         if part == "connections":
             index, _, rest = rest.partition(".")
             layer, odd = divmod(int(index), 2)
             attention = dialect.separate if f"connections.{index}.key_norm.weight" in parameters else dialect.attention
-            theirs = (dialect.mlp if odd else attention).get(rest)
-            place = f"layers.{layer}.{theirs}"
-        else:
-            theirs = {"collapse": dialect.collapse, "expand": dialect.expand}[part].get(rest)
-            place = f"{theirs}"
-        if theirs is None:
-            unknown.append(name)
-        places[name] = place
-    if unknown:
-        raise ValueError(
-            f"{model_type} needs a stream of this model's scheme (dialects.scheme of its configuration), got one "
-            f"with {', '.join(unknown[:3])}"
-        )
+            trunk, theirs = f"layers.{layer}.", dialect.mlp if odd else attention
+        if rest not in theirs:
+            raise ValueError(
+                f"{model_type} needs a stream of this model's scheme (dialects.scheme of its configuration), got one "
+                f"with {name}"
+            )
+        places[name] = trunk + theirs[rest]
     return places
 
 
@@ -220,25 +215,21 @@ def load(stream: Stream, state_dict: Mapping[str, Tensor], model_type: str) -> N
     """Load the connections of a model of transformers, and its norms before sublayers, into `stream`.
 
     state_dict: of the whole model or of a part with the layers and the head of the connections; other names are
-    ignored. Raises ValueError if a parameter is missing, has another size, or occurs below more than one trunk.
+    ignored. Raises ValueError if a parameter is missing or occurs below more than one trunk, RuntimeError for one of
+    another size.
     """
     places = names(stream, model_type)
     first = next(iter(places.values()))
     trunks = [name[: -len(first)] for name in state_dict if name == first or name.endswith(f".{first}")]
     if len(trunks) != 1:
         raise ValueError(f"{model_type} must have one parameter {first!r} in the state_dict, got {len(trunks)}")
-    parameters, problems, converted = stream.state_dict(), [], {}
-    for ours, theirs in places.items():
-        tensor = state_dict.get(trunks[0] + theirs)
-        if tensor is None:
-            problems.append(f"missing: {trunks[0]}{theirs}")
-        elif tensor.numel() != parameters[ours].numel():
-            problems.append(f"{trunks[0]}{theirs} must have {parameters[ours].numel()} numbers, got {tensor.numel()}")
-        else:
-            converted[ours] = tensor.reshape(parameters[ours].shape)
-    if problems:
-        raise ValueError(f"{model_type}: the state_dict does not fit the stream: " + "; ".join(problems))
-    stream.load_state_dict(converted)
+    missing = [trunks[0] + theirs for theirs in places.values() if trunks[0] + theirs not in state_dict]
+    if missing:
+        raise ValueError(f"{model_type} must have {', '.join(missing)} in the state_dict, found none")
+    parameters = stream.state_dict()
+    stream.load_state_dict(
+        {ours: state_dict[trunks[0] + theirs].reshape(parameters[ours].shape) for ours, theirs in places.items()}
+    )
 
 
 def export(stream: Stream, model_type: str, *, trunk: str = "model.") -> dict[str, Tensor]:
