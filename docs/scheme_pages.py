@@ -225,8 +225,8 @@ def options(kind: type) -> str:
     """Return the table of a scheme's options: defaults and choices from its fields, meanings from its docstring."""
     rows = [["option", "default", "values", "meaning"]]
     for field in fields(kind):
-        choices = ", ".join(f"`{choice}`" for choice in values(kind, field.name))
-        rows.append([f"`{field.name}`", f"`{field.default!r}`", choices, escaped(meaning(kind, field.name))])
+        choices, text = escaped(values(kind, field.name)), escaped(meaning(kind, field.name))
+        rows.append([f"`{field.name}`", f"`{field.default!r}`", choices, text])
     return table(rows) if len(rows) > 1 else "It has none."
 
 

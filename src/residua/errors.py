@@ -146,7 +146,7 @@ def refusal(kind: type, name: str, value: Any) -> str | None:
     declared = types_of(kind)[name]
     expected = [] if fits(value, declared) else [words(declared)]
     if not expected and value is not None:
-        expected = [allowed.words for allowed in _ranges(kind)[name] if not allowed.holds(value)]
+        expected = [allowed.words for allowed in ranges_of(kind)[name] if not allowed.holds(value)]
     return f"must be {expected[0]}, got {shown(value)}" if expected else None
 
 
@@ -176,7 +176,7 @@ Share = Annotated[float, Range("a number in [0, 1]", lambda x: 0 <= x <= 1)]
 
 
 @functools.cache
-def _ranges(kind: type) -> dict[str, list[Range]]:
+def ranges_of(kind: type) -> dict[str, list[Range]]:
     """Return the ranges that a class declares, by the names of its fields."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: [part for part in _parts(hint) if isinstance(part, Range)] for name, hint in hints.items()}

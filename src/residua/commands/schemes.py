@@ -8,12 +8,11 @@ from functools import cache
 from importlib import resources
 from inspect import cleandoc
 from textwrap import TextWrapper, indent
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from residua.commands.signature import Output
 from residua.connections.names import SCHEMES, canonical
-from residua.errors import InputError, Range, first_line
+from residua.errors import InputError, first_line, ranges_of, types_of, words
 
 if TYPE_CHECKING:
     from residua.connections import Scheme
@@ -124,7 +123,7 @@ def _explained(name: str) -> Output:
     parts.append(f"paper: {scheme.source}")
     parts += [WRAP.fill(f"cost: {cost}"), WRAP.fill(f"who runs it: {kind.users or 'not known'}")]
     for option in sorted(record["all_options"], key=lambda option: _place(kind, option)):
-        default = f"(default: {option['default']}; {', '.join(option['values'])})"
+        default = f"(default: {option['default']}; {option['values']})"
         parts.append("\n" + WRAP.fill(f"{option['name']} = {option['value']} {default}"))
         parts.append(indent(WRAP.fill(option["meaning"]), "    "))
     if rows:
@@ -185,20 +184,9 @@ def meanings(kind: "type[Scheme]") -> dict[str, str]:
     return {name: " ".join(text.split()) for names, text in lines for name in names.split(", ")}
 
 
-def values(kind: "type[Scheme]", option: str) -> list[str]:
-    """Return the choices of an option, or the types of its values and their ranges."""
-    return _values(get_type_hints(kind, include_extras=True)[option])
-
-
-def _values(annotation: Any) -> list[str]:
-    if get_origin(annotation) is Literal:
-        return [repr(choice) for choice in get_args(annotation)]
-    if get_origin(annotation) in (Union, UnionType):
-        return [value for part in get_args(annotation) for value in _values(part)]
-    if get_origin(annotation) is Annotated:
-        ranges = [part.words for part in annotation.__metadata__ if isinstance(part, Range)]
-        return [f"{kind} ({', '.join(ranges)})" for kind in _values(get_args(annotation)[0])]
-    return ["None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))]
+def values(kind: "type[Scheme]", option: str) -> str:
+    """Return the values of an option in words: its choices, or its types and their ranges."""
+    return ", ".join([words(types_of(kind)[option]), *(allowed.words for allowed in ranges_of(kind)[option])])
 
 
 def own_results(kind: "type[Scheme]") -> tuple[list[str], list[list[str]]]:
