@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from residua.connections.attnres import DepthRead, SourcesScheme, attention_weights, summed, with_output
 from residua.connections.base import Carry, Connection, Norm, State, Stream
-from residua.connections.ends import Copies
+from residua.connections.ends import Copies, LastOf
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
 from residua.connections.spec import TensorSpec
@@ -65,13 +65,6 @@ class DeltaAttentionResiduals(SourcesScheme):
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [DeltaDepthConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Copies(2), connections, LastOf())
-
-
-class LastOf(nn.Module):
-    """The readout: the stream itself. A tuple of tensors (batch, seq, dim) -> (batch, seq, dim)."""
-
-    def forward(self, state: tuple[Tensor, ...], memory: Memory | None = None) -> Tensor:
-        return state[-1]
 
 
 class DeltaDepthConnection(Connection):

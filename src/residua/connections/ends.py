@@ -40,6 +40,13 @@ class Copies(nn.Module):
         return (x,) * self.count
 
 
+class LastOf(nn.Module):
+    """The readout of the last of several tensors: a tuple of tensors, the last (batch, seq, dim) -> that one."""
+
+    def forward(self, state: tuple[Tensor, ...], memory: Memory | None = None) -> Tensor:
+        return state[-1]
+
+
 class OnlyStream(nn.Module):
     """The compressor of a state with a single stream. (batch, seq, 1, dim) -> (batch, seq, dim)."""
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, Norm, State, Stream
+from residua.connections.ends import LastOf
 from residua.connections.facts import Mixing
 from residua.connections.gates import logit
 from residua.connections.hyper import MixingCoefficients, MixingConnection
@@ -88,7 +89,7 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
         if self.pre == "own":
             return super().assemble(dim, num_sublayers, norm, norm_eps)
         connections = [SinglePassConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
-        return Stream(FirstStream(self.expander(dim)), connections, LastRead())
+        return Stream(FirstStream(self.expander(dim)), connections, LastOf())  # the x that the last sublayer has read
 
     def connection(self, dim: int, index: int, norm: nn.Module, norm_eps: float) -> "DeepSeekConnection":
         return DeepSeekConnection(self, dim, index, norm, norm_eps=norm_eps)
@@ -168,10 +169,3 @@ class FirstStream(nn.Module):
     def forward(self, x: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
         streams = self.expand(x)
         return streams, streams[..., 0, :]
-
-
-class LastRead(nn.Module):
-    """The readout of `pre="previous"`: the x that the last sublayer has read. (batch, seq, dim)."""
-
-    def forward(self, state: tuple[Tensor, Tensor], memory: Memory | None = None) -> Tensor:
-        return state[1]
