@@ -69,7 +69,8 @@ def reached(library: str) -> set[str]:
     """
     names = set()
     for file in Path(residua.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if library in text else ():
             if isinstance(node, ast.ImportFrom) and node.module:
                 names |= {f"{node.module}.{name.name}" for name in node.names}
             elif isinstance(node, ast.Attribute):
