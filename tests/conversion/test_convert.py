@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import math
 import pickle
 import re
@@ -167,8 +168,13 @@ def parallel(name):
     return model_of(config, num_key_value_heads=2, intermediate_size=24, **options)
 
 
-@pytest.mark.parametrize("connection", [*PRESERVING, {"preset": "lambdas", "z": None, "backout": None}])
-@pytest.mark.parametrize("family", ["cohere", "cohere2", "stablelm", "longcat_flash"])
+@pytest.mark.parametrize(
+    ("family", "connection"),
+    [
+        *(("cohere", connection) for connection in (*PRESERVING, {"preset": "lambdas", "z": None, "backout": None})),
+        *itertools.product(("cohere2", "stablelm", "longcat_flash"), ("residual", "mhc", "attnres-block")),
+    ],
+)
 def test_every_scheme_that_preserves_takes_what_is_added_in_two_steps(family, connection):
     model = parallel(family)
     ids = IDS.clamp(max=model.config.vocab_size - 1)
@@ -278,8 +284,13 @@ def test_a_layer_that_keeps_its_residual_in_float32_changes_no_bit(family, dtype
     assert torch.equal(opened(IDS).logits, before.logits)
 
 
-@pytest.mark.parametrize("connection", PRESERVING)
-@pytest.mark.parametrize("family", MAMBAS)
+@pytest.mark.parametrize(
+    ("family", "connection"),
+    [
+        *(("mamba2", connection) for connection in PRESERVING),
+        *itertools.product(("mamba", "falcon_mamba"), ("residual", "mhc")),
+    ],
+)
 def test_every_scheme_that_preserves_keeps_the_residual_in_float32(family, connection):
     model = residua.convert(tiny(family).bfloat16(), connection)
     out = model(IDS, labels=IDS, output_hidden_states=True)
