@@ -38,9 +38,12 @@ MARKED_FILES = {
     "conversion/test_convert_families.py": "slow",
     "models/test_foreign_tools.py": "slow",
     "models/test_transformers_testers.py": "slow",
+    "test_mup_check.py": "slow",
 }
 MARKED_FIXTURES = {"browser": "browser", "start": "processes"}
 
+# Single tests of these take minutes. They come first, so that no worker is left with one when all else is done.
+LONGEST = ("test_docs.py", "test_first_run.py", "test_links.py")
 
 # In these folders `make check` tries every preset; elsewhere, of a test for most presets, those of `variants.KINDS`.
 ALL_PRESETS = ("connections", "ops")
@@ -70,6 +73,7 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     from support.variants import KINDS, NON_CAUSAL, PRESETS, VARIANTS  # after the environment is set
 
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     tests = Path(__file__).parent
     variants = {*VARIANTS, *NON_CAUSAL}
     texts = [{value for value in _parameters(item).values() if isinstance(value, str)} for item in items]

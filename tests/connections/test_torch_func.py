@@ -12,9 +12,12 @@ from residua import Scheme, ops
 from residua.connections import PRESETS
 from residua.ops import transforms
 from support.tolerances import assert_close
-from support.variants import ALL, bare_sublayers, perturbed
+from support.variants import ALL, KINDS, bare_sublayers, perturbed
 
 DIM, SUBLAYERS, SEQ = 8, 2, 3
+every_preset = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.variant) for name in PRESETS]
+)
 
 
 class Alone(nn.Module):
@@ -34,7 +37,7 @@ def sequences(count: int) -> Tensor:
     return torch.randn(count, SEQ, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@every_preset
 def test_transforms_are_what_loops_compute(name):
     model = Alone(ALL[name])
     batch, tangent = sequences(2), sequences(3)[2]
@@ -52,7 +55,7 @@ def test_transforms_are_what_loops_compute(name):
     assert_close(batched, jacobian, what="a batch of gradients")
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@every_preset
 def test_gradients_of_every_parameter_for_every_sequence(name):
     model, batch = Alone(ALL[name]), sequences(2)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -157,6 +157,7 @@ def test_only_converted_models_are_saved_in_another_way_and_only_two_auto_classe
     assert opening == {"AutoModel", "AutoModelForCausalLM"}
 
 
+@pytest.mark.slow
 def test_a_model_for_another_task_takes_the_connections(tmp_path):
     model = converted("hc", torch.float32)
     residua.save_connection(model, tmp_path / "connection")

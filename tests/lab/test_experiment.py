@@ -158,6 +158,7 @@ def test_a_run_trains_evaluates_and_can_be_opened_again(config, tmp_path):
     assert opened.tokenizer.decode(opened.tokenizer.encode("Text")) == "Text"
 
 
+@pytest.mark.slow
 def test_a_second_held_out_text_is_evaluated_and_changes_no_step(config, text, prepared, tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(40):

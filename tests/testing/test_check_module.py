@@ -212,6 +212,7 @@ def failures(adapter) -> str:
 FIRST = "^not one of the known mistakes; the first difference is in "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "words"),
     [
@@ -370,6 +371,7 @@ def test_bfloat16_is_blamed_for_nothing_else(adapter):
     assert "bfloat16" not in failures(adapter)
 
 
+@pytest.mark.slow
 def test_a_second_mistake_is_not_made_up():
     said = failures(Block("writes its input"))
     assert "doubly stochastic" not in said

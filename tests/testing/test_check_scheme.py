@@ -357,7 +357,7 @@ def test_options_must_come_back_from_a_file():
 @pytest.mark.parametrize(
     "scheme",
     [
-        EDelta(context="sequence"),
+        pytest.param(EDelta(context="sequence"), marks=pytest.mark.slow),
         PooledHouseholder(context="sequence"),
         DeepDelta(init="authors"),  # a bias of one random number
         AttentionResiduals(heads=8),

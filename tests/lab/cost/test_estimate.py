@@ -157,6 +157,7 @@ def test_an_estimate_adds_up():
     assert found.tokens == config.train.steps * 16 * 128
 
 
+@pytest.mark.slow
 def test_muon_keeps_one_moment_of_the_matrices_of_attention_and_mlp():
     adamw, muon = (load_config("tiny", [f"--train.optimizer={name}"]) for name in ("adamw", "muon"))
     adamw, muon = (estimate(config, model_config(config)) for config in (adamw, muon))

@@ -50,6 +50,7 @@ def test_shuffled_needs_no_table(size, keys):
     assert np.array_equal(shuffled(positions[7:9], size, keys), images[7:9])  # each alone as in company
 
 
+@pytest.mark.slow
 def test_every_window_comes_at_every_position_equally_often():
     windows, epochs = 7, 4200
     batches = Batches(Counting(windows * 8 + 8), windows, 8, seed=0)

@@ -241,6 +241,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt"]
 
 
+@pytest.mark.slow
 def test_the_reflection_keeps_its_size_and_has_no_order():
     """A single position: nothing to be causal about, and a cosine in the place of scores by position."""
     settings = replace(TINY, features=16)

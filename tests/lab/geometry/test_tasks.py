@@ -17,6 +17,7 @@ def points(name, **sizes):
     return torch.cat((inputs, targets[:, -1:]), dim=1).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dim", "length", "num_train", "num_val"),
     [

@@ -122,6 +122,7 @@ def test_a_model_of_another_kind_and_a_value_of_another_shape_are_one_line():
             logits(model)
 
 
+@pytest.mark.slow
 def test_a_value_that_no_state_gives_is_one_line():
     """This readout ends in a norm, so its length has an upper end."""
     model = tiny_model("gated-residual")

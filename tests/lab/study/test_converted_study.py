@@ -74,6 +74,7 @@ def test_a_converted_model_is_studied_like_one_from_scratch(data, tmp_path, caps
     assert "another set (" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_steps_of_converted_models_are_timed_and_counted(base, data, tmp_path):
     plan = Plan(load_study(str(written(tmp_path, base))), data)
     configs = {name: plan.config("small", name) for name in plan.study.schemes}

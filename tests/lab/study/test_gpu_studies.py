@@ -23,6 +23,7 @@ def planned(monkeypatch):
     return plan
 
 
+@pytest.mark.slow
 def test_ten_million_parameters_take_25_minutes(planned):
     tokens = records("resbench/records.jsonl")[0]["facts"]["data"]["train_tokens"]
     plan = planned("resbench-gpu.yaml", 2048, tokens)

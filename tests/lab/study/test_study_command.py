@@ -357,6 +357,7 @@ def test_costs_count_what_a_matrix_product_does_not(data):
     assert measure(configs_of(narrow), "residual", rounds=1, peak=False)[0]["kept_bytes"] < plain["kept_bytes"]
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_timed_beside_the_costs_and_do_not_replace_them(data, tmp_path, monkeypatch):
     plan, compiled = Plan(study(**SMALLEST), data), []
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)

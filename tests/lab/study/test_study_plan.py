@@ -321,6 +321,7 @@ def test_a_size_may_have_other_tokens_and_fewer_seeds_and_questions_add_none_the
     assert len(runs) <= plan.most
 
 
+@pytest.mark.slow
 def test_finalists_are_trained_in_full_and_the_best_of_them_is_reported(data):
     """A search that favours 0.032 in short runs, where 0.016 is better in full."""
     tuning = {**DOCUMENT["tuning"], "runs": 6, "baseline_runs": 6, "length": 0.5, "finalists": 2}

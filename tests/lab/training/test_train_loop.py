@@ -123,6 +123,7 @@ def test_bfloat16_runs_under_autocast_with_weights_in_float32(tmp_path, fit, row
     assert half == pytest.approx(full, rel=0.05)
 
 
+@pytest.mark.slow
 def test_compile_is_for_the_forward_alone(tmp_path, fit, rows, monkeypatch):
     """The weights are saved under the names of the model itself."""
     compiled = []
