@@ -59,11 +59,12 @@ CASES = {
 
 @pytest.mark.parametrize("name", OPS)
 def test_derivatives_are_those_of_finite_differences(name):
-    """Of every number, and along one direction where there are many. CASES have the second of every number."""
+    """Of every number, or more sharply along one direction where there are many, in which a number has a small share.
+    CASES have the second of every number."""
     op, shapes = OPS[name]
     inputs = [normal(generator(i), *shape).requires_grad_() for i, shape in enumerate(shapes)]
     many = sum(x.numel() for x in inputs) > 80
-    assert torch.autograd.gradcheck(op, inputs, fast_mode=many)
+    assert torch.autograd.gradcheck(op, inputs, fast_mode=many, atol=1e-7, rtol=1e-6)
     assert torch.autograd.gradgradcheck(op, inputs, fast_mode=many)
 
 
