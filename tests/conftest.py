@@ -24,7 +24,7 @@ with suppress(ModuleNotFoundError):  # `make gpu` runs tests where hypothesis ma
     from hypothesis import settings
 
     settings.register_profile("residua", deadline=None, derandomize=True)
-    settings.register_profile("quick", settings.get_profile("residua"), max_examples=10)  # of `make check`
+    settings.register_profile("quick", settings.get_profile("residua"), max_examples=5)  # of `make check`
     settings.load_profile("residua")
 
 # A test gets a mark from the file that it is in, from a fixture that it uses, or from a decorator of its own.

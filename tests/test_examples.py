@@ -63,6 +63,7 @@ def test_a_module_of_ones_own_is_checked(capsys):
     assert "FAILED" not in right
 
 
+@pytest.mark.slow
 def test_a_scheme_of_ones_own_starts_as_the_plain_residual_and_trains(capsys, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES / "custom_scheme")
     for table in ("SCHEMES", "PRESETS"):  # other tests find the names as they were

@@ -315,6 +315,7 @@ def test_what_reads_the_data_of_a_run_refuses_other_data(replaced, config, tmp_p
         run(again, replaced, resume=True, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("evaluate",), ("explore", "--no-page", "--tokens", "3")], ids=lambda c: c[0])
 def test_a_run_that_was_copied_is_read_with_its_data_where_they_are_now(command, config, prepared, tmp_path, capsys):
     """Beside it as before, or where --data says; the data of another run are refused."""
@@ -339,6 +340,7 @@ def test_a_run_that_was_trained_on_is_compared_as_another(config, tmp_path):
     assert Run.read(tmp_path / "run").settings["train.steps"] == f"{STEPS}, then {2 * STEPS}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["runü", "run\udcfc"])
 def test_a_folder_whose_name_tensorboard_cannot_write_is_said(name, config, tmp_path, monkeypatch, capsys):
     """In the C locale, names that are not ASCII reach Python as half surrogates."""
@@ -358,6 +360,7 @@ def test_a_run_keeps_the_tokenizer_that_made_its_tokens(replaced, prepared, tmp_
         shutil.rmtree(tmp_path / "data", ignore_errors=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["no end of text", "missing"])
 def test_a_run_without_its_tokenizer_and_its_data_is_refused(damage, replaced):
     tokenizer = replaced / "tokenizer"

@@ -180,6 +180,7 @@ def test_every_file_forged_in_every_way(forgery, file, place, capsys):
             assert_refused(capsys, arguments(command, place), place)
 
 
+@pytest.mark.slow
 def test_what_was_not_forged_opens(place, capsys):
     shutil.copytree(place / "run", place / "other")
     for command in dict.fromkeys(command for commands in READERS.values() for command in commands):

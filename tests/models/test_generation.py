@@ -15,7 +15,7 @@ from residua.models.memory import CACHE, cache_slots
 from support.converted_models import llama
 from support.tiny_models import EOS, PAD, VOCAB, left_padded, prompt, tiny_model
 from support.tolerances import assert_close
-from support.variants import LOOKING_BACK, PRESETS
+from support.variants import KINDS, LOOKING_BACK, PRESETS
 
 # Every preset, and what looks back in other ways than they do; "+kv3": with keys and values that are convolved.
 CONVOLVED = ["residual+kv3", "ddl-tc+kv3"]
@@ -24,7 +24,12 @@ every_scheme = pytest.mark.parametrize("name", NAMES)
 # The cache is more than keys and values for schemes that look back. For all others generation calls what
 # test_causality_and_padding.py shows to be a function of one token, so two of them stand for all.
 keeping = pytest.mark.parametrize(
-    "name", [name for name in NAMES if name in {"residual", "mudd", *LOOKING_BACK, *CONVOLVED}]
+    "name",
+    [
+        pytest.param(name, marks=() if name in {*KINDS, *CONVOLVED} else pytest.mark.variant)
+        for name in NAMES
+        if name in {"residual", "mudd", *LOOKING_BACK, *CONVOLVED}
+    ],
 )
 # eos_token_id -1 is never produced: texts run to their full length unless a test is about their end.
 PLAIN = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": -1, "pad_token_id": PAD}

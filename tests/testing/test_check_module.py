@@ -357,6 +357,7 @@ def test_a_likely_mistake_is_named(adapter, words):
         check_module(adapter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "adapter",
     [

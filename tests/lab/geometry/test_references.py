@@ -80,6 +80,7 @@ def test_on_the_published_stability():
     assert found["running-mean"]["loss"] == pytest.approx(1.045e-6, rel=0.01)
 
 
+@pytest.mark.slow
 def test_on_the_published_near_pi():
     found = rows("near-pi")
     assert found["zero"]["loss"] == pytest.approx(1.562e-2, rel=1e-3)
@@ -90,6 +91,7 @@ def test_on_the_published_near_pi():
     assert found["solved"]["loss"] < 1e-15
 
 
+@pytest.mark.slow
 def test_on_the_published_near_pi_multi():
     found = rows("near-pi-multi")
     assert found["copy"]["loss"] == pytest.approx(6.25e-2, rel=1e-3)

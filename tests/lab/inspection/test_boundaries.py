@@ -45,6 +45,7 @@ def test_what_was_read_is_written_back_bit_for_bit(name):
     assert len(shapes) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_value_at_the_last_boundary_gives_its_logits(name):
     model, changed = tiny_model(name), []
