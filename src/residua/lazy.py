@@ -1,26 +1,40 @@
-"""Packages that load nothing until a name in them is used (PEP 562)."""
+"""Packages that load nothing until a name in them is used (PEP 562).
 
-from collections.abc import Callable, Sequence
+Their names stand once, in a stub that imports each of them, as type checkers need it:
+
+    from residua.connections.norm import RMSNorm as RMSNorm
+"""
+
+import re
+from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 
-def attributes(
-    package: str, names: Sequence[str], modules: Sequence[str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and `__dir__` of a package that offers `names` from its `modules`.
-
-    A name is looked up in the modules in order, so the light ones belong first. The modules themselves are attributes
-    too. For type checkers the package imports the same names under `if TYPE_CHECKING`.
-    """
+def attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the `__getattr__`, `__dir__` and `__all__` of a package with a stub. Its modules are attributes too."""
+    places = offered(package)
 
     def get(name: str) -> Any:
-        if name in modules:
-            return import_module(f"{package}.{name}")
-        for module in modules if name in names else ():
-            offered = import_module(f"{package}.{module}")
-            if hasattr(offered, name):
-                return getattr(offered, name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if places.get(name, ".") != ".":
+            return getattr(import_module(places[name]), name)
+        if find_spec(f"{package}.{name}") is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return import_module(f"{package}.{name}")
 
-    return get, lambda: sorted({*names, *modules, "__all__", "__doc__", "__name__", "__path__", "__version__"})
+    return get, lambda: sorted({*places, "__all__", "__doc__", "__name__", "__path__", "__version__"}), sorted(places)
+
+
+def offered(package: str) -> dict[str, str]:
+    """Return the names in the stub of a package, and the modules that they come from; none without a stub.
+
+    "." stands for the package, of which the name is a module.
+    """
+    stub = Path(__file__).parent.joinpath(*package.split(".")[1:], "__init__.pyi")
+    text = stub.read_text(encoding="utf-8") if stub.is_file() else ""
+    places = {name: module for module, name in re.findall(r"(?m)^from (\S+) import (\w+) as", text)}
+    for module in re.findall(r"(?m)^from (\S+) import \*", text):
+        places |= offered(module)
+    return places

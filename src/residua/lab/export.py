@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
+from residua import lazy
 from residua.conversion.configuration import MODEL_TYPE, ConvertedConfig
 from residua.conversion.opening import context_of, quiet
 from residua.errors import InputError, RunError, extra, first_line
@@ -275,19 +276,6 @@ def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
             lines += [f"from .{_file(inner)} import __name__ as {name}", f"{name} = __import__('sys').modules[{name}]"]
             modules.append(inner)
         else:
-            names.setdefault(_offered(node.module).get(alias.name, node.module), []).append(ast.unparse(alias))
+            names.setdefault(lazy.offered(node.module).get(alias.name, node.module), []).append(ast.unparse(alias))
     lines += [f"from .{_file(module)} import {', '.join(chosen)}" for module, chosen in names.items()]
     return lines, [*modules, *names]
-
-
-def _offered(module: str) -> dict[str, str]:
-    """Return by name the modules from which a lazy package offers its names: what it imports for type checkers."""
-    source = _source(module)
-    if source is None or source.name != "__init__.py":
-        return {}
-    statements = ast.parse(source.read_text(encoding="utf-8")).body
-    blocks = (
-        block.body for block in statements if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-    )
-    imports = (statement for block in blocks for statement in block if isinstance(statement, ast.ImportFrom))
-    return {alias.name: statement.module or "" for statement in imports for alias in statement.names}

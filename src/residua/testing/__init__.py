@@ -7,36 +7,6 @@ Both are a pytest plugin too, with one test for each check: `residua.testing.plu
 nothing; torch is imported with the first name that is asked of it.
 """
 
-from typing import TYPE_CHECKING
-
 from residua import lazy
 
-if TYPE_CHECKING:
-    from residua.testing.adapter import ConnectionAdapter, StreamAdapter
-    from residua.testing.agreement import TOLERANCES, agree, assert_close
-    from residua.testing.checks import SPECIFICATION, CheckFailed, NotChecked, Report
-    from residua.testing.contract import CONTRACT, check_scheme
-    from residua.testing.inputs import bare_sublayers, normal, perturbed
-    from residua.testing.module import check_module
-
-__all__ = [
-    "CONTRACT",
-    "SPECIFICATION",
-    "TOLERANCES",
-    "CheckFailed",
-    "ConnectionAdapter",
-    "NotChecked",
-    "Report",
-    "StreamAdapter",
-    "agree",
-    "assert_close",
-    "bare_sublayers",
-    "check_module",
-    "check_scheme",
-    "normal",
-    "perturbed",
-]
-
-__getattr__, __dir__ = lazy.attributes(
-    __name__, __all__, ["agreement", "checks", "inputs", "adapter", "contract", "module"]
-)
+__getattr__, __dir__, __all__ = lazy.attributes(__name__)

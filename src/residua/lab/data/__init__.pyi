@@ -1,0 +1,9 @@
+from residua.lab.data.batches import Batches as Batches
+from residua.lab.data.batches import HeldOutBatches as HeldOutBatches
+from residua.lab.data.preparation import prepare as prepare
+from residua.lab.data.shards import PreparedData as PreparedData
+from residua.lab.data.shards import Tokens as Tokens
+from residua.lab.data.sources import open_corpus as open_corpus
+from residua.lab.data.tokenizer import byte_tokenizer as byte_tokenizer
+from residua.lab.data.tokenizer import load_tokenizer as load_tokenizer
+from residua.lab.data.tokenizer import train_bpe as train_bpe

@@ -1,0 +1,15 @@
+from residua.testing.adapter import ConnectionAdapter as ConnectionAdapter
+from residua.testing.adapter import StreamAdapter as StreamAdapter
+from residua.testing.agreement import TOLERANCES as TOLERANCES
+from residua.testing.agreement import agree as agree
+from residua.testing.agreement import assert_close as assert_close
+from residua.testing.checks import SPECIFICATION as SPECIFICATION
+from residua.testing.checks import CheckFailed as CheckFailed
+from residua.testing.checks import NotChecked as NotChecked
+from residua.testing.checks import Report as Report
+from residua.testing.contract import CONTRACT as CONTRACT
+from residua.testing.contract import check_scheme as check_scheme
+from residua.testing.inputs import bare_sublayers as bare_sublayers
+from residua.testing.inputs import normal as normal
+from residua.testing.inputs import perturbed as perturbed
+from residua.testing.module import check_module as check_module
