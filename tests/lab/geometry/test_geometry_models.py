@@ -146,7 +146,7 @@ def test_any_preset_and_any_option_can_be_named():
     ("name", "expected"),
     [
         ("edelta-tokn", "did you mean edelta-token?"),
-        ("nothing-like-it", "residual"),
+        ("nothing-like-it", "`residua schemes` lists all"),
         ("ddl:beta_int=1", "beta_init"),
         ("ddl:beta_init=3", "beta_init"),
         ("ddl:beta_init", "OPTION=VALUE"),
