@@ -59,9 +59,9 @@ class Function(NamedTuple):
 
 
 def lines(folder: Path) -> dict[str, int]:
-    """Lines of Python below each folder of a folder, and in the modules beside them."""
+    """Lines of Python, stubs too, below each folder of a folder, and in the modules beside them."""
     counts: Counter[str] = Counter()
-    for path in folder.rglob("*.py"):
+    for path in (*folder.rglob("*.py"), *folder.rglob("*.pyi")):
         first, *rest = path.relative_to(folder).parts
         counts[first if rest else "modules"] += len(path.read_text(encoding="utf-8").splitlines())
     return dict(sorted(counts.items()))
