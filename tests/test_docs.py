@@ -118,7 +118,9 @@ def test_the_commands_run(monkeypatch, tmp_path, capsys):
     (tmp_path / "runs").mkdir()
     for name, recipe in residua.lab.demo.RECIPES.items():
         tiny = tmp_path / f"{name}.yaml"
-        tiny.write_text(load_config(recipe, [*TINY, "--data.path=data"]).to_yaml(), encoding="utf-8")
+        tiny.write_text(
+            load_config(recipe, [*TINY, "--data.path=data", "--train.warmup_steps=0"]).to_yaml(), encoding="utf-8"
+        )
         monkeypatch.setitem(residua.lab.demo.RECIPES, name, str(tiny))
     seen = set()
     for command in commands():
