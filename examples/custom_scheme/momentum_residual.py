@@ -8,8 +8,6 @@ pyproject.toml beside this file declares the scheme in the entry-point group `re
 
     pip install examples/custom_scheme
     residua train --config tiny --model.connection momentum --data.source stdlib --run runs/momentum
-
-After that the name `momentum` works wherever a preset's does, and checkpoints remember the package.
 """
 
 from dataclasses import dataclass
@@ -73,6 +71,9 @@ class Momentum(residua.Scheme):
 
     def state_spec(self, boundary, dim):
         return TensorSpec((2, dim))
+
+    def preserving(self):
+        return self
 
     def assemble(self, dim, num_sublayers, norm, norm_eps):
         connections = [MomentumConnection(norm(i), first=i == 0) for i in range(num_sublayers)]

@@ -191,7 +191,7 @@ class Readout:
 class Stream(nn.Module):
     """A built scheme: `expand` makes the state, `connections` (one per sublayer) update it, `collapse` reads it out.
 
-    `expand` and `collapse` take their input and, if they need earlier tokens, a `Memory` or None.
+    `expand` and `collapse` take their input and a `Memory` or None.
     """
 
     scheme: "Scheme | None" = None  # what built this stream, and its width; `Scheme.build` sets them
