@@ -248,5 +248,5 @@ def test_what_beta_writes_has_no_start_that_preserves():
 
 
 def test_ddl_points_to_it_where_a_start_must_preserve():
-    with pytest.raises(ValueError, match=r"gated-delta .* starts as x \+ h"):
+    with pytest.raises(ValueError, match=r"gated-delta.* starts as x \+ h"):
         DeepDelta().preserving()
