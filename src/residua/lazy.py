@@ -34,7 +34,4 @@ def offered(package: str) -> dict[str, str]:
     """
     stub = Path(__file__).parent.joinpath(*package.split(".")[1:], "__init__.pyi")
     text = stub.read_text(encoding="utf-8") if stub.is_file() else ""
-    places = {name: module for module, name in re.findall(r"(?m)^from (\S+) import (\w+) as", text)}
-    for module in re.findall(r"(?m)^from (\S+) import \*", text):
-        places |= offered(module)
-    return places
+    return {name: module for module, name in re.findall(r"(?m)^from (\S+) import (\w+) as", text)}
