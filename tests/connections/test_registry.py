@@ -332,6 +332,8 @@ def test_a_built_in_name_stays_residuas(declare):
         resolve({"scheme": "mhc", "package": "half_shadow"})
     with pytest.raises(ValueError, match="Half has no name"):
         describe(theirs.Half())
+    with pytest.warns(UserWarning, match="the scheme 'mhc' of the package 'half_shadow', got that of 'residua'"):
+        residua.schemes()
 
 
 @pytest.mark.parametrize("order", [1, -1])

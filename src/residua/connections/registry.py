@@ -108,7 +108,7 @@ def schemes() -> dict[str, Scheme]:
     """
     for point in entry_points():
         try:
-            _find("preset", point.name, None)
+            _find("preset", point.name, package_of(point) if point.name in names.PRESETS else None)
         except ValueError as error:
             warnings.warn(str(error), stacklevel=2)
     return PRESETS
