@@ -410,7 +410,7 @@ def gradient_checkpointing(adapter: Adapter) -> None:
 def large_logits(adapter: Adapter) -> None:
     """Values and gradients stay finite in float32 if ours do: parameters ten times as large."""
     pair = Pair(adapter, dtype=torch.float32)
-    large = {name: (10 * value).detach().requires_grad_() for name, value in pair.ours.items()}
+    large = Ours((name, (10 * value).detach().requires_grad_()) for name, value in pair.ours.items())
     finite = {}
     for side, call in (("ours", pair.reference), ("theirs", pair.candidate)):
         out = call(large, pair.state(), pair.sublayers())
