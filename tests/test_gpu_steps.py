@@ -96,7 +96,7 @@ def test_every_benchmark_is_one_that_its_command_takes(dry, gpu, tmp_path, monke
     commands = [step.command[2:] for step in steps if {"cost", "benchmarks"} & set(step.command)]
     monkeypatch.setattr("benchmarks.__main__.measure", lambda benchmark, settings, out: measured.append(settings.steps))
     monkeypatch.setattr(cost, "measured", lambda config, names, **_: measured.append(names) or [])
-    monkeypatch.setattr(cost, "_steps", lambda records: ([], []))
+    monkeypatch.setattr(cost, "_steps", lambda records: (["scheme"], []))
     measured, kinds = [], set()
     place.out.mkdir(exist_ok=True)
     for command in commands:

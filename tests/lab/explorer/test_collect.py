@@ -67,7 +67,7 @@ def test_a_run_gets_a_trace_of_its_newest_checkpoint_once(a_run, tmp_path, capsy
     assert main(["explore", str(a_run), "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert str(out) in said.out
-    assert "no trace" in said.err
+    assert "measuring its connections on held-out text" in said.err
     saved = a_run / "analysis" / "trace-step-4.safetensors"
     trace = Trace.load(saved)
     (shown,) = read(out)["traces"]

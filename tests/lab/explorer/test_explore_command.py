@@ -65,7 +65,7 @@ def test_the_newest_checkpoint_reads_the_validation_data(capsys, run):
     text = output(capsys, run)
     assert text.startswith("ddl-cc, step 4, the first 16 tokens of the validation data, loss ")
     assert "1 attention" in text
-    assert "beta" in text.splitlines()[1]
+    assert "beta" in text.splitlines()[2]
     path = run / "analysis" / "trace-step-4.safetensors"
     assert f"trace: {path}" in text
     found = Trace.load(path)
