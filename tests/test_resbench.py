@@ -598,3 +598,34 @@ def test_what_the_audits_say_of_the_gates(study):
     assert [round(sub["reflection"], 2) for sub in (most, second)] == [0.93, 0.51]
     assert all(sub["reflection"] < 0.02 for sub in others)
     assert [round(most[name], 1) for name in ("erase_norm", "write_norm")] == [0.6, 8.3]
+
+
+# Five fresh seeds
+
+
+def test_the_lead_of_the_convolution_on_fresh_seeds(study):
+    fresh = read_results(EXPERIMENTS / "resbench-fresh")
+    earlier = {run["seed"] for run in records("resbench/records.jsonl")}
+    assert not earlier & {*fresh.study.seeds}
+    assert {name for named in fresh.corrected for name in named if fresh.corrected[named].clear} == {
+        *("0.1M", "residual", "residual+tc", "lambdas", "lambdas+tc")
+    }
+    assert not any(difference.seen != difference.clear for difference in fresh.corrected.values())
+    ends = {}
+    for row in fresh.rows:
+        assert row.transitions == [None] * 5
+        labels = [run["split"][-1][1:] for run in row.reported]
+        repeated, other = map(statistics.fmean, zip(*labels))
+        ends[row.scheme] = repeated, other, row.loss.mean
+        earlier_row = study.row("0.1M", row.scheme)
+        settings = ("train.lr", "model.embedding_init_std", "model.hidden_init_std_factor")
+        now = {**fresh.study.set, **fresh.study.schemes[row.scheme].keys, **row.point}
+        assert resolve(row.connection) == resolve(earlier_row.connection) or row.scheme == "residual+tc"
+        assert row.steps == earlier_row.steps
+        assert [now[key] for key in settings] == [earlier_row.point[key] for key in settings]
+        factor = "train.connection_lr_factor"
+        assert now.get(factor, 1.0) == earlier_row.point.get(factor, 1.0)
+    (repeated, other, mean), (repeated_base, other_base, base) = ends["residual+tc"], ends["residual"]
+    share = (base - other_base) / (repeated_base - other_base)
+    assert (round(share, 2), round(base - mean, 3)) == (0.15, 0.058)
+    assert round((1 - share) * (other_base - other) / (base - mean), 2) == 0.80
