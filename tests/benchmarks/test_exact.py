@@ -6,22 +6,12 @@ from residua.connections import PRESETS
 from residua.errors import RunError
 from residua.lab.experiment import model_config
 from residua.lab.training import load_config
-
-TINY = {
-    "model.num_hidden_layers": 1,
-    "model.hidden_size": 16,
-    "model.num_attention_heads": 2,
-    "model.head_dim": 8,
-    "model.vocab_size": 32,
-    "train.sequence_length": 8,
-    "train.batch_size": 2,
-    "train.device": "cpu",
-}
+from support.tiny_models import TINY_RUN
 
 
 def checked(connection, **changes):
     keys = {key.replace("__", "."): value for key, value in changes.items()}
-    config = load_config("tiny", {**TINY, "model.connection": connection, **keys})
+    config = load_config("tiny", {**TINY_RUN, "model.connection": connection, **keys})
     return check(config, model_config(config))
 
 

@@ -11,6 +11,17 @@ from support.variants import ALL, perturbed
 VOCAB = 48
 # The token that ends a text, and the one that fills a batch. Prompts below never contain either.
 EOS, PAD = 0, 1
+# Options of `residua train` for a model of one layer.
+TINY_RUN = {
+    "model.num_hidden_layers": 1,
+    "model.hidden_size": 16,
+    "model.num_attention_heads": 2,
+    "model.head_dim": 8,
+    "model.vocab_size": 32,
+    "train.sequence_length": 8,
+    "train.batch_size": 2,
+    "train.device": "cpu",
+}
 
 
 def tiny_config(name: str = "ddl", **options: Any) -> ResiduaConfig:

@@ -15,23 +15,14 @@ from residua.lab.cost.steps import Step
 from residua.lab.experiment import model_config
 from residua.lab.training import load_config
 from support.converted_models import save_base
+from support.tiny_models import TINY_RUN
 
-TINY = {
-    "model.num_hidden_layers": 1,
-    "model.hidden_size": 16,
-    "model.num_attention_heads": 2,
-    "model.head_dim": 8,
-    "model.vocab_size": 32,
-    "train.sequence_length": 8,
-    "train.batch_size": 2,
-    "train.device": "cpu",
-}
 WIDER = {"model.num_hidden_layers": 4, "model.hidden_size": 64, "model.head_dim": 32, "train.sequence_length": 64}
 
 
 def config_of(connection="residual", **changes):
     keys = {key.replace("__", "."): value for key, value in changes.items()}
-    return load_config("tiny", {**TINY, "model.connection": connection, **keys})
+    return load_config("tiny", {**TINY_RUN, "model.connection": connection, **keys})
 
 
 def step(connection="residual", **changes):
@@ -49,7 +40,7 @@ def above_residual(*schemes, **changes):
 
 def command(*arguments):
     """Run `residua cost step` with a tiny model."""
-    sizes = [f"--{key}={value}" for key, value in TINY.items()]
+    sizes = [f"--{key}={value}" for key, value in TINY_RUN.items()]
     run_function("residua cost step", cost.step, ["--config", "tiny", *sizes, "--rounds", "2", *arguments])
 
 
