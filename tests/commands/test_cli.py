@@ -150,16 +150,18 @@ def test_schemes_explains_one(capsys):
     for words in (kind.title, kind.equation, kind.source, "+132,268 at small", "a state of 4d", "(default: None; "):
         assert words in text
     assert max(map(len, text.partition("published")[0].splitlines())) < 80
-    assert "compress = channel (default: None; 'token', 'channel', None)" in text
-    assert "compress_kernel = 4 (default: None; int (at least 1, at most 1024), None)" in text
+    assert "compress = channel (default: None; one of token, channel or null)" in text
+    assert "compress_kernel = 4 (default: None; a whole number or null, at least 1, at most 1024)" in " ".join(
+        text.split()
+    )
+    assert "k_eps = 1e-05 (default: 1e-05; a positive number)" in text
     assert " ".join(kind.users.split()) in " ".join(text.split())
     assert all(option["meaning"] in " ".join(text.split()) for option in record["all_options"])
     assert {"scheme": "ddl-cc", "small, 1-shot": "49.13 (v2)"}.items() <= record["published"][1].items()
     assert {"row": "ddl-tc", "size": "0.1M"}.items() <= record["ours"][1].items()
     assert "ddl-cc" not in output(capsys, ["schemes", "mhc"])
-    assert "num_streams = 2 (default: 4; int (at least 2, at most 256))" in output(
-        capsys, ["schemes", "mhc:num_streams=2"]
-    )
+    streams = "num_streams = 2 (default: 4; a whole number, at least 2, at most 256)"
+    assert streams in output(capsys, ["schemes", "mhc:num_streams=2"])
     assert "did you mean 'ddl'" in error(capsys, ["schemes", "dll"])
     options = [line.partition(" = ")[0] for line in text.splitlines() if " = " in line and " (default: " in line]
     assert options[:4] == ["value_channels", "compress", "compress_kernel", "map"]  # the preset's come first

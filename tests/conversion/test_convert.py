@@ -6,6 +6,7 @@ import itertools
 import math
 import pickle
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -611,8 +612,9 @@ def test_models_that_are_no_single_plain_decoder_are_refused():
         (model, "converted already"),
         (T5ForConditionalGeneration(T5Config(**sizes)), "an encoder and a decoder"),
         (ResiduaForCausalLM(ResiduaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)), "ResiduaConfig"),
-        (torch.nn.Linear(2, 2), "must be an opened Hugging Face model, got Linear; open a folder with from_pretrained"),
-        ("models/llama", "must be an opened Hugging Face model, got str"),
+        (torch.nn.Linear(2, 2), "must be a model of transformers, got Linear$"),
+        ("models/llama", "must be a model of transformers, got str; open a folder with from_pretrained$"),
+        (SimpleNamespace(get_base_model=None), "got SimpleNamespace; convert a model before PEFT wraps it$"),
     ):
         with pytest.raises(InputError, match=says):
             residua.convert(wrong, "residual")

@@ -186,7 +186,13 @@ def meanings(kind: "type[Scheme]") -> dict[str, str]:
 
 def values(kind: "type[Scheme]", option: str) -> str:
     """Return the values of an option in words: its choices, or its types and their ranges."""
-    return ", ".join([words(types_of(kind)[option]), *(allowed.words for allowed in ranges_of(kind)[option])])
+    text = words(types_of(kind)[option])
+    for allowed in ranges_of(kind)[option]:
+        if "number" in allowed.words:
+            text = re.sub("a (whole )?number", allowed.words, text)
+        else:
+            text += f", {allowed.words}"
+    return text
 
 
 def own_results(kind: "type[Scheme]") -> tuple[list[str], list[list[str]]]:

@@ -172,10 +172,9 @@ def small_inputs(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[st
 def expect_convertible(model: Any) -> None:
     """Raise InputError for a model whose kind cannot be converted."""
     if not isinstance(model, PreTrainedModel):
-        raise InputError(
-            f"model must be an opened Hugging Face model, got {type(model).__name__}; open a folder with "
-            "from_pretrained first, and convert a model before PEFT or another library wraps it"
-        )
+        hint = "; open a folder with from_pretrained" if isinstance(model, (str, os.PathLike)) else ""
+        hint = "; convert a model before PEFT wraps it" if hasattr(model, "get_base_model") else hint
+        raise InputError(f"model must be a model of transformers, got {type(model).__name__}{hint}")
     name = type(model).__name__
     if is_converted(model):
         raise InputError(f"{name}: this model is converted already; residua.unconvert(model) first")
