@@ -51,11 +51,12 @@ def count(
 def _tables(costs: "Estimate") -> Iterator[Any]:
     yield ["parameters", ""], [[name, f"{number:,}"] for name, number in costs.parameters.items()]
     yield ""
-    yield ["MFLOP per token", ""], [[name, f"{x / 1e6:,.1f}"] for name, x in costs.flops_per_token.items()]
+    yield ["MFLOP per token", ""], [[name, f"{x / 1e6:,.2f}"] for name, x in costs.flops_per_token.items()]
     yield ""
     ways = list(costs.memory)
-    header = ["GiB per GPU", *(f"states: {way}" for way in ways)]
-    rows = [[part, *(f"{costs.memory[way][part] / GIB:.2f}" for way in ways)] for part in costs.memory[ways[0]]]
+    unit, size = ("GiB", GIB) if costs.memory[ways[0]]["total"] >= GIB else ("MiB", GIB / 1024)
+    header = [f"{unit} per GPU", *(f"states: {way}" for way in ways)]
+    rows = [[part, *(f"{costs.memory[way][part] / size:.2f}" for way in ways)] for part in costs.memory[ways[0]]]
     rows.append(["largest batch_size", *(f"{costs.largest_batch_size[way]}" for way in ways)])
     yield header, rows
     total = costs.tokens * sum(costs.flops_per_token.values())

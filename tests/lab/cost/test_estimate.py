@@ -189,3 +189,6 @@ def test_the_command_prints_a_table_or_json(capsys):
     assert "1,051,792" in table
     assert "a100: 79 GiB" in table
     assert "billion tokens" in table
+    (total,) = [float(line.split()[1]) for line in table.splitlines() if line.startswith("total   ") and "." in line]
+    assert total == pytest.approx(next(iter(record["memory"].values()))["total"] / 2**20, abs=0.01)
+    assert "MiB per GPU" in table
