@@ -337,6 +337,14 @@ def paper_table() -> str:
     return markdown([*header, "ours at 0.64M: loss, same tokens", "ours: loss, same seconds"], lines)
 
 
+def lead(difference: Any) -> str:
+    """A difference of a study with its interval, bold where it is clear after the correction; empty without one."""
+    if difference is None:
+        return ""
+    text = f"{difference.estimate.mean:+.3f} ± {difference.estimate.half_width:.3f}"
+    return f"**{text}**" if difference.clear else text
+
+
 def resbench_table() -> str:
     """The leads of ResBench's picture at every size, and what a step costs beside the plain residual's."""
     from resbench_picture import BASELINE, RECORDS, SCHEMES
@@ -348,9 +356,7 @@ def resbench_table() -> str:
     lines = []
     for name, words in SCHEMES.items():
         rows = [results.row(rung, name) for rung in sizes]
-        differences = [row.difference(BASELINE, "tokens") if row else None for row in rows]
-        cells = [f"{one.estimate.mean:+.3f} ± {one.estimate.half_width:.3f}" if one else "" for one in differences]
-        cells = [f"**{cell}**" if one and one.clear else cell for cell, one in zip(cells, differences)]
+        cells = [lead(row.difference(BASELINE, "tokens") if row else None) for row in rows]
         times = [row.cost["time_ratio"]["median"] for row in rows if row and row.cost]
         ends = dict.fromkeys(f"{time:.1f}" for time in (min(times), max(times)))
         lines.append([f"`{name}`", words, *cells, " to ".join(ends)])
@@ -359,16 +365,11 @@ def resbench_table() -> str:
 
 def fresh_table() -> str:
     """The contrasts of five seeds that no run of ResBench had: beside ResBench's, split by labels, on a second text."""
-    from residua.lab.study.results import Results, read_results
+    from residua.lab.study.results import read_results
 
     size = "0.1M"
     fresh, first = read_results(HERE / "resbench-fresh"), read_results(HERE / "resbench")
-
-    def difference(results: Results, scheme: str, to: str) -> str:
-        answers = {(each.size, each.scheme, each.to, each.measure): each.difference for each in results.answers}
-        asked = answers.get((size, scheme, to, "tokens"))
-        estimate = (asked or results.row(size, scheme).difference(to, "tokens")).estimate
-        return f"{estimate.mean:+.3f} ± {estimate.half_width:.3f}"
+    answers = {(each.size, each.scheme, each.to): each.difference for each in first.answers if each.measure == "tokens"}
 
     def means(name: str) -> list[float]:
         runs = fresh.row(size, name).reported
@@ -377,10 +378,9 @@ def fresh_table() -> str:
 
     lines = []
     for scheme, to in fresh.study.primary[size]:
-        again = difference(fresh, scheme, to)
-        cells = [f"**{again}**" if fresh.corrected[size, scheme, to].clear else again]
-        cells += [f"{ours - theirs:+.3f}" for ours, theirs in zip(means(scheme), means(to))]
-        lines.append([f"`{scheme}` − `{to}`", difference(first, scheme, to), *cells])
+        before = answers.get((size, scheme, to)) or first.row(size, scheme).difference(to, "tokens")
+        splits = [f"{ours - theirs:+.3f}" for ours, theirs in zip(means(scheme), means(to))]
+        lines.append([f"`{scheme}` − `{to}`", lead(before), lead(fresh.corrected[size, scheme, to]), *splits])
     header = ["loss of the first − the second", "ResBench, seeds 1 to 5", "fresh seeds", "repeated labels"]
     return markdown([*header, "all others", "second text"], lines)
 

@@ -182,12 +182,12 @@ class Outcome:
 
         A run that nearly diverged may lie outside.
         """
-        keys = list(self.sweep.over)
+        keys, groups = list(self.sweep.over), self.groups
         figure, (panels,) = figures.panels(1, len(keys), (max(5.0, 4.2 * len(keys)), 4.2), dpi=150, sharey=True)
         for place, (key, panel) in enumerate(zip(keys, panels)):
-            values = {result.point[place]: None for results in self.groups.values() for result in results}
+            values = {result.point[place]: None for results in groups.values() for result in results}
             ordered = sorted(values) if key in self.sweep.search.numeric else list(values)
-            for colour, (group, results) in zip(itertools.cycle(figures.COLOURS), self.groups.items()):
+            for colour, (group, results) in zip(itertools.cycle(figures.COLOURS), groups.items()):
                 best: dict[int, float] = {}
                 for result in results:
                     position = ordered.index(result.point[place])
@@ -197,12 +197,12 @@ class Outcome:
                 panel.plot(*zip(*sorted(best.items())), "-", color=colour, label=label)
             panel.set_xticks(range(len(ordered)), list(map(_text, ordered)))
             panel.set_xlabel(key)
-        losses = sorted(loss for results in self.groups.values() for result in results for loss in result.losses)
+        losses = sorted(loss for results in groups.values() for result in results for loss in result.losses)
         best_loss, middle, worst = losses[0], losses[len(losses) // 2], losses[-1]
         span = min(worst - best_loss, 4 * (middle - best_loss)) or 0.1
         panels[0].set_ylim(best_loss - 0.1 * span, best_loss + 1.1 * span)
         panels[0].set_ylabel("Validation loss (nats per token)")
-        if len(self.groups) > 1:
+        if len(groups) > 1:
             figures.legend(figure)
         figures.save({path.name: figure}, path.parent)
 
