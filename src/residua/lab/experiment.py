@@ -29,6 +29,7 @@ from residua.conversion.configuration import ConvertedConfig
 from residua.conversion.opening import context_of, read_model
 from residua.errors import InputError, extra, require
 from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
+from residua.lab.data.batches import documents_apart
 from residua.lab.data.tokenizer import SavedTokenizer, copy_tokenizer, load_tokenizer
 from residua.lab.evaluation.loss import held_out_loss, shard_batches
 from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
@@ -141,7 +142,11 @@ def run(
                     say(remark)
             length, seed = config.train.sequence_length, config.train.seed
             batches = Batches(data.train, shard.rows_here, length, seed, rank=shard.member, world_size=shard.members)
-        subject = Subject.of(model)
+        subject, end_of_text = Subject.of(model), _end_of_text(config, data)
+
+        def observe(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
+            return gate_quantiles(model, tokens, **documents_apart(tokens, end_of_text))
+
         facts = {**data.facts, "place": _relative_place(run_folder.path, data.folder)}
         return train(
             model,
@@ -149,11 +154,17 @@ def run(
             config.train,
             run_folder,
             evaluate=_evaluator(config, {"": data} | further, ranks),
-            observe=gate_quantiles if has_gates(subject.stream, subject.dim) else None,
+            observe=observe if has_gates(subject.stream, subject.dim) else None,
+            end_of_text=end_of_text,
             facts=facts | {f"{prefix}validation": text.facts for prefix, text in further.items()},
             progress=progress,
             ranks=ranks,
         )
+
+
+def _end_of_text(config: RunConfig, data: PreparedData) -> int | None:
+    """Return the token before each document, if document masks keep them apart."""
+    return data.eos_token_id if config.train.document_masks else None
 
 
 def resolved(config: RunConfig) -> RunConfig:
@@ -453,7 +464,8 @@ def _evaluator(
         results = {}
         for prefix, data in texts.items():
             shard = shard_batches(batches[prefix], ranks.rank, ranks.world_size)
-            losses = held_out_loss(model, shard, bytes=data.validation_bytes, gather=ranks.gather)
+            length, end_of_text = data.validation_bytes, _end_of_text(config, data)
+            losses = held_out_loss(model, shard, bytes=length, end_of_text=end_of_text, gather=ranks.gather)
             results |= {f"{prefix}{name}": value for name, value in losses.items()}
         return results
 
@@ -483,6 +495,8 @@ def trace_run(opened: OpenRun, prompt: str | None = None, *, tokens: int | None 
     require(tokens is None or tokens >= 1, "tokens", "at least 1", tokens)
     length = opened.config.train.sequence_length if tokens is None else tokens
     ids = opened.data.validation.window(0, min(length, len(opened.data.validation))).tolist()
+    if (end_of_text := _end_of_text(opened.config, opened.data)) in ids:  # the model never reads beyond it
+        ids = ids[: ids.index(end_of_text) + 1]
     excerpt = f"the first {len(ids)} tokens of the validation data"
     with opened.precision():
         return _traced(opened.model, opened.tokenizer, ids, {**facts, "read": excerpt})

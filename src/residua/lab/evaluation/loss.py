@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from residua.errors import InputError
+from residua.lab.data.batches import documents_apart
 from residua.models.evaluating import evaluating
 
 IGNORED_LABEL = -100
@@ -18,14 +19,18 @@ COPYING = 1.5
 ends the runs of experiments/resbench/repeats.jsonl that do have a lead of 1.9 and more, the others of 0.8."""
 
 
-def repeated(inputs: Tensor, labels: Tensor) -> Tensor:
+def repeated(inputs: Tensor, labels: Tensor, end_of_text: int | None = None) -> Tensor:
     """Return where the pair (inputs[t], labels[t]) stands earlier in its row: (batch, seq) of bool.
+
+    With `end_of_text`, the token before each document, it must stand in the same document.
 
     Such a label can be predicted by looking up what followed the same token before, as induction heads do (Olsson et
     al. 2022, arXiv 2209.11895). Ignored labels are never repeated.
     """
     valid = labels != IGNORED_LABEL
     pairs = inputs * (2 + int(labels.max())) + (labels + 1).where(valid, 0)
+    if end_of_text is not None:
+        pairs += (inputs == end_of_text).cumsum(1) * (1 + pairs.max())
     ordered, places = pairs.sort(dim=-1, stable=True)  # so that the first of equal pairs comes first
     again = torch.zeros_like(valid)
     again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
@@ -69,6 +74,7 @@ def held_out_loss(
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
     bytes: int | None = None,
+    end_of_text: int | None = None,
     gather: Callable[[Any], list[Any]] = lambda own: [own],
 ) -> dict[str, float]:
     """Return the mean cross-entropy of a causal language model over all labels of `batches`.
@@ -79,6 +85,7 @@ def held_out_loss(
             `inputs[:, t]` (already aligned), -100 where there is none.
         bytes: the length of the same text in UTF-8 bytes, for the loss in bits per byte, which can be compared
             between tokenizers, unlike the loss per token.
+        end_of_text: the token before each document, for document masks: `model` gets `documents_apart` too.
         gather: if several processes measure their shards of the batches (`shard_batches`), returns the values of all.
 
     Returns:
@@ -97,7 +104,8 @@ def held_out_loss(
     tokens = repeated_tokens = 0
     with evaluating(model):
         for inputs, labels in batches:
-            logits = model(input_ids=inputs.to(device), use_cache=False).logits
+            inputs = inputs.to(device)
+            logits = model(**{"input_ids": inputs, "use_cache": False} | documents_apart(inputs, end_of_text)).logits
             losses = cross_entropy(
                 logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
                 labels.to(device).flatten(),
@@ -106,8 +114,8 @@ def held_out_loss(
             )
             measured.append(losses.sum(dtype=torch.float64).item())
             tokens += int((labels != IGNORED_LABEL).sum())
-            again = repeated(inputs, labels)
-            repeats.append(losses[again.flatten().to(device)].sum(dtype=torch.float64).item())
+            again = repeated(inputs, labels.to(device), end_of_text)
+            repeats.append(losses[again.flatten()].sum(dtype=torch.float64).item())
             repeated_tokens += int(again.sum())
     shares = gather((measured, tokens, repeats, repeated_tokens))
     tokens, repeated_tokens = sum(share[1] for share in shares), sum(share[3] for share in shares)

@@ -71,12 +71,13 @@ class Subject:
             head,
         )
 
-    def run(self, ids: Tensor, record: Record, *, logits_to_keep: int = 0) -> Any:
+    def run(self, ids: Tensor, record: Record, *, logits_to_keep: int = 0, **options: Any) -> Any:
         """Run the model on token ids (rows, T), calling `record` after every write; return its output.
 
         logits_to_keep: for how many of the last tokens to compute logits, if the model can choose; 0 for all.
+        options: further arguments of the model.
         """
-        options: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        options |= {"input_ids": ids, "use_cache": False}
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             options["logits_to_keep"] = logits_to_keep
         watch = watching(record)

@@ -27,11 +27,11 @@ def has_gates(stream: Stream, dim: int) -> bool:
     return False
 
 
-def gate_quantiles(model: nn.Module, tokens: Tensor) -> dict[str, dict[str, list[float]]]:
+def gate_quantiles(model: nn.Module, tokens: Tensor, **options: Any) -> dict[str, dict[str, list[float]]]:
     """Return mean and quantiles of every gate over the tokens (rows, T), {"beta": {"mean": [S], "q05": [S], ...}, ...}.
 
     S sublayers; one forward pass without gradients, in the precision of the caller. If ranks hold parts of the
-    model, all of them must call this together.
+    model, all of them must call this together. options: further arguments of the model.
     """
     sublayers: dict[str, list[Tensor]] = {}
 
@@ -39,7 +39,7 @@ def gate_quantiles(model: nn.Module, tokens: Tensor) -> dict[str, dict[str, list
         for name, gate in gates(record.shortcut()).items():
             sublayers.setdefault(name, []).append(gate.float().flatten())
 
-    Subject.of(model).run(tokens, collect, logits_to_keep=1)
+    Subject.of(model).run(tokens, collect, logits_to_keep=1, **options)
     return {name: _quantiles(torch.stack(rows)) for name, rows in sublayers.items()}
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import InputError
+from residua.lab.data.batches import documents_apart
 from residua.lab.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, saved_steps
 from residua.lab.training.distributed import ALONE, BatchShard, Ranks, parallelize
 from residua.lab.training.finite import FiniteCheck
@@ -53,6 +54,7 @@ def train(
     observe: Callable[[nn.Module, Tensor], Mapping[str, Any]] | None = None,
     resume: bool = False,
     facts: Mapping[str, Any] | None = None,
+    end_of_text: int | None = None,
     progress: bool | Callable[[int], None] = True,
     ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
@@ -80,6 +82,7 @@ def train(
             `evaluate` does. Each rank has its own sequence; the first rank's does not depend on their number.
         facts: metadata of the data for facts.json; its `fingerprint`, if any, must be the same on resume.
             Checkpoints keep it, and a `tokenizer_fingerprint`.
+        end_of_text: the token before each document, for document masks: `model` gets `documents_apart` too.
         progress: whether to show the progress, or a function to call instead with each step that is logged.
 
     Returns:
@@ -95,7 +98,9 @@ def train(
     with ExitStack() as stack:
         if not isinstance(folder, RunFolder):
             folder = stack.enter_context(claim(folder, {"train": asdict(config)}, resume=resume))
-        return _train(model, batches, config, folder, evaluate, observe, dict(facts or {}), progress, ranks)
+        return _train(
+            model, batches, config, folder, evaluate, observe, dict(facts or {}), end_of_text, progress, ranks
+        )
 
 
 class _Due(NamedTuple):
@@ -128,6 +133,7 @@ def _train(
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None,
     observe: Callable[[nn.Module, Tensor], Mapping[str, Any]] | None,
     facts: dict[str, Any],
+    end_of_text: int | None,
     progress: bool | Callable[[int], None],
     ranks: Ranks,
 ) -> dict[str, Any]:
@@ -137,7 +143,7 @@ def _train(
         settings = _decisive_settings(run, facts)
         shard = BatchShard.of(config, ranks)
     torch.manual_seed(config.seed + ranks.rank)
-    updates = _Updates(model, batches, config, shard, ranks, device)
+    updates = _Updates(model, batches, config, shard, ranks, device, end_of_text)
     checkpoint = _restore(run, settings, model, updates.optimizer, device, ranks, config)
     start = checkpoint.step if checkpoint else 0
     if start == config.steps:
@@ -247,7 +253,9 @@ class _Updates:
         shard: BatchShard,
         ranks: Ranks,
         device: torch.device,
+        end_of_text: int | None,
     ):
+        self.end_of_text = end_of_text
         self.batches, self.config, self.shard, self.ranks, self.device = batches, config, shard, ranks, device
         self.model = parallelize(model.to(device).train(), config, ranks, device)
         self.optimizer = make_optimizer(model, config)
@@ -275,9 +283,10 @@ class _Updates:
             inputs, labels = _on(self.device, *self.batches.at(index))
             if index == indices[0]:
                 first_sequence = inputs[:1]
+            apart = documents_apart(inputs, self.end_of_text)
             with self.model.accumulating(index == indices[-1]):
                 with self.autocast:
-                    output = self.model.forward(input_ids=inputs, labels=labels, shift_labels=labels)
+                    output = self.model.forward(input_ids=inputs, labels=labels, shift_labels=labels, **apart)
                 part = output.loss / len(indices)
                 part.backward()
             loss = loss + part.detach()
