@@ -1,4 +1,4 @@
-"""The studies for a GPU can be planned, and take the time that docs/study.md says."""
+"""The studies that nobody has run can be planned, and take the time that the pages say."""
 
 import pytest
 
@@ -48,6 +48,18 @@ def test_the_larger_study_takes_a_day(planned):
     assert [size.runs for size in sizes] == [12 + 8, 9]
     totals = [size.tokens / per for size, per in zip(sizes, (20, 10))]
     assert totals == pytest.approx([40e6, 124e6], rel=0.02)
+
+
+@pytest.mark.slow
+def test_one_million_parameters_are_planned(planned):
+    plan = planned("resbench-1M.yaml", 2048, 72 * 10**6)
+    (size,) = forecast(plan, 50e9)
+    assert (size.runs, size.schemes) == (18 + 18, 6)
+    config = plan.config("1M", "ddl-tc")
+    assert config.train.document_masks
+    assert config.train.sequence_length == config.model.max_position_embeddings == 512
+    assert not {*plan.study.seeds} & {*range(13), *range(201, 206), 301, 302, 303}, "seeds that no run had"
+    assert 1.0e6 < size.tokens / 20 < 1.1e6
 
 
 @pytest.mark.parametrize(("seeds", "deviations"), [(5, 1.7), (3, 3.1), (2, 10.0)])
