@@ -46,7 +46,7 @@ def tune(
     from residua.lab.study.sweep import Sweep, parse_over, train_sweep
 
     sweep = Sweep(
-        configuration.config or None,
+        configuration.config,
         configuration.overrides,
         parse_over(over),
         seeds=seeds,
@@ -55,6 +55,8 @@ def tune(
     )
     outcome = train_sweep(sweep, out, processes=pool.processes or 1, executor=pool.executor_of_jobs(), keep=keep_runs)
     parts = [outcome.table(), *(f"note: {note}" for note in outcome.notes), f"written: {Path(out) / 'records.jsonl'}"]
+    if outcome.finite:
+        parts.append(f"written: {Path(out) / 'sweep.png'}")
     if outcome.best:
-        parts += [f"written: {Path(out) / 'sweep.png'}", f"train the best with: {outcome.command}"]
+        parts.append(f"train the best with: {outcome.command}")
     return Output(outcome.to_json(), parts)

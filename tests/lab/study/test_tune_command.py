@@ -20,6 +20,7 @@ from residua.lab.study.search import Search
 from residua.lab.study.sweep import Outcome, Result, Sweep, parse_over, train_sweep
 from residua.lab.training import load_config
 from residua.records import figures, jsonlines
+from residua.records.jobs import Job
 
 OPTIONS = (
     "--model.num_hidden_layers=1",
@@ -48,7 +49,7 @@ def data(tmp_path_factory):
 
 
 def sweep_of(data, over, **options):
-    return Sweep("tiny", (*OPTIONS, f"--data.path={data}"), over, **options)
+    return Sweep(("tiny",), (*OPTIONS, f"--data.path={data}"), over, **options)
 
 
 def timeless(folder):
@@ -57,26 +58,31 @@ def timeless(folder):
 
 
 def walked(sweep, loss):
-    """The runs that a sweep makes, in rounds, where `loss(point, seed)` is what a run comes to."""
-    losses, rounds = {}, []
-    while new := [run for run in sweep.search.wanted(losses) if run not in losses]:
-        losses |= {(point, seed): loss(point, seed or 0) for point, seed in new}
-        rounds.append([(point, seed or 0) for point, seed in new])
+    """The runs that a sweep makes, in rounds, where `loss(values, seed)` is what a run comes to."""
+    finished, rounds = {}, []
+    while new := [job for job in jobs_of(sweep, finished) if job.key not in finished]:
+        runs = {job.key: (tuple(job.arguments[1].values()), job.arguments[2]) for job in new}
+        finished |= {key: {"val_loss": loss(*run)} for key, run in runs.items()}
+        rounds.append(list(runs.values()))
     return rounds
+
+
+def jobs_of(sweep, finished):
+    return [job for search in sweep.searches().values() for job in search.walk(sweep.job, finished)[0]]
 
 
 RATES = {"train.lr": (1e-3, 2e-3)}
 
 
 def test_a_grid_is_every_point_with_every_seed():
-    sweep = Sweep("tiny", (), RATES | {"model.embedding_init_std": (0.06, 0.12)}, seeds=2)
+    sweep = Sweep(("tiny",), (), RATES | {"model.embedding_init_std": (0.06, 0.12)}, seeds=2)
     first, second = walked(sweep, lambda point, seed: sum(point))
     assert first == [((lr, std), 0) for lr in (1e-3, 2e-3) for std in (0.06, 0.12)]
     assert sorted(second) == sorted((point, 1) for point, _ in first)
 
 
 def test_finalists_alone_get_more_seeds():
-    sweep = Sweep("tiny", (), {"train.lr": (1e-3, 2e-3, 4e-3)}, seeds=3, finalists=2)
+    sweep = Sweep(("tiny",), (), {"train.lr": (1e-3, 2e-3, 4e-3)}, seeds=3, finalists=2)
     losses = {1e-3: 3.0, 2e-3: 1.0, 4e-3: math.inf}
     first, second = walked(sweep, lambda point, seed: losses[point[0]])
     assert len(first) == 3
@@ -86,7 +92,7 @@ def test_finalists_alone_get_more_seeds():
 @pytest.mark.slow
 def test_neighbours_walk_until_none_is_better_and_stay_within_what_is_valid():
     """Best at lr = 0.016 and min_lr_ratio = 0.8, whose double is no valid ratio."""
-    sweep = Sweep("tiny", (), RATES | {"train.min_lr_ratio": (0.4,)}, neighbours=True, seeds=2, finalists=1)
+    sweep = Sweep(("tiny",), (), RATES | {"train.min_lr_ratio": (0.4,)}, neighbours=True, seeds=2, finalists=1)
 
     def loss(point, seed):
         return abs(math.log(point[0] / 0.016)) + abs(math.log(point[1] / 0.8))
@@ -104,21 +110,22 @@ def test_a_budget_ends_the_walk_and_a_key_may_have_wider_steps():
     over = {"train.lr": (1e-3,), "train.connection_lr_factor": (1.0,)}
     search = Search(over, partial(load_config, "tiny"), budget=4, factors={"train.connection_lr_factor": 4})
 
-    def loss(point):
-        return abs(math.log(point[0] / 1e-3)) + abs(math.log(point[1] / 4))
+    def loss(rate, factor):
+        return abs(math.log(rate / 1e-3)) + abs(math.log(factor / 4))
 
-    losses = {}
-    while new := [point for points, _ in search.groups(losses) for point in points if point not in losses]:
-        losses |= {point: loss(point) for point in new}
-    assert list(losses) == [(1e-3, 1.0), (5e-4, 1.0), (2e-3, 1.0), (1e-3, 0.25)]
-    ((_, ranked),) = search.groups(losses)
-    assert ranked[0] == (1e-3, 1.0)
-    ((_, ranked),) = search.groups(dict(list(losses.items())[:3]))
-    assert ranked is None
+    def run_of(point, seed):
+        return Job(tuple(point.values()), loss, ())
+
+    finished = {}
+    while new := [run.key for run in search.walk(run_of, finished)[0] if run.key not in finished]:
+        finished |= {key: {"val_loss": loss(*key)} for key in new}
+    assert list(finished) == [(1e-3, 1.0), (5e-4, 1.0), (2e-3, 1.0), (1e-3, 0.25)]
+    assert search.walk(run_of, finished)[1] == {"train.lr": 1e-3, "train.connection_lr_factor": 1.0}
+    assert search.walk(run_of, dict(list(finished.items())[:3]))[1] is None
 
 
 def test_whole_numbers_stay_whole_and_at_least_one():
-    sweep = Sweep("tiny", ("--train.warmup_steps=0",), {"train.batch_size": (2,)}, neighbours=True)
+    sweep = Sweep(("tiny",), ("--train.warmup_steps=0",), {"train.batch_size": (2,)}, neighbours=True)
     tried = {point[0] for (point, _) in chain(*walked(sweep, lambda point, seed: point[0]))}
     assert tried == {1, 2, 4}
     assert all(isinstance(value, int) for value in tried)
@@ -127,14 +134,16 @@ def test_whole_numbers_stay_whole_and_at_least_one():
 @pytest.mark.slow
 def test_each_scheme_is_tuned_by_itself():
     best = {"residual": 8e-3, "ddl": 1e-3}
-    sweep = Sweep("tiny", (), {"model.connection": ("residual", "ddl")} | RATES, neighbours=True, seeds=2, finalists=1)
+    sweep = Sweep(
+        ("tiny",), (), {"model.connection": ("residual", "ddl")} | RATES, neighbours=True, seeds=2, finalists=1
+    )
     rounds = walked(sweep, lambda point, seed: abs(math.log(point[1] / best[point[0]])))
     final = {point for group in rounds for point, seed in group if seed == 1}
     assert final == set(best.items())
 
 
 def test_a_grid_that_diverges_everywhere_ends():
-    sweep = Sweep("tiny", (), RATES, neighbours=True)
+    sweep = Sweep(("tiny",), (), RATES, neighbours=True)
     assert walked(sweep, lambda point, seed: math.inf) == [[((1e-3,), 0), ((2e-3,), 0)]]
 
 
@@ -146,9 +155,10 @@ def test_values_are_read_as_yaml():
         "model.connection": ("ddl", connection),
         "model.mup": (True, False),
     }
-    sweep = Sweep("tiny", (), parse_over(texts))
-    assert sweep.search.numeric == ["train.lr"]
-    assert sweep.config(sweep.search.named((1e-3, connection, True))).model.connection == connection
+    sweep = Sweep(("tiny",), (), parse_over(texts))
+    assert sweep.tuned == ["train.lr"]
+    point = dict(zip(sweep.over, (1e-3, connection, True)))
+    assert sweep.config(point).model.connection == connection
 
 
 @pytest.mark.parametrize(
@@ -214,7 +224,7 @@ def test_the_command_makes_a_table_a_picture_and_records_and_goes_on(data, capsy
 def test_a_run_that_diverges_is_recorded_and_stands_last(data, tmp_path):
     sweep = sweep_of(data, {"train.lr": (1e30, 1e-3)})
     outcome = train_sweep(sweep, tmp_path / "out", progress=False)
-    assert [result.point for result in outcome.results] == [(1e-3,), (1e30,)]
+    assert [result.point["train.lr"] for result in outcome.results] == [1e-3, 1e30]
     assert outcome.results[1].losses == (None,)
     assert outcome.table().rows[1][-1] == "diverged: 1"
     rows = {row["point"]["train.lr"]: row for row in jsonlines.read(tmp_path / "out" / "records.jsonl")}
@@ -276,9 +286,10 @@ def test_its_status_says_which_signal_ended_it(data, tmp_path):
 
 
 def test_the_picture_has_every_run_and_the_best_point_at_each_value_of_a_key(tmp_path, monkeypatch):
-    sweep = Sweep("tiny", (), {"model.connection": ("residual", "ddl"), "train.lr": (1e-3, 2e-3)}, seeds=2)
+    sweep = Sweep(("tiny",), (), {"model.connection": ("residual", "ddl"), "train.lr": (1e-3, 2e-3)}, seeds=2)
     losses = {("ddl", 2e-3): 1.0, ("residual", 1e-3): 2.0, ("residual", 2e-3): 3.0, ("ddl", 1e-3): 4.0}
-    outcome = Outcome(sweep, tuple(Result(point, (loss, loss + 0.1)) for point, loss in losses.items()))
+    results = [Result(run[0], dict(zip(sweep.over, run)), (loss, loss + 0.1)) for run, loss in losses.items()]
+    outcome = Outcome(sweep, tuple(results))
     drawn = {}
     monkeypatch.setattr(figures, "save", lambda pictures, folder: drawn.update(pictures))
     outcome.draw(tmp_path / "sweep.png")
@@ -290,12 +301,17 @@ def test_the_picture_has_every_run_and_the_best_point_at_each_value_of_a_key(tmp
 
 
 def test_points_with_fewer_seeds_stand_below_the_others():
-    sweep = Sweep("tiny", (), {"train.lr": (1e-3, 2e-3, 4e-3)}, seeds=2, finalists=2)
-    few = Result((2e-3,), (1.0,))
-    outcome = Outcome(sweep, (Result((1e-3,), (2.0, 2.2)), Result((4e-3,), (2.1, 2.3)), few))
-    assert outcome.best.point == (1e-3,)
+    sweep = Sweep(("tiny",), (), {"train.lr": (1e-3, 2e-3, 4e-3)}, seeds=2, finalists=2)
+    losses = {1e-3: (1.5, 2.7), 2e-3: (1.6,), 4e-3: (1.4, 2.9)}
+    finished = {}
+    for rate, by_seed in losses.items():
+        for seed, loss in enumerate(by_seed):
+            point = {"train.lr": rate}
+            finished[sweep.job(point, seed).key] = {"point": point, "seed": seed, "val_loss": loss}
+    outcome = Outcome.of(sweep, finished)
+    assert outcome.best.point == {"train.lr": 1e-3}
     header, rows = outcome.table()
     assert header == ["train.lr", "seeds", "validation loss"]
-    assert rows[0] == ["0.001", "2", "2.1000 ± 1.2706"]
-    assert rows[2] == ["0.002", "1", "1.0000 (one seed)"]
+    assert rows[0] == ["0.001", "2", "2.1000 ± 7.6236"]
+    assert rows[2] == ["0.002", "1", "1.6000 (one seed)"]
     assert outcome.notes == ["the best train.lr=0.001 is at the edge of what was tried; try further, or --neighbours"]

@@ -21,7 +21,7 @@ from residua.lab.cost.counts import parameters
 from residua.lab.data import PreparedData
 from residua.lab.experiment import build_model, model_config
 from residua.lab.study.definition import Entry, Study
-from residua.lab.study.search import Search, Trial, chosen_points, loss_of
+from residua.lab.study.search import Search
 from residua.lab.training import BaseModelConfig, RunConfig, load_config
 from residua.lab.training.config import KEYS
 from residua.models import ResiduaConfig
@@ -222,24 +222,10 @@ class Plan:
         start = self.chosen(before[-1], scheme, finished) if before else {}
         if start is None:
             return [], None
-        tuning, search = self.study.tuning_at(size), self._started(size, scheme, start)
-        losses: dict[Trial, float] = {}
-        while True:  # a step of the search follows from the losses of the steps before
-            runs = {
-                (point, seed): self._trial(size, scheme, start, search.named(point), seed)
-                for point, seed in search.wanted(losses)
-            }
-            new = {trial: loss_of(finished[run.key]) for trial, run in runs.items() if run.key in finished}
-            if new == losses:
-                break
-            losses = new
-        if len(losses) < len(runs):
-            return [*runs.values()], None
-        trials = ((point, loss) for (point, seed), loss in losses.items() if seed is None)
-        finals = [(point, seed, loss) for (point, seed), loss in losses.items() if seed is not None]
-        best = chosen_points(trials, finals, finalists=tuning.finalists, seeds=tuning.finalist_seeds)
-        self._done[size, scheme] = [*runs.values()], {**start, **search.named(best[0])} if best else None
-        return self._done[size, scheme]
+        runs, best = self._started(size, scheme, start).walk(partial(self._trial, size, scheme), finished)
+        if all(run.key in finished for run in runs):
+            self._done[size, scheme] = runs, best
+        return runs, best
 
     def _started(self, size: str, scheme: str, start: Mapping[str, Any]) -> Search:
         """The search for the best point of a scheme. start: settings that an earlier search found."""
@@ -250,21 +236,20 @@ class Plan:
         require(bool(over), "tuning.over", expected, dict(tuning.over))
         return Search(
             over,
-            lambda point: self.config(size, scheme, {**start, **point}),
+            partial(self.config, size, scheme),
+            start,
             budget=tuning.baseline_runs if scheme in study.baselines else tuning.runs,
             factors=tuning.factors,
             finalists=tuning.finalists,
             seeds=tuning.finalist_seeds if tuning.finalists > 1 else (),
         )
 
-    def _trial(
-        self, size: str, scheme: str, start: Mapping[str, Any], point: Mapping[str, Any], seed: int | None
-    ) -> Run:
+    def _trial(self, size: str, scheme: str, point: Mapping[str, Any], seed: int | None) -> Run:
         """A run of the search, or the run of a finalist with a seed."""
-        tuning, steps, full = self.study.tuning_at(size), self.steps[size], {**start, **point}
+        tuning, steps = self.study.tuning_at(size), self.steps[size]
         if seed is not None:
-            return self.run("final", size, scheme, full, seed, steps)
-        return self.run("tune", size, scheme, full, tuning.seed, max(1, round(tuning.length * steps)))
+            return self.run("final", size, scheme, point, seed, steps)
+        return self.run("tune", size, scheme, point, tuning.seed, max(1, round(tuning.length * steps)))
 
     def config(
         self,

@@ -15,7 +15,7 @@ from residua.errors import fits
 from residua.lab.study.definition import Study
 from residua.lab.study.folder import AUDITS, read_folder, read_runs
 from residua.lab.study.questions import MEASURES, Question
-from residua.lab.study.search import at_edge, chosen_points, loss_of
+from residua.lab.study.search import at_edge, loss_of, winners
 from residua.records import jsonlines
 from residua.records.folder import read_object
 from residua.records.jobs import Record
@@ -461,9 +461,9 @@ def _searched(
         and {key: value for key, value in r["point"].items() if key not in moved} in begins
     ]
     finals = [r for r in records if r["kind"] == "final"]
-    trials = ((record["point"], loss_of(record)) for record in tuned)
-    ended = [(record["point"], record["seed"], loss_of(record)) for record in finals]
-    return [*tuned, *finals], chosen_points(trials, ended, finalists=tuning.finalists, seeds=tuning.finalist_seeds)
+    runs = [*tuned, *finals]
+    ends = ((r["point"], r["seed"] if r["kind"] == "final" else None, loss_of(r)) for r in runs)
+    return runs, winners(ends, tuning.finalists, tuning.finalist_seeds)
 
 
 def _differences(row: Row, base: Row) -> list[Difference]:

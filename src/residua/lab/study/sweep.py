@@ -1,25 +1,25 @@
-"""Tune keys of a training configuration: a search alone, which compares nothing.
+"""Tune keys of a training configuration: the search of a study, without a baseline and without a comparison.
 
 Every scheme must be tuned by itself before it is compared. Swept keys whose values are numbers are tuned; the others,
-such as `model.connection`, make groups, and each group is tuned by itself.
+such as `model.connection`, make groups, and each group has a search of its own.
 """
 
 import itertools
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from residua.errors import InputError
+from residua.errors import InputError, fits
 from residua.lab.data import PreparedData
 from residua.lab.experiment import open_or_prepare
 from residua.lab.study.engine import train_point
 from residua.lab.study.report import estimate_text
-from residua.lab.study.search import Point, Search, at_edge, frozen, loss_of
+from residua.lab.study.search import Search, at_edge
 from residua.lab.training import RunConfig, load_config
 from residua.lab.training.config import parse_overrides
 from residua.records import figures
@@ -34,14 +34,14 @@ from residua.records.table import Table, grouped
 class Sweep:
     """What is tuned, and how.
 
-    source, overrides    of the configuration, as `training.load_config` takes them
+    sources, overrides   of the configuration, as `training.load_config` takes them
     over                 the values of every swept key
     seeds                runs of a point, with the seeds train.seed, train.seed + 1, ...
     neighbours           whether the search goes on from the best point of the grid
     finalists            how many points of each group get more than the first seed, the best ones; None: all of them
     """
 
-    source: str | Sequence[str] | None
+    sources: tuple[str, ...]
     overrides: tuple[str, ...]
     over: Mapping[str, tuple[Any, ...]]
     seeds: int = 1
@@ -53,50 +53,75 @@ class Sweep:
             raise InputError("--over must have at least one key to sweep, such as train.lr=1e-3,2e-3; got none")
         if "train.seed" in self.over:
             raise InputError("--over must be another key than train.seed; --seeds N trains every point N times")
-        if self.neighbours and not self.search.numeric:
+        if self.neighbours and not self.tuned:
             raise InputError("--neighbours needs --over with a key whose values are numbers, got none")
 
-    @cached_property
-    def search(self) -> Search:
-        budget = None if self.neighbours else 0
-        return Search(self.over, self.config, budget, finalists=self.finalists, seeds=range(1, self.seeds))
+    @property
+    def tuned(self) -> list[str]:
+        """The keys whose values are all positive numbers."""
+        return [key for key in self.over if all(fits(x, float) and x > 0 for x in self.over[key])]
+
+    def searches(self) -> dict[str, Search]:
+        """The search of each group, by the values that its points share."""
+        first = {key: values[0] for key, values in self.over.items()}
+        others = [key for key in self.over if key not in self.tuned]
+        searches = {}
+        for values in itertools.product(*map(self.over.get, others)):
+            searches[", ".join(map(_text, values))] = Search(
+                {key: self.over[key] for key in self.tuned},
+                self.config,
+                {**first, **dict(zip(others, values))},
+                budget=None if self.neighbours else 0,
+                finalists=self.finalists,
+                seeds=range(self.seeds) if self.seeds > 1 else (),
+            )
+        return searches
 
     def config(self, point: Mapping[str, Any]) -> RunConfig:
         """The configuration of a point, with the first seed. Raises InputError."""
-        return self._configs(json.dumps(dict(point)))
+        return _config(self.sources, self.overrides, json.dumps(point))
 
-    @cached_property
-    def _configs(self) -> Callable[[str], RunConfig]:
-        """By point, as JSON: reading one takes a tenth of a second."""
+    def job(self, point: Mapping[str, Any], seed: int | None, data: str | None = None) -> Job:
+        """The run of a point with a seed, None and 0 for the first. data: prepared data that all runs share."""
+        config, seed = self.config(point), seed or 0
+        config = replace(
+            config,
+            train=replace(config.train, seed=config.train.seed + seed),
+            data=config.data if data is None else replace(config.data, path=data),
+        )
+        key = " ".join([*(f"{key}={_text(value)}" for key, value in point.items()), f"seed={seed}"])
+        return Job(key, train_point, (config, point, seed), config.train.steps)
 
-        @cache
-        def read(point: str) -> RunConfig:
-            config = load_config(self.source, {**parse_overrides(self.overrides), **json.loads(point)})
-            return replace(config, train=replace(config.train, keep_checkpoints=1, tensorboard=False))
-
-        return read
-
-    def point(self, record: Record) -> Point:
-        return tuple(record["point"][key] for key in self.over)
-
-    def command(self, point: Point) -> str:
+    def command(self, point: Mapping[str, Any]) -> str:
         """What a person types to train with the settings of a point."""
-        sources = [self.source] if isinstance(self.source, str) else self.source or []
-        given = [part for name in sources for part in ("--config", name)]
-        over = [f"--{key}={_text(value)}" for key, value in self.search.named(point).items()]
+        given = [part for name in self.sources for part in ("--config", name)]
+        over = [f"--{key}={_text(value)}" for key, value in point.items()]
         return shlex.join(["residua", "train", *given, *self.overrides, *over, "--run", "DIR"])
 
 
-@dataclass(frozen=True)
-class Result:
-    """The finished runs of one point, in the order of their seeds. `losses` has None for a run that diverged."""
+@cache
+def _config(sources: tuple[str, ...], overrides: tuple[str, ...], point: str) -> RunConfig:
+    """Reading one takes a tenth of a second."""
+    config = load_config(sources, {**parse_overrides(overrides), **json.loads(point)})
+    return replace(config, train=replace(config.train, keep_checkpoints=1, tensorboard=False))
 
-    point: Point
+
+class Result(NamedTuple):
+    """The finished runs of one point, in the order of their seeds.
+
+    group    the name of its search
+    losses   None for a run that diverged
+    won      whether it is the best point of its group
+    """
+
+    group: str
+    point: Mapping[str, Any]
     losses: tuple[float | None, ...]
+    won: bool = False
 
     @property
     def loss(self) -> Estimate | None:
-        """The last validation loss over the seeds; None where a run diverged."""
+        """The last validation loss over the seeds; None if a run diverged."""
         return None if None in self.losses else Estimate.of(self.losses)
 
 
@@ -108,17 +133,22 @@ class Outcome:
     results: tuple[Result, ...]
 
     @classmethod
-    def of(cls, sweep: Sweep, records: Iterable[Record]) -> "Outcome":
-        members = grouped(records, lambda record: frozen(sweep.point(record)), itemgetter("seed"))
-        results = [Result(sweep.point(runs[0]), tuple(run["val_loss"] for run in runs)) for runs in members]
+    def of(cls, sweep: Sweep, finished: Mapping[Any, Record]) -> "Outcome":
+        results = []
+        for group, search in sweep.searches().items():
+            jobs, best = search.walk(sweep.job, finished)
+            records = [finished[job.key] for job in jobs]
+            for runs in grouped(records, lambda record: json.dumps(record["point"]), itemgetter("seed")):
+                losses = tuple(run["val_loss"] for run in runs)
+                results.append(Result(group, runs[0]["point"], losses, runs[0]["point"] == best))
         most = max((len(result.losses) for result in results if result.loss), default=0)
         order = lambda result: (len(result.losses) < most, result.loss.mean) if result.loss else (2, 0)  # noqa: E731
         return cls(sweep, tuple(sorted(results, key=order)))
 
     @property
     def best(self) -> Result | None:
-        """The best point; None where every run diverged."""
-        return self.results[0] if self.results and self.results[0].loss else None
+        """The best point; None if every run diverged."""
+        return next((result for result in self.results if result.won), None)
 
     @property
     def command(self) -> str | None:
@@ -126,29 +156,26 @@ class Outcome:
         return None if self.best is None else self.sweep.command(self.best.point)
 
     @property
-    def groups(self) -> dict[Point, list[Result]]:
-        """The points that are tuned against each other, best first, without those that diverged."""
-        groups: dict[Point, list[Result]] = {}
-        for result in self.results:
-            if result.loss:
-                groups.setdefault(frozen(self.sweep.search.group(result.point)), []).append(result)
-        return groups
+    def finite(self) -> list[Result]:
+        """The points of which no run diverged."""
+        return [result for result in self.results if result.loss]
 
     @property
     def notes(self) -> list[str]:
         """What a reader has to know: best values at the edge of what was tried, too few seeds."""
-        notes, search = [], self.sweep.search
-        for best, *others in ([result.point for result in results] for results in self.groups.values()):
+        notes = []
+        for best in (result for result in self.results if result.won):
+            tried = [result.point for result in self.finite if result.group == best.group]
             values = [
-                f"{key}={_text(value)}"
-                for key, value, *tried in zip(self.sweep.over, best, best, *others)
-                if key in search.numeric and at_edge(value, tried)
+                f"{key}={_text(best.point[key])}"
+                for key in self.sweep.tuned
+                if at_edge(best.point[key], (point[key] for point in tried))
             ]
             if values:
-                group = "".join(f"{_text(value)}: " for value in search.group(best))
+                group = f"{best.group}: " if best.group else ""
                 more = "" if self.sweep.neighbours else ", or --neighbours"
                 notes.append(f"{group}the best {', '.join(values)} is at the edge of what was tried; try further{more}")
-        if self.best and self.best.loss.count == 1 and len(self.results) > 1:
+        if self.best and len(self.best.losses) == 1 and len(self.results) > 1:
             notes.append("one seed each: the noise is not measured; try --seeds 3")
         return notes
 
@@ -156,7 +183,7 @@ class Outcome:
         """Everything as plain values for `json.dumps`."""
         results = [
             {
-                "point": self.sweep.search.named(result.point),
+                "point": result.point,
                 "losses": list(result.losses),
                 "mean": result.loss and result.loss.mean,
                 "half_width": result.loss and result.loss.half_width,
@@ -169,7 +196,7 @@ class Outcome:
         """Return a row for each point."""
         rows = [
             [
-                *map(_text, result.point),
+                *map(_text, result.point.values()),
                 str(len(result.losses)),
                 estimate_text(result.loss, ".4f") if result.loss else f"diverged: {result.losses.count(None)}",
             ]
@@ -182,22 +209,21 @@ class Outcome:
 
         A run that nearly diverged may lie outside.
         """
-        keys, groups = list(self.sweep.over), self.groups
+        keys, groups = list(self.sweep.over), list(dict.fromkeys(result.group for result in self.finite))
         figure, (panels,) = figures.panels(1, len(keys), (max(5.0, 4.2 * len(keys)), 4.2), dpi=150, sharey=True)
-        for place, (key, panel) in enumerate(zip(keys, panels)):
-            values = {result.point[place]: None for results in groups.values() for result in results}
-            ordered = sorted(values) if key in self.sweep.search.numeric else list(values)
-            for colour, (group, results) in zip(itertools.cycle(figures.COLOURS), groups.items()):
+        for key, panel in zip(keys, panels):
+            tried = [result.point[key] for result in self.finite]
+            values = list(dict.fromkeys(map(_text, sorted(tried) if key in self.sweep.tuned else tried)))
+            for colour, group in zip(itertools.cycle(figures.COLOURS), groups):
                 best: dict[int, float] = {}
-                for result in results:
-                    position = ordered.index(result.point[place])
+                for result in (result for result in self.finite if result.group == group):
+                    position = values.index(_text(result.point[key]))
                     best.setdefault(position, result.loss.mean)
                     panel.plot([position] * len(result.losses), result.losses, "o", color=colour, alpha=0.4)
-                label = ", ".join(map(_text, group)) or None
-                panel.plot(*zip(*sorted(best.items())), "-", color=colour, label=label)
-            panel.set_xticks(range(len(ordered)), list(map(_text, ordered)))
+                panel.plot(*zip(*sorted(best.items())), "-", color=colour, label=group or None)
+            panel.set_xticks(range(len(values)), values)
             panel.set_xlabel(key)
-        losses = sorted(loss for results in groups.values() for result in results for loss in result.losses)
+        losses = sorted(loss for result in self.finite for loss in result.losses)
         best_loss, middle, worst = losses[0], losses[len(losses) // 2], losses[-1]
         span = min(worst - best_loss, 4 * (middle - best_loss)) or 0.1
         panels[0].set_ylim(best_loss - 0.1 * span, best_loss + 1.1 * span)
@@ -251,7 +277,7 @@ def train_sweep(
         RunError: a run failed for another reason than its numbers, or a result could not be written.
     """
     for point in itertools.product(*sweep.over.values()):
-        base = sweep.config(sweep.search.named(point))
+        base = sweep.config(dict(zip(sweep.over, point)))
     settings = {key: value for key, value in flatten(asdict(base)).items() if key not in {*sweep.over, "train.seed"}}
     settings |= {"over": sorted(sweep.over), "first seed": base.train.seed}
     if base.data.path is not None:
@@ -262,28 +288,16 @@ def train_sweep(
             shared = str(open_or_prepare(base.data, Path(out) / "data", progress=progress).folder)
 
         def jobs(finished: Mapping[Any, Record]) -> list[Job]:
-            losses = {(frozen(sweep.point(run)), run["seed"] or None): loss_of(run) for run in finished.values()}
-            return [_job(sweep, shared, point, seed or 0) for point, seed in sweep.search.wanted(losses)]
+            walks = (search.walk(partial(sweep.job, data=shared), finished) for search in sweep.searches().values())
+            return [job for jobs, _ in walks for job in jobs]
 
         finish = lambda job, record: {"key": job.key, **record}  # noqa: E731
-        records = run_jobs(jobs, made, processes=processes, executor=executor, finish=finish, progress=progress)
-    outcome = Outcome.of(sweep, records)
-    if outcome.best:
+        run_jobs(jobs, made, processes=processes, executor=executor, finish=finish, progress=progress)
+        outcome = Outcome.of(sweep, made.finished)
+    if outcome.finite:
         with writable(out):
             outcome.draw(Path(out) / "sweep.png")
     return outcome
-
-
-def _job(sweep: Sweep, data: str | None, point: Point, seed: int) -> Job:
-    swept = sweep.search.named(point)
-    config = sweep.config(swept)
-    config = replace(
-        config,
-        train=replace(config.train, seed=config.train.seed + seed),
-        data=config.data if data is None else replace(config.data, path=data),
-    )
-    key = " ".join([*(f"{key}={_text(value)}" for key, value in swept.items()), f"seed={seed}"])
-    return Job(key, train_point, (config, swept, seed), config.train.steps)
 
 
 def _text(value: Any) -> str:
