@@ -281,7 +281,8 @@ def test_records_of_a_name_that_now_means_another_connection_are_left_out():
 
 
 def test_curves_of_differences_have_intervals():
-    (early, late) = row_of(results(study(), records(), costs())).curves["residual"]
+    found = results(study(), records(), costs())
+    (early, late) = found.curves(row_of(found))["residual"]
     assert early[:2] == (50, pytest.approx(0.2))
     assert late[:2] == (100, pytest.approx(-0.2))
     assert late[2] == pytest.approx(4.303 * 0.1 / math.sqrt(3))

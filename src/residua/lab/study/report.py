@@ -452,7 +452,7 @@ def table(results: Results) -> str:
     lines = [
         row_values(row) | difference_values(difference)
         for row in results.rows
-        for difference in row.differences or [Difference("", "", 1.0, None)]
+        for difference in row.differences or [Difference(row.size, row.scheme, "", "")]
     ]
     text = io.StringIO()
     if lines:
@@ -474,7 +474,10 @@ def payload(results: Results) -> dict[str, Any]:
         "reading": [line.removeprefix("- ").replace("**", "") for line in _reading(results)],
         "about": {size: _noise(results, size) for size in study.rungs},
         "columns": list(shown),
-        "rows": [_plain_row(row) | {"cells": [text(row) for text in shown.values()]} for row in results.rows],
+        "rows": [
+            _plain_row(row) | {"curves": results.curves(row), "cells": [text(row) for text in shown.values()]}
+            for row in results.rows
+        ],
         "primary": primary_table(results) if results.corrected else None,
         "questions": [asked._asdict() for asked in questions(results)],
         "gates": audit_table(results) if results.audits else None,
@@ -486,7 +489,6 @@ def _plain_row(row: Row) -> dict[str, Any]:
     return {
         **row_values(row),
         "differences": [difference_values(difference) for difference in row.differences],
-        "curves": row.curves,
         "steps": row.steps,
         "runs": [
             {

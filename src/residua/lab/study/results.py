@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from residua.errors import fits
 from residua.lab.study.definition import Study
 from residua.lab.study.folder import AUDITS, read_folder, read_runs
 from residua.lab.study.questions import MEASURES, Question
@@ -40,26 +39,32 @@ SIGNIFICANT = 0.05
 """p below which a difference is seen, and corrected p below which it is clear of zero."""
 
 
-class Difference(NamedTuple):
-    """Loss minus a baseline's at an equal amount of something.
+@dataclass
+class Difference:
+    """Loss of a scheme minus that of another, a baseline or not, at one size and at an equal amount of something.
 
     cost       of a step, relative to the baseline's: where on the baseline's curve it is compared
     estimate   over the seeds; None where the baseline was not trained for as long. At equal seconds it has the error of
                the timing too, which the seeds share: of the ratio, times the slope of the baseline's loss over the
                logarithm of the steps
-    p          of a difference of zero
-    holm       corrected for the number of primary contrasts; None for all others
     worth      as many times the tokens bring the baseline to the scheme's loss; infinite beyond its longest runs, 0
                below the share BELOW
+    holm       p corrected for the number of primary contrasts; None for all others
     """
 
+    size: str
+    scheme: str
     baseline: str
     measure: str
-    cost: float
-    estimate: Contrast | None
-    p: float | None = None
-    holm: float | None = None
+    cost: float = 1.0
+    estimate: Contrast | None = None
     worth: float | None = None
+    holm: float | None = None
+
+    @property
+    def p(self) -> float | None:
+        """Of a difference of zero."""
+        return self.estimate and self.estimate.p_value
 
     @property
     def seen(self) -> bool:
@@ -76,9 +81,10 @@ class Difference(NamedTuple):
 class Row:
     """One scheme at one size: the records behind it, and what they say beside its baselines.
 
+    point       that tuning chose
     seeds       how many the study has there
     tuning      the runs of its searches
-    reported    the runs of the study's seeds at the point that tuning chose, in their order
+    reported    the runs of the study's seeds at that point, in their order
     further     those of seeds that only a question has
     longer      of a baseline: those that were trained for longer
     costs       what a step takes, in the order measured
@@ -88,6 +94,8 @@ class Row:
 
     size: str
     scheme: str
+    connection: str
+    point: Mapping[str, Any]
     seeds: int
     tuning: Sequence[Record]
     reported: Sequence[Record]
@@ -95,17 +103,8 @@ class Row:
     longer: Sequence[Record]
     costs: Sequence[Record]
     differences: list[Difference] = field(default_factory=list)
-    curves: dict[str, list[tuple[int, float, float | None]]] = field(default_factory=dict)
     noise: Noise | None = None
     failed: bool = False
-
-    @property
-    def connection(self) -> str:
-        return self.reported[0]["connection"]
-
-    @property
-    def point(self) -> Mapping[str, Any]:
-        return self.reported[0]["point"]
 
     @property
     def steps(self) -> int:
@@ -170,22 +169,18 @@ class Row:
 
     @property
     def edges(self) -> list[str]:
-        """The tuned keys of which the best value is the smallest or largest that was tried: the budget ended there."""
-        return [key for key, values in self._tried.items() if at_edge(self.point[key], values)]
-
-    @property
-    def _tried(self) -> dict[str, set[float]]:
-        """The numbers that tuning tried, by key: those of the last search that moved it."""
-        searches: dict[str, list[Record]] = {}
-        for run in self.tuning:
-            if run["kind"] == "tune":
-                searches.setdefault(run["rung"], []).append(run)
-        tried: dict[str, set[float]] = {}
-        for key, runs in itertools.product(self.point, searches.values()):
-            some = [run["point"].get(key) for run in runs]
-            if all(fits(value, float) for value in some) and (key not in tried or len(set(some)) > 1):
-                tried[key] = set(some)
-        return tried
+        """The tuned keys whose best value is the smallest or largest that the last search of it tried: the budget ended
+        there."""
+        edges = []
+        for key, best in self.point.items():
+            tried: dict[str, set[float]] = {}
+            for run in self.tuning:
+                if run["kind"] == "tune":
+                    tried.setdefault(run["rung"], set()).add(run["point"][key])
+            searched = [values for values in tried.values() if len(values) > 1]
+            if searched and at_edge(best, searched[-1]):
+                edges.append(key)
+        return edges
 
     @property
     def flops(self) -> float | None:
@@ -235,10 +230,12 @@ class Results:
     @property
     def unfinished(self) -> list[str]:
         """The rows that have not all their seeds, or none."""
-        places = itertools.product(self.study.rungs, self.study.schemes)
-        rows = {f"{scheme} at {size}": self.row(size, scheme) for size, scheme in places}
-        missing = {name: f": {len(row.losses)} of {row.seeds} seeds" if row else "" for name, row in rows.items()}
-        return [name + missing[name] for name, row in rows.items() if row is None or not row.whole]
+        rows = {place: self.row(*place) for place in itertools.product(self.study.rungs, self.study.schemes)}
+        return [
+            f"{scheme} at {size}" + (f": {len(row.losses)} of {row.seeds} seeds" if row else "")
+            for (size, scheme), row in rows.items()
+            if row is None or not row.whole
+        ]
 
     @property
     def facts(self) -> list[Mapping[str, Any]]:
@@ -250,6 +247,11 @@ class Results:
         """What the rows are compared at: compiled seconds only where somebody measured them."""
         compiled = any(d.measure == COMPILED for row in self.rows for d in row.differences)
         return [measure for measure in MEASURES if compiled or measure != COMPILED]
+
+    def curves(self, row: Row) -> dict[str, list[tuple[int, float, float | None]]]:
+        """By baseline: (step, difference, half of its 95 % interval) along the reported runs."""
+        bases = {name: self.row(row.size, name) for name in self.study.baselines}
+        return {name: _curve(row, base) for name, base in bases.items() if base is not None and base is not row}
 
     def noise(self, size: str) -> Noise | None:
         """The noise of a single run that the schemes of a size share; None where each has its own."""
@@ -276,26 +278,15 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
     runs = _by_connection({record["key"]: record for record in records}.values())
     measured = _by_connection(costs)
     places = itertools.product(study.rungs, study.schemes)
-    rows = [row for size, name in places if (row := _row(study, size, name, runs, measured))]
-    by_name = {(row.size, row.scheme): row for row in rows}
+    rows = {place: row for place in places if (row := _row(study, *place, runs, measured))}
     for size in study.rungs:
-        _share_noise([row for row in rows if row.size == size], study.rungs[size].noise == "pooled")
-    for row, baseline in itertools.product(rows, study.baselines):
-        base = by_name.get((row.size, baseline))
+        _share_noise([row for row in rows.values() if row.size == size], study.rungs[size].noise == "pooled")
+    for row, baseline in itertools.product(rows.values(), study.baselines):
+        base = rows.get((row.size, baseline))
         if base is not None and base is not row:
             row.differences += _differences(row, base)
-            row.curves[baseline] = _curve(row, base)
-    answers = _answers(study, by_name)
-    corrected = _corrected(study, by_name, answers)
-    for row in rows:
-        row.differences = [_with_holm(corrected, row.size, row.scheme, d.baseline, d) for d in row.differences]
-    answers = [
-        each._replace(
-            difference=each.difference and _with_holm(corrected, each.size, each.scheme, each.to, each.difference)
-        )
-        for each in answers
-    ]
-    return Results(study, rows, answers, corrected)
+    answers = _answers(study, rows)
+    return Results(study, list(rows.values()), answers, _corrected(study, rows, answers))
 
 
 def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
@@ -306,32 +297,31 @@ def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list
     return groups
 
 
-def _with_holm(
-    corrected: Mapping[tuple[str, str, str], Difference], size: str, scheme: str, to: str, difference: Difference
-) -> Difference:
-    """A difference with the p-value of the primary contrast that it is, in one order or the other, of as many seeds."""
-    primary = corrected.get((size, scheme, to)) or corrected.get((size, to, scheme))
-    if primary is None or difference.measure != "tokens" or difference.estimate is None:
-        return difference
-    same = primary.estimate.count == difference.estimate.count
-    return difference._replace(holm=primary.holm) if same else difference
-
-
 def _corrected(
     study: Study, rows: Mapping[tuple[str, str], Row], answers: Sequence[Answer]
 ) -> dict[tuple[str, str, str], Difference]:
-    """The primary contrasts whose rows are whole, with Holm's p-values: over all seeds that a question has for them."""
-    asked = {(each.size, each.scheme, each.to): each.difference for each in answers if each.measure == "tokens"}
-    tests = {}
-    for size, pairs in study.primary.items():
-        for scheme, to in pairs:
-            row, base = rows.get((size, scheme)), rows.get((size, to))
-            if row is not None and base is not None and row.whole and base.whole:
-                difference = asked.get((size, scheme, to)) or _differences(row, base)[0]
-                if difference.p is not None:
-                    tests[size, scheme, to] = difference
-    values = holm([difference.p for difference in tests.values()])
-    return {named: difference._replace(holm=value) for (named, difference), value in zip(tests.items(), values)}
+    """Return the primary contrasts whose rows are whole, over all seeds that a question has for them, and correct them.
+
+    The same contrast elsewhere, in one order or the other and of as many seeds, has the same corrected p-value.
+    """
+    equal_tokens = [each.difference for each in answers if each.difference and each.measure == "tokens"]
+    asked = {(each.size, each.scheme, each.baseline): each for each in equal_tokens}
+    equal_tokens += [each for row in rows.values() for each in row.differences if each.measure == "tokens"]
+    primary = {}
+    for place in ((size, *pair) for size, pairs in study.primary.items() for pair in pairs):
+        sides = [rows.get((place[0], name)) for name in place[1:]]
+        if all(side is not None and side.whole for side in sides):
+            difference = asked.get(place) or _differences(*sides)[0]
+            if difference.p is not None:
+                primary[place] = difference
+    for difference, value in zip(primary.values(), holm([each.p for each in primary.values()])):
+        difference.holm = value
+    for each in equal_tokens:
+        pair = each.scheme, each.baseline
+        named = primary.get((each.size, *pair)) or primary.get((each.size, *reversed(pair)))
+        if named and each.estimate and each.estimate.count == named.estimate.count:
+            each.holm = named.holm
+    return primary
 
 
 def _share_noise(rows: Sequence[Row], pooled: bool) -> None:
@@ -368,6 +358,8 @@ def _row(
     return Row(
         size,
         name,
+        connection,
+        point,
         len(seeds),
         tuning,
         [reported[seed] for seed in sorted(reported) if seed in seeds],
@@ -398,15 +390,13 @@ def _answers_of_pair(
     if row is None or base is None or waiting:
         yield from (Answer(question, size, scheme, to, measure, None, waiting) for measure in question.at)
         return
-    if question.seeds and all(set(question.seeds) <= side.all_losses.keys() for side in (row, base)):
-        differences = {"tokens": _at_all_seeds(row, base, question.seeds)}
-    else:
-        differences = {difference.measure: difference for difference in _differences(row, base)}
+    further = question.seeds if all({*question.seeds} <= side.all_losses.keys() for side in (row, base)) else ()
+    differences = {difference.measure: difference for difference in _differences(row, base, further)}
     for measure in question.at:
         difference, missing = differences.get(measure), None
         if difference is None:
             missing = _not_measured(measure, scheme, to)
-        elif difference.estimate is None or difference.estimate.count < row.seeds:
+        elif difference.estimate is None or difference.estimate.count < len({*row.losses, *further}):
             missing = f"{to} has no runs {difference.cost:.2f} times as long as {scheme}, or one diverged"
         yield Answer(question, size, scheme, to, measure, None if missing else difference, waiting, missing)
 
@@ -416,15 +406,6 @@ def _not_measured(measure: str, scheme: str, to: str) -> str:
         return f"{scheme} or {to} has no costs"
     steps, option = ("compiled steps", " --compiled") if measure == COMPILED else ("steps", "")
     return f"{steps} of {scheme} and {to} were not timed in the same rounds (--measure{option})"
-
-
-def _at_all_seeds(row: Row, base: Row, further: Sequence[int]) -> Difference:
-    """The difference at equal tokens over the study's seeds and further ones."""
-    seeds = {*row.losses, *further}
-    ours, theirs = ({seed: loss for seed, loss in side.all_losses.items() if seed in seeds} for side in (row, base))
-    finite = None not in (*ours.values(), *theirs.values())
-    estimate = _contrast(row, base, ours, theirs) if finite else None
-    return Difference(base.scheme, "tokens", 1.0, estimate, estimate and estimate.p_value)
 
 
 def _contrast(row: Row, base: Row, ours: Mapping[int, float], theirs: Mapping[int, float]) -> Contrast | None:
@@ -466,24 +447,26 @@ def _searched(
     return runs, winners(ends, tuning.finalists, tuning.finalist_seeds)
 
 
-def _differences(row: Row, base: Row) -> list[Difference]:
-    losses: dict[int, dict[int, float]] = {}
-    for run in [*base.reported, *base.longer]:
+def _differences(row: Row, base: Row, further: Sequence[int] = ()) -> list[Difference]:
+    """The differences of two rows, at equal tokens first, and there over further seeds too."""
+    seeds = {*row.losses, *further}
+    ours = {seed: loss for seed, loss in row.all_losses.items() if seed in seeds and loss is not None}
+    losses: dict[int, dict[int, float]] = {}  # of the baseline, by seed and steps
+    for run in [*base.reported, *base.longer, *(run for run in base.further if run["seed"] in further)]:
         if run["val_loss"] is not None:
             losses.setdefault(run["seed"], {})[run["steps"]] = run["val_loss"]
-    ours = {seed: loss for seed, loss in row.losses.items() if loss is not None}
     differences = []
     for measure, (cost, error) in _relative_costs(row, base).items():
         at = {seed: _at(by_steps, row.steps * cost) for seed, by_steps in losses.items()}
         theirs = {seed: loss for seed, (loss, _) in at.items() if loss is not None}
         # At another cost all seeds or none: the baselines' longer runs may still go on.
-        whole = len(ours) == len(row.losses) and (cost == 1 or ours.keys() <= theirs.keys())
+        whole = len(ours) == len(seeds) and (cost == 1 or ours.keys() <= theirs.keys())
         estimate = _contrast(row, base, ours, theirs) if whole else None
         if error and estimate is not None:
             slope = statistics.fmean(at[seed][1] for seed in ours.keys() & theirs.keys())
             estimate = estimate.shared(slope * error)
         worth = _worth(row, losses) if measure == "tokens" and estimate is not None else None
-        differences.append(Difference(base.scheme, measure, cost, estimate, estimate and estimate.p_value, worth=worth))
+        differences.append(Difference(row.size, row.scheme, base.scheme, measure, cost, estimate, worth))
     return differences
 
 
@@ -557,7 +540,7 @@ def _at(losses: Mapping[int, float], steps: float) -> tuple[float | None, float]
 
 def _curve(row: Row, base: Row) -> list[tuple[int, float, float | None]]:
     """(step, difference, half of its 95 % interval) along the reported runs, where both were evaluated."""
-    sides = [{run["seed"]: dict(map(tuple, run.get("curve") or [])) for run in side.reported} for side in (row, base)]
+    sides = [{run["seed"]: dict(run.get("curve", [])) for run in side.reported} for side in (row, base)]
     shared = sides[0].keys() & sides[1].keys()
     steps = sorted({step for seed in shared for step in sides[0][seed].keys() & sides[1][seed].keys()})
     curve = []
