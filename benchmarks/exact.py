@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from residua.errors import RunError
-from residua.lab.cost.steps import Step
+from residua.lab.cost.steps import MeasuredStep
 from residua.lab.training import RunConfig
 from residua.models import ResiduaForCausalLM
 
@@ -33,13 +33,14 @@ def check(config: RunConfig, model_config: PreTrainedConfig) -> Errors:
     Raises:
         RunError: an error larger than `TOLERANCES` allows, or not finite.
     """
-    step = Step(config, model_config)
-    model, inputs, labels = step.model, step.inputs, step.labels
-    with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
+    step = MeasuredStep(config, model_config)
+    model, device = step.model, step.batch[0].device
+    inputs, labels = step.batch
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         perturb(model)
     reference = in_float64(model)
-    exact = torch.zeros((), dtype=torch.float64, device=step.device)
+    exact = torch.zeros((), dtype=torch.float64, device=device)
     # A few sequences at a time, as float64 takes two or four times the memory. Gradients add up.
     part = max(1, CHECKED_TOKENS // inputs.shape[1])
     for some, wanted in zip(inputs.split(part), labels.split(part)):

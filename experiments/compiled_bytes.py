@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch._inductor import config, metrics
 
-from residua.lab.cost.steps import Step
+from residua.lab.cost.steps import MeasuredStep
 from residua.lab.experiment import model_config
 from residua.lab.training import load_config
 from residua.records.provenance import circumstances
@@ -42,7 +42,7 @@ def moved(preset: str) -> int:
     torch.compiler.reset()
     metrics.reset()
     run = load_config("tiny", {**KEYS, "model.connection": preset})
-    Step(run, model_config(run))()
+    MeasuredStep(run, model_config(run))()
     return metrics.num_bytes_accessed
 
 

@@ -11,7 +11,7 @@ from residua.errors import InputError, RunError
 from residua.lab.cost import measured_memory
 from residua.lab.cost import steps as cost_steps
 from residua.lab.cost.measured_memory import peak_of
-from residua.lab.cost.steps import Step
+from residua.lab.cost.steps import MeasuredStep
 from residua.lab.experiment import model_config
 from residua.lab.training import load_config
 from support.converted_models import save_base
@@ -27,7 +27,7 @@ def config_of(connection="residual", **changes):
 
 def step(connection="residual", **changes):
     config = config_of(connection, **changes)
-    return Step(config, model_config(config))
+    return MeasuredStep(config, model_config(config))
 
 
 def above_residual(*schemes, **changes):
@@ -157,9 +157,9 @@ def test_what_is_kept_grows_with_the_batch():
 def test_the_peak_is_that_of_a_training_step():
     sizes = {"model__hidden_size": 128, "model__head_dim": 64, "train__sequence_length": 256, "train__batch_size": 16}
     config = config_of("ddl-cc:recompute=none", **sizes)
-    one = Step(config, model_config(config))
+    one = MeasuredStep(config, model_config(config))
     least = one.kept() + 3 * 4 * one.model.num_parameters()  # with both moments of AdamW
-    assert least < peak_of(Step, (config, model_config(config)), "ddl-cc", device="cpu") < 2 * least + 2**26
+    assert least < peak_of(MeasuredStep, (config, model_config(config)), "ddl-cc", device="cpu") < 2 * least + 2**26
 
 
 def killed(*arguments):
@@ -170,12 +170,12 @@ def killed(*arguments):
 def test_a_process_that_is_killed_is_reported(monkeypatch):
     monkeypatch.setattr(measured_memory, "_process_peak", killed)
     with pytest.raises(RunError, match=r"^ddl: the process of the training step was killed, perhaps for lack of memor"):
-        peak_of(Step, (), "ddl", device="cpu")
+        peak_of(MeasuredStep, (), "ddl", device="cpu")
 
 
 def test_a_system_that_does_not_tell_the_peak_has_none(monkeypatch, tmp_path):
     monkeypatch.setattr(measured_memory, "STATUS", tmp_path / "nothing")
-    assert peak_of(Step, (), "ddl", device="cpu") is None
+    assert peak_of(MeasuredStep, (), "ddl", device="cpu") is None
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from residua.conversion.base_model import freeze_base
 from residua.conversion.opening import new_model
@@ -14,7 +14,8 @@ from residua.errors import extra
 from residua.lab.cost.counts import elementwise, products_per_token
 from residua.lab.cost.measured_memory import peak_of, storages_kept
 from residua.lab.cost.timing import compare, cuda_clock, process_clock
-from residua.lab.training import BaseModelConfig, RunConfig, make_optimizer, pick_device
+from residua.lab.training import BaseModelConfig, RunConfig, pick_device
+from residua.lab.training.step import Step
 from residua.records.provenance import circumstances
 from residua.records.threads import threads
 
@@ -24,39 +25,27 @@ with extra("lab"):
 ROUNDS, WARMUP = 45, 2
 
 
-class Step:
-    """A training step of a run on random tokens: forward, backward, clipping, fused AdamW, as in the loop.
-
-    On the run's device, in its precision, compiled if the run is.
-    """
+class MeasuredStep:
+    """The training step of a run on random tokens, in one micro-batch."""
 
     def __init__(self, config: RunConfig, model: PreTrainedConfig):
-        train = config.train
-        self.device = pick_device(train.device)
+        train = replace(config.train, gradient_accumulation=1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             tokens = torch.randint(model.get_text_config().vocab_size, (train.batch_size, train.sequence_length + 1))
-            self.model = new_model(model).train().to(self.device)
+            self.model = new_model(model)
         if isinstance(config.model, BaseModelConfig) and config.model.freeze_base:
             freeze_base(self.model)
-        tokens = tokens.to(self.device)
-        self.inputs, self.labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        self.forward = torch.compile(self.model) if train.compile else self.model
-        self.autocast = torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=train.precision == "bfloat16")
-        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = make_optimizer(self.model, train)
-        self.clip = train.clip
+        device = pick_device(train.device)
+        tokens = tokens.to(device)
+        self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self._step = Step(self.model, lambda index: self.batch, train, device)
 
     def loss(self) -> Tensor:
-        with self.autocast:
-            return self.forward(input_ids=self.inputs, labels=self.labels, shift_labels=self.labels).loss
+        return self._step.loss(self.batch)[0]
 
     def __call__(self) -> None:
-        self.loss().backward()
-        if self.clip:
-            nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._step(1)
 
     def kept(self) -> int:
         """Count the bytes that autograd keeps for the backward pass: every storage once, without parameters."""
@@ -94,9 +83,11 @@ def measure(
         }
         peak = False
     device = pick_device(next(iter(configs.values()))[0].train.device)
-    peaks = {name: peak_of(Step, pair, name, device=device.type) if peak else None for name, pair in configs.items()}
+    peaks = {
+        name: peak_of(MeasuredStep, pair, name, device=device.type) if peak else None for name, pair in configs.items()
+    }
     with threads(1), many_graphs(len(configs)):
-        steps = {name: Step(*pair) for name, pair in configs.items()}
+        steps = {name: MeasuredStep(*pair) for name, pair in configs.items()}
         kept = {name: None if compiled else step.kept() for name, step in steps.items()}
         clock = cuda_clock if device.type == "cuda" else process_clock
         timing = compare(steps, baseline, rounds=rounds, warmup=WARMUP, clock=clock, advance=advance)
@@ -110,7 +101,7 @@ def measure(
                 "scheme": name,
                 "baseline": baseline,
                 "compiled": compiled,
-                "parameters": sum(parameter.numel() for parameter in steps[name].parameters),
+                "parameters": sum(x.numel() for x in steps[name].model.parameters() if x.requires_grad),
                 "time_ratio": timing.ratio(name)._asdict(),
                 "step_seconds": timing.median_seconds(name),
                 "seconds": list(timing.seconds[name]),
@@ -129,7 +120,7 @@ def rate(config: RunConfig, model: PreTrainedConfig) -> float:
     device = pick_device(config.train.device)
     with threads(1):
         clock = cuda_clock if device.type == "cuda" else process_clock
-        timing = compare({"step": Step(config, model)}, "step", rounds=5, warmup=WARMUP, clock=clock)
+        timing = compare({"step": MeasuredStep(config, model)}, "step", rounds=5, warmup=WARMUP, clock=clock)
     length = config.train.sequence_length
     flops = products_per_token(model, sequence_length=length) * config.train.batch_size * length
     return flops / timing.median_seconds("step")

@@ -15,7 +15,8 @@ from residua.lab.geometry import measure
 from residua.lab.geometry.models import Architecture, match
 from residua.lab.geometry.operators import Gates, operator
 from residua.lab.geometry.tasks import Data, Task, task
-from residua.lab.training.optimizer import parameter_groups
+from residua.lab.training import TrainConfig
+from residua.lab.training.step import Step
 from residua.records.jobs import Job
 from residua.records.jsonlines import finite
 
@@ -69,6 +70,12 @@ class Settings:
             sizes |= {key: getattr(self, key) for key in ("length", "num_train", "num_val")}
         return replace(published, **{key: value for key, value in sizes.items() if value is not None})
 
+    @property
+    def training(self) -> TrainConfig:
+        """The settings of a step, without its learning rate."""
+        names = ("lr", "beta1", "beta2", "weight_decay", "clip")
+        return TrainConfig(**{name: getattr(self, name) for name in names})
+
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of step 1, 2, ..., `steps`."""
         warmup = min(self.warmup, self.steps // 2)
@@ -106,7 +113,7 @@ class OperatorSettings:
     weight_decay: float = 0.01
     num_train: int = 500
     evaluate_every: int = 100
-    clip: ClassVar[float] = math.inf
+    training: ClassVar[TrainConfig] = TrainConfig(clip=0.0)
 
     def learning_rate(self, step: int) -> float:
         return self.lr
@@ -145,10 +152,6 @@ def train(
     data = Data(*(part.to(device) for part in task.data()))
     model = _drawn(seed, architecture.build).to(device)
 
-    groups = parameter_groups(model, settings.weight_decay)
-    betas = (settings.beta1, settings.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=True)
-
     def evaluate() -> dict[str, float]:
         total, gates = 0.0, {}
         for inputs, targets in zip(*(part.split(measure.BATCH) for part in (data.val_inputs, data.val_targets))):
@@ -157,15 +160,7 @@ def train(
             gates = gates or _gate_means(coefficients)
         return {"loss": total / data.val_targets.numel(), **gates}
 
-    fit = _fit(
-        model,
-        optimizer,
-        data,
-        settings,
-        lambda step: Generator().manual_seed(seed * 1_000_003 + step),
-        evaluate,
-        report,
-    )
+    fit = _fit(model, data, settings, lambda step: Generator().manual_seed(seed * 1_000_003 + step), evaluate, report)
     record = {
         **fit.record(task.name, architecture.name, architecture.name, seed),
         **(_measure(model, task, data, settings) if fit.converges else _NOTHING),
@@ -205,7 +200,7 @@ def train_operator(
             **{gate: value[:100].mean().item() for gate, value in gates.items() if value is not None},
         }
 
-    fit = _fit(model, optimizer, data, settings, lambda step: batches, evaluate, report, before=True)
+    fit = _fit(model, data, settings, lambda step: batches, evaluate, report, optimizer=optimizer, before=True)
     return {
         **fit.record("reflection", name.partition(":")[0], row.label, seed),
         **{score: fit.last(score) for score in ("loss", "cosine", *Gates._fields)},
@@ -247,18 +242,26 @@ class _Fit(NamedTuple):
         }
 
 
+def _loss(model: Callable[..., Tensor], inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the mean squared error with the penalty of the connections, and the penalty."""
+    coefficients: list[Any] = []
+    error = F.mse_loss(model(inputs, coefficients=coefficients), targets)
+    penalty = model.penalty(coefficients)
+    return error if penalty is None else error + penalty, penalty
+
+
 def _fit(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
     data: Data,
     settings: Settings | OperatorSettings,
     generator: Callable[[int], Generator],
     evaluate: Callable[[], dict[str, float]],
     report: Report,
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     before: bool = False,
 ) -> _Fit:
-    """Train until a loss is not finite. `generator(step)` draws the batch; with `before`, evaluate also at step 0."""
+    """Train until a loss or a gradient is not finite. With `before`, evaluate also at step 0."""
     curves: dict[str, list[list[Any]]] = {}
 
     def evaluated(step: int) -> bool:
@@ -268,28 +271,24 @@ def _fit(
             curves.setdefault(score, []).append([step, finite(value)])
         return math.isfinite(scores["loss"])
 
+    def batch(index: int) -> tuple[Tensor, ...]:
+        rows = torch.randint(len(data.train_inputs), (settings.batch_size,), generator=generator(index + 1))
+        return tuple(part[rows.to(part.device)] for part in (data.train_inputs, data.train_targets))
+
     report(0)
     if before:
         evaluated(0)
+    take_step = Step(model, batch, settings.training, data.train_inputs.device, optimizer=optimizer, loss=_loss)
     started = time.monotonic()
     step, converges = 0, True
     while converges and step < settings.steps:
         step += 1
-        rows = torch.randint(len(data.train_inputs), (settings.batch_size,), generator=generator(step))
-        inputs, targets = (part[rows.to(part.device)] for part in (data.train_inputs, data.train_targets))
-        for group in optimizer.param_groups:
+        for group in take_step.optimizer.param_groups:
             group["lr"] = settings.learning_rate(step)
-        coefficients: list[Any] = []
-        loss = F.mse_loss(model(inputs, coefficients=coefficients), targets)
-        penalty = model.penalty(coefficients)
-        optimizer.zero_grad()
-        (loss if penalty is None else loss + penalty).backward()
-        if math.isfinite(settings.clip):
-            nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
+        take_step(step)
         last = step == settings.steps
         if last or step % REPORT_STEPS == 0:
-            converges = math.isfinite(loss.item())
+            converges = not take_step.finite.failed
             report(step)
         if converges and (last or step % settings.evaluate_every == 0):
             converges = evaluated(step)

@@ -39,11 +39,16 @@ class FiniteCheck:
         self._failed.logical_or_(~torch.isfinite(loss + norm))
         return norm
 
+    @property
+    def failed(self) -> bool:
+        """Whether a step was not finite. Waits for the device."""
+        return bool(self._failed.item())
+
     def check(self, last_good: Path | None) -> None:
         """Wait for the device; if a step failed, raise Diverged with its number, loss, largest gradient norms, and the
         `last_good` checkpoint.
         """
-        if not self._failed.item():
+        if not self.failed:
             return
         norms = self._norms.tolist()
         # NaN first, then infinity, then by size: the likeliest causes come first.

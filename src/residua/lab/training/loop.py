@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -14,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import InputError
-from residua.lab.data.batches import documents_apart
 from residua.lab.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, saved_steps
-from residua.lab.training.distributed import ALONE, BatchShard, Ranks, parallelize
-from residua.lab.training.finite import FiniteCheck
+from residua.lab.training.distributed import ALONE, BatchShard, Ranks
 from residua.lab.training.folder import claim, more_steps
 from residua.lab.training.log import RunLog
-from residua.lab.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
+from residua.lab.training.optimizer import learning_rate_factor, set_learning_rate
 from residua.lab.training.saving import Saver
+from residua.lab.training.step import Step, next_token_loss
 from residua.models.evaluating import evaluating
 from residua.records.durable import write_text
 from residua.records.folder import FREE_KEYS, RunFolder, flatten, read_object, refuse_changes
@@ -98,9 +98,8 @@ def train(
     with ExitStack() as stack:
         if not isinstance(folder, RunFolder):
             folder = stack.enter_context(claim(folder, {"train": asdict(config)}, resume=resume))
-        return _train(
-            model, batches, config, folder, evaluate, observe, dict(facts or {}), end_of_text, progress, ranks
-        )
+        facts = dict(facts or {})
+        return _train(model, batches, config, folder, evaluate, observe, facts, end_of_text, progress, ranks)
 
 
 class _Due(NamedTuple):
@@ -143,14 +142,15 @@ def _train(
         settings = _decisive_settings(run, facts)
         shard = BatchShard.of(config, ranks)
     torch.manual_seed(config.seed + ranks.rank)
-    updates = _Updates(model, batches, config, shard, ranks, device, end_of_text)
-    checkpoint = _restore(run, settings, model, updates.optimizer, device, ranks, config)
+    loss = partial(next_token_loss, end_of_text=end_of_text)
+    take_step = Step(model, batches.at, config, device, shard=shard, ranks=ranks, loss=loss)
+    checkpoint = _restore(run, settings, take_step, config)
     start = checkpoint.step if checkpoint else 0
     if start == config.steps:
         with ranks.raise_together():
             return _finished(run, checkpoint, ranks)
 
-    saver = Saver(run, settings, model, updates.optimizer, device, config, ranks, checkpoint)
+    saver = Saver(run, settings, take_step, config, checkpoint)
     tokens_per_step = config.batch_size * config.gradient_accumulation * config.sequence_length
     observe_every = config.connections_every if observe is not None else 0
     with ExitStack() as stack:
@@ -158,14 +158,16 @@ def _train(
             with saver.writing(start):
                 log = RunLog(run, config, step=start, observing=observe_every > 0, progress=progress)
                 stack.enter_context(log)
-                _write_facts(run, config, updates, checkpoint, facts)
+                _write_facts(run, config, take_step, checkpoint, facts)
         stop = stack.enter_context(_stop_signals(twice=not ranks.joined))
         clock = _Clock(checkpoint.seconds if checkpoint else 0.0, start * tokens_per_step)
         for step in range(start + 1, config.steps + 1):
-            update = updates(step)
+            factor = learning_rate_factor(step, config)
+            set_learning_rate(take_step.optimizer, factor)
+            update = take_step(step)
             if observe_every and step % observe_every == 0:
-                with updates.autocast, evaluating(model):
-                    gates = observe(model, update.first_sequence)
+                with take_step.autocast, evaluating(model):
+                    gates = observe(model, update.first_row)
                 if ranks.first:
                     with saver.writing(step):
                         log.write_gates({"step": step, **gates})
@@ -176,13 +178,13 @@ def _train(
                 continue
 
             with ranks.report_once():  # the host waits for the device here and where gates are observed
-                updates.finite.check(saver.newest.path if saver.newest else None)
+                take_step.finite.check(saver.newest.path if saver.newest else None)
             seconds, speed = clock.lap(step * tokens_per_step)
-            row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks)}
+            row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks, config.lr * factor)}
             row |= {"tokens_per_second": speed, "seconds": seconds}
             with clock.paused():
                 if due.validating:
-                    with updates.autocast, evaluating(model):
+                    with take_step.autocast, evaluating(model):
                         row = {**row, **evaluate(model), **row}  # the row's names come first, its values win
                 if ranks.first:
                     with saver.writing(step):
@@ -202,16 +204,16 @@ def _train(
 def _write_facts(
     run: RunFolder,
     config: "TrainConfig",
-    updates: "_Updates",
+    take_step: Step,
     checkpoint: Checkpoint | None,
     facts: dict[str, Any],
 ) -> None:
     """Write facts.json: what the run is, and the circumstances of this process. A resumed run keeps its first facts
     and adds to `resumed`. Raises OSError.
     """
-    size = sum(parameter.numel() for parameter in updates.parameters)
-    process = circumstances(updates.device)
-    process |= {"processes": updates.ranks.world_size, "parallel": updates.model.kind}
+    size = sum(parameter.numel() for parameter in take_step.parameters)
+    process = circumstances(take_step.device)
+    process |= {"processes": take_step.ranks.world_size, "parallel": take_step.parallel.kind}
     if checkpoint and checkpoint.settings["train.steps"] != config.steps:
         process["steps_before"] = checkpoint.settings["train.steps"]
     content = {"parameters": size, "data": facts, **process}
@@ -219,81 +221,6 @@ def _write_facts(
         first_facts = read_object(run.facts)
         content = {**first_facts, "resumed": [*first_facts.get("resumed", []), {"step": checkpoint.step, **process}]}
     write_text(run.facts, json.dumps(content, indent=1) + "\n")
-
-
-class _Update(NamedTuple):
-    """The result of a step: the mean loss over all ranks, (), the learning rate, and the norm of the gradient, ().
-
-    penalty: this rank's mean, (), None if the model has none; first_sequence: (1, sequence_length), of this rank.
-    """
-
-    loss: Tensor
-    lr: float
-    norm: Tensor
-    penalty: Tensor | None
-    first_sequence: Tensor
-
-    def numbers(self, ranks: Ranks) -> dict[str, float]:
-        """Return the numbers of this update for the row of its step. Every rank calls this."""
-        loss, penalties = self.loss, {}
-        if self.penalty is not None:  # schemes are compared by the language model's loss without the penalty
-            penalty = ranks.mean(self.penalty)
-            loss, penalties = loss - penalty, {"penalty": penalty.item()}
-        return {"loss": loss.item(), "lr": self.lr, **penalties, "grad_norm": self.norm.item()}
-
-
-class _Updates:
-    """The updates of a run. A call runs one step."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: IndexedBatches,
-        config: "TrainConfig",
-        shard: BatchShard,
-        ranks: Ranks,
-        device: torch.device,
-        end_of_text: int | None,
-    ):
-        self.end_of_text = end_of_text
-        self.batches, self.config, self.shard, self.ranks, self.device = batches, config, shard, ranks, device
-        self.model = parallelize(model.to(device).train(), config, ranks, device)
-        self.optimizer = make_optimizer(model, config)
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.finite = FiniteCheck(model, self.optimizer, device)
-        self.autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
-
-    def __call__(self, step: int) -> _Update:
-        factor = learning_rate_factor(step, self.config)
-        set_learning_rate(self.optimizer, factor)
-        loss, penalty, first_sequence = self._backward(self.shard.micro_batches(step))
-        loss = self.ranks.mean(loss)
-        norm = self.finite.observe(step, loss)
-        if self.config.clip:
-            nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return _Update(loss, self.config.lr * factor, norm, penalty, first_sequence)
-
-    def _backward(self, indices: range) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Run forward and backward on these micro-batches; return this rank's loss, penalty and first sequence."""
-        loss = torch.zeros((), device=self.device)
-        penalty = None
-        for index in indices:
-            inputs, labels = _on(self.device, *self.batches.at(index))
-            if index == indices[0]:
-                first_sequence = inputs[:1]
-            apart = documents_apart(inputs, self.end_of_text)
-            with self.model.accumulating(index == indices[-1]):
-                with self.autocast:
-                    output = self.model.forward(input_ids=inputs, labels=labels, shift_labels=labels, **apart)
-                part = output.loss / len(indices)
-                part.backward()
-            loss = loss + part.detach()
-            if getattr(output, "penalty", None) is not None:
-                part = output.penalty.detach() / len(indices)
-                penalty = part if penalty is None else penalty + part
-        return loss, penalty, first_sequence
 
 
 def _finished(run: RunFolder, checkpoint: Checkpoint, ranks: Ranks) -> dict[str, Any]:
@@ -319,30 +246,15 @@ def pick_device(name: str, option: str = "train.device") -> torch.device:
     return torch.device(name)
 
 
-def _on(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy tensors to the device. Copies from pinned memory are asynchronous, so the host does not wait."""
-    if device.type == "cuda":
-        return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
-    return tensors
-
-
 def _decisive_settings(run: RunFolder, facts: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the flat settings, plus the fingerprints of the data."""
     fingerprints = ("fingerprint", "tokenizer_fingerprint")
     return flatten(run.settings) | {f"data.{name}": facts[name] for name in fingerprints if facts and name in facts}
 
 
-def _restore(
-    run: RunFolder,
-    settings: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    ranks: Ranks,
-    config: "TrainConfig",
-) -> Checkpoint | None:
+def _restore(run: RunFolder, settings: Mapping[str, Any], take_step: Step, config: "TrainConfig") -> Checkpoint | None:
     """Load the newest complete checkpoint, if any, into the model. Only the first rank looks for it."""
-    newest = None
+    newest, ranks = None, take_step.ranks
     with ranks.raise_together():
         if run.resume and ranks.first:
             newest = latest_checkpoint(run.path)
@@ -368,7 +280,9 @@ def _restore(
     if checkpoint is None:
         return None
     with ranks.raise_together():
-        return load_checkpoint(checkpoint, model, optimizer, device=device, rank=ranks.rank)
+        return load_checkpoint(
+            checkpoint, take_step.model, take_step.optimizer, device=take_step.device, rank=ranks.rank
+        )
 
 
 def _changed_schedule(step: int, config: "TrainConfig") -> str:

@@ -4,12 +4,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
 from residua.errors import RunError
 from residua.lab.training.checkpoint import Checkpoint, drop_old, saved_steps, snapshot, write_checkpoint
-from residua.lab.training.distributed import Ranks
+from residua.lab.training.step import Step
 from residua.records.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -23,16 +20,12 @@ class Saver:
         self,
         run: RunFolder,
         settings: Mapping[str, Any],
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
+        take_step: Step,
         config: "TrainConfig",
-        ranks: Ranks,
         newest: Checkpoint | None,
     ):
-        self._run, self._settings, self._ranks, self._device = run, settings, ranks, device
+        self._run, self._settings, self._step, self._ranks = run, settings, take_step, take_step.ranks
         self._place = run.checkpoints.resolve()  # the user may link it to another disk before the run begins
-        self._model, self._optimizer = model, optimizer
         self._retention = {"keep": config.keep_checkpoints, "keep_best": config.keep_best}
         # The run resumes from the newest complete checkpoint, so later ones are damaged.
         self._damaged = {step for step in saved_steps(run.path) if newest is None or step > newest.step}
@@ -57,7 +50,7 @@ class Saver:
         Raises RunError if the folder cannot be written.
         """
         checkpoint = Checkpoint(self._run.checkpoints / f"step-{step}", step, seconds, self._settings, val_loss)
-        tensors = snapshot(self._model, self._optimizer, self._device, self._ranks)
+        tensors = snapshot(self._step.model, self._step.optimizer, self._step.device, self._ranks)
         with self._ranks.raise_together(), self.writing(step):
             if self._ranks.first:
                 if self._run.checkpoints.resolve() != self._place:
