@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from residua.commands.cli import main
+from residua.conversion.opening import read_model
 from residua.lab.data.tokenizer import byte_tokenizer
-from residua.lab.experiment import open_model
 from support.converted_models import IDS, llama
 from support.full_disk import room
 from support.tolerances import assert_close
@@ -31,7 +31,7 @@ def test_a_folder_is_converted_and_computes_what_it_computed(folder, tmp_path, c
     out = tmp_path / "out"
     assert main(["convert", str(folder), "--connection", "ihc", "--out", str(out)]) == 0
     assert "LlamaForCausalLM with ihc" in capsys.readouterr().out
-    model, tokenizer = open_model(out)
+    model, tokenizer = read_model(out)
     assert any(".stream." in name for name in model.state_dict())
     assert tokenizer.decode(tokenizer.encode("text")) == "text"
     assert_close(model(IDS).logits, AutoModelForCausalLM.from_pretrained(folder)(IDS).logits)
@@ -157,6 +157,6 @@ def test_remote_code_opens_a_converted_model_where_residua_is_installed_and_says
     beside = opened(OPEN)
     assert beside.returncode == 0, beside.stderr[-3000:]
     with torch.no_grad():
-        assert torch.equal(torch.load(found), open_model(out)[0](torch.arange(9)[None]).logits)
-    open_model(out)[0].save_pretrained(tmp_path / "again")
+        assert torch.equal(torch.load(found), read_model(out)[0](torch.arange(9)[None]).logits)
+    read_model(out)[0].save_pretrained(tmp_path / "again")
     assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())

@@ -17,7 +17,7 @@ from residua.connections.ends import Same
 from residua.errors import InputError
 from residua.lab.data import PreparedData, prepare
 from residua.lab.evaluation.records import Run
-from residua.lab.experiment import build_model, evaluate, open_run, resolved, run, trace_run
+from residua.lab.experiment import build_model, evaluate, open_run, resolved, run, trace_model
 from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
 
 STEPS = 6
@@ -104,7 +104,7 @@ def test_a_new_scheme_needs_its_class_and_a_line_in_schemes(config, tmp_path, mo
     monkeypatch.setitem(SCHEMES, "scaled", Scaled)
     config = replace(config, model=replace(config.model, connection={"scheme": "scaled"}))
     assert math.isfinite(run(config, tmp_path / "run", progress=False)["val_loss"])
-    found = trace_run(open_run(tmp_path / "run", device="cpu"))
+    found = trace_model(open_run(tmp_path / "run", device="cpu"))
     assert (found.facts["shortcut"], found.facts["scheme"]["scheme"]) == (None, "scaled")
     norms = {"state_norm", "input_norm", "output_norm", "change_norm"}
     assert found.values.keys() == norms | {"token_ids", "token_loss", "lens_loss"}
@@ -307,7 +307,7 @@ def replaced(config, text, tmp_path):
 
 
 def test_what_reads_the_data_of_a_run_refuses_other_data(replaced, config, tmp_path):
-    for read in (evaluate, trace_run, lambda opened: opened.data):
+    for read in (evaluate, trace_model, lambda opened: opened.data):
         with pytest.raises(InputError, match=r"must be the data that .*run was trained on.*; prepare the same text"):
             read(open_run(replaced, device="cpu"))
     again = replace(config, data=DataConfig(path=str(tmp_path / "data")))
@@ -356,7 +356,7 @@ def test_a_run_keeps_the_tokenizer_that_made_its_tokens(replaced, prepared, tmp_
         opened = open_run(replaced, device="cpu")
         assert opened.tokenizer.encode("Text é") == prepared.tokenizer().encode("Text é")
         assert opened.model.config.eos_token_id == prepared.eos_token_id == opened.tokenizer.eos_token_id
-        assert trace_run(opened, "Text").num_tokens == 4
+        assert trace_model(opened, "Text").num_tokens == 4
         shutil.rmtree(tmp_path / "data", ignore_errors=True)
 
 

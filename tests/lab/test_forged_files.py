@@ -294,7 +294,7 @@ def test_code_beside_an_exported_model_stays_where_it_is(model_type, place, caps
 def test_attention_that_would_be_downloaded_is_left_out(value, key, place):
     edit(place / "model" / "config.json", **{key: value})
     for opened in (
-        lambda: open_model(place / "model", device="cpu")[0].config,
+        lambda: open_model(place / "model", device="cpu").model.config,
         lambda: ResiduaConfig.from_pretrained(place / "model"),
     ):
         with pytest.warns(UserWarning, match="the attention that the file names is left out") as caught:
@@ -309,7 +309,7 @@ def test_a_foreign_model_that_names_flash_attention_runs_with_the_default(place)
     LlamaForCausalLM(config).save_pretrained(place / "model")
     edit(place / "model" / "config.json", _attn_implementation="flash_attention_2")
     with pytest.warns(UserWarning, match="attention that the file names is left out"):
-        model, _ = open_model(place / "model", device="cpu")
+        model = open_model(place / "model", device="cpu").model
     assert type(model) is LlamaForCausalLM
     assert model.config._attn_implementation == "sdpa"
     residua.convert(model, "hc").save_pretrained(place / "converted")

@@ -20,17 +20,6 @@ def expect_path(path: str, expected: str = "a run folder") -> None:
         raise InputError(f"{path} must be {expected}, found no such file or folder")
 
 
-def opens_model(folder: str | Path, checkpoint: object) -> bool:
-    """Return whether `folder` holds a Hugging Face model and not a run. A model has no checkpoint to choose."""
-    from residua.lab.experiment import is_model_folder
-
-    if not is_model_folder(folder):
-        return False
-    if checkpoint is not None:
-        raise InputError(f"--checkpoint must be a run folder, got {folder}")
-    return True
-
-
 def fail(error: object, status: int) -> int:
     """Print one line on stderr, if it is open; return `status`."""
     with suppress(OSError):  # stderr may be closed

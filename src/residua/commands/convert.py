@@ -29,10 +29,10 @@ def convert(
     """
     scheme, folder = canonical(connection), new_folder(out, "--out")  # both raise before torch is imported
     from residua.conversion import convert
-    from residua.lab.experiment import open_model
+    from residua.conversion.opening import read_model
     from residua.lab.export import add_code, loading, model_folder
 
-    opened, tokenizer = open_model(model, device="cpu")
+    opened, tokenizer = read_model(model)
     size = opened.num_parameters()
     convert(opened, scheme, start=start)
     growth = opened.num_parameters() - size

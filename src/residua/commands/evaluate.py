@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from residua.commands.base import Checkpoint, expect_path, opens_model
+from residua.commands.base import Checkpoint, expect_path
 from residua.commands.signature import Output
 from residua.errors import Count, InputError, between
 
@@ -67,25 +67,21 @@ def evaluate(
         return _validated(run, checkpoint, data)
     from residua.lab.evaluation.harness import score
     from residua.lab.evaluation.published import comparable
-    from residua.lab.experiment import open_model, open_run
+    from residua.lab.experiment import open_model
 
-    if opens_model(run, checkpoint):
-        (model, tokenizer), bfloat16 = open_model(run), False
-    else:
-        opened = open_run(run, checkpoint, data=data)
-        model, tokenizer, bfloat16 = opened.model, opened.tokenizer, opened.config.train.precision == "bfloat16"
+    opened = open_model(run, checkpoint, data=data)
     report = score(
-        model,
-        tokenizer,
+        opened.model,
+        opened.tokenizer,
         name=Path(run).name,
         tasks=tasks.split(","),
         num_fewshot=num_fewshot or 0,
         batch_size=batch_size or 8,
         include_path=include_path,
         limit=limit,
-        bfloat16=bfloat16,
+        bfloat16=opened.bfloat16,
     )
-    rows = comparable(model.config, [result.task for result in report.scores], num_fewshot or 0, size=published)
+    rows = comparable(opened.model.config, [result.task for result in report.scores], num_fewshot or 0, size=published)
     versions = ", ".join(f"{result.task} {result.version}" for result in report.scores)
     metrics = ", ".join(f"{result.task} {result.metric}" for result in report.scores)
     notes = [

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from residua.commands.base import Checkpoint, expect_path, opens_model
+from residua.commands.base import Checkpoint, expect_path
 from residua.errors import Count, Natural, Range
 
 COLDEST, HOTTEST = 1e-6, 1e6
@@ -47,13 +47,9 @@ def generate(
     """
     expect_path(run)
     from residua.lab.evaluation.generate import complete
-    from residua.lab.experiment import open_model, open_run
+    from residua.lab.experiment import open_model
 
-    if opens_model(run, checkpoint):
-        model, tokenizer = open_model(run)
-    else:
-        opened = open_run(run, checkpoint)
-        model, tokenizer = opened.model, opened.tokenizer
+    opened = open_model(run, checkpoint)
     prompt_shown = False
 
     def show(piece: str) -> None:
@@ -63,8 +59,8 @@ def generate(
         prompt_shown = True
 
     complete(
-        model,
-        tokenizer,
+        opened.model,
+        opened.tokenizer,
         prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

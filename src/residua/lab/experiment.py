@@ -1,7 +1,7 @@
 """One experiment from its parts.
 
 `run` goes from the configuration to the last row: folder, data, model, batches, evaluation, training, in this order.
-`open_run` opens its model later, for `evaluate`, `trace_run` and everything else that reads a run.
+`open_run` opens its model later, for `evaluate`, `trace_model` and everything else that reads a run.
 """
 
 import copy
@@ -57,25 +57,43 @@ from residua.records.provenance import physical_memory
 from residua.records.threads import threads
 
 with extra("lab"):
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # An embedding with a multiple of 64 rows is faster on accelerators; rows beyond the tokenizer's are never labels.
 VOCABULARY_MULTIPLE = 64
 GPT2_VOCABULARY = 50257
 
 
-@dataclass(frozen=True)
-class OpenRun:
-    """An opened run: `model` has the weights after step `step` and is in evaluation mode.
+@dataclass(frozen=True, kw_only=True)
+class OpenModel:
+    """An opened model, in evaluation mode, and the tokenizer that made the tokens that it was trained on.
 
-    `tokenizer` made the tokens that the model was trained on. `checkpoint` is the one that was opened.
+    `folder` is that of its run, or a folder of transformers; then there is no `step`. `bfloat16` says whether the model
+    was trained under autocast, so that it computes in this precision here too.
     """
 
-    model: ResiduaForCausalLM | PreTrainedModel
-    tokenizer: PreTrainedTokenizerFast
-    config: RunConfig
-    step: int
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     folder: Path
+    step: int | None = None
+    bfloat16: bool = False
+
+    @property
+    def data(self) -> PreparedData:
+        """The data that the model was trained on. Raises InputError for a model that has none."""
+        raise InputError(f"{self.folder}: this model has no validation text of its own")
+
+    def precision(self) -> torch.autocast:
+        """Return the autocast context with the precision of the training."""
+        return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRun(OpenModel):
+    """An opened run: `model` has the weights after step `step`, those of `checkpoint`."""
+
+    step: int
+    config: RunConfig
     checkpoint: Checkpoint
     place: Path
     """The folder of the data; it may have moved since."""
@@ -84,11 +102,6 @@ class OpenRun:
     def data(self) -> PreparedData:
         """The data that the model was trained on. Raises InputError if they are missing, damaged or different."""
         return _data_of(self.folder, self.place, self.checkpoint)
-
-    def precision(self) -> torch.autocast:
-        """Return the autocast context with the precision of the training."""
-        bfloat16 = self.config.train.precision == "bfloat16"
-        return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=bfloat16)
 
 
 def run(
@@ -407,7 +420,16 @@ def open_run(
     tokenizer = SavedTokenizer.open(copy if copy.exists() else _data_of(folder, place, state).folder / "tokenizer")
     model = build_model(config, tokenizer, RunFolder(folder).model)
     load_checkpoint(state, model)
-    return OpenRun(model.to(pick_device(device)).eval(), tokenizer.load(), config, state.step, folder, state, place)
+    return OpenRun(
+        model=model.to(pick_device(device)).eval(),
+        tokenizer=tokenizer.load(),
+        folder=folder,
+        step=state.step,
+        bfloat16=config.train.precision == "bfloat16",
+        config=config,
+        checkpoint=state,
+        place=place,
+    )
 
 
 def _relative_place(folder: Path, data: Path) -> str | None:
@@ -447,10 +469,24 @@ def is_model_folder(folder: str | Path) -> bool:
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / "config.yaml").is_file()
 
 
-def open_model(folder: str | Path, *, device: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Open a folder as `conversion.opening.read_model` does, on a device and in evaluation mode."""
+def open_model(
+    folder: str | Path,
+    checkpoint: int | Literal["best"] | None = None,
+    *,
+    device: str = "auto",
+    data: str | Path | None = None,
+) -> OpenModel:
+    """Open the model of a run, as `open_run` does, or the one in a folder of transformers, which has no checkpoints.
+
+    Raises InputError as `open_run` and `conversion.opening.read_model` do.
+    """
+    if not is_model_folder(folder):
+        return open_run(folder, checkpoint, device=device, data=data)
+    if checkpoint is not None:
+        raise InputError(f"--checkpoint needs a run, got the model in {folder}, which has no checkpoints")
     model, tokenizer = read_model(folder)
-    return model.to(pick_device(device)).eval(), tokenizer  # type: ignore[arg-type]
+    model = model.to(pick_device(device)).eval()  # type: ignore[arg-type]
+    return OpenModel(model=model, tokenizer=tokenizer, folder=Path(folder))
 
 
 def _evaluator(
@@ -478,57 +514,34 @@ def evaluate(opened: OpenRun) -> dict[str, float]:
         return _evaluator(opened.config, {"": opened.data})(opened.model)
 
 
-def trace_run(opened: OpenRun, prompt: str | None = None, *, tokens: int | None = None) -> Trace:
-    """Trace the connections of an opened run, in the precision of its training.
+def trace_model(opened: OpenModel, prompt: str | None = None, *, tokens: int | None = None) -> Trace:
+    """Trace the connections of an opened model, with the logit lens after every sublayer if it has a head.
 
     Args:
-        prompt: the text to run; by default the beginning of the validation data.
+        prompt: the text to run, an end-of-text token if it is empty; None for the beginning of a run's validation data.
         tokens: the largest number of tokens; None means `train.sequence_length`, or the whole prompt.
 
     Raises:
         InputError: there are no tokens, or more than the model's context holds.
     """
-    facts = {"run": opened.folder.resolve().name, "checkpoint": opened.step}
-    if prompt is not None:
-        with opened.precision():
-            return trace_prompt(opened.model, opened.tokenizer, prompt, tokens=tokens, facts=facts)
     require(tokens is None or tokens >= 1, "tokens", "at least 1", tokens)
-    length = opened.config.train.sequence_length if tokens is None else tokens
-    ids = opened.data.validation.window(0, min(length, len(opened.data.validation))).tolist()
-    if (end_of_text := _end_of_text(opened.config, opened.data)) in ids:  # the model never reads beyond it
-        ids = ids[: ids.index(end_of_text) + 1]
-    excerpt = f"the first {len(ids)} tokens of the validation data"
+    model, tokenizer = opened.model, opened.tokenizer
+    if prompt is None:
+        held_out = opened.data.validation
+        length = opened.config.train.sequence_length if tokens is None else tokens  # type: ignore[attr-defined]
+        ids = held_out.window(0, min(length, len(held_out))).tolist()
+        if (end_of_text := _end_of_text(opened.config, opened.data)) in ids:  # type: ignore[attr-defined]
+            ids = ids[: ids.index(end_of_text) + 1]  # the model never reads beyond it
+        excerpt = f"the first {len(ids)} tokens of the validation data"
+    else:
+        ids = (tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id])[:tokens]
+        excerpt = f"{len(ids)} tokens of a prompt"
+    facts = {"run": opened.folder.resolve().name, "checkpoint": opened.step, "read": excerpt}
     with opened.precision():
-        return _traced(opened.model, opened.tokenizer, ids, {**facts, "read": excerpt})
-
-
-def trace_prompt(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    *,
-    tokens: int | None = None,
-    facts: Mapping[str, Any] | None = None,
-) -> Trace:
-    """Trace the connections of a model on a text, or on an end-of-text token if it is empty.
-
-    tokens: the largest number of tokens. Raises InputError if it is below 1, or if they do not fit into the model's
-    context.
-    """
-    require(tokens is None or tokens >= 1, "tokens", "at least 1", tokens)
-    ids = (tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id])[:tokens]
-    excerpt = f"{len(ids)} tokens of a prompt"
-    return _traced(model, tokenizer, ids, {**(facts or {}), "read": excerpt})
-
-
-def _traced(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], facts: Mapping[str, Any]
-) -> Trace:
-    """Return the trace of a text, with the logit lens after every sublayer if the model has a head."""
-    recorded = trace(model, ids, text=pieces(tokenizer, ids), facts=facts)
-    if not Subject.of(model).head:
-        return recorded
-    lens = logit_lens(model, ids, top=1)
+        recorded = trace(model, ids, text=pieces(tokenizer, ids), facts=facts)
+        if not Subject.of(model).head:
+            return recorded
+        lens = logit_lens(model, ids, top=1)
     likeliest = [pieces(tokenizer, tokens) for tokens in lens.tokens[1:, :, 0].tolist()]
     return replace(
         recorded,

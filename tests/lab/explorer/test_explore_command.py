@@ -110,7 +110,9 @@ def test_an_exported_model_needs_a_prompt(capsys, run, tmp_path):
     assert text.startswith("ddl-cc, 13 tokens of a prompt, loss ")
     assert Trace.load(exported / "analysis" / "trace.safetensors").facts["checkpoint"] is None
     assert "give --prompt TEXT" in refused(capsys, exported, "--tokens", "3")
-    assert "--checkpoint must be a run folder" in refused(capsys, exported, "--prompt", "a", "--checkpoint", "2")
+    assert "--checkpoint needs a run, got the model in" in refused(
+        capsys, exported, "--prompt", "a", "--checkpoint", "2"
+    )
 
 
 def test_a_page_has_the_trace_that_the_options_ask_for(capsys, run, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import residua
 from residua.connections import PRESETS
 from residua.errors import InputError
 from residua.lab.data.tokenizer import byte_tokenizer
-from residua.lab.experiment import trace_prompt
+from residua.lab.experiment import OpenModel, trace_model
 from residua.lab.inspection import boundaries, logit_lens, pieces, warnings
 from residua.models.memory import CACHE
 from support.converted_models import IDS, llama
@@ -133,9 +133,9 @@ def test_a_value_that_no_state_gives_is_one_line():
             logits(model)
 
 
-def test_the_trace_of_a_text_has_the_lens_after_every_sublayer():
+def test_the_trace_of_a_text_has_the_lens_after_every_sublayer(tmp_path):
     model, tokenizer = tiny_model("hc", vocab_size=257), byte_tokenizer()
-    recorded = trace_prompt(model, tokenizer, "a text of tokens")
+    recorded = trace_model(OpenModel(model=model, tokenizer=tokenizer, folder=tmp_path), "a text of tokens")
     ids = recorded.values["token_ids"]
     torch.testing.assert_close(recorded.values["lens_loss"][-1], recorded.values["token_loss"], equal_nan=True)
     likeliest = logits(model, ids[None])[0].argmax(-1)

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from residua.lab.evaluation.loss import held_out_loss, repeated
-from residua.lab.experiment import evaluate, open_run, run, trace_run
+from residua.lab.experiment import evaluate, open_run, run, trace_model
 from residua.lab.training import read_metrics
 from support.converted_models import converted
 from support.ranks import config, options
@@ -63,6 +63,6 @@ def test_a_run_trains_and_is_evaluated_with_them(connection, data, tmp_path):
 
     opened = open_run(tmp_path / "True")
     assert evaluate(opened)["val_loss"] == pytest.approx(losses[True]["val_loss"], rel=1e-6)
-    tokens = trace_run(opened, tokens=200).values["token_ids"].tolist()
+    tokens = trace_model(opened, tokens=200).values["token_ids"].tolist()
     assert tokens.index(opened.data.eos_token_id) == len(tokens) - 1, "one document"
     assert math.isfinite(losses[True]["grad_norm"])

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from residua.errors import InputError, extra
-from residua.lab.experiment import is_model_folder, open_model, open_run, trace_prompt, trace_run
+from residua.lab.experiment import is_model_folder, open_model, trace_model
 from residua.lab.explorer.comparison import comparison_payload
 from residua.lab.inspection import archive
 from residua.lab.inspection.summary import warnings
@@ -67,11 +67,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Source:
-    """A trace with its name on the page, the folder of its run if known, and its file if it has one."""
+    """A trace with its name on the page, the folder of its run or model if known, and its file if it has one."""
 
     name: str
     trace: Trace
-    run: Path | None = None
+    folder: Path | None = None
     file: Path | None = None
 
 
@@ -125,11 +125,9 @@ def _maker(path: Path, reading: Reading) -> Callable[[Path, Reading], Source]:
             raise InputError(f"{path}: a trace cannot be made again; give the folder of its run or model")
         return _of_file
     if is_model_folder(path):
-        if reading.step is not None:
-            raise InputError(f"--checkpoint must be a run folder, got {path}")
         if reading.prompt is None and (reading.again or not archive.place(path, None).is_file()):
             raise InputError(f"{path}: this model has no validation text of its own; give --prompt TEXT")
-        return _of_model if reading.again else _of_file
+        return _measured if reading.again else _of_file
     if not (path / "config.yaml").is_file():
         raise InputError(f"{path} must be a run folder, found no config.yaml; residua train --run makes one")
     return _of_run
@@ -141,24 +139,22 @@ def _of_file(path: Path, reading: Reading) -> Source:
     return Source(_name(file, trace), trace, file=file)
 
 
-def _of_model(folder: Path, reading: Reading) -> Source:
-    facts = {"run": folder.resolve().name}
-    trace = trace_prompt(*open_model(folder), str(reading.prompt), tokens=reading.tokens, facts=facts)
-    return Source(facts["run"], trace, file=trace.keep(folder))
-
-
 def _of_run(folder: Path, reading: Reading) -> Source:
-    """Return the trace of a run's newest checkpoint, or what is asked for; make and save what the run does not have."""
-    name = folder.resolve().name
+    """Return the trace of a run's newest checkpoint, or what is asked for; make what the run does not have."""
     if not reading.again:
         newest = latest_checkpoint(folder)
         if newest and (file := archive.place(folder, newest.step)).is_file():
-            return Source(name, Trace.load(file), folder, file)
-    opened = open_run(folder, reading.step, data=reading.data)
+            return Source(folder.resolve().name, Trace.load(file), folder, file)
+    return _measured(folder, reading)
+
+
+def _measured(folder: Path, reading: Reading) -> Source:
+    """Return a new trace of a run or a model, which is saved in its folder."""
+    opened = open_model(folder, reading.step, data=reading.data)
     if not reading.again:
         say(f"{folder}: measuring its connections on held-out text")
-    trace = trace_run(opened, reading.prompt, tokens=reading.tokens)
-    return Source(name, trace, folder, trace.keep(folder))
+    trace = trace_model(opened, reading.prompt, tokens=reading.tokens)
+    return Source(folder.resolve().name, trace, folder, trace.keep(folder))
 
 
 def _name(path: Path, trace: Trace) -> str:
@@ -253,9 +249,9 @@ def _over_training(source: Source) -> dict[str, np.ndarray]:
     """Return the gates over training, if they were logged: `steps` (N), and `training.beta.mean` and others (N,
     sublayers).
     """
-    if source.run is None:
+    if source.folder is None:
         return {}
-    logged = {row["step"]: row for row in read_metrics(source.run / "connections.jsonl")}
+    logged = {row["step"]: row for row in read_metrics(source.folder / "connections.jsonl")}
     rows = [logged[step] for step in sorted(logged)]
     if len(rows) < 2:
         return {}
