@@ -1,84 +1,47 @@
 """Pure functions of tensors: every equation of the library, once, with its source."""
 
-from residua.ops.conv import causal_expand, causal_read, causal_read_on
-from residua.ops.delta import (
-    K_NORMS,
-    Composition,
-    KNorm,
-    compose,
-    delta_inverse,
-    delta_operator,
-    delta_write,
-    delta_write_v1,
-    determinant,
-    eigenvalues,
-    singular_values,
-    unit,
-)
-from residua.ops.depth import depth_mix, depth_read
-from residua.ops.gated import gated_delta, inverse_length
-from residua.ops.norm import rms_norm
-from residua.ops.orthogonal import (
-    CAYLEY_STARTS,
-    CayleyStart,
-    cayley,
-    cayley_angle,
-    cayley_apply,
-    cayley_transform,
-    gate_penalty,
-    householder,
-    hybrid,
-    iterative_cayley,
-)
-from residua.ops.precision import at_least_float32, linear_at_least_float32
-from residua.ops.sinkhorn import guarded_sinkhorn, kronecker_mixture, permutation_mixture, permutations, sinkhorn
-from residua.ops.streams import channel_taps, hyper_mix, hyper_read, hyper_write, stream_read
-from residua.ops.update import orthogonal_update, residual_scale, scaled_sum
-
-__all__ = [
-    "CAYLEY_STARTS",
-    "K_NORMS",
-    "CayleyStart",
-    "Composition",
-    "KNorm",
-    "at_least_float32",
-    "causal_expand",
-    "causal_read",
-    "causal_read_on",
-    "cayley",
-    "cayley_angle",
-    "cayley_apply",
-    "cayley_transform",
-    "channel_taps",
-    "compose",
-    "delta_inverse",
-    "delta_operator",
-    "delta_write",
-    "delta_write_v1",
-    "depth_mix",
-    "depth_read",
-    "determinant",
-    "eigenvalues",
-    "gate_penalty",
-    "gated_delta",
-    "guarded_sinkhorn",
-    "householder",
-    "hybrid",
-    "hyper_mix",
-    "hyper_read",
-    "hyper_write",
-    "inverse_length",
-    "iterative_cayley",
-    "kronecker_mixture",
-    "linear_at_least_float32",
-    "orthogonal_update",
-    "permutation_mixture",
-    "permutations",
-    "residual_scale",
-    "rms_norm",
-    "scaled_sum",
-    "singular_values",
-    "sinkhorn",
-    "stream_read",
-    "unit",
-]
+from residua.ops.conv import causal_expand as causal_expand
+from residua.ops.conv import causal_read as causal_read
+from residua.ops.conv import causal_read_on as causal_read_on
+from residua.ops.delta import K_NORMS as K_NORMS
+from residua.ops.delta import Composition as Composition
+from residua.ops.delta import KNorm as KNorm
+from residua.ops.delta import compose as compose
+from residua.ops.delta import delta_inverse as delta_inverse
+from residua.ops.delta import delta_operator as delta_operator
+from residua.ops.delta import delta_write as delta_write
+from residua.ops.delta import delta_write_v1 as delta_write_v1
+from residua.ops.delta import determinant as determinant
+from residua.ops.delta import eigenvalues as eigenvalues
+from residua.ops.delta import singular_values as singular_values
+from residua.ops.delta import unit as unit
+from residua.ops.depth import depth_mix as depth_mix
+from residua.ops.depth import depth_read as depth_read
+from residua.ops.gated import gated_delta as gated_delta
+from residua.ops.gated import inverse_length as inverse_length
+from residua.ops.norm import rms_norm as rms_norm
+from residua.ops.orthogonal import CAYLEY_STARTS as CAYLEY_STARTS
+from residua.ops.orthogonal import CayleyStart as CayleyStart
+from residua.ops.orthogonal import cayley as cayley
+from residua.ops.orthogonal import cayley_angle as cayley_angle
+from residua.ops.orthogonal import cayley_apply as cayley_apply
+from residua.ops.orthogonal import cayley_transform as cayley_transform
+from residua.ops.orthogonal import gate_penalty as gate_penalty
+from residua.ops.orthogonal import householder as householder
+from residua.ops.orthogonal import hybrid as hybrid
+from residua.ops.orthogonal import iterative_cayley as iterative_cayley
+from residua.ops.precision import at_least_float32 as at_least_float32
+from residua.ops.precision import linear_at_least_float32 as linear_at_least_float32
+from residua.ops.sinkhorn import guarded_sinkhorn as guarded_sinkhorn
+from residua.ops.sinkhorn import kronecker_mixture as kronecker_mixture
+from residua.ops.sinkhorn import permutation_mixture as permutation_mixture
+from residua.ops.sinkhorn import permutations as permutations
+from residua.ops.sinkhorn import sinkhorn as sinkhorn
+from residua.ops.streams import channel_taps as channel_taps
+from residua.ops.streams import hyper_mix as hyper_mix
+from residua.ops.streams import hyper_read as hyper_read
+from residua.ops.streams import hyper_write as hyper_write
+from residua.ops.streams import stream_read as stream_read
+from residua.ops.update import orthogonal_update as orthogonal_update
+from residua.ops.update import residual_scale as residual_scale
+from residua.ops.update import scaled_sum as scaled_sum
