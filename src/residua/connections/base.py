@@ -361,13 +361,6 @@ class Scheme(ABC):
         """
         raise ValueError(f"{type(self).__name__}: this scheme has no start that preserves the plain residual")
 
-    def ways_to_keep(self) -> "dict[str, Scheme]":
-        """Return this scheme under each way to keep states for the backward pass, by name, this scheme first.
-
-        The numbers are the same under all of them, memory and time are not. Only "all" if there is no choice.
-        """
-        return {"all": self}
-
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         """Build the modules for a stack of `num_sublayers` sublayers of width `dim`, initialised.
 

@@ -36,10 +36,6 @@ class FracConnections(WeightedScheme):
 
     num_fractions: Rows = 4
 
-    @property
-    def several_rows(self) -> bool:
-        return self.num_fractions > 1
-
     def preserving(self) -> "FracConnections":
         return self
 

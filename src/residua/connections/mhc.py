@@ -72,10 +72,6 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
         copies = (self.layout == "copies", "layout is 'copies'")
         expect_used(self, {"start": copies, "expand": copies})
 
-    @property
-    def several_rows(self) -> bool:
-        return True  # with layout="split" the pieces of one
-
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
         return TensorSpec((self.num_streams, dim) if self.layout == "copies" else (dim,))
 

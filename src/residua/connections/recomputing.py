@@ -1,7 +1,7 @@
 """The options of schemes whose states are recomputed in the backward pass (`ops.recompute`)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from torch import Tensor
@@ -24,17 +24,6 @@ class RecomputingScheme(Scheme):
     recompute: Literal["none", "replay"] = "replay"
     # Recomputing recurses once for each state that was not kept; 64 stays well inside Python's recursion limit.
     recompute_every: Annotated[int, Range("1 to 64", lambda count: 1 <= count <= 64)] = 4
-
-    @property
-    def several_rows(self) -> bool:
-        """Whether a write has several rows to replay; a state that is one row is kept by the norm before a sublayer."""
-        return self.state_size(0, 1) > 1
-
-    def ways_to_keep(self) -> dict[str, Scheme]:
-        if not self.several_rows:
-            return super().ways_to_keep()
-        ways: list[Literal["none", "replay"]] = ["replay", "none"]
-        return {way: replace(self, recompute=way) for way in sorted(ways, key=lambda way: way != self.recompute)}
 
     @property
     def keeps_every(self) -> int:

@@ -5,8 +5,9 @@ Everything is counted, except time: run a few steps on your device and multiply.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from residua.connections.recomputing import RecomputingScheme
 from residua.errors import InputError, require
 from residua.lab.cost.counts import flops_per_token, parameters
 from residua.lab.cost.memory import step_memory
@@ -49,8 +50,11 @@ def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus
         raise InputError(f"--gpus: {str(error).removeprefix('torchrun: ')}") from error
     parameter_counts = parameters(model)
     memory, largest = {}, {}
-    for name, scheme in model.scheme.ways_to_keep().items():
-        parts = step_memory(ResiduaConfig(**{**model.to_dict(), "connection": scheme}), train, share)
+    scheme = model.scheme
+    replays = isinstance(scheme, RecomputingScheme)
+    for name in ("replay", "none") if replays else ("all",):
+        connection = replace(scheme, recompute=name) if replays else scheme
+        parts = step_memory(ResiduaConfig(**{**model.to_dict(), "connection": connection}), train, share)
         memory[name] = parts
         per_batch = parts["activations"] + parts["logits"] + parts["temporary"]
         bytes_free = capacity - parts["total"] + per_batch
