@@ -251,9 +251,3 @@ def test_many_heads_and_their_gradients_are_those_of_a_stack(n, heads, width, ep
     grad = normal(generator(seed + 1), 2, 3, heads * width)
     for a, b in zip(torch.autograd.grad(x, ours, grad), torch.autograd.grad(expected, theirs, grad)):
         assert_close(a, b)
-
-
-def test_heads_divide_the_width():
-    for heads in (3, 0):
-        with pytest.raises(ValueError, match=f"heads must be a divisor of dim = 4, got {heads}"):
-            depth_read([torch.zeros(2, 4)], torch.zeros(4), heads=heads)

@@ -153,12 +153,6 @@ def test_bad_sizes_are_named():
     for iterations in (0, -1):
         with pytest.raises(ValueError, match=f"^iterations must be 1 or more, got {iterations}"):
             sinkhorn(torch.ones(3, 3), iterations)
-    for n in (0, 9):
-        with pytest.raises(ValueError, match=f"^n must be 1 to 8 streams .*, got {n}"):
-            permutations(n)
-    for count in (0, 3, 23, 25):
-        with pytest.raises(ValueError, match=rf"^weights must be \(\.\.\., n!\), .* got {count}"):
-            permutation_mixture(torch.ones(2, count))
 
 
 @given(sizes, seeds, st.integers(1, 8), st.sampled_from([0.0, 1e-6, 1e-2]))
@@ -203,5 +197,3 @@ def test_a_kronecker_mixture_is_the_product_of_its_factors(seed, factors):
 
 def test_a_kronecker_mixture_of_ones_is_the_identity():
     assert torch.equal(kronecker_mixture(torch.ones(3, 2)), torch.eye(4).expand(3, 4, 4))
-    with pytest.raises(ValueError, match=r"weights must be \(\.\.\., K\) with K of at least 1"):
-        kronecker_mixture(torch.ones(3, 0))

@@ -20,7 +20,6 @@ from residua.ops.depth import depth_read as depth_read
 from residua.ops.gated import gated_delta as gated_delta
 from residua.ops.gated import inverse_length as inverse_length
 from residua.ops.norm import rms_norm as rms_norm
-from residua.ops.orthogonal import CAYLEY_STARTS as CAYLEY_STARTS
 from residua.ops.orthogonal import CayleyStart as CayleyStart
 from residua.ops.orthogonal import cayley as cayley
 from residua.ops.orthogonal import cayley_angle as cayley_angle

@@ -31,8 +31,6 @@ def depth_read(
                       in float32 at least: the form of Inkling-2 (`inkling2` in transformers)
     """
     _expect(sources, query)
-    if heads < 1 or query.shape[0] % heads:
-        raise ValueError(f"heads must be a divisor of dim = {query.shape[0]}, got {heads}")
     return applied(_DepthRead, query, heads, normalise_values, new_symbol(eps), *sources)
 
 

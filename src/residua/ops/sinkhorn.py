@@ -4,6 +4,7 @@ Both mix n streams without growing them: the spectral norm is at most 1, and the
 """
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -79,8 +80,6 @@ def guarded_sinkhorn(logits: Tensor, iterations: int = 20, *, eps: float = 1e-6)
     and dtype, computed in at least float32. The backward pass keeps only the logits and recomputes the iterations.
     """
     expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
-    if iterations < 1:
-        raise ValueError(f"iterations must be 1 or more, got {iterations}")
     wide = at_least_float32(logits).movedim((-2, -1), (0, 1)).contiguous()
     return applied(_GuardedSinkhorn, wide, iterations, new_symbol(eps)).movedim((0, 1), (-2, -1)).to(logits.dtype)
 
@@ -128,8 +127,6 @@ def kronecker_mixture(weights: Tensor) -> Tensor:
     weights: (..., K), the p_k in [0, 1], the weights of the identity. Returns (..., 2^K, 2^K) in the dtype of
     `weights`, computed in at least float32. arXiv 2601.21579 (KromHC).
     """
-    if weights.shape[-1] < 1:
-        raise ValueError(f"weights must be (..., K) with K of at least 1, got {tuple(weights.shape)}")
     # Entry (i, j) is the product over k of p_k where i and j agree in bit k, else of 1 - p_k.
     wide = at_least_float32(weights)
     matrix = wide.new_ones(*wide.shape[:-1], 1, 1)
@@ -141,9 +138,7 @@ def kronecker_mixture(weights: Tensor) -> Tensor:
 
 
 def permutations(n: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the n! permutation matrices of n streams, identity first: (n!, n, n), for 1 <= n <= 8."""
-    if not 1 <= n <= 8:
-        raise ValueError(f"n must be 1 to 8 streams (8 have 40320 permutations), got {n}")
+    """Return the n! permutation matrices of n streams, identity first: (n!, n, n)."""
     columns = torch.tensor(list(itertools.permutations(range(n))), device=device)
     return (columns.unsqueeze(-1) == torch.arange(n, device=device)).to(dtype)
 
@@ -155,12 +150,8 @@ def permutation_mixture(weights: Tensor) -> Tensor:
     is such a mixture. Returns (..., n, n) in the dtype of `weights`, computed in at least float32.
     """
     n = 1
-    count = 1
-    while count < weights.shape[-1]:
+    while math.factorial(n) < weights.shape[-1]:
         n += 1
-        count *= n
-    if count != weights.shape[-1]:
-        raise ValueError(f"weights must be (..., n!), one for each permutation of n streams, got {weights.shape[-1]}")
     wide = at_least_float32(weights)
     matrices = permutations(n, weights.device, wide.dtype).flatten(1)
     with without_autocast(weights.device):

@@ -18,9 +18,7 @@ def scaled_sum(terms: Sequence[Tensor], scales: Sequence[Tensor | None]) -> Tens
     at least float32; returns (..., dim) in the dtype of the first term. The backward pass keeps the terms as they are.
     Raises ValueError for other shapes. The form of arXiv 2003.04887 (ReZero) with a scale on every term.
     """
-    if len(terms) != len(scales) or not terms:
-        raise ValueError(f"scales must be one for each term, got {len(scales)} for {len(terms)} terms")
-    for term, scale in zip(terms, scales):
+    for term, scale in zip(terms, scales, strict=True):
         expect_shape("terms", term, terms[0].shape, "the shape of the first")
         if scale is not None and scale.dim():
             expect_shape("scales", scale, terms[0].shape[-1:], "() or (dim,)")
@@ -87,11 +85,6 @@ def orthogonal_update(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e
     ValueError for other shapes.
     """
     expect_shape("y", y, state.shape, "the shape of the state")
-    if not gate.dim() or state.shape[-1] % gate.shape[-1]:
-        raise ValueError(
-            f"gate must be (..., groups) with a number of groups that divides {state.shape[-1]}, got "
-            f"{tuple(gate.shape)}"
-        )
     gate = expand_leading("gate", gate, state.shape[:-1], gate.shape[-1:], "(..., groups)")
     return applied(_OrthogonalUpdate, state, y, gate, new_symbol(eps))
 
