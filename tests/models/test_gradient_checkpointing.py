@@ -83,5 +83,5 @@ def test_a_cache_that_is_given_is_not_filled_twice(name):
     for key, grad in gradients(model, ids, cache=cache).items():
         assert torch.equal(grad, expected[key]), key
     model.eval()(ids, cache=cache, use_cache=True)
-    with pytest.raises(ValueError, match="cache: gradient checkpointing needs the whole sequence"):
+    with pytest.raises(ValueError, match="cache: training needs whole sequences"):
         model.train()(ids, cache=cache)

@@ -14,19 +14,19 @@ from residua.connections.memory import positions_in, window_of
 from residua.conversion.flow import MEMORY, STREAM, ConvertedLayer, Flow, layer_streams
 from residua.errors import extra
 from residua.models.memory import (
-    CACHE,
-    CACHE_NAMES,
     CacheSlot,
+    cache_for,
     cache_of,
     documents_of,
     expect_no_pages,
     expect_told_apart,
+    is_filled,
     memory_at,
     padding_of,
 )
 
 with extra("lab"):
-    from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
+    from transformers.cache_utils import Cache, LinearAttentionLayer
 
 
 NO_HIDDEN_STATES = "output_hidden_states must be False, since this scheme reads earlier tokens in every readout"
@@ -90,7 +90,7 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     mask = given.get("attention_mask")
     documents = _documents(trunk, tokens, given, placed="position_ids" in names)
     expect_told_apart(parts, mask, documents)
-    cache = _cache(trunk, given, names, whole=trunk.training or documents is not None)
+    cache = cache_for(given, names, config, whole=trunk.training or documents is not None)
     padding = padding_of(tokens, mask, cache, documents)
     layers = max(len(stack), config.get_text_config().num_hidden_layers)
     layer = 0 if cache is None else _room(cache, len(windowed), layers)
@@ -118,29 +118,6 @@ def _documents(trunk: Any, tokens: Tensor, given: dict[str, Any], *, placed: boo
     if positions is None:
         given["position_ids"] = positions_in(documents)
     return documents
-
-
-def _cache(trunk: nn.Module, given: dict[str, Any], names: Mapping[str, Any], *, whole: bool) -> Any:
-    """Return the cache of a call, None for none; the call gets a new one where the trunk would make one.
-
-    names: the arguments of the trunk. whole: the sequences come whole, and nothing is kept; a recomputed layer would
-    fill a cache twice.
-    """
-    config: Any = trunk.config
-    cache: Any = cache_of(given)[0]
-    if whole:
-        if cache is not None and _filled(cache):
-            raise ValueError("cache: training needs whole sequences, got a filled cache")
-        if "use_cache" in names:
-            given["use_cache"] = False
-        return None
-    use_cache = given.get("use_cache")
-    if cache is None and (getattr(config, "use_cache", False) if use_cache is None else use_cache):
-        cache = DynamicCache(config=config)
-        if getattr(config, "is_encoder_decoder", False):
-            cache = EncoderDecoderCache(cache, DynamicCache(config=config))
-        given[next((name for name in CACHE_NAMES if name in names), CACHE)] = cache
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def expect_gradients(module: nn.Module) -> None:
@@ -177,14 +154,6 @@ def _flows(items: Iterable[Any]) -> bool:
     return any(isinstance(item, Flow) or (isinstance(item, (tuple, list)) and _flows(item)) for item in items)
 
 
-def _filled(cache: Any) -> bool:
-    """Return whether a cache holds tokens."""
-    try:
-        return bool(cache.get_seq_length())
-    except ValueError:  # none of its layers counts tokens: linear attention everywhere
-        return any(any(layer.has_previous_state.values()) for layer in cache.layers)
-
-
 def _room(cache: Any, states: int, num_layers: int) -> int:
     """Return the index of the layer of the cache that remembers this many parts; add it to a new cache."""
     layers = getattr(cache, "layers", None)
@@ -195,7 +164,7 @@ def _room(cache: Any, states: int, num_layers: int) -> int:
         if layers[found].number_of_states != states:
             raise ValueError("cache: this cache was filled by a model with another residual scheme")
         return found
-    if layers and _filled(cache):
+    if layers and is_filled(cache):
         raise ValueError("cache: this cache was filled without the memory of this model's residual scheme")
     if cache.layer_class_to_replicate is not None:  # the cache adds a layer for every index that it has not got yet
         while len(layers) < num_layers:

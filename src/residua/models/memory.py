@@ -1,6 +1,6 @@
 """The memory of short convolutions and running sums, kept in the cache of transformers next to the keys and values."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from residua.connections.memory import expect_no_gap, expect_none, expect_separa
 from residua.errors import extra
 
 with extra("lab"):
-    from transformers.cache_utils import Cache
+    from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -55,6 +55,36 @@ def cache_of(arguments: Mapping[str, Any]) -> tuple[Cache | None, Any]:
             return None, cache
         raise ValueError(f"{name} must be a Cache of transformers, such as DynamicCache, got {type(cache).__name__}")
     return None, None
+
+
+def cache_for(given: dict[str, Any], names: Container[str], config: Any, *, whole: bool) -> Any:
+    """Return the cache of a call, None for none; the call gets a new one where its model would make one.
+
+    given: the arguments of the call; names: those that its model takes. whole: the sequences come whole, as in
+    training, and nothing is kept; a recomputed layer would fill a cache twice.
+    """
+    cache: Any = cache_of(given)[0]
+    if whole:
+        if cache is not None and is_filled(cache):
+            raise ValueError("cache: training needs whole sequences, got a filled cache")
+        if "use_cache" in names:
+            given["use_cache"] = False
+        return None
+    use_cache = given.get("use_cache")
+    if cache is None and (getattr(config, "use_cache", False) if use_cache is None else use_cache):
+        cache = DynamicCache(config=config)
+        if getattr(config, "is_encoder_decoder", False):
+            cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+        given[next((name for name in CACHE_NAMES if name in names), CACHE)] = cache
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def is_filled(cache: Any) -> bool:
+    """Return whether a cache holds tokens."""
+    try:
+        return bool(cache.get_seq_length())
+    except ValueError:  # none of its layers counts tokens: linear attention everywhere
+        return any(any(layer.has_previous_state.values()) for layer in cache.layers)
 
 
 class CacheSlot(NamedTuple):

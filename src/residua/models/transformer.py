@@ -29,6 +29,7 @@ from residua.models.linear import initialise
 from residua.models.memory import (
     CACHE,
     PAGES,
+    cache_for,
     cache_of,
     cache_slots,
     documents_of,
@@ -43,13 +44,11 @@ from residua.ops.recompute import cut
 
 with extra("lab"):
     from transformers import GenerationMixin, PreTrainedModel
-    from transformers.cache_utils import Cache, DynamicCache
+    from transformers.cache_utils import Cache
     from transformers.masking_utils import create_causal_mask
     from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-    from transformers.utils import can_return_tuple, logging
-
-logger = logging.get_logger(__name__)
+    from transformers.utils import can_return_tuple
 
 
 @dataclass
@@ -144,15 +143,13 @@ class Layer(GradientCheckpointingLayer):
 class Call(NamedTuple):
     """The inputs of a call of the trunk beside the embeddings, checked and complete.
 
-    attentions: fills with the weights of each layer; None if they are not asked for. use_cache: whether the output has
-    the cache. padding: (batch, seq), 0 at padding and 1 at tokens; documents: (batch, seq), the number of each token's
-    document; None without any.
+    attentions: fills with the weights of each layer; None if they are not asked for. padding: (batch, seq), 0 at
+    padding and 1 at tokens; documents: (batch, seq), the number of each token's document; None without any.
     """
 
     attention: AttentionContext
     attentions: list[Tensor] | None
     cache: Cache | None
-    use_cache: bool
     padding: Tensor | None
     documents: Tensor | None
 
@@ -325,7 +322,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
             hidden_states=selected if chosen else None,  # type: ignore[arg-type]  # as transformers, None if not chosen
             attentions=None if call.attentions is None else tuple(call.attentions),
             states=tuple(states) if output_states else None,
-            **{CACHE: call.cache if call.use_cache else None},
+            **{CACHE: call.cache},
         )
 
     def _call(
@@ -349,7 +346,9 @@ class ResiduaModel(ResiduaPreTrainedModel):
         self._expect_told_apart(attention_mask, documents)
         if documents is not None and position_ids is None:
             position_ids = positions_in(documents)
-        cache, use_cache = self._cache(cache, use_cache, packed=documents is not None)
+        given = {"cache": cache, "use_cache": False if self.training and use_cache is None else use_cache}
+        whole = documents is not None or (self.training and self.gradient_checkpointing)
+        cache = cache_for(given, given, self.config, whole=whole)
         mask, padding, positions = self._masks(embeddings, attention_mask, position_ids, cache)
 
         options = {**options, "position_ids": positions}
@@ -366,19 +365,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
             None if attentions is None else attentions.append,
             options,
         )
-        return Call(context, attentions, cache, use_cache, padding, documents)
-
-    def _cache(self, cache: Cache | None, use_cache: bool | None, *, packed: bool) -> tuple[Cache | None, bool]:
-        """Return the cache to read and fill, a new one if none is given, and whether the output has it."""
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and not packed
-        if (use_cache or cache is not None) and self.gradient_checkpointing and self.training:
-            # A recomputed layer would add its tokens to the cache a second time.
-            if cache is not None and cache.get_seq_length():
-                raise ValueError("cache: gradient checkpointing needs the whole sequence, got a filled cache")
-            logger.warning_once("gradient checkpointing does not keep a cache: use_cache is set to False")
-            return None, False
-        return DynamicCache(config=self.config) if use_cache and cache is None else cache, use_cache
+        return Call(context, attentions, cache, padding, documents)
 
     def _expect_told_apart(self, mask: Tensor | dict[str, Tensor | None] | None, documents: Tensor | None) -> None:
         """Raise ValueError if a part that reads earlier tokens could read across padding or packed documents, or
