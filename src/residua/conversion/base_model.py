@@ -17,7 +17,7 @@ from residua.conversion.flow import layer_streams
 from residua.conversion.opening import new_model, read_model
 from residua.conversion.probe import probe
 from residua.conversion.rebuild import stream_of
-from residua.errors import InputError, extra, first_line, require, shown
+from residua.errors import InputError, extra, first_line, require
 from residua.models.evaluating import evaluating
 from residua.records.durable import file_sha256
 from residua.records.reading import read_json
@@ -52,9 +52,9 @@ def expect_digest(folder: Path, sha256: str) -> None:
 def base_connection(folder: Path) -> str | dict[str, Any]:
     """Return the residual scheme of the model in a folder: the plain residual, unless it was converted."""
     config = read_json(folder / "config.json")
-    if not isinstance(config, dict) or config.get("model_type") != MODEL_TYPE:
+    if config.get("model_type") != MODEL_TYPE:
         return "residual"
-    return describe(Conversion.from_json(config.get(KEY), folder / "config.json").scheme)
+    return describe(Conversion.from_json(config[KEY], folder / "config.json").scheme)
 
 
 def open_base(folder: Path, connection: str | dict[str, Any], start: Literal["preserve", "fresh"]) -> PreTrainedModel:
@@ -95,13 +95,10 @@ def rebuild_base(folder: Path) -> PreTrainedModel:
         InputError: it is not the configuration of a converted model.
     """
     file = folder / "config.json"
-    settings = read_json(file)
-    if not isinstance(settings, dict) or settings.get("model_type") != MODEL_TYPE:
-        raise InputError(f"{file} must hold the configuration of a converted model, got {shown(settings)}")
     try:
-        return new_model(ConvertedConfig.from_dict(settings))
+        return new_model(ConvertedConfig.from_dict(read_json(file)))
     except Exception as error:  # transformers raises many kinds
-        raise InputError(f"{file} must hold the configuration of a model, got: {first_line(error)}") from error
+        raise InputError(f"{file} must hold the configuration of a converted model: {first_line(error)}") from error
 
 
 def freeze_base(model: PreTrainedModel) -> None:

@@ -69,11 +69,10 @@ class ConvertedConfig(Swapped):
                 lacks.
         """
         settings = usable(settings, "config.json")
-        description: Any = settings.get(KEY)
-        base: Any = description.get(BASE) if isinstance(description, dict) else None
-        kind: Any = base.get("model_type") if isinstance(base, dict) else None
-        is_known = isinstance(kind, str) and kind in CONFIG_MAPPING and kind != MODEL_TYPE
-        require(is_known, f"config.json: {KEY}.{BASE}.model_type", "a model type of transformers", kind)
+        description = settings[KEY]
+        base = description[BASE]
+        kind = base["model_type"]
+        require(kind in CONFIG_MAPPING, f"config.json: {KEY}.{BASE}.model_type", "a model type of transformers", kind)
         for refused in ("auto_map", "quantization_config"):
             if base.get(refused):
                 raise InputError(f"config.json must have no {refused} in base, which only plain models have")
@@ -112,10 +111,7 @@ class BuiltConverted(Swapped):
 
     def __init__(self, config: Any, *args: Any, **options: Any):
         super().__init__(config, *args, **options)  # type: ignore[call-arg]
-        try:
-            rebuild(self, conversion_of(self))  # type: ignore[arg-type]
-        except (AttributeError, IndexError, ValueError) as error:
-            raise InputError(f"config.json: the layers of {type(self).__name__} are not as it says: {error}") from error
+        rebuild(self, conversion_of(self))  # type: ignore[arg-type]
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, config: Any, **options: Any) -> Any:

@@ -123,10 +123,7 @@ def replaced(model: nn.Module, watch: Callable[[list[Any]], Sequence[Any]]) -> I
 
 def trunk(model: Any, path: str) -> tuple[nn.Module, nn.ModuleList]:
     """Return the module that runs the layers, and the list of them at `path` inside the base model."""
-    stack = model.base_model.get_submodule(path)
-    if not isinstance(stack, nn.ModuleList):
-        raise AttributeError(f"{path} is no list of layers")
-    return model.base_model.get_submodule(path.rpartition(".")[0]), stack
+    return model.base_model.get_submodule(path.rpartition(".")[0]), model.base_model.get_submodule(path)
 
 
 def _width(model: Any, norms: Sequence[Any]) -> int:
