@@ -39,6 +39,6 @@ def words(count: int, seed: int = 0) -> Tensor:
 def passages(model: ResiduaForCausalLM, ids: Tensor) -> list[ConnectionRecord]:
     """All that passed the connections, in order, with the batch axis of 1."""
     seen: list[ConnectionRecord] = []
-    with torch.no_grad():
-        model(ids[None], watch=watching(seen.append))
+    with torch.no_grad(), watching(model.model.stream, seen.append):
+        model(ids[None])
     return seen

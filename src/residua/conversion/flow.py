@@ -268,7 +268,6 @@ class LayerStream(nn.Module):
         self.expand = expand
         self.connections = nn.ModuleList(connections)
         self.collapse = collapse
-        self.watched: Sequence[Any] | None = None  # what `convert.replaced` puts in place of the connections
         self.register_state_dict_pre_hook(expect_saved_whole)
 
     @property
@@ -293,7 +292,7 @@ class LayerStream(nn.Module):
             lead = incoming.lead
             # A recomputed layer must not recompute the layer before it, whose weights may be absent.
             state = cut(incoming.state) if checkpointed else incoming.state
-        connections: Any = tuple(self.connections._modules.values()) if self.watched is None else self.watched
+        connections: Any = tuple(self.connections._modules.values())
         count = len(connections)
         own = (None,) * count if memories is None else memories[1 + self.first : 1 + self.first + count]
         return Flow(state, connections, own, lead=lead)

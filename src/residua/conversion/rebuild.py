@@ -1,13 +1,12 @@
 """The connections in the layers of a model: built into them, found there, and taken out again."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from residua.connections import Readout, Stream
+from residua.connections import Stream
 from residua.connections.memory import window_of
 from residua.conversion.anatomy import Conversion
 from residua.conversion.flow import (
@@ -100,25 +99,6 @@ def stream_of(model: nn.Module) -> Stream:
     assert parts[0].expand is not None
     assert parts[-1].collapse is not None
     return Stream(parts[0].expand, connections, parts[-1].collapse)
-
-
-@contextmanager
-def replaced(model: nn.Module, watch: Callable[[list[Any]], Sequence[Any]]) -> Iterator[None]:
-    """Let `watch` replace the connections of a converted model, as the argument of that name in a model of ours does.
-
-    watch: maps the list of connections and readout to a list of replacements; the readout stays what it is.
-    """
-    stream = stream_of(model)
-    parts = layer_streams(model)
-    connections: list[Any] = [*stream.connections, Readout(stream.collapse)]
-    watched = watch(connections)
-    try:
-        for part in parts:
-            part.watched = watched[part.first : part.first + len(part.connections)]
-        yield
-    finally:
-        for part in parts:
-            part.watched = None
 
 
 def trunk(model: Any, path: str) -> tuple[nn.Module, nn.ModuleList]:

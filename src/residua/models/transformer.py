@@ -9,7 +9,7 @@ A layer maps x to x, so that `write_read`, a write and the following read, can b
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from residua.connections import Carry, Connection, Memory, Projection, Readout, RMSNorm, WideProjection
+from residua.connections import Carry, Memory, Projection, Readout, RMSNorm, WideProjection
 from residua.connections.base import as_inputs
 from residua.connections.memory import positions_in, window_of
 from residua.errors import extra
@@ -88,7 +88,7 @@ class Embedding(nn.Embedding):
 class Reader(NamedTuple):
     """A reader of the state, and its memory of earlier tokens."""
 
-    connection: Any  # a Connection or the stand-in of `watch`; at the end a Readout, which only reads
+    connection: Any  # a Connection, or at the end a Readout, which only reads
     memory: Memory | None
 
 
@@ -243,7 +243,6 @@ class ResiduaModel(ResiduaPreTrainedModel):
         output_hidden_states: bool | int | list[int] | None = None,
         output_attentions: bool | None = None,
         output_states: bool = False,
-        watch: Callable[[list[Connection | Readout]], Sequence[Connection | Readout]] | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> ResiduaModelOutput:
@@ -252,10 +251,9 @@ class ResiduaModel(ResiduaPreTrainedModel):
         `hidden_states` are the embeddings, the readout of the state after every layer but the last, and the last
         normalised: (batch, seq, hidden_size) each; indices instead of True choose some, and None stands for the others.
         `output_states` asks for the states themselves. `output_attentions` needs attention that computes the weights,
-        "eager"; other kinds warn and return none. `watch` maps the list of connections and readout to a list of
-        replacements. `past_key_values` is the name of `cache` before transformers 5.24. Other keywords go to the
-        attention function: those of packed documents (`PACKED` in residua.models.attention) always, those of
-        continuous batching and of serving engines (`PAGED`) together with the pages.
+        "eager"; other kinds warn and return none. `past_key_values` is the name of `cache` before transformers 5.24.
+        Other keywords go to the attention function: those of packed documents (`PACKED` in residua.models.attention)
+        always, those of continuous batching and of serving engines (`PAGED`) together with the pages.
 
         Raises:
             TypeError: a keyword that nothing takes.
@@ -278,22 +276,15 @@ class ResiduaModel(ResiduaPreTrainedModel):
         caches = cache_of({**kwargs, "cache": cache, "past_key_values": past_key_values})
         call = self._call(embeddings, attention_mask, position_ids, caches, use_cache, output_attentions, kwargs)
         chosen = chosen_states(output_hidden_states, depth + 1)
-        return self._run(embeddings, call, chosen, output_states, watch or list)
+        return self._run(embeddings, call, chosen, output_states)
 
-    def _run(
-        self,
-        embeddings: Tensor,
-        call: Call,
-        chosen: set[int],
-        output_states: bool,
-        watch: Callable[[list[Connection | Readout]], Sequence[Connection | Readout]],
-    ) -> ResiduaModelOutput:
+    def _run(self, embeddings: Tensor, call: Call, chosen: set[int], output_states: bool) -> ResiduaModelOutput:
         """Run the trunk. chosen: the indices of the hidden states to return; the others are as in `forward`."""
         config = self.config
         depth = config.num_hidden_layers  # fewer while an early exit drafts for assisted decoding
         slots = cache_slots(self.stream, depth, self.convolutions[:depth])
         remembered = memories(slots, call.cache, call.padding, call.documents, embeddings, hidden_states=bool(chosen))
-        connections = watch([*self.stream.connections[: 2 * depth], Readout(self.stream.collapse)])
+        connections = [*self.stream.connections[: 2 * depth], Readout(self.stream.collapse)]
         readers = list(map(Reader, connections, remembered.parts[1:]))
         state_dtype = getattr(torch, config.state_dtype) if config.state_dtype else embeddings.dtype
         state = self.stream.expand(embeddings.to(state_dtype), remembered.parts[0])

@@ -95,7 +95,8 @@ def test_the_numbers_are_those_of_the_model(name):
     with torch.no_grad():
         plain = model(ids[None], labels=ids[None], output_states=True)
         last = model.model(ids[None]).last_hidden_state
-        watched = model.model(ids[None], watch=watching(lambda passage: None)).last_hidden_state
+        with watching(model.model.stream, lambda passage: None):
+            watched = model.model(ids[None]).last_hidden_state
     assert torch.equal(watched, last)
     found = trace(model, ids)
     assert found.facts["loss"] == pytest.approx(plain.loss.item(), rel=1e-12)

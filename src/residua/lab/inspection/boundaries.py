@@ -8,21 +8,19 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from residua.connections import Carry, Connection, Memory, Readout
+from residua.connections import Carry, Memory
 from residua.connections.base import State
 from residua.connections.ends import Collapse, Same
 from residua.connections.memory import window_of
-from residua.conversion.rebuild import replaced
 from residua.errors import InputError, require
 from residua.lab.inspection.subject import Subject
-from residua.lab.inspection.watch import as_written
-from residua.models import ResiduaForCausalLM, ResiduaModel
+from residua.lab.inspection.watch import StandIn, as_written, replaced
 from residua.models.memory import CACHE_NAMES
 
 LOGITS = 2**26
@@ -55,10 +53,6 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
     points = nn.ModuleDict({name: nn.Identity() for name in names})
     collapse = subject.stream.collapse
 
-    def watch(readers: list[Connection | Readout]) -> list[Any]:
-        *connections, readout = readers
-        return [*(_Passed(c, i, list(points.values()), collapse) for i, c in enumerate(connections)), readout]
-
     def check(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         if window_of(collapse) and not _whole_rows(keywords):
             raise InputError(
@@ -66,19 +60,11 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
                 "the readout looks at earlier tokens"
             )
 
-    def ask(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return arguments, {**keywords, "watch": watch}
-
+    connections = enumerate(subject.stream.connections)
     with ExitStack() as stack:
         stack.enter_context(as_written(model))
-        handles = [model.register_forward_pre_hook(check, with_kwargs=True)]
-        if isinstance(model, (ResiduaForCausalLM, ResiduaModel)):
-            trunk = model.model if isinstance(model, ResiduaForCausalLM) else model
-            handles.append(trunk.register_forward_pre_hook(ask, with_kwargs=True))
-        else:
-            stack.enter_context(replaced(model, watch))
-        for handle in handles:
-            stack.callback(handle.remove)
+        stack.enter_context(replaced([_Passed(c, i, list(points.values()), collapse) for i, c in connections]))
+        stack.callback(model.register_forward_pre_hook(check, with_kwargs=True).remove)
         model.add_module("boundaries", points)
         stack.callback(delattr, model, "boundaries")
         yield points
@@ -95,26 +81,18 @@ def _whole_rows(keywords: dict[str, Any]) -> bool:
     )
 
 
-class _Passed(NamedTuple):
+class _Passed(StandIn):
     """A connection between two boundaries, `points[index]` and the next."""
 
-    connection: Connection
-    index: int
-    points: Sequence[nn.Module]
-    collapse: nn.Module
+    def __init__(self, connection: Any, index: int, points: Sequence[nn.Module], collapse: nn.Module):
+        super().__init__(connection)
+        self.index, self.points, self.collapse = index, points, collapse
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Any, Carry]:
-        state = state if self.index else _visit(self.points[0], self.collapse, state)
-        return self.connection.read(state, memory)
+        return super().read(state if self.index else _visit(self.points[0], self.collapse, state), memory)
 
     def write(self, y: Tensor, carry: Carry) -> State:
-        return _visit(self.points[self.index + 1], self.collapse, self.connection.write(y, carry))
-
-    def write_read(self, y: Tensor, carry: Carry, following: Any, memory: Memory | None = None) -> tuple[Any, Carry]:
-        return following.read(self.write(y, carry), memory)
-
-    def penalty(self, coefficients: Any) -> Tensor | None:
-        return self.connection.penalty(coefficients)
+        return _visit(self.points[self.index + 1], self.collapse, super().write(y, carry))
 
 
 def _visit(point: nn.Module, collapse: nn.Module, state: State) -> State:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from residua.connections import Scheme, Stream
 from residua.conversion.configuration import conversion_of
 from residua.conversion.opening import context_of
-from residua.conversion.rebuild import is_converted, replaced, stream_of
+from residua.conversion.rebuild import is_converted, stream_of
 from residua.errors import InputError
 from residua.lab.inspection.watch import ConnectionRecord, as_written, watching
 from residua.models import ResiduaForCausalLM, ResiduaModel
@@ -80,12 +80,8 @@ class Subject:
         options |= {"input_ids": ids, "use_cache": False}
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             options["logits_to_keep"] = logits_to_keep
-        watch = watching(record)
-        with torch.no_grad(), as_written(self.model):
-            if isinstance(self.model, (ResiduaForCausalLM, ResiduaModel)):
-                return self.model(**options, watch=watch)
-            with replaced(self.model, watch):
-                return self.model(**options)
+        with torch.no_grad(), as_written(self.model), watching(self.stream, record):
+            return self.model(**options)
 
     def losses(self, ids: Tensor, record: Record) -> Tensor:
         """Run the model on T token ids as `run` does; return -log p of the token after each, (T).

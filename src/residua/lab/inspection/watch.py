@@ -1,13 +1,13 @@
-"""Watch a forward pass: wrappers of the connections, which do the same and record their inputs and outputs."""
+"""Watch a forward pass: stand-ins of the connections, which do the same and record their inputs and outputs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from residua.connections import Carry, Connection, Memory, Mixing, RankOne, Readout
+from residua.connections import Carry, Connection, Memory, Mixing, RankOne, Stream
 from residua.connections.base import State
 from residua.errors import InputError
 
@@ -32,14 +32,45 @@ class ConnectionRecord(NamedTuple):
         return self.connection.shortcut(self.before, self.carry, self.y)
 
 
-class Watched:
-    """A wrapper of a connection that calls `record` after every write.
+class StandIn:
+    """Reads and writes in place of a connection, whose methods are `inner_read` and `inner_write`.
 
-    It never fuses a write and a read into one kernel, because the state between them is recorded.
+    It never fuses a write and a read into one kernel, because it looks at the state between them.
     """
 
-    def __init__(self, connection: Connection, index: int, record: Callable[[ConnectionRecord], None]):
+    def __init__(self, connection: Any):
         self.connection = connection
+        self.inner_read, self.inner_write = connection.read, connection.write
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Any, Carry]:
+        return self.inner_read(state, memory)
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        return self.inner_write(y, carry)
+
+    def write_read(self, y: Tensor, carry: Carry, following: Any, memory: Memory | None = None) -> tuple[Any, Carry]:
+        return following.read(self.write(y, carry), memory)
+
+
+@contextmanager
+def replaced(stand_ins: Sequence[StandIn]) -> Iterator[None]:
+    """Let stand-ins take the place of their connections, in whatever model these are."""
+    try:
+        for stand_in in stand_ins:
+            methods = {"read": stand_in.read, "write": stand_in.write, "write_read": stand_in.write_read}
+            vars(stand_in.connection).update(methods)
+        yield
+    finally:
+        for stand_in in stand_ins:
+            for name in ("read", "write", "write_read"):
+                vars(stand_in.connection).pop(name, None)
+
+
+class Watched(StandIn):
+    """Calls `record` after every write."""
+
+    def __init__(self, connection: Any, index: int, record: Callable[[ConnectionRecord], None]):
+        super().__init__(connection)
         self.index = index
         self.record = record
         self._read: tuple[State, Tensor | None, Tensor] | None = None
@@ -47,7 +78,7 @@ class Watched:
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         normed: list[Tensor] = []
         with _inputs_of(getattr(self.connection, "norm", None), normed):
-            x, carry = self.connection.read(state, memory)
+            x, carry = super().read(state, memory)
         self._read = state, normed[-1] if normed else None, x
         return x, carry
 
@@ -58,17 +89,9 @@ class Watched:
                 "parallel, one after the other"
             )
         (before, normed, x), self._read = self._read, None
-        after = self.connection.write(y, carry)
+        after = super().write(y, carry)
         self.record(ConnectionRecord(self.index, self.connection, before, normed, x, carry, y, after))
         return after
-
-    def write_read(
-        self, y: Tensor, carry: Carry, following: "Watched | Readout", memory: Memory | None = None
-    ) -> tuple[Tensor, Carry]:
-        return following.read(self.write(y, carry), memory)
-
-    def penalty(self, coefficients: NamedTuple) -> Tensor | None:
-        return self.connection.penalty(coefficients)
 
 
 @contextmanager
@@ -84,16 +107,9 @@ def _inputs_of(module: nn.Module | None, inputs: list[Tensor]) -> Iterator[None]
         handle.remove()
 
 
-def watching(
-    record: Callable[[ConnectionRecord], None],
-) -> Callable[[list[Connection | Readout]], Sequence[Watched | Readout]]:
-    """Return the argument `watch` of a model's forward pass that calls `record` after each write, in order."""
-
-    def watch(readers: list[Connection | Readout]) -> list[Watched | Readout]:
-        *connections, readout = readers
-        return [*(Watched(connection, i, record) for i, connection in enumerate(connections)), readout]
-
-    return watch
+def watching(stream: Stream, record: Callable[[ConnectionRecord], None]) -> AbstractContextManager[None]:
+    """Call `record` after each write of the connections of a stream, in order."""
+    return replaced([Watched(connection, i, record) for i, connection in enumerate(stream.connections)])
 
 
 @contextmanager
