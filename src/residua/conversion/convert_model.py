@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from residua.connections import Scheme, resolve
+from residua.connections import Scheme
 from residua.connections.residual import Residual
 from residua.conversion.anatomy import Conversion, observe, stack_of
 from residua.conversion.configuration import conversion_of, mark, unmark
@@ -19,6 +19,7 @@ from residua.conversion.flow import INPUTS, UnknownUse
 from residua.conversion.probe import Situation, outputs, probe, same_bits, same_numbers, situations, uneven
 from residua.conversion.rebuild import attach_streams, is_converted, new_streams, rebuild, restore, streams_of, trunk
 from residua.errors import InputError, extra, first_line, require
+from residua.models.configuration import causal_scheme
 from residua.models.evaluating import evaluating
 
 with extra("lab"):
@@ -60,7 +61,7 @@ def convert(
     """
     require(start in ("preserve", "fresh"), "start", "'preserve' or 'fresh'", start)
     try:
-        scheme = resolve(connection)
+        scheme = causal_scheme(connection)
     except ValueError as error:
         raise InputError(str(error)) from error
     if start == "preserve":
@@ -212,13 +213,7 @@ def _run(model: PreTrainedModel, run: Situation) -> list[Tensor]:
 
 
 def _expect_same_direction(model: PreTrainedModel, conversion: Conversion, inputs: Mapping[str, Any]) -> None:
-    """Raise InputError for a scheme that looks along the sequence, unless it and the model only look back."""
-    scheme = conversion.scheme
-    if not scheme.causal:
-        raise InputError(
-            "connection must be a causal scheme, got one whose coefficients depend on the whole sequence, so that a "
-            "token would see later ones, and padding; use context='token' or 'cumulative'"
-        )
+    """Raise InputError for a scheme that reads earlier tokens in a model that reads later ones too."""
     looks_back = any(stream.looks_back for stream in new_streams(model, conversion))
     if looks_back and not _is_causal(model, conversion.stack, inputs):
         raise InputError(

@@ -1,6 +1,7 @@
 """The configuration of a language model: its sizes, and the residual scheme as a mapping with all its options."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from residua.connections import Scheme, describe, resolve
@@ -47,6 +48,17 @@ def _usable(config: Any, source: object) -> Any:
         else:
             content[key] = _usable(value, source)
     return content
+
+
+def causal_scheme(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
+    """Return what `resolve` does. Raises ValueError for a scheme with which tokens would see later ones and padding."""
+    scheme = resolve(connection)
+    if not scheme.causal:
+        raise ValueError(
+            "connection must be a causal scheme, got one whose coefficients depend on the whole sequence, so that a "
+            "token would see later ones, and padding; use context='token' or 'cumulative'"
+        )
+    return scheme
 
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -96,12 +108,7 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
 
     def _describe_connection(self) -> Scheme:
         """Store the scheme as a mapping with all its options. Return the scheme."""
-        scheme = resolve(self.connection)
-        if not scheme.causal:
-            raise ValueError(
-                "connection must be a causal scheme, got one whose coefficients depend on the whole sequence, so "
-                "that every token would see later ones; use context='token' or 'cumulative'"
-            )
+        scheme = causal_scheme(self.connection)
         vars(self)["connection"] = describe(scheme)
         return scheme
 

@@ -377,8 +377,7 @@ def padding_changes_no_token(scheme: Scheme) -> None:
 @CONTRACT.add
 def pieces_with_padding_equal_the_rows_alone(scheme: Scheme) -> None:
     """Rows that begin and end at different tokens, in pieces: padding in a memory is not a token either."""
-    if not scheme.causal:
-        raise NotChecked("the scheme is not causal")
+    expect_causal(scheme)
     stream = build(scheme)
     sublayers = bare_sublayers(DIM, SUBLAYERS)
     x, ends = normal(3, 7, DIM), [(3, 7), (0, 7), (1, 5)]
