@@ -71,6 +71,11 @@ def _hyper(scheme: Callable[[Any], Scheme], *, head: bool) -> Dialect:
     return Dialect(scheme, attention | _NORM_BEFORE_ATTENTION, mlp | _NORM_BEFORE_MLP, collapse)
 
 
+def _deepseek(config: Any, **options: Any) -> Scheme:
+    sizes = {"num_streams": config.hc_mult, "iterations": config.hc_sinkhorn_iters, "gate_eps": config.hc_eps}
+    return DeepSeekHyperConnections(**sizes, **options)
+
+
 def _inkling(config: Any) -> Scheme:
     """Return the scheme of Inkling-2, whose full-attention layers read queries, keys and values separately."""
     full = [kind == "hybrid" for kind in config.layer_types]
@@ -96,32 +101,13 @@ _HY = _hyper(
 )
 
 DIALECTS: dict[str, Dialect] = {
-    "deepseek_v4": _hyper(
-        lambda config: DeepSeekHyperConnections(
-            num_streams=config.hc_mult,
-            iterations=config.hc_sinkhorn_iters,
-            gate_eps=config.hc_eps,
-            weight_std=config.initializer_range,
-        ),
-        head=True,
-    ),
+    "deepseek_v4": _hyper(lambda config: _deepseek(config, weight_std=config.initializer_range), head=True),
     "deepseek_v41": Dialect(
-        lambda config: DeepSeekHyperConnections(
-            num_streams=config.hc_mult,
-            iterations=config.hc_sinkhorn_iters,
-            gate_eps=config.hc_eps,
-            weight_std=config.initializer_range,
-            pre="previous",
-        ),
+        lambda config: _deepseek(config, weight_std=config.initializer_range, pre="previous"),
         _single_pass("attn"),
         _single_pass("ffn"),
     ),
-    "glm5_next": _hyper(
-        lambda config: DeepSeekHyperConnections(
-            num_streams=config.hc_mult, iterations=config.hc_sinkhorn_iters, gate_eps=config.hc_eps, head="mean"
-        ),
-        head=False,
-    ),
+    "glm5_next": _hyper(lambda config: _deepseek(config, head="mean"), head=False),
     "hy_v4": _HY,
     "hy_v4_vl": _HY,
     "doge": Dialect(
