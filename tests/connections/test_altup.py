@@ -102,8 +102,3 @@ def test_the_router_has_one_name():
     stream = AlternatingUpdates().build(DIM, 4)
     assert {name for name, _ in stream.connections[1].named_parameters()} == {"correct.weight", "norm.weight"}
     assert len(stream.state_dict()) == len(list(stream.parameters()))
-
-
-def test_no_start_preserves():
-    with pytest.raises(ValueError, match="no start preserves the plain residual: LAuReL divides"):
-        AlternatingUpdates().preserving()

@@ -157,16 +157,3 @@ def test_queries_of_zeros_are_the_plain_residual_up_to_eps(block_size):
 def test_it_starts_with_queries_of_zeros_and_gains_of_one(block_size):
     reads = [part.attend for part in AttentionResiduals(block_size=block_size).build(DIM, 4).parts[2:]]
     assert all(not read.query.any() and (read.gain == 1).all() for read in reads)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_softmax_over_depth_is_float32_in_a_bfloat16_model(autocast):
-    narrow = stream_of(1, 5, dtype=torch.bfloat16)
-    wide = stream_of(1, 5)
-    wide.load_state_dict(narrow.state_dict())
-    sources = tuple(normal(2, 3, DIM, seed=i, dtype=torch.bfloat16) for i in range(4))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        _, carry = narrow.connections[3].read(sources)
-    _, expected = wide.connections[3].read(tuple(source.double() for source in sources))
-    assert carry.coefficients.weights.dtype == torch.float32
-    assert_close(carry.coefficients.weights, expected.coefficients.weights, dtype=torch.float32)

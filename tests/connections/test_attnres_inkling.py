@@ -81,8 +81,6 @@ def test_a_given_norm_serves_queries_and_is_copied_for_keys_and_values():
 
 def test_no_start_is_the_plain_residual():
     """A large source counts as much as a small one."""
-    with pytest.raises(ValueError, match=r"sources are normalised .* use attnres"):
-        InklingAttentionResiduals().preserving()
     x, sublayers = 100 * normal(2, 3, DIM), bare_sublayers(DIM, 4)
     ours, raw = (built(scheme, count=4)(x, sublayers) for scheme in (InklingAttentionResiduals(), AttentionResiduals()))
     assert ours.abs().max() < 5

@@ -259,6 +259,45 @@ def test_a_wrong_option_is_one_clear_line(row):
     assert "\n" not in message
 
 
+NOT_BUILT = """
+delta-attnres:heads=3 | heads must be a divisor of dim = 8, got 3
+edelta:num_streams=3 | num_streams must be a divisor of the width dim = 8.*, got 3
+frac:num_fractions=3 | FracConnections: num_fractions must be a divisor of the width dim = 8, got 3
+gated-delta:heads=3 | heads must be a divisor of the width dim = 8, got 3
+gated-delta:heads=4,rank=3 | rank must be at most the 2 features of a head, got 3
+gated-orthogonal:heads=3 | heads must be a divisor of the width dim = 8, got 3
+mhc:num_streams=3,layout=split | a divisor of the width dim = 8 with layout='split', got 3
+"""
+
+
+@pytest.mark.parametrize("row", NOT_BUILT.strip().splitlines())
+def test_a_width_that_does_not_fit_is_one_clear_line(row):
+    text, words = row.split(" | ")
+    with pytest.raises(ValueError, match=words):
+        resolve(text).build(8, 2)
+
+
+NOT_PRESERVED = """
+altup | no start preserves the plain residual: LAuReL divides
+attnres-inkling | sources are normalised .* use attnres
+ddl | gated-delta.* starts as x \\+ h
+deepnorm | norm='post' normalises the state itself
+gated-delta:write=value | no start of write='value' preserves
+gated-orthogonal:gate=one | gate='one' removes the update along the state
+ihc:magnitude=1.5 | no bias in float32 .* use magnitude=2\\.0 and
+ihc:gate_eps=0.01 | no bias in float32 .* use magnitude=2\\.0 and
+mhc-deepseek:head=mean | the mean of the streams cannot undo
+mhc-deepseek:gate_eps=0.01 | float32
+"""
+
+
+@pytest.mark.parametrize("row", NOT_PRESERVED.strip().splitlines())
+def test_why_no_start_preserves_is_said(row):
+    text, words = row.split(" | ")
+    with pytest.raises(ValueError, match=words):
+        resolve(text).preserving()
+
+
 @pytest.mark.parametrize("options", [{"beta_init": float("nan")}, {"v_scale": float("inf")}, {"value_channels": "4"}])
 def test_a_number_is_finite_and_no_text(options):
     with pytest.raises(ValueError, match=f"^DeepDelta: {next(iter(options))} must be "):

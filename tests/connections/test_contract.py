@@ -107,6 +107,31 @@ def test_gates_of_a_bfloat16_model_lose_nothing(name):
         assert_close(narrow.value(x), wide.value(x.double()), dtype=torch.float32)
 
 
+# The others compute coefficients from what a sublayer reads, which is as narrow as the model, or have none.
+FROM_THE_STATE = [
+    name for name in PRESETS if not name.startswith(("ddl", "gated", "orthogonal", "residual", "siamese"))
+]
+
+
+@pytest.mark.parametrize("name", FROM_THE_STATE)
+def test_what_is_computed_from_the_state_of_a_bfloat16_model_loses_nothing(name):
+    """State and weights are widened before every product: a mixture or a rotation rounded to three digits is none."""
+    stream, exact = build(name, torch.bfloat16), build(name)
+    exact.load_state_dict(stream.state_dict())
+    state, compared = stream.expand(normal(2, 5, DIM, dtype=torch.bfloat16)), 0
+    for narrow, wide, sublayer in zip(stream.connections, exact.connections, bare_sublayers(DIM, SUBLAYERS)):
+        x, carry = narrow.read(state)
+        expected = wide.read(tree_map(lambda leaf: leaf.double(), state))[1].coefficients._asdict()
+        for symbol, value in carry.coefficients._asdict().items():
+            narrow_input = name == "edelta-stream" and symbol in ("h_pre", "h_post")  # read from what was turned
+            if isinstance(value, torch.Tensor) and not narrow_input:
+                assert value.dtype == torch.float32
+                assert_close(value, expected[symbol].expand_as(value), dtype=torch.float32, what=symbol)
+                compared += 1
+        state = narrow.write(sublayer(*as_inputs(x)), carry)
+    assert compared
+
+
 def test_the_base_class_is_enough_for_a_new_scheme():
     """A connection needs `read` and `write`; the sugar, the seam and the penalty come with the base class."""
 

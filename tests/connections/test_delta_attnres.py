@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua import DeltaAttentionResiduals, Residual
+from residua import DeltaAttentionResiduals
 from support.references import assert_computes
 from support.tolerances import assert_close
-from support.variants import bare_sublayers, normal, perturbed
+from support.variants import normal, perturbed
 
 DIM, EPS = 8, 1e-5
 
@@ -56,15 +56,6 @@ def test_values_and_gradients_are_those_of_the_published_form(scheme, sublayers)
     assert_computes(perturbed(scheme.build(DIM, sublayers)).double(), published, scheme)
 
 
-@pytest.mark.parametrize("block_size", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gate_at_zero_is_the_plain_residual_to_the_last_bit(block_size, dtype):
-    scheme = DeltaAttentionResiduals(block_size=block_size, null_source=True).preserving()
-    x, functions = normal(2, 5, DIM, dtype=dtype), bare_sublayers(DIM, 7)
-    ours, plain = scheme.build(DIM, 7).to(dtype), Residual().build(DIM, 7).to(dtype)
-    assert torch.equal(ours(x, functions), plain(x, functions))
-
-
 def test_it_starts_with_queries_and_null_sources_of_zeros():
     scheme = DeltaAttentionResiduals(gate="sigmoid", null_source=True)
     first, *others = scheme.build(DIM, 4).connections
@@ -82,8 +73,3 @@ def test_a_read_of_a_single_source_has_no_query():
     state = tuple(normal(1, 2, DIM, seed=i, dtype=torch.float32) for i in range(3))
     x, _ = connections[1].read(state)
     assert_close(x, rms(state[-1] + state[0]))
-
-
-def test_heads_that_do_not_divide_the_width_are_refused():
-    with pytest.raises(ValueError, match="heads must be a divisor of dim = 8, got 3"):
-        DeltaAttentionResiduals(heads=3).build(DIM, 4)

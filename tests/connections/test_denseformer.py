@@ -1,13 +1,11 @@
 """DenseFormer against the published form, the plain residual, and what may be kept."""
 
 import pytest
-import torch
 from torch import Tensor
 
-from residua import DenseFormer, Residual
-from residua.connections import resolve
+from residua import DenseFormer
 from support.references import assert_computes
-from support.variants import bare_sublayers, normal, perturbed
+from support.variants import perturbed
 
 DIM = 8
 
@@ -43,21 +41,3 @@ def published(stream, x: Tensor, sublayers: list, dilation: int, period: int) ->
 def test_values_and_gradients_are_those_of_the_published_form(dilation, period, sublayers):
     stream = perturbed(DenseFormer(dilation=dilation, period=period).build(DIM, sublayers)).double()
     assert_computes(stream, published, dilation, period)
-
-
-@pytest.mark.parametrize("options", [{}, {"dilation": 2}, {"period": 3}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_starts_as_the_plain_residual_to_the_last_bit(options, dtype):
-    x, functions = normal(2, 5, DIM, dtype=dtype), bare_sublayers(DIM, 7)
-    ours, plain = DenseFormer(**options).build(DIM, 7).to(dtype), Residual().build(DIM, 7).to(dtype)
-    assert torch.equal(ours(x, functions), plain(x, functions))
-
-
-def test_averages_are_float32_in_a_bfloat16_model():
-    stream = perturbed(resolve("denseformer").build(DIM, 4)).to(torch.bfloat16)
-    state = tuple(normal(2, 3, DIM, seed=i, dtype=torch.bfloat16) for i in range(2))
-    with torch.autocast("cpu", torch.bfloat16):
-        x, carry = stream.connections[2].average(state), stream.connections[2].read(state)[1]
-    assert carry.coefficients.weights.dtype == torch.float32
-    exact = sum(w * source.double() for w, source in zip(stream.connections[2].average.weights.double(), state))
-    assert torch.equal(x[0], exact.to(torch.bfloat16))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from residua import FracConnections, HyperConnections
 from support.references import assert_computes
-from support.stream_cases import DIM, SUBLAYERS, built, output_beside_residual
+from support.stream_cases import DIM, SUBLAYERS, built
 from support.tolerances import assert_close
 from support.variants import ALL, bare_sublayers, normal
 
@@ -42,12 +42,6 @@ def test_values_and_gradients_are_those_of_the_algorithm(scheme):
     assert_computes(built(scheme, noise=0.3, count=3), published, scheme, tokens=(1, 2))
 
 
-@every_variant
-def test_the_start_is_the_plain_residual_to_the_last_bit(scheme):
-    ours, residual = output_beside_residual(scheme)
-    assert torch.equal(ours, residual)
-
-
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_one_fraction_is_a_hyper_connection_of_one_stream(dynamic):
     """The paper, section 4.1. The parameters have the same names and shapes."""
@@ -64,10 +58,3 @@ def test_the_published_numbers_of_parameters(dynamic, count):
     with torch.device("meta"):
         stream = FracConnections(dynamic=dynamic).build(2048, 32)
     assert sum(parameter.numel() for parameter in stream.parameters()) == count + 32 * 2048
-
-
-def test_a_width_that_the_fractions_do_not_divide():
-    with pytest.raises(
-        ValueError, match="FracConnections: num_fractions must be a divisor of the width dim = 6, got 4"
-    ):
-        FracConnections().build(6, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua import DeepDelta, GatedDelta, Residual
+from residua import DeepDelta, GatedDelta
 from residua.connections import resolve
 from residua.connections.gated_delta import Parts
 from residua.ops import delta_operator, delta_write
@@ -93,14 +93,6 @@ def matrices(stream, x: Tensor, sublayers: list, scheme: GatedDelta) -> Tensor:
 @pytest.mark.parametrize("options", (OPTIONS | VALUES).values(), ids=OPTIONS | VALUES)
 def test_values_and_gradients_are_those_of_matrices(options):
     assert_computes(built(options), matrices, GatedDelta(**options))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_it_starts_as_the_plain_residual_to_the_bit(options, dtype):
-    x, functions = normal(2, 5, DIM, dtype=dtype), bare_sublayers(DIM, SUBLAYERS)
-    ours, plain = built(options, start=True).to(dtype), Residual().build(DIM, SUBLAYERS).to(dtype)
-    assert torch.equal(ours(x, functions), plain(x, functions))
 
 
 @pytest.mark.parametrize("name", ["signed", "heads", "positive", "write", "write-only", "rank"])
@@ -230,23 +222,3 @@ def test_no_shortcut_of_rank_one_where_there_are_several_or_none(name):
     state = stream.expand(normal(2, 3, DIM))
     context, carry = stream.connections[0].read(state)
     assert stream.connections[0].shortcut(state, carry, context) is None
-
-
-def test_heads_must_divide_the_width():
-    with pytest.raises(ValueError, match="heads must be a divisor of the width dim = 8, got 3"):
-        GatedDelta(heads=3).build(DIM, 2)
-
-
-def test_no_more_directions_than_features():
-    with pytest.raises(ValueError, match="rank must be at most the 2 features of a head, got 3"):
-        GatedDelta(heads=4, rank=3).build(DIM, 2)
-
-
-def test_what_beta_writes_has_no_start_that_preserves():
-    with pytest.raises(ValueError, match="no start of write='value' preserves"):
-        GatedDelta(write="value").preserving()
-
-
-def test_ddl_points_to_it_where_a_start_must_preserve():
-    with pytest.raises(ValueError, match=r"gated-delta.* starts as x \+ h"):
-        DeepDelta().preserving()

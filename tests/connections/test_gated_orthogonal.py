@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua import GatedOrthogonal, Residual
+from residua import GatedOrthogonal
 from residua.connections import resolve
 from support.references import assert_computes
 from support.tolerances import assert_close
@@ -56,14 +56,6 @@ def test_values_and_gradients_are_those_of_projection_matrices(options):
     assert_computes(built(options), token_by_token, GatedOrthogonal(**options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("token", "heads", "static", "mlp")])
-def test_it_starts_as_the_plain_residual_to_the_bit(options, dtype):
-    x, functions = normal(2, 5, DIM, dtype=dtype), bare_sublayers(DIM, SUBLAYERS)
-    ours, plain = built(options, start=True).to(dtype), Residual().build(DIM, SUBLAYERS).to(dtype)
-    assert torch.equal(ours(x, functions), plain(x, functions))
-
-
 def test_every_gate_has_a_gradient_at_the_start():
     stream = built(OPTIONS["heads"], start=True)
     stream(normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)).square().sum().backward()
@@ -96,13 +88,3 @@ def test_the_shortcut_is_the_residual_scale_of_each_head():
     rebuilt = found.h_res @ x.unflatten(-1, (4, 2)) + found.h_post.unsqueeze(-1) * y.unflatten(-1, (4, 2))
     assert_close(rebuilt.flatten(-2), connection.write(y, carry))
     assert list(found.gates) == ["gate_0", "gate_1", "gate_2", "gate_3"]
-
-
-def test_heads_must_divide_the_width():
-    with pytest.raises(ValueError, match="heads must be a divisor of the width dim = 8, got 3"):
-        GatedOrthogonal(heads=3).build(DIM, 2)
-
-
-def test_a_gate_of_one_has_no_start_that_preserves():
-    with pytest.raises(ValueError, match="gate='one' removes the update along the state"):
-        GatedOrthogonal(gate="one").preserving()

@@ -158,14 +158,6 @@ def test_the_state_holds_what_its_options_need():
         assert all(part is x for part in state), "copies of one tensor take no memory"
 
 
-def test_neutral_scales_are_the_plain_residual_to_the_bit():
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        x, functions = normal(2, 5, DIM, dtype=dtype), bare_sublayers(DIM, 4)
-        plain = Residual().build(DIM, 4).to(dtype)(x, functions)
-        for scheme in (Lambdas(p=1.0, backout=0.0), ALL["lambdas-bias"]):
-            assert torch.equal(scheme.build(DIM, 4).to(dtype)(x, functions), plain)
-
-
 @pytest.mark.parametrize("name", ["lambdas", "lambdas-written", "lambdas-all", "lambdas-gated", "rezero"])
 def test_the_shortcut_is_the_update_of_x_and_x0(name):
     stream, functions = built(ALL[name], 4), bare_sublayers(DIM, 4)
@@ -188,5 +180,3 @@ def test_a_start_that_preserves_keeps_the_places():
     assert scheme.preserving() == Lambdas(r=1.0, z=0.0, backout=0.0)
     assert ALL["lambdas-gated"].preserving() == Lambdas(r_every="sublayer", p=1.0, backout=0.0, gate="token")
     assert ALL["rezero"].preserving() == Lambdas(r=None, z=None, p=1.0)
-    with pytest.raises(ValueError, match="norm='post' normalises the state itself"):
-        ALL["deepnorm"].preserving()

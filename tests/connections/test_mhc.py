@@ -204,8 +204,3 @@ def test_the_start_of_the_comparison_code():
     assert h_res.diagonal(0, -2, -1).flatten().tolist() == pytest.approx([0.711] * 8, abs=5e-4)
     assert h_res[0, 0, 0, 1].item() == pytest.approx(0.096, abs=5e-4)
     assert sorted(torch.linalg.eigvals(h_res[0, 0]).real.tolist()) == pytest.approx([0.615] * 3 + [1], abs=5e-4)
-
-
-def test_pieces_must_fit_the_width():
-    with pytest.raises(ValueError, match="a divisor of the width dim = 8 with layout='split', got 3"):
-        ManifoldHyperConnections(num_streams=3, layout="split").build(DIM, 2)

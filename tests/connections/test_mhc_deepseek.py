@@ -116,14 +116,6 @@ def test_the_preserving_start_is_the_plain_residual(options):
     assert_close(ours(x, sublayers), plain(x, sublayers))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"), [({"head": "mean"}, "the mean of the streams cannot undo"), ({"gate_eps": 0.01}, "float32")]
-)
-def test_no_start_preserves_what_eps_takes_for_good(options, words):
-    with pytest.raises(ValueError, match=words):
-        DeepSeekHyperConnections(**options).preserving()
-
-
 def test_the_presets_differ_in_their_head():
     assert PRESETS["mhc-glm"] == DeepSeekHyperConnections(head="mean")
     assert PRESETS["mhc-deepseek"] == DeepSeekHyperConnections(head="sigmoid")

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residua import MultiwayDynamicDense, Residual
+from residua import MultiwayDynamicDense
 from residua.connections import resolve
 from support.references import assert_computes
-from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
 
 DIM, EPS = 8, 1e-5
@@ -104,19 +103,6 @@ def test_values_and_gradients_are_those_of_the_published_form(scheme, sublayers)
     assert_computes(perturbed(scheme.build(DIM, sublayers)).double(), published, scheme)
 
 
-def as_attention(functions: list) -> list:
-    """Sublayers with three inputs; a single one stands for all."""
-    return [lambda x, k=None, v=None, f=f: f(x, x if k is None else k, x if v is None else v) for f in functions]
-
-
-@every_form
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_starts_as_the_plain_residual_to_the_last_bit(scheme, dtype):
-    x, functions = normal(2, 5, DIM, dtype=dtype), as_attention(bare_sublayers(DIM, 7))
-    ours, plain = scheme.build(DIM, 7).to(dtype), Residual().build(DIM, 7).to(dtype)
-    assert torch.equal(ours(x, functions), plain(x, functions))
-
-
 @every_form
 def test_every_parameter_but_the_first_map_learns_from_the_first_step(scheme):
     """W_1 lies behind W_2 = 0; with norms the gains of the sources lie behind it too."""
@@ -157,17 +143,6 @@ def test_a_norm_of_somebody_elses_normalises_all_three_inputs():
     x, _ = stream.connections[2].read(tuple(normal(1, 2, DIM, seed=i, dtype=torch.float32) for i in range(2)))
     assert torch.equal(x[0], x[1])
     assert torch.equal(x[1], x[2])
-
-
-def test_weights_are_float32_in_a_bfloat16_model():
-    narrow, wide = (perturbed(resolve("mudd").build(DIM, 4)).to(dtype) for dtype in (torch.bfloat16, torch.float64))
-    wide.load_state_dict(narrow.state_dict())
-    state = tuple(normal(2, 3, DIM, seed=i, dtype=torch.bfloat16) for i in range(2))
-    with torch.autocast("cpu", torch.bfloat16):
-        found = narrow.connections[2].read(state)[1].coefficients.weights
-    expected = wide.connections[2].read(tuple(one.double() for one in state))[1].coefficients.weights
-    assert found.dtype == torch.float32
-    assert_close(found, expected, dtype=torch.float32)
 
 
 def test_the_trimmed_form_averages_where_and_what_it_is_told():

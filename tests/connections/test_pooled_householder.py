@@ -133,15 +133,3 @@ def test_it_writes_nothing_along_k():
     assert_close(connection.write(y, carry) - silent, y)
     assert not isinstance(PooledHouseholder(), DeepDelta)
     assert "not Deep Delta Learning" in PooledHouseholder.__doc__
-
-
-@torch.no_grad()
-def test_coefficients_of_a_bfloat16_model_lose_nothing():
-    narrow, wide = build("cumulative", dtype=torch.bfloat16), build("cumulative")
-    wide.load_state_dict(narrow.state_dict())
-    x = normal(2, 5, DIM).bfloat16()
-    found, expected = (s.connections[0].read(state)[1] for s, state in ((narrow, x), (wide, x.double())))
-    assert found.residual.dtype == torch.bfloat16
-    for ours, exact in zip(found.coefficients, expected.coefficients, strict=True):
-        assert ours.dtype == torch.float32
-        assert_close(ours, exact, dtype=torch.float32)

@@ -7,7 +7,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residua import Scheme, Stream
+from residua import (
+    DeltaAttentionResiduals,
+    DenseFormer,
+    FracConnections,
+    GatedDelta,
+    GatedOrthogonal,
+    Lambdas,
+    MultiwayDynamicDense,
+    Residual,
+    Scheme,
+    SiameseNorm,
+    Stream,
+)
 from support.variants import ALL, NON_CAUSAL, bare_sublayers, normal
 
 DIM, SUBLAYERS = 8, 7  # more sublayers than streams, and not a multiple of them
@@ -82,6 +94,21 @@ def test_preserving_changes_the_start_alone_and_only_once(name):
     assert type(start) is type(ANY[name])
     assert start.preserving() == start
     assert start.state_size(3, DIM) == ANY[name].state_size(3, DIM)
+
+
+# Schemes that start with a sum, without a rounding in it, and those whose published start is this one.
+ALWAYS = (DenseFormer, FracConnections, GatedDelta, GatedOrthogonal, MultiwayDynamicDense, Residual)
+EXACT = (*ALWAYS, DeltaAttentionResiduals, Lambdas, SiameseNorm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in PRESERVING if isinstance(ANY[name], EXACT)])
+def test_it_starts_as_the_plain_residual_to_the_last_bit(name, dtype):
+    start = PRESERVING[name]
+    assert start == ANY[name] or not isinstance(start, ALWAYS)
+    x = normal(2, 5, DIM, dtype=dtype)
+    ours, plain = (scheme.build(DIM, SUBLAYERS).to(dtype) for scheme in (start, Residual()))
+    assert torch.equal(ours(x, sublayers()), plain(x, sublayers()))
 
 
 def step(stream: Stream) -> tuple[dict[str, float], list[Tensor]]:
