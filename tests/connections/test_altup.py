@@ -7,22 +7,17 @@ import torch
 from torch import Tensor
 
 from residua import AlternatingUpdates
-from support.references import assert_computes
+from support.references import assert_computes, rms_norm
 from support.stream_cases import DIM, built
 from support.tolerances import assert_close
 from support.variants import ALL, bare_sublayers, normal, perturbed
 
 VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, AlternatingUpdates)}
 every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
-EPS = 1e-5
-
-
-def normed(x: Tensor, gain: Tensor) -> Tensor:
-    return x / (x.square().mean() + EPS).sqrt() * gain
 
 
 def routed(router, x: Tensor) -> Tensor:
-    return torch.tanh(router.project.weight @ normed(x, router.norm.weight) / DIM)
+    return torch.tanh(router.project.weight @ rms_norm(x, router.norm.weight) / DIM)
 
 
 def sized(x: Tensor, like: Tensor) -> Tensor:
@@ -41,12 +36,12 @@ def published(stream, x: Tensor, sublayers: list, scheme: AlternatingUpdates) ->
             entries = first.predict.weight @ routed(first.router, rows[a])
             predicted = [rows[k] + sum(entries[k * n + j] * rows[j] for j in range(n)) for k in range(n)]
             active = predicted[a]
-            read = normed(active, first.norm.weight)
+            read = rms_norm(active, first.norm.weight)
             updated = active + sublayers[2 * block](read)
             if first.laurel is not None:
                 low = first.laurel.right.weight @ (first.laurel.left.weight @ read)
-                updated = (updated + read + normed(low, first.laurel.norm.weight)) / math.sqrt(2)
-            updated = updated + sublayers[2 * block + 1](normed(updated, second.norm.weight))
+                updated = (updated + read + rms_norm(low, first.laurel.norm.weight)) / math.sqrt(2)
+            updated = updated + sublayers[2 * block + 1](rms_norm(updated, second.norm.weight))
             weights = second.correct.weight @ routed(first.router, updated) + 1
             rows = [predicted[k] + weights[k] * (updated - active) for k in range(n)]
         if scheme.ends == "projections":

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from residua import AttentionResiduals, Residual
 from residua.connections import resolve
-from support.references import assert_computes
+from support.references import assert_computes, rms_norm
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
 
@@ -23,10 +23,6 @@ def stream_of(
     return perturbed(AttentionResiduals(block_size=block_size, heads=heads).build(DIM, sublayers, norm_eps=eps)).to(
         dtype
     )
-
-
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    return x / (x.square().mean() + eps).sqrt() * gain
 
 
 def attend(values: list[Tensor], read, eps: float) -> Tensor:

@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from residua import DeepDelta, DeltaResidual
 from residua.connections.branches import Direction
 from residua.connections.ends import TokenCompress
+from support.references import assert_computes, rms_norm
 from support.tolerances import assert_close
 from support.variants import ALL, DEEP_DELTA, bare_sublayers, looks_back, normal, perturbed
 
 DIM, EPS = 8, 1e-5
-
-
-def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * gain
 
 
 def shifted(x: Tensor, steps: int) -> Tensor:
@@ -134,7 +131,7 @@ def reference_update(scheme: DeepDelta, p: dict[str, Tensor], X: Tensor, sublaye
     return (identity - beta * outer) @ X + beta * k.unsqueeze(-1) * v.unsqueeze(-2)
 
 
-def reference_stream(scheme: DeepDelta, stream, x: Tensor, sublayers) -> Tensor:
+def reference_stream(stream, x: Tensor, sublayers: list, scheme: DeepDelta) -> Tensor:
     parameters = dict(stream.named_parameters())
     if scheme.expand == "conv":
         taps = parameters["expand.taps"]
@@ -163,18 +160,7 @@ def reference_stream(scheme: DeepDelta, stream, x: Tensor, sublayers) -> Tensor:
 def test_equals_the_formulas_of_the_paper(name):
     """Outputs and the gradients of the input and of every parameter."""
     scheme = DEEP_DELTA[name]
-    stream = perturbed(scheme.build(DIM, 4).double())
-    sublayers = bare_sublayers(DIM, 4)
-    weights = normal(2, 6, DIM, seed=9)
-    gradients, results = [], []
-    for run in (lambda x: stream(x, sublayers), lambda x: reference_stream(scheme, stream, x, sublayers)):
-        x = normal(2, 6, DIM).requires_grad_()
-        out = run(x)
-        results.append(out.detach())
-        gradients.append(torch.autograd.grad((out * weights).sum(), [x, *stream.parameters()]))
-    assert_close(results[0], results[1])
-    for ours, expected in zip(*gradients):
-        assert_close(ours, expected)
+    assert_computes(perturbed(scheme.build(DIM, 4).double()), reference_stream, scheme, tokens=(2, 6))
 
 
 @pytest.mark.parametrize("eps", [1e-5, 0.3])

@@ -5,15 +5,11 @@ import torch
 from torch import Tensor
 
 from residua import DeltaAttentionResiduals
-from support.references import assert_computes
+from support.references import assert_computes, rms_norm
 from support.tolerances import assert_close
 from support.variants import normal, perturbed
 
-DIM, EPS = 8, 1e-5
-
-
-def rms(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * gain
+DIM = 8
 
 
 def published(stream, x: Tensor, sublayers: list, scheme: DeltaAttentionResiduals) -> Tensor:
@@ -26,13 +22,13 @@ def published(stream, x: Tensor, sublayers: list, scheme: DeltaAttentionResidual
             values = torch.stack([*nulls, *sources])
             weights = torch.ones(1, 1, 1, 1, dtype=h.dtype)
             if connection.attend is not None:
-                keys = rms(values, connection.attend.gain) * connection.attend.query
+                keys = rms_norm(values, connection.attend.gain) * connection.attend.query
                 scores = keys.unflatten(-1, (scheme.heads, -1)).sum(-1)
                 weights = scores.softmax(0).repeat_interleave(DIM // scheme.heads, -1)
             added = (weights * values).sum(0)
             gate = {"none": lambda g: 1.0, "scalar": lambda g: g, "sigmoid": torch.sigmoid}[scheme.gate]
             read = h + gate(connection.gate) * added
-        h = h + sublayer(rms(read, connection.norm.weight))
+        h = h + sublayer(rms_norm(read, connection.norm.weight))
         if (i + 1) % scheme.block_size == 0:
             sources.append(h - start)
             start = h
@@ -72,4 +68,4 @@ def test_a_read_of_a_single_source_has_no_query():
     assert [one.attend is None for one in connections] == [True, True, True, False, False, False, False]
     state = tuple(normal(1, 2, DIM, seed=i, dtype=torch.float32) for i in range(3))
     x, _ = connections[1].read(state)
-    assert_close(x, rms(state[-1] + state[0]))
+    assert_close(x, rms_norm(state[-1] + state[0]))

@@ -4,14 +4,10 @@ import pytest
 from torch import Tensor
 
 from residua import DenseFormer
-from support.references import assert_computes
+from support.references import assert_computes, rms_norm
 from support.variants import perturbed
 
 DIM = 8
-
-
-def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain
 
 
 def published(stream, x: Tensor, sublayers: list, dilation: int, period: int) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from residua import FracConnections, HyperConnections
-from support.references import assert_computes
+from support.references import assert_computes, rms_norm
 from support.stream_cases import DIM, SUBLAYERS, built
 from support.tolerances import assert_close
 from support.variants import ALL, bare_sublayers, normal
@@ -31,7 +31,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: FracConnections) -> Te
                 fc = fc + torch.cat([written[None], s_alpha * share[:, :-1]])
             (b, (y, a)) = fc[0, m:], fc[1:].split(m, 1)
             read = (y.T @ parts).reshape(-1)
-            out = sublayer(read / (read.square().mean() + 1e-5).sqrt() * connection.norm.weight)
+            out = sublayer(rms_norm(read, connection.norm.weight))
             h = (torch.diag(b) @ out.reshape(m, -1) + a.T @ parts).reshape(-1)
         result.append(h)
     return torch.stack(result).view_as(x)

@@ -56,14 +56,6 @@ def test_values_and_gradients_are_those_of_projection_matrices(options):
     assert_computes(built(options), token_by_token, GatedOrthogonal(**options))
 
 
-def test_every_gate_has_a_gradient_at_the_start():
-    stream = built(OPTIONS["heads"], start=True)
-    stream(normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)).square().sum().backward()
-    for connection in stream.connections:
-        assert connection.gate.out.weight.grad.abs().min() > 1e-6
-        assert connection.gate.out.bias.grad.abs().min() > 1e-6
-
-
 def test_the_published_update_never_shrinks_the_state():
     """h without its part along x makes |x'|^2 = |x|^2 + |h|^2 - <h, x>^2 / |x|^2, up to eps."""
     stream, x = GatedOrthogonal(gate="one", eps=1e-12).build(DIM, 6).double(), normal(2, 5, DIM)

@@ -12,9 +12,7 @@ from support.stream_cases import (
     DIM,
     built,
     output_beside_residual,
-    spread_over_streams,
     states,
-    step,
 )
 from support.tolerances import assert_close
 from support.variants import ALL, bare_sublayers, normal
@@ -23,7 +21,6 @@ VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, H
 every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
 PUBLISHED = {name: scheme for name, scheme in VARIANTS.items() if scheme.start == "published"}
 every_published_start = pytest.mark.parametrize("scheme", PUBLISHED.values(), ids=PUBLISHED)
-several = [scheme for scheme in PUBLISHED.values() if scheme.num_streams > 1]
 
 
 def rms_norm(x: list[float], gain: list[float], eps: float = 1e-5) -> list[float]:
@@ -88,13 +85,3 @@ def test_sublayers_start_by_reading_one_stream_each_in_turn(scheme):
         assert torch.equal(h_pre, expected[index % n].expand_as(h_pre))
         assert torch.equal(h_res, expected.expand_as(h_res))
         assert torch.equal(h_post, torch.ones_like(h_post))
-
-
-@pytest.mark.parametrize("scheme", several)
-def test_streams_part_in_training(scheme):
-    stream = built(scheme)
-    assert all(spread_over_streams(state) < 1e-12 for _, state in states(stream))
-    for _ in range(3):
-        step(stream, lr=0.01)
-    for index, (_, state) in enumerate(states(stream)):
-        assert index == 0 or spread_over_streams(state) > 1e-4

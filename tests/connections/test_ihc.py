@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from residua import IndependentHyperConnections, Residual
 from residua.connections.stream_logits import reading_biases
-from support.references import assert_computes, logits_of_token
+from support.references import assert_computes, logits_of_token, rms_norm
 from support.stream_cases import DIM, SUBLAYERS, built, states
 from support.tolerances import assert_close
 from support.variants import ALL, bare_sublayers, normal, perturbed
@@ -23,7 +23,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: IndependentHyperConnec
         for connection, sublayer in zip(stream.connections, sublayers):
             z = logits_of_token(connection.logits, rows)
             read = sum((1 / (1 + torch.exp(-z[i])) + eps) * rows[i] for i in range(n))
-            y = sublayer(read / (read.square().mean() + 1e-5).sqrt() * connection.norm.weight)
+            y = sublayer(rms_norm(read, connection.norm.weight))
             written = [rows[i] + (scheme.magnitude / (1 + torch.exp(-z[n + i])) + eps) * y for i in range(n)]
             rows = torch.stack(written)
         weights = torch.full((n,), 1 / n, dtype=x.dtype)

@@ -175,16 +175,3 @@ def test_all_zero_would_be_a_saddle():
         assert res < 1e-12 if index == 0 else res > 1e-3
         assert pre is None or pre > 1e-4
         assert post is None or post < 1e-12
-
-
-@every_variant
-def test_streams_part_in_training(scheme):
-    """Further than the draw alone set them apart, and by more than what is written."""
-    stream = built(scheme)
-    before = [connection.router.project.weight.clone() for connection in stream.connections]
-    for _ in range(3):
-        step(stream)
-    for index, (connection, state) in enumerate(states(stream)):
-        assert index == 0 or spread_over_streams(state) > 0.01
-        if connection is not None:
-            assert not torch.equal(connection.router.project.weight, before[index])

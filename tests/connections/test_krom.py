@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from residua import KroneckerHyperConnections
-from support.references import assert_computes, logits_of_token
+from support.references import assert_computes, logits_of_token, rms_norm
 from support.stream_cases import built, states
 from support.tolerances import assert_close
 from support.variants import ALL
@@ -27,7 +27,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: KroneckerHyperConnecti
                 p, q = a.exp() / (a.exp() + b.exp()), b.exp() / (a.exp() + b.exp())
                 mixing = torch.kron(mixing, p * identity + q * identity.flip(0))
             read = (1 / (1 + torch.exp(-pre))) @ rows
-            y = sublayer(read / (read.square().mean() + 1e-5).sqrt() * connection.norm.weight)
+            y = sublayer(rms_norm(read, connection.norm.weight))
             rows = mixing @ rows + 2 / (1 + torch.exp(-post))[:, None] * y
         result.append(rows.sum(0) / (n if scheme.head == "mean" else 1))
     return torch.stack(result).view_as(x)

@@ -13,9 +13,7 @@ from support.stream_cases import (
     SUBLAYERS,
     built,
     output_beside_residual,
-    spread_over_streams,
     states,
-    step,
 )
 from support.tolerances import assert_close
 from support.variants import ALL, bare_sublayers, normal
@@ -176,16 +174,6 @@ def test_the_start(scheme):
             assert_close(h_res, (expected / (1 + (n - 1) * beside)).expand_as(h_res), dtype=torch.float32)
         assert (connection.mappings.alpha == torch.tensor(scheme.alpha_init)).all()
         assert not connection.mappings.phi.weight.any()
-
-
-@every_copy
-def test_streams_part_in_training(scheme):
-    stream = built(scheme)
-    assert all(spread_over_streams(state) < 1e-12 for _, state in states(stream))
-    for _ in range(3):
-        step(stream, lr=0.05)
-    for index, (_, state) in enumerate(states(stream)):
-        assert index == 0 or spread_over_streams(state) > 1e-4
 
 
 def test_the_start_of_the_comparison_code():

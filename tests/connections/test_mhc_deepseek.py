@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from residua import DeepSeekHyperConnections, Residual
 from residua.connections import PRESETS
-from support.references import assert_computes, logits_of_token
+from support.references import assert_computes, logits_of_token, rms_norm
 from support.stream_cases import DIM, built, spread_over_streams, states
 from support.tolerances import assert_close
 from support.variants import ALL, bare_sublayers, normal, perturbed
@@ -44,7 +44,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: DeepSeekHyperConnectio
             pre = torch.sigmoid(z[:n]) + eps
             if scheme.pre == "own":
                 read = sum(pre[i] * rows[i] for i in range(n))
-            y = sublayer(read / (read.square().mean() + 1e-5).sqrt() * connection.norm.weight)
+            y = sublayer(rms_norm(read, connection.norm.weight))
             c = mixing_of_token(z[2 * n :].view(n, n), scheme.iterations, eps)
             written = []
             for k in range(n):

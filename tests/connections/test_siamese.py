@@ -5,17 +5,13 @@ import torch
 from torch import Tensor
 
 from residua import Residual, SiameseNorm
-from support.references import assert_computes
+from support.references import assert_computes, rms_norm
 from support.stream_cases import DIM, SUBLAYERS, built
 from support.tolerances import assert_close
 from support.variants import ALL, bare_sublayers, normal
 
 VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, SiameseNorm)}
 every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
-
-
-def rms(x: Tensor, gain: Tensor) -> Tensor:
-    return x / (x.square().mean() + 1e-5).sqrt() * gain
 
 
 def published(stream, embedding: Tensor, sublayers: list, scheme: SiameseNorm) -> Tensor:
@@ -26,14 +22,16 @@ def published(stream, embedding: Tensor, sublayers: list, scheme: SiameseNorm) -
         for i, (connection, sublayer) in enumerate(zip(stream.connections, sublayers)):
             index = i // 2
             c = {"code": ((index + 1) * 2) ** 0.5, "paper": (index + 1) ** 0.5, "none": 1.0}[scheme.depth_scaling]
-            x = rms(x, connection.x_norm.weight)
+            x = rms_norm(x, connection.x_norm.weight)
             if scheme.normalised_input:
-                z = sublayer(rms(x + rms(y, connection.y_norm.weight), connection.norm.weight))
+                z = sublayer(rms_norm(x + rms_norm(y, connection.y_norm.weight), connection.norm.weight))
             else:
-                z = sublayer(x + rms(y, connection.norm.weight))
+                z = sublayer(x + rms_norm(y, connection.norm.weight))
             x, y = x + z / c, y + z
         end = stream.collapse
-        result.append(rms(x, end.x_norm.weight) + (rms(y, end.y_norm.weight) if scheme.head == "norms" else y))
+        result.append(
+            rms_norm(x, end.x_norm.weight) + (rms_norm(y, end.y_norm.weight) if scheme.head == "norms" else y)
+        )
     return torch.stack(result).view_as(embedding)
 
 

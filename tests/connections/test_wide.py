@@ -6,7 +6,7 @@ from torch import Tensor
 
 from residua import HyperConnections, IndependentHyperConnections, WideResidual
 from residua.connections.stream_logits import even_biases
-from support.references import assert_computes
+from support.references import assert_computes, rms_norm
 from support.stream_cases import built, output_beside_residual, spread_over_streams, states
 from support.tolerances import assert_close
 from support.variants import ALL
@@ -27,7 +27,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: WideResidual) -> Tenso
         rows = [gains[i] * token for i in range(n)]
         for connection, sublayer in zip(stream.connections, sublayers):
             read = sum(sigmoid(connection.weights.logits[i]) * rows[i] for i in range(n))
-            y = sublayer(read / (read.square().mean() + 1e-5).sqrt() * connection.norm.weight)
+            y = sublayer(rms_norm(read, connection.norm.weight))
             r = connection.retention_logits
             kept = [1.0] * n if r is None else [1 - scheme.max_forget * sigmoid(-r[i]) for i in range(n)]
             rows = [kept[i] * rows[i] + 2 * sigmoid(connection.write_logits[i]) * y for i in range(n)]

@@ -1,5 +1,6 @@
-"""What second implementations of schemes share: how they are compared with ours, and the logits of a token."""
+"""What second implementations of schemes share: how they are compared with ours, norms, and the logits of a token."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -12,18 +13,26 @@ from support.variants import bare_sublayers, normal
 
 
 def assert_computes(
-    stream: Stream, reference: Callable[..., Tensor], *options: object, tokens: tuple[int, int] = (2, 3)
+    stream: Stream, reference: Callable[..., Tensor], *options: object, tokens: tuple[int, int] = (2, 3), dim: int = DIM
 ) -> None:
     """Check that a stream gives the values of `reference(stream, x, sublayers, *options)`, and the gradients of its
-    parameters and of x, (*tokens, DIM).
+    parameters and of x, (*tokens, dim).
     """
-    sublayers = bare_sublayers(DIM, len(stream.connections))
-    leaves = [normal(*tokens, DIM).requires_grad_(), *stream.parameters()]
+    sublayers = bare_sublayers(dim, len(stream.connections))
+    leaves = [normal(*tokens, dim).requires_grad_(), *stream.parameters()]
     ours, theirs = stream(leaves[0], sublayers), reference(stream, leaves[0], sublayers, *options)
     assert_close(ours, theirs)
-    grad = normal(*tokens, DIM, seed=7)
+    grad = normal(*tokens, dim, seed=7)
     for a, b in zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(theirs, leaves, grad), strict=True):
         assert_close(a, b)
+
+
+def rms_norm(x: Tensor, gain: Tensor | float = 1.0, eps: float = 1e-5) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
 
 
 def logits_of_token(part, rows: Tensor) -> Tensor:
@@ -31,4 +40,4 @@ def logits_of_token(part, rows: Tensor) -> Tensor:
     flat = rows.reshape(-1)
     gain = 1 if part.gain is None else part.gain.weight
     scales = torch.cat([scale.expand(size) for scale, size in zip(part.scale, part.sizes)])
-    return scales * (part.project.weight @ (gain * flat / (flat.square().mean() + 1e-5).sqrt())) + part.bias
+    return scales * (part.project.weight @ rms_norm(flat, gain)) + part.bias
