@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -10,10 +9,7 @@ from residua import AlternatingUpdates
 from support.references import assert_computes, rms_norm
 from support.stream_cases import DIM, built
 from support.tolerances import assert_close
-from support.variants import ALL, bare_sublayers, normal, perturbed
-
-VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, AlternatingUpdates)}
-every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
+from support.variants import bare_sublayers, every, normal, perturbed
 
 
 def routed(router, x: Tensor) -> Tensor:
@@ -51,7 +47,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: AlternatingUpdates) ->
     return torch.stack(result).view_as(x)
 
 
-@every_variant
+@every(AlternatingUpdates)
 def test_a_token_of_zeros_has_finite_gradients(scheme):
     """As the row of padding in an embedding: its size is 0, where the derivative of a root is not finite."""
     stream = perturbed(scheme.build(DIM, 4)).double()
@@ -64,7 +60,7 @@ def test_a_token_of_zeros_has_finite_gradients(scheme):
     assert all(grad.isfinite().all() for grad in found if grad is not None)
 
 
-@every_variant
+@every(AlternatingUpdates)
 def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3), published, scheme, tokens=(2, 2))
 

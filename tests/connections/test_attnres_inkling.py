@@ -1,6 +1,5 @@
 """Inkling-2's attention residuals against a form with stacks, their sources, and what they promise."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -9,10 +8,8 @@ from residua.connections import PRESETS
 from residua.connections.base import as_inputs
 from support.references import assert_computes
 from support.stream_cases import DIM, built
-from support.variants import ALL, bare_sublayers, normal, perturbed
+from support.variants import bare_sublayers, every, normal, perturbed
 
-VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, InklingAttentionResiduals)}
-every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
 SUBLAYERS = 14
 
 
@@ -44,7 +41,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: InklingAttentionResidu
     return attend(stream.collapse.attend.query, blocks, partial)[0]
 
 
-@every_variant
+@every(InklingAttentionResiduals)
 def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3, count=SUBLAYERS), published, scheme)
 

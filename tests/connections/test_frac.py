@@ -8,10 +8,7 @@ from residua import FracConnections, HyperConnections
 from support.references import assert_computes, rms_norm
 from support.stream_cases import DIM, SUBLAYERS, built
 from support.tolerances import assert_close
-from support.variants import ALL, bare_sublayers, normal
-
-VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, FracConnections)}
-every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
+from support.variants import bare_sublayers, every, normal
 
 
 def published(stream, x: Tensor, sublayers: list, scheme: FracConnections) -> Tensor:
@@ -37,7 +34,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: FracConnections) -> Te
     return torch.stack(result).view_as(x)
 
 
-@every_variant
+@every(FracConnections)
 def test_values_and_gradients_are_those_of_the_algorithm(scheme):
     assert_computes(built(scheme, noise=0.3, count=3), published, scheme, tokens=(1, 2))
 

@@ -8,10 +8,7 @@ from residua import GatedResidual, Residual
 from support.references import assert_computes
 from support.stream_cases import DIM, SUBLAYERS, built
 from support.tolerances import assert_close
-from support.variants import ALL, bare_sublayers, normal
-
-VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, GatedResidual)}
-every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
+from support.variants import bare_sublayers, every, normal
 
 
 def read_of_token(part, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +33,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: GatedResidual) -> Tens
     return torch.stack(result).view_as(x)
 
 
-@every_variant
+@every(GatedResidual)
 def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3), published, scheme, tokens=(2, 2))
 

@@ -1,80 +1,50 @@
 """Hyper-connections: the equations, the start, and that nothing that is computed is thrown away."""
 
-import math
-
-import pytest
 import torch
 from torch import Tensor
 
 from residua import HyperConnections
-from residua.connections.hyper import HyperConnection
+from support.references import assert_computes, rms_norm
 from support.stream_cases import (
-    DIM,
     built,
     output_beside_residual,
     states,
 )
 from support.tolerances import assert_close
-from support.variants import ALL, bare_sublayers, normal
-
-VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, HyperConnections)}
-every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
-PUBLISHED = {name: scheme for name, scheme in VARIANTS.items() if scheme.start == "published"}
-every_published_start = pytest.mark.parametrize("scheme", PUBLISHED.values(), ids=PUBLISHED)
+from support.variants import every
 
 
-def rms_norm(x: list[float], gain: list[float], eps: float = 1e-5) -> list[float]:
-    size = math.sqrt(sum(a * a for a in x) / len(x) + eps)
-    return [a / size * g for a, g in zip(x, gain)]
+def published(stream, x: Tensor, sublayers: list, scheme: HyperConnections) -> Tensor:
+    """Algorithm 2 of the paper, token by token. Column 0 of alpha reads, the others mix; b writes."""
+    n, result = scheme.num_streams, []
+    for token in x.flatten(0, 1):
+        rows = token.expand(n, -1)
+        for connection, sublayer in zip(stream.connections, sublayers):
+            alpha, b = connection.alpha, connection.beta
+            if scheme.dynamic:
+                share = rms_norm(rows, connection.stream_norm.weight) @ connection.project.weight.T
+                share = share.tanh() if scheme.tanh else share
+                alpha, b = alpha + connection.scales[0] * share[:, :-1], b + connection.scales[1] * share[:, -1]
+            read, *mixed = (sum(alpha[i, column] * rows[i] for i in range(n)) for column in range(n + 1))
+            y = sublayer(rms_norm(read, connection.norm.weight))
+            rows = torch.stack([mixed[o] + b[o] * y for o in range(n)])
+        result.append(rows.sum(0) / (n if scheme.head == "mean" else 1))
+    return torch.stack(result).view_as(x)
 
 
-def reference(connection: HyperConnection, streams: Tensor, sublayer) -> tuple[Tensor, Tensor]:
-    """Algorithm 2 of the paper for one token in loops over numbers: what the sublayer sees, and the next streams.
-
-    streams: (n, dim). Column 0 of alpha reads, the others mix; b writes.
-    """
-    rows, n = streams.tolist(), len(streams)
-    alpha, b = connection.alpha.tolist(), connection.beta.tolist()
-    if connection.project is not None:
-        w, gain = connection.project.weight.tolist(), connection.stream_norm.weight.tolist()
-        s_alpha, s_beta = connection.scales.tolist()
-        bounded = math.tanh if connection.scheme.tanh else lambda value: value
-        for i in range(n):
-            normalised = rms_norm(rows[i], gain)
-            products = [sum(a * c for a, c in zip(normalised, row)) for row in w]
-            for column in range(n + 1):
-                alpha[i][column] += s_alpha * bounded(products[column])
-            b[i] += s_beta * bounded(products[n + 1])
-    width = range(len(rows[0]))
-    mixed = [[sum(alpha[i][column] * rows[i][f] for i in range(n)) for f in width] for column in range(n + 1)]
-    x = torch.tensor(rms_norm(mixed[0], connection.norm.weight.tolist()), dtype=torch.float64)
-    y = sublayer(x)
-    written = [[mixed[1 + o][f] + b[o] * y[f].item() for f in width] for o in range(n)]
-    return x, torch.tensor(written, dtype=torch.float64)
+@every(HyperConnections)
+def test_values_and_gradients_are_those_of_the_algorithm(scheme):
+    assert_computes(built(scheme, noise=0.3, count=4), published, scheme, tokens=(1, 2))
 
 
-@every_variant
-def test_the_equations(scheme):
-    stream = built(scheme, noise=0.3)
-    (sublayer,) = bare_sublayers(DIM, 1)
-    streams = normal(2, 3, scheme.num_streams, DIM)
-    for connection in stream.connections:
-        x, carry = connection.read(streams)
-        after = connection.write(sublayer(x), carry)
-        for place in [(0, 0), (1, 2)]:
-            expected_x, expected_after = reference(connection, streams[place], sublayer)
-            assert_close(x[place], expected_x)
-            assert_close(after[place], expected_after)
-
-
-@every_published_start
+@every(HyperConnections, start="published")
 def test_starts_as_the_residual(scheme):
     """n equal streams, whose sum is n times the residual; the norm after the collapse takes the factor away."""
     ours, residual = output_beside_residual(scheme)
     assert_close(ours, scheme.num_streams * residual)
 
 
-@every_published_start
+@every(HyperConnections, start="published")
 def test_sublayers_start_by_reading_one_stream_each_in_turn(scheme):
     stream, n = built(scheme), scheme.num_streams
     for index, (connection, state) in enumerate(states(stream)):

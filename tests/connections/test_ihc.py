@@ -9,10 +9,7 @@ from residua.connections.stream_logits import reading_biases
 from support.references import assert_computes, logits_of_token, rms_norm
 from support.stream_cases import DIM, SUBLAYERS, built, states
 from support.tolerances import assert_close
-from support.variants import ALL, bare_sublayers, normal, perturbed
-
-VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, IndependentHyperConnections)}
-every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
+from support.variants import bare_sublayers, every, normal, perturbed
 
 
 def published(stream, x: Tensor, sublayers: list, scheme: IndependentHyperConnections) -> Tensor:
@@ -33,7 +30,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: IndependentHyperConnec
     return torch.stack(result).view_as(x)
 
 
-@every_variant
+@every(IndependentHyperConnections)
 def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3), published, scheme, tokens=(2, 2))
 

@@ -1,6 +1,5 @@
 """KromHC against a plain form for one token: the Kronecker product, the start of the authors' code, the constraints."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -8,10 +7,7 @@ from residua import KroneckerHyperConnections
 from support.references import assert_computes, logits_of_token, rms_norm
 from support.stream_cases import built, states
 from support.tolerances import assert_close
-from support.variants import ALL
-
-VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, KroneckerHyperConnections)}
-every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
+from support.variants import every
 
 
 def published(stream, x: Tensor, sublayers: list, scheme: KroneckerHyperConnections) -> Tensor:
@@ -33,12 +29,12 @@ def published(stream, x: Tensor, sublayers: list, scheme: KroneckerHyperConnecti
     return torch.stack(result).view_as(x)
 
 
-@every_variant
+@every(KroneckerHyperConnections)
 def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3, count=3), published, scheme, tokens=(1, 2))
 
 
-@every_variant
+@every(KroneckerHyperConnections)
 def test_the_mixing_is_doubly_stochastic_exactly_and_symmetric(scheme):
     for connection, state in states(built(scheme, noise=0.3)):
         if connection is not None:

@@ -1,128 +1,68 @@
 """Manifold-constrained hyper-connections: the equations, the constraints, the start, and the layout that is not mHC."""
 
 import math
-from itertools import chain, permutations
+from itertools import permutations
 
 import pytest
 import torch
+from torch import Tensor
 
 from residua import ManifoldHyperConnections
-from residua.connections.mhc import Mappings
+from support.references import assert_computes, rms_norm
 from support.stream_cases import (
-    DIM,
     SUBLAYERS,
     built,
     output_beside_residual,
     states,
 )
 from support.tolerances import assert_close
-from support.variants import ALL, bare_sublayers, normal
+from support.variants import ALL, every
 
-OURS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, ManifoldHyperConnections)}
-VARIANTS = {name: scheme for name, scheme in OURS.items() if scheme.expand == "copies"}
-COPIES = {name: scheme for name, scheme in VARIANTS.items() if scheme.layout == "copies"}
-every_copy = pytest.mark.parametrize("scheme", COPIES.values(), ids=COPIES)
 SPLIT = ManifoldHyperConnections(layout="split")
 
 
-def rms_norm(x: list[float], gain: list[float], eps: float = 1e-5) -> list[float]:
-    size = math.sqrt(sum(a * a for a in x) / len(x) + eps)
-    return [a / size * g for a, g in zip(x, gain)]
-
-
-def sigmoid(z: float) -> float:
-    return 1 / (1 + math.exp(-z))
-
-
-def doubly_stochastic(scheme: ManifoldHyperConnections, z: list[float]) -> list[list[float]]:
+def doubly_stochastic(scheme: ManifoldHyperConnections, z: Tensor) -> Tensor:
     """By exponentials divided by sums of rows, then columns; or as a weighted sum of all orders of the streams."""
     n = scheme.num_streams
-    h = [[0.0] * n for _ in range(n)]
     if scheme.mixing == "permutations":
-        weights = [math.exp(value) for value in z]
-        for weight, order in zip(weights, permutations(range(n)), strict=True):
-            for o, i in enumerate(order):
-                h[o][i] += weight / sum(weights)
-        return h
-    h = [[math.exp(z[o * n + i]) for i in range(n)] for o in range(n)]
+        orders = [torch.eye(n, dtype=z.dtype)[list(order)] for order in permutations(range(n))]
+        return sum(weight * order for weight, order in zip(z.exp() / z.exp().sum(), orders, strict=True))
+    h = z.view(n, n).exp()
     for _ in range(scheme.iterations):
-        h = [[value / sum(row) for value in row] for row in h]
-        columns = [sum(h[o][i] for o in range(n)) for i in range(n)]
-        h = [[h[o][i] / columns[i] for i in range(n)] for o in range(n)]
+        h = h / h.sum(1, keepdim=True)
+        h = h / h.sum(0, keepdim=True)
     return h
 
 
-def mappings(m: Mappings, flat: list[float], gain: list[float]) -> tuple[list[float] | None, list | None, list[float]]:
-    """Equations 7 and 8 for one token."""
-    scheme, n = m.scheme, m.scheme.num_streams
-    r, phi, b, alphas = rms_norm(flat, gain), m.phi.weight.tolist(), m.bias.tolist(), m.alpha.tolist()
-    logits, row = [], 0
-    for size in m.sizes:
-        group = []
-        for k in range(row, row + size):
-            alpha = alphas[sum(s > 0 for s in m.sizes[: len(logits)])]
-            group.append(alpha * sum(a * c for a, c in zip(r, phi[k])) + b[k])
-        logits.append(group)
-        row += size
-    pre, post, res = logits
-    assert len(post) == n
-    h_res = doubly_stochastic(scheme, res) if res else None
-    return [sigmoid(z) for z in pre] or None, h_res, [2 * sigmoid(z) for z in post]
+def published(stream, x: Tensor, sublayers: list, scheme: ManifoldHyperConnections) -> Tensor:
+    """Equations 7 and 8 of the paper, token by token. With layout="split", as in the code of a comparison, streams are
+    pieces of the token, one mixture of them is tiled to the full width, and the output is cut into pieces again."""
+    n, split, result = scheme.num_streams, scheme.layout == "split", []
+    for token in x.flatten(0, 1):
+        rows = token.view(n, -1) if split else stream.expand(token[None, None])[0, 0]
+        for connection, sublayer in zip(stream.connections, sublayers):
+            m = connection.mappings
+            flat = rms_norm(rows.flatten(), connection.state_norm.weight if split else 1.0)
+            alpha = torch.cat([a.expand(size) for a, size in zip(m.alpha, filter(None, m.sizes), strict=True)])
+            pre, post, res = (alpha * (m.phi.weight @ flat) + m.bias).split(m.sizes)
+            mixture = sum(1 / (1 + (-z).exp()) * row for z, row in zip(pre, rows)) if len(pre) else rows[0]
+            y = sublayer(rms_norm(mixture.repeat(n if split else 1), connection.norm.weight)).view(
+                n if split else 1, -1
+            )
+            mixed = doubly_stochastic(scheme, res) @ rows if len(res) else rows
+            rows = mixed + 2 / (1 + (-post).exp())[:, None] * y.view(n if split else 1, -1)
+        result.append(rows.flatten() if split else rows.mean(0))
+    return torch.stack(result).view_as(x)
 
 
-def written(rows: list[list[float]], h_res: list | None, h_post: list[float], y: list[list[float]]) -> list:
-    """Row o of the next streams: the mixture of the rows, and h_post[o] times y[o]."""
-    n, d = len(rows), len(rows[0])
-    h = h_res or [[float(o == i) for i in range(n)] for o in range(n)]
-    return [[sum(h[o][i] * rows[i][f] for i in range(n)) + h_post[o] * y[o][f] for f in range(d)] for o in range(n)]
-
-
-@every_copy
-def test_the_equations(scheme):
-    stream, n = built(scheme, noise=0.3), scheme.num_streams
-    (sublayer,) = bare_sublayers(DIM, 1)
-    for connection, state in states(stream):
-        if connection is None:
-            break
-        x, carry = connection.read(state)
-        after = connection.write(sublayer(x), carry)
-        for place in [(0, 0), (1, 2)]:
-            rows = state[place].tolist()
-            h_pre, h_res, h_post = mappings(connection.mappings, list(chain(*rows)), [1.0] * n * DIM)
-            mixture = rows[0]
-            if h_pre is not None:
-                mixture = [sum(h_pre[i] * rows[i][f] for i in range(n)) for f in range(DIM)]
-            expected = torch.tensor(rms_norm(mixture, connection.norm.weight.tolist()), dtype=torch.float64)
-            assert_close(x[place], expected)
-            y = sublayer(expected).tolist()
-            assert_close(after[place], torch.tensor(written(rows, h_res, h_post, [y] * n), dtype=torch.float64))
-
-
-@pytest.mark.parametrize("scheme", [scheme for scheme in VARIANTS.values() if scheme.layout == "split"])
-def test_the_equations_of_the_comparison_code(scheme):
-    """One mixture of the pieces, tiled to the full width; the output cut into pieces again."""
-    stream, n = built(scheme, noise=0.3), scheme.num_streams
-    (sublayer,) = bare_sublayers(DIM, 1)
-    state, d = normal(2, 3, DIM), DIM // n
-    for connection in stream.connections:
-        x, carry = connection.read(state)
-        after = connection.write(sublayer(x), carry)
-        for place in [(0, 0), (1, 2)]:
-            flat = state[place].tolist()
-            rows = [flat[i * d : (i + 1) * d] for i in range(n)]
-            h_pre, h_res, h_post = mappings(connection.mappings, flat, connection.state_norm.weight.tolist())
-            mixture = [sum(h_pre[i] * rows[i][f] for i in range(n)) for f in range(d)]
-            expected = torch.tensor(rms_norm(mixture * n, connection.norm.weight.tolist()), dtype=torch.float64)
-            assert_close(x[place], expected)
-            y = sublayer(expected).tolist()
-            pieces = [y[i * d : (i + 1) * d] for i in range(n)]
-            expected = list(chain(*written(rows, h_res, h_post, pieces)))
-            assert_close(after[place], torch.tensor(expected, dtype=torch.float64))
+@every(ManifoldHyperConnections)
+def test_values_and_gradients_are_those_of_the_equations(scheme):
+    assert_computes(built(scheme, noise=0.3, count=4), published, scheme, tokens=(1, 2))
 
 
 @pytest.mark.parametrize(
     ("scheme", "rows"),
-    [(scheme, 1e-12) for scheme in VARIANTS.values() if scheme.mixing == "permutations"]
+    [(ALL[name], 1e-12) for name in ("mhc-lite-n3", "mhc-split-lite-n2")]
     + [(ManifoldHyperConnections(), 0.05), (ManifoldHyperConnections(iterations=500), 1e-5), (SPLIT, 1e-5)],
 )
 def test_the_constraints(scheme, rows):
@@ -142,14 +82,14 @@ def test_the_constraints(scheme, rows):
         assert torch.linalg.matrix_norm(h_res, 2).max() < 1 + rows
 
 
-@every_copy
+@every(ManifoldHyperConnections, expand="copies", layout="copies")
 def test_starts_as_the_residual(scheme):
     """Up to the eps of the norms, which see a multiple of the residual."""
     ours, residual = output_beside_residual(scheme)
     assert (ours - residual).abs().max() < 1e-5 * residual.abs().max()
 
 
-@every_copy
+@every(ManifoldHyperConnections, expand="copies", layout="copies")
 def test_the_start(scheme):
     """h_post = 1; the read prefers one stream after the other; the mixing keeps 1 - (n - 1) e^-6 of a stream, with
     either mixing. No token has a say yet."""

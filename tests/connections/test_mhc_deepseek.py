@@ -11,10 +11,7 @@ from residua.connections import PRESETS
 from support.references import assert_computes, logits_of_token, rms_norm
 from support.stream_cases import DIM, built, spread_over_streams, states
 from support.tolerances import assert_close
-from support.variants import ALL, bare_sublayers, normal, perturbed
-
-VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepSeekHyperConnections)}
-every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
+from support.variants import bare_sublayers, every, normal, perturbed
 
 
 def mixing_of_token(z: Tensor, iterations: int, eps: float) -> list[list[Tensor]]:
@@ -62,7 +59,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: DeepSeekHyperConnectio
     return torch.stack(result).view_as(x)
 
 
-@every_variant
+@every(DeepSeekHyperConnections)
 def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3, count=3), published, scheme, tokens=(1, 2))
 

@@ -1,6 +1,5 @@
 """SiameseNorm: the forms of the public code and of the paper, its pre-norm case, and a stream that stays bounded."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -8,10 +7,7 @@ from residua import Residual, SiameseNorm
 from support.references import assert_computes, rms_norm
 from support.stream_cases import DIM, SUBLAYERS, built
 from support.tolerances import assert_close
-from support.variants import ALL, bare_sublayers, normal
-
-VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, SiameseNorm)}
-every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
+from support.variants import bare_sublayers, every, normal
 
 
 def published(stream, embedding: Tensor, sublayers: list, scheme: SiameseNorm) -> Tensor:
@@ -35,7 +31,7 @@ def published(stream, embedding: Tensor, sublayers: list, scheme: SiameseNorm) -
     return torch.stack(result).view_as(embedding)
 
 
-@every_variant
+@every(SiameseNorm)
 def test_values_and_gradients_are_those_of_the_public_form(scheme):
     assert_computes(built(scheme, noise=0.3, count=5), published, scheme, tokens=(1, 2))
 

@@ -9,10 +9,7 @@ from residua.connections.stream_logits import even_biases
 from support.references import assert_computes, rms_norm
 from support.stream_cases import built, output_beside_residual, spread_over_streams, states
 from support.tolerances import assert_close
-from support.variants import ALL
-
-VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, WideResidual)}
-every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
+from support.variants import every
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -35,7 +32,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: WideResidual) -> Tenso
     return torch.stack(result).view_as(x)
 
 
-@every_variant
+@every(WideResidual)
 def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3), published, scheme, tokens=(2, 2))
 

@@ -1,5 +1,8 @@
 """The schemes that the shared tests run on: every preset, found by itself, and variants that use every other option."""
 
+from typing import Any
+
+import pytest
 import torch
 
 from residua import (
@@ -42,6 +45,7 @@ __all__ = [
     "NON_CAUSAL",
     "VARIANTS",
     "bare_sublayers",
+    "every",
     "normal",
     "perturbed",
 ]
@@ -286,6 +290,16 @@ DEEP_DELTA = {name: scheme for name, scheme in ALL.items() if isinstance(scheme,
 # The presets that `make check` tries on whole models, one of each kind of state and of memory: one row, several rows,
 # a growing tuple, several inputs, a penalty, sums over tokens, convolutions of the state and of the embedding.
 KINDS = {"residual", "ddl-tc", "ddl-cc-ec", "mhc", "edelta", "attnres-block", "mudd"}
+
+
+def every(kind: type[Scheme], **options: Any) -> pytest.MarkDecorator:
+    """Run a test on every scheme of `ALL` that is of a class and has these options."""
+    chosen = {
+        name: scheme
+        for name, scheme in ALL.items()
+        if isinstance(scheme, kind) and all(getattr(scheme, option) == value for option, value in options.items())
+    }
+    return pytest.mark.parametrize("scheme", chosen.values(), ids=chosen)
 
 
 def looks_back(scheme: Scheme) -> bool:
