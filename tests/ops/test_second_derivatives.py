@@ -68,6 +68,18 @@ def test_derivatives_are_those_of_finite_differences(name):
     assert torch.autograd.gradgradcheck(op, inputs, fast_mode=many)
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_each_gradient_alone(name):
+    """A frozen argument (a constant v, a cached state) gets no gradient and changes none of the others."""
+    op, shapes = OPS[name]
+    inputs = [normal(generator(i), *shape).requires_grad_() for i, shape in enumerate(shapes)]
+    expected = torch.autograd.grad(op(*inputs).square().sum(), inputs)
+    for wanted, gradient in enumerate(expected):
+        given = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(inputs)]
+        op(*given).square().sum().backward()
+        assert torch.equal(given[wanted].grad, gradient)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_second_derivatives(name):
     function, arguments = CASES[name]

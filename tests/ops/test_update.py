@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from residua.ops import gated_delta, orthogonal_update, residual_scale, scaled_sum
+from residua.ops import orthogonal_update, residual_scale, scaled_sum
 from support.tolerances import assert_close
 from support.variants import normal
 
@@ -95,23 +95,6 @@ def test_a_sum_without_scales_is_the_sum_to_the_bit():
         x, h = X.to(dtype), H.to(dtype)
         assert torch.equal(scaled_sum((x, h), (None, None)), x + h)
         assert torch.equal(scaled_sum((x, h), (torch.ones(()), torch.ones(8))), x + h)
-
-
-@pytest.mark.parametrize("function", ["update", "delta", "sum"])
-def test_a_narrow_state_is_kept_as_it_is(function):
-    """A float32 copy of a bfloat16 state would take twice its memory until the backward pass."""
-    x, h = (part.to(torch.bfloat16).requires_grad_() for part in (X, H))
-    weight = torch.full(() if function == "sum" else (1,), 0.5, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        if function == "sum":
-            out = scaled_sum((x, h), (weight, weight))
-        else:
-            out = {"update": orthogonal_update, "delta": gated_delta}[function](x, h, weight)
-    assert out.dtype == torch.bfloat16
-    assert all(tensor.dtype == torch.bfloat16 for tensor in kept if tensor.shape == x.shape)
-    out.float().square().sum().backward()
-    assert (x.grad.dtype, h.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize(
