@@ -3,13 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from residua.models import ResiduaModel
 from residua.models.memory import CACHE
+from residua.testing.contract import OnlyFloat64
 from support.tiny_models import VOCAB, left_padded, prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import ALL, KINDS, PRESETS
@@ -32,37 +30,24 @@ def test_a_plain_call_returns_the_logits_of_every_position():
 
 @torch.no_grad()
 @every_preset
-def test_hidden_states(name):
-    """The embeddings, the scheme's own readout after every layer but the last, and the normalised end, as every decoder
-    of transformers returns them; the same numbers as without asking."""
+def test_states_and_hidden_states(name):
+    """States before the first and after every layer, as the scheme keeps them. Hidden states as every decoder of
+    transformers returns them: embeddings, the scheme's readout after all layers but the last, the normalised end."""
     model, ids = tiny_model(name), prompt(2, 5)
     plain, out = model(ids), model(ids, output_hidden_states=True, output_states=True)
     assert torch.equal(plain.logits, out.logits)
-    assert plain.hidden_states is None
-    assert [hidden.shape for hidden in out.hidden_states] == [(2, 5, 16)] * 3
-    assert torch.equal(out.hidden_states[0], model.model.embed_tokens(ids))
-    assert torch.equal(out.hidden_states[1], model.model.stream.collapse(out.states[1]))
-    assert torch.equal(out.hidden_states[2], model.model(ids).last_hidden_state)
-    assert torch.equal(model.lm_head(out.hidden_states[2]), out.logits)
-
-
-@torch.no_grad()
-@every_preset
-def test_states(name):
-    """The state before the first and after every layer, as the scheme keeps it, rebuilt from the parts."""
-    model, ids = tiny_model(name), prompt(2, 5)
-    plain, out = model(ids), model(ids, output_states=True)
-    assert torch.equal(plain.logits, out.logits)
-    assert plain.states is out.hidden_states is None
-    assert len(out.states) == 3
-    stream = model.model.stream
-    opened = stream.expand(model.model.embed_tokens(ids))
-    pairs = zip(tree_leaves(out.states[0]), tree_leaves(opened), strict=True)
-    assert all(torch.equal(found, expected) for found, expected in pairs)
+    assert plain.states is plain.hidden_states is None
+    stream, embedded = model.model.stream, model.model.embed_tokens(ids)
+    opened = tree_leaves(stream.expand(embedded))
+    assert all(map(torch.equal, tree_leaves(out.states[0]), opened))
     for layer, state in enumerate(out.states):
         assert sum(leaf[0, 0].numel() for leaf in tree_leaves(state)) == ALL[name].state_size(2 * layer, 16)
         assert all(leaf.shape[:2] == (2, 5) and leaf.shape[-1] == 16 for leaf in tree_leaves(state))
-    assert torch.equal(model.model(ids).last_hidden_state, model.model.norm(stream.collapse(out.states[2])))
+    end = model.model.norm(stream.collapse(out.states[2]))
+    for hidden, expected in zip(out.hidden_states, [embedded, stream.collapse(out.states[1]), end], strict=True):
+        assert torch.equal(hidden, expected)
+    assert torch.equal(model.model(ids).last_hidden_state, end)
+    assert torch.equal(model.lm_head(end), out.logits)
 
 
 @torch.no_grad()
@@ -146,9 +131,8 @@ def test_tuples():
 
 
 @torch.no_grad()
-@every_preset
-def test_embeddings_instead_of_ids(name):
-    model, ids = tiny_model(name), prompt(2, 5)
+def test_embeddings_instead_of_ids():
+    model, ids = tiny_model("ddl-tc"), prompt(2, 5)
     embeddings = model.get_input_embeddings()(ids)
     assert torch.equal(model(inputs_embeds=embeddings).logits, model(ids).logits)
     for wrong in ({}, {"input_ids": ids, "inputs_embeds": embeddings}):
@@ -200,25 +184,6 @@ def test_the_loss_is_float32_at_least():
     assert out.loss.dtype == torch.float32
     expected = F.cross_entropy(out.logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
     assert_close(out.loss, expected)
-
-
-@torch.no_grad()
-def test_mup_scales_the_logits():
-    model, plain = tiny_model(mup=True, mup_base_width=64), tiny_model()
-    plain.load_state_dict(model.state_dict())
-    ids = prompt(2, 5)
-    assert_close(model(ids).logits, 4 * plain(ids).logits)
-
-
-class OnlyFloat64(TorchDispatchMode):
-    """Fails at the first operation that makes floating-point numbers of another dtype."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_flatten(out)[0]:
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                assert leaf.dtype == torch.float64, f"{func} made {leaf.dtype}"
-        return out
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("ddl-tc", "eager"), *((name, "sdpa") for name in PRESETS)])
@@ -282,15 +247,6 @@ def test_every_parameter_matters_and_gets_a_gradient(name, options):
             change = (model(ids, labels=ids).loss - before).abs()
             assert change > 1e-8, f"{parameter_name} does not change the loss"
             parameter.copy_(kept)
-
-
-@every_preset
-def test_the_trunk_alone(name):
-    """`ResiduaModel` is the model without its head."""
-    model, ids = tiny_model(name), prompt(2, 5)
-    trunk = ResiduaModel(model.config).double()
-    trunk.load_state_dict(model.model.state_dict())
-    assert torch.equal(trunk.eval()(ids).last_hidden_state, model.model(ids).last_hidden_state)
 
 
 @torch.no_grad()
