@@ -10,7 +10,7 @@ from transformers.cache_utils import StaticCache
 
 from residua.connections.memory import window_of
 from residua.models.memory import CACHE, cache_slots
-from support.tiny_models import PAD, left_padded, prompt, tiny_config, tiny_model
+from support.tiny_models import left_padded, prompt, tiny_config, tiny_model
 from support.tolerances import assert_close
 from support.variants import LOOKING_BACK, PRESETS
 
@@ -25,8 +25,10 @@ KINDS = [
     "token-dv5-k3-ec2",
     "token-dv3-k2-separate",
 ]
+CACHES = [DynamicCache, partial(StaticCache, max_cache_len=16)]
 # What a variant adds is in its stream, for which the contract has the same checks.
-every_scheme = pytest.mark.parametrize("name", [*PRESETS, *(name for name in KINDS if name not in PRESETS)])
+SCHEMES = [*PRESETS, *(name for name in KINDS if name not in PRESETS)]
+every_scheme = pytest.mark.parametrize("name", SCHEMES)
 
 
 @torch.no_grad()
@@ -55,53 +57,37 @@ def test_token_by_token_equals_the_full_pass(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("split", [(1, 6), (2, 5), (3, 1, 3), (4, 3), (6, 1)])
+@pytest.mark.parametrize("cached", CACHES)
+@pytest.mark.parametrize("split", [(1, 6), (5, 2), (3, 1, 3), (4, 1, 1, 1)])
 @pytest.mark.parametrize("name", KINDS)
-def test_any_split_equals_the_full_pass(name, split):
-    model, ids = tiny_model(name), prompt(2, 7)
-    cache, pieces = DynamicCache(config=model.config), []
-    for piece in ids.split(split, 1):
-        pieces.append(model(piece, cache=cache).logits)
-    assert_close(torch.cat(pieces, 1), model(ids).logits)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", KINDS)
-def test_split_with_left_padding(name):
-    """The mask then covers the cache and the new tokens; positions go on from the real tokens."""
+def test_pieces_of_a_batch_equal_the_full_pass(name, split, cached):
+    """Without a mask, and with padding on the left. The mask then covers the cache and the new tokens; positions go on
+    from the real tokens."""
     model = tiny_model(name)
-    prompts = [prompt(7, seed=1), prompt(3, seed=2)]
-    ids, mask = left_padded(prompts)
-    full = model(ids, attention_mask=mask).logits
-    for split in ((1, 6), (5, 2), (4, 1, 1, 1)):
-        cache, pieces, end = DynamicCache(config=model.config), [], 0
+    for ids, mask in ((prompt(2, 7), None), left_padded([prompt(7, seed=1), prompt(3, seed=2)])):
+        cache, pieces, end = cached(config=model.config), [], 0
         for piece in ids.split(split, 1):
             end += piece.shape[1]
-            pieces.append(model(piece, attention_mask=mask[:, :end], cache=cache).logits)
-        pieces = torch.cat(pieces, 1)
-        assert_close(pieces[0], full[0])
-        assert_close(pieces[1, 4:], full[1, 4:])
+            seen = None if mask is None else mask[:, :end]
+            pieces.append(model(piece, attention_mask=seen, cache=cache).logits)
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        assert_close(torch.cat(pieces, 1)[real], model(ids, attention_mask=mask).logits[real])
 
 
 @torch.no_grad()
-@every_scheme
-def test_left_padding_equals_no_padding(name):
-    """A ragged batch; a bare forward pass, without position ids."""
+@pytest.mark.parametrize(("name", "implementation"), [*((name, "sdpa") for name in SCHEMES), ("ddl-ec", "eager")])
+def test_padding_equals_no_padding(name, implementation):
+    """A ragged batch, on either side; a bare forward pass, without position ids."""
     model = tiny_model(name)
+    model.set_attn_implementation(implementation)
     prompts = [prompt(6, seed=1), prompt(4, seed=2), prompt(1, seed=3)]
     ids, mask = left_padded(prompts)
-    logits = model(ids, attention_mask=mask).logits
-    for row, alone in zip(logits, prompts):
-        assert_close(row[-len(alone) :], model(alone[None]).logits[0])
-
-
-@torch.no_grad()
-@every_scheme
-def test_right_padding_equals_no_padding(name):
-    model, ids = tiny_model(name), prompt(1, 4)
-    padded = torch.cat([ids, torch.full((1, 3), PAD)], 1)
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0]])
-    assert_close(model(padded, attention_mask=mask).logits[:, :4], model(ids).logits)
+    left = model(ids, attention_mask=mask).logits
+    right = model(ids.flip(1), attention_mask=mask.flip(1)).logits
+    for i, tokens in enumerate(prompts):
+        for found, alone in ((left[i, -len(tokens) :], tokens), (right[i, : len(tokens)], tokens.flip(0))):
+            assert_close(found, model(alone[None]).logits[0])
+    assert_close(model(ids, attention_mask=mask.bool()).logits[mask > 0], left[mask > 0])
 
 
 @torch.no_grad()
@@ -120,7 +106,7 @@ def test_padding_between_tokens_equals_no_padding_or_is_refused(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("cached", [DynamicCache, partial(StaticCache, max_cache_len=16)])
+@pytest.mark.parametrize("cached", CACHES)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_second_turn_after_a_row_that_ended_early(name, cached):
     """With a kept cache, padding at the end of the first turn stands between the tokens of that row."""
@@ -139,28 +125,6 @@ def test_a_second_turn_after_a_row_that_ended_early(name, cached):
         logits = model(reply, attention_mask=whole, cache=cache).logits
         assert_close(logits[:1], model(torch.cat([ids[:1, :3], reply[:1]], 1)).logits[:, 3:])
         assert_close(logits[1:], model(torch.cat([ids[1:], reply[1:]], 1)).logits[:, 5:])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", KINDS)
-def test_a_mask_of_ones_changes_nothing(name):
-    model, ids = tiny_model(name), prompt(2, 6)
-    expected = model(ids).logits
-    assert_close(model(ids, attention_mask=torch.ones(2, 6, dtype=torch.long)).logits, expected)
-    assert_close(model(ids, attention_mask=torch.ones(2, 6, dtype=torch.bool)).logits, expected)
-    assert_close(model(ids, position_ids=torch.arange(6)[None]).logits, expected)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["residual", "ddl-ec"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_attention_implementations_agree(name, implementation):
-    model = tiny_model(name)
-    ids, mask = left_padded([prompt(6, seed=1), prompt(3, seed=2)])
-    real = mask.bool()
-    expected = model(ids, attention_mask=mask).logits[real]
-    model.set_attn_implementation(implementation)
-    assert_close(model(ids, attention_mask=mask).logits[real], expected)
 
 
 @torch.no_grad()
@@ -189,15 +153,6 @@ def test_reordering_a_cache_moves_everything_in_it(name):
     cache.reorder_cache(order)
     token = prompt(3, 1, seed=8)
     assert_close(model(token, cache=cache).logits, model(torch.cat([ids[order], token], 1)).logits[:, 5:])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", KINDS)
-def test_a_static_cache_equals_the_full_pass(name):
-    model, ids = tiny_model(name), prompt(2, 7)
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    pieces = [model(piece, cache=cache).logits for piece in ids.split((2, 1, 4), 1)]
-    assert_close(torch.cat(pieces, 1), model(ids).logits)
 
 
 @pytest.mark.parametrize("name", LOOKING_BACK)
