@@ -1,5 +1,4 @@
 import json
-import os
 
 import pytest
 import torch
@@ -7,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from residua.errors import InputError
 from residua.lab.inspection import Trace, archive, trace
-from support.traced_models import small_model, words
+from support.tiny_models import prompt, tiny_model
 from support.variants import PRESETS
 
 TEXT = ["</script><img onerror=alert(1)>", "ü", "\n", "", "\u2028", "\ufffd", '"', "end"]
@@ -15,13 +14,13 @@ TEXT = ["</script><img onerror=alert(1)>", "ü", "\n", "", "\u2028", "\ufffd", '
 
 @pytest.fixture
 def saved(tmp_path):
-    found = trace(small_model("ddl-cc"), words(8), text=TEXT, facts={"run": "mine", "checkpoint": 3})
+    found = trace(tiny_model("ddl-cc"), prompt(8), text=TEXT, facts={"run": "mine", "checkpoint": 3})
     return found.save(tmp_path / "analysis" / "trace-step-3.safetensors")
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_trace_survives_its_file(name, tmp_path):
-    found = trace(small_model(name), words(8), text=TEXT)
+    found = trace(tiny_model(name), prompt(8), text=TEXT)
     path = found.save(tmp_path / "there" / "trace.safetensors")
     again = Trace.load(path)
     assert (again.facts, again.tokens) == (found.facts, TEXT)
@@ -34,7 +33,7 @@ def test_a_trace_survives_its_file(name, tmp_path):
 
 def test_it_holds_run_and_checkpoint_and_replaces_what_was_there(saved):
     assert (Trace.load(saved).facts["run"], Trace.load(saved).facts["checkpoint"]) == ("mine", 3)
-    trace(small_model("residual"), [1, 2]).save(saved)
+    trace(tiny_model("residual"), [1, 2]).save(saved)
     assert Trace.load(saved).facts["preset"] == "residual"
 
 
@@ -61,24 +60,7 @@ def test_another_version_and_other_tensors_are_refused_with_a_sentence(saved, me
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"no tensors", b"\xff" * 100, None])
-def test_a_damaged_file_is_refused_with_a_sentence(saved, content):
-    whole = saved.read_bytes()
-    saved.write_bytes(whole[: len(whole) // 2] if content is None else content)
-    with pytest.raises(InputError, match="must be a trace, got a damaged file"):
-        Trace.load(saved)
-
-
 def test_a_file_that_is_not_there(tmp_path):
     for path in (tmp_path / "none.safetensors", tmp_path):
         with pytest.raises(InputError, match="got no file; residua explore RUN writes one"):
             Trace.load(path)
-
-
-def test_a_failed_save_leaves_the_old_trace(saved, monkeypatch):
-    before = saved.read_bytes()
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(OSError, match="no space"):
-        trace(small_model("residual"), [1, 2]).save(saved)
-    assert saved.read_bytes() == before
-    assert len(list(saved.parent.iterdir())) == 1

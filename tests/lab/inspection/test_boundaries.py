@@ -3,26 +3,14 @@
 import pytest
 import torch
 
-import residua
 from residua.connections import PRESETS
 from residua.errors import InputError
 from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.experiment import OpenModel, trace_model
 from residua.lab.inspection import boundaries, logit_lens, pieces, warnings
 from residua.models.memory import CACHE
-from support.converted_models import IDS, llama
+from support.converted_models import IDS, converted
 from support.tiny_models import prompt, tiny_model
-
-
-def converted(name="hc"):
-    model = llama()
-    residua.convert(model, name)
-    with torch.no_grad():
-        for connection in model.modules():
-            if type(connection).__name__ == "LayerStream":
-                for parameter in connection.parameters():
-                    parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
 
 
 def logits(model, ids=None):
@@ -71,7 +59,7 @@ def test_the_lens_at_the_last_boundary_is_the_model(name):
 
 
 def test_a_converted_llama_is_looked_into_and_patched():
-    model, changed = converted(), []
+    model, changed = converted("hc").eval(), []
     expected = logits(model, IDS)
     with boundaries(model) as points:
         first, last = list(points)[1], list(points)[-1]

@@ -18,8 +18,8 @@ from residua import (
 from residua.lab.inspection import overview, sublayer_statistics, summary, trace, warnings
 from residua.lab.inspection.depth import sources_read
 from residua.lab.inspection.measure import stream_similarity
+from support.tiny_models import passages, prompt, tiny_model
 from support.tolerances import assert_close
-from support.traced_models import passages, small_model, words
 from support.variants import PRESETS
 
 LAYERS = {"num_hidden_layers": 3}
@@ -58,7 +58,7 @@ def columns(found, seen, reader):
 def test_what_is_read_is_the_sum_of_the_sources_with_the_traced_weights(name):
     """The input of the norm of every sublayer is rebuilt from the names of the columns, outputs and weights."""
     scheme = READS[name]
-    model, ids = small_model(scheme, **LAYERS), words(TOKENS)
+    model, ids = tiny_model(scheme, **LAYERS), prompt(TOKENS)
     found, seen = trace(model, ids, sample=TOKENS), passages(model, ids)
     weights = found.values["depth_weights"].double()
     count = len(found.facts["sources"])
@@ -95,13 +95,13 @@ def test_what_is_read_is_the_sum_of_the_sources_with_the_traced_weights(name):
     ],
 )
 def test_columns_are_named_after_what_wrote_them(name, sources, reads):
-    found = trace(small_model(READS[name], **LAYERS), words(TOKENS))
+    found = trace(tiny_model(READS[name], **LAYERS), prompt(TOKENS))
     assert found.facts["reads"] == reads
     assert sources is None or found.facts["sources"] == sources
 
 
 def test_separate_reads_are_told_apart_and_a_single_one_stands_for_all():
-    found = trace(small_model(READS["inkling"], **LAYERS), words(TOKENS))
+    found = trace(tiny_model(READS["inkling"], **LAYERS), prompt(TOKENS))
     q, k, v = found.values["depth_mean"][2]  # the attention of every second layer
     assert (q - k).abs().max() > 0.01
     assert (k - v).abs().max() > 1e-4
@@ -118,7 +118,7 @@ def test_how_many_sources_are_read():
 
 @pytest.mark.parametrize("name", [name for name, scheme in PRESETS.items() if scheme.state_size(0, 1) == 4])
 def test_the_similarity_of_streams_is_the_mean_cosine_of_all_pairs(name):
-    model, ids = small_model(name), words(TOKENS)
+    model, ids = tiny_model(name), prompt(TOKENS)
     found, seen = trace(model, ids).values["stream_similarity"], passages(model, ids)
     assert found.shape == (5, TOKENS)
     for i, passage in enumerate(seen):
@@ -140,7 +140,7 @@ def test_streams_of_zeros_and_copies():
 
 
 def test_a_summary_says_what_is_read_most_and_how_alike_the_streams_are():
-    found = trace(small_model(READS["denseformer"], **LAYERS), words(TOKENS))
+    found = trace(tiny_model(READS["denseformer"], **LAYERS), prompt(TOKENS))
     rows, table = sublayer_statistics(found), summary(found)
     assert [row["most_read"] is None for row in rows] == [True, True, False, True, False, True]
     weights = found.values["depth_mean"][4, 0]
@@ -150,7 +150,7 @@ def test_a_summary_says_what_is_read_most_and_how_alike_the_streams_are():
         f"{found.values['sources_read'][4].mean():.2f}", rows[4]["most_read"], f"{rows[4]['most_read_weight']:.3f}",
     ]  # fmt: skip
     assert table.rows[1][1:4] == ["1.00", "none", "none"]
-    found = trace(small_model("hc"), words(TOKENS))
+    found = trace(tiny_model("hc"), prompt(TOKENS))
     first, last = found.values["stream_similarity"][[0, -1]].mean(1).tolist()
     assert f"streams: mean cosine between two of them {first:.3f} at the start, {last:.3f} at the end" in overview(
         found
@@ -161,7 +161,7 @@ def test_a_summary_says_what_is_read_most_and_how_alike_the_streams_are():
 
 
 def test_streams_that_never_part_are_warned_of():
-    copies = trace(small_model(HyperConnections(), scale=0.0), words(TOKENS))
+    copies = trace(tiny_model(HyperConnections(), scale=0.0), prompt(TOKENS))
     sentence = (
         "the streams are copies of one another before and after every sublayer: together they hold what one holds"
     )

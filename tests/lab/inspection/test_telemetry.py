@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from residua.lab.inspection import gate_quantiles, has_gates, trace
-from support.traced_models import small_model, words
+from support.tiny_models import prompt, tiny_model
 from support.variants import ALL, PRESETS
 
 LEVELS = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
@@ -10,7 +10,7 @@ LEVELS = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_quantiles_are_those_of_a_trace(name):
-    model, ids = small_model(name, torch.float32), words(20)
+    model, ids = tiny_model(name, torch.float32), prompt(20)
     told, found = gate_quantiles(model, ids[None]), trace(model, ids)
     values = found.values
     assert told.keys() == found.facts["gates"].keys()
@@ -23,15 +23,15 @@ def test_the_quantiles_are_those_of_a_trace(name):
 
 
 def test_several_rows_are_one_sample():
-    model, ids = small_model("ddl"), torch.stack([words(20), words(20, seed=1)])
+    model, ids = tiny_model("ddl"), torch.stack([prompt(20), prompt(20, seed=1)])
     betas = torch.cat([trace(model, row).values["beta"] for row in ids], 1)
     assert gate_quantiles(model, ids)["beta"]["q50"] == pytest.approx(betas.quantile(0.5, dim=1).tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_start_is_told_as_it_was_asked_for(name):
-    model = small_model(name, torch.float32, scale=0.0)
-    found = gate_quantiles(model, words(8)[None])
+    model = tiny_model(name, torch.float32, scale=0.0)
+    found = gate_quantiles(model, prompt(8)[None])
     for key in {"beta", "gamma"} & found.keys():
         # The erase gate of gated-delta starts at 0, which is no option of it.
         start = 0.0 if name == "gated-delta" else getattr(PRESETS[name], f"{key}_init")
@@ -40,7 +40,7 @@ def test_a_start_is_told_as_it_was_asked_for(name):
 
 
 def test_the_model_may_be_in_training():
-    model = small_model("edelta", torch.float32)
-    expected = gate_quantiles(model, words(8)[None])
-    assert gate_quantiles(model.train(), words(8)[None]) == expected
+    model = tiny_model("edelta", torch.float32)
+    expected = gate_quantiles(model, prompt(8)[None])
+    assert gate_quantiles(model.train(), prompt(8)[None]) == expected
     assert all(parameter.grad is None for parameter in model.parameters())

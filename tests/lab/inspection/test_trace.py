@@ -8,15 +8,15 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from residua import DeepDelta, EDelta, PooledHouseholder
+from residua import EDelta, PooledHouseholder
 from residua.connections.deep_delta import DeltaCoefficients
 from residua.errors import InputError
 from residua.lab.inspection import Trace, trace
 from residua.lab.inspection.measure import measured, norm
 from residua.lab.inspection.watch import watching
 from residua.ops import delta_operator, delta_write, hyper_mix, hyper_write
+from support.tiny_models import VOCAB, passages, prompt, tiny_model
 from support.tolerances import assert_close
-from support.traced_models import VOCAB, passages, small_model, words
 from support.variants import ALL, DEEP_DELTA, PRESETS
 
 WITHOUT = (
@@ -60,7 +60,7 @@ KEYS = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_what_applies_to_it(name):
-    found = trace(small_model(name), words(20), sample=6)
+    found = trace(tiny_model(name), prompt(20), sample=6)
     kind = None if name in WITHOUT else "mixing" if name in MIXING else "rank-one"
     own = KEYS.get(name, (STREAMS if kind == "mixing" else DELTA) | DEPTH)
     compressed = {"compress_share"} if getattr(PRESETS[name], "compress", None) else set()
@@ -91,7 +91,7 @@ def test_every_preset_has_what_applies_to_it(name):
 @pytest.mark.parametrize("name", ALL)
 def test_the_numbers_are_those_of_the_model(name):
     """The hidden state to the last bit; the losses, which are computed in pieces, to rounding."""
-    model, ids = small_model(name), words(24)
+    model, ids = tiny_model(name), prompt(24)
     with torch.no_grad():
         plain = model(ids[None], labels=ids[None], output_states=True)
         last = model.model(ids[None]).last_hidden_state
@@ -109,7 +109,7 @@ def test_the_numbers_are_those_of_the_model(name):
 
 @pytest.mark.parametrize("name", DEEP_DELTA)
 def test_a_delta_write_is_rebuilt_from_its_trace(name):
-    for passage in passages(small_model(name), words(12)):
+    for passage in passages(tiny_model(name), prompt(12)):
         assert isinstance(passage.carry.coefficients, DeltaCoefficients)
         found = measured(passage, passage.shortcut())
         streams, after = passage.before[0].reshape(12, -1, 16), passage.after[0].reshape(12, -1, 16)
@@ -124,7 +124,7 @@ def test_a_delta_write_is_rebuilt_from_its_trace(name):
 @pytest.mark.parametrize("name", ["hc", "mhc", "jpmhc", "hc-static-n3", "mhc-lite-n3", "mhc-split", "jpmhc-n2-exact"])
 def test_a_mixture_is_rebuilt_from_its_trace(name):
     """Also where a connection leaves out a mapping: the trace holds what that amounts to."""
-    for passage in passages(small_model(name), words(12)):
+    for passage in passages(tiny_model(name), prompt(12)):
         found = measured(passage, passage.shortcut())
         n = found["h_pre"].shape[-1]
         streams, after, y = passage.before[0], passage.after[0], passage.y[0]
@@ -142,7 +142,7 @@ def test_a_mixture_is_rebuilt_from_its_trace(name):
 
 @pytest.mark.parametrize("name", ["edelta", "edelta-n2", "edelta-stream", "edelta-stream-cumulative"])
 def test_a_blend_is_rebuilt_from_its_trace(name):
-    for passage in passages(small_model(name), words(12)):
+    for passage in passages(tiny_model(name), prompt(12)):
         found, gamma = measured(passage, passage.shortcut()), passage.carry.coefficients.gamma[0]
         n = found["h_res"].shape[-1]
         rows, g = (x[0].reshape(12, n, -1) for x in (passage.before, passage.carry.residual))
@@ -152,7 +152,7 @@ def test_a_blend_is_rebuilt_from_its_trace(name):
 
 
 def test_the_erasure_of_the_pooled_householder_shortcut():
-    for passage in passages(small_model("pooled-householder"), words(12)):
+    for passage in passages(tiny_model("pooled-householder"), prompt(12)):
         found = measured(passage, passage.shortcut())
         erased = (delta_operator(found["direction"], found["beta"]) @ passage.before[0].unsqueeze(-1)).squeeze(-1)
         assert_close(erased, passage.carry.residual[0])
@@ -161,7 +161,7 @@ def test_the_erasure_of_the_pooled_householder_shortcut():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_input_norm_is_that_of_what_enters_the_norm(name):
-    model, ids = small_model(name), words(12)
+    model, ids = tiny_model(name), prompt(12)
     entered = {}
     for connection in model.model.stream.connections:
         connection.norm.register_forward_pre_hook(lambda norm, x: entered.update({norm: x[0]}))
@@ -173,7 +173,7 @@ def test_the_input_norm_is_that_of_what_enters_the_norm(name):
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in WITHOUT])
 def test_products_over_depth_are_those_of_dense_operators(name):
-    model, ids = small_model(name), words(10)
+    model, ids = tiny_model(name), prompt(10)
     product, found = None, trace(model, ids)
     for i, passage in enumerate(passages(model, ids)):
         seen = measured(passage, passage.shortcut())
@@ -198,10 +198,10 @@ def everything(model):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", PRESETS)
 def test_nothing_in_the_model_changes(name, training):
-    model = small_model(name).train(training)
+    model = tiny_model(name).train(training)
     before, weights = everything(model), {key: value.clone() for key, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    trace(model, words(9))
+    trace(model, prompt(9))
     assert everything(model) == before
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
@@ -214,7 +214,7 @@ def equal(a: Trace, b: Trace) -> bool:
 
 
 def test_the_mode_and_recomputed_layers_do_not_matter():
-    model, ids = small_model("edelta-stream"), words(9)
+    model, ids = tiny_model("edelta-stream"), prompt(9)
     expected = trace(model, ids)
     newest = getattr(model, "activation_checkpointing_enable", None)  # the older name warns where both are there
     (newest or model.gradient_checkpointing_enable)()
@@ -222,7 +222,7 @@ def test_the_mode_and_recomputed_layers_do_not_matter():
 
 
 def test_layers_that_were_compiled_in_place_are_watched_too():
-    model, ids = small_model("ddl-cc"), words(9)
+    model, ids = tiny_model("ddl-cc"), prompt(9)
     expected = trace(model, ids)
     for layer in model.model.layers:
         layer.compile(backend="eager")
@@ -231,7 +231,7 @@ def test_layers_that_were_compiled_in_place_are_watched_too():
 
 @pytest.mark.parametrize("name", ["ddl-tc", "mhc", "edelta", "pooled-householder"])
 def test_one_token_and_one_layer(name):
-    found = trace(small_model(name, num_hidden_layers=1), [5])
+    found = trace(tiny_model(name, num_hidden_layers=1), [5])
     assert (found.num_sublayers, found.num_tokens, found.facts["sampled"]) == (2, 1, [0])
     assert found.facts["loss"] is None
     assert found.values["token_loss"].isnan().all()
@@ -240,13 +240,13 @@ def test_one_token_and_one_layer(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_narrow_models_and_autocast(name):
-    ids = words(20)
-    exact = trace(small_model(name, torch.float32, scale=0.05), ids)
-    model = small_model(name, torch.bfloat16, scale=0.05)
+    ids = prompt(20)
+    exact = trace(tiny_model(name, torch.float32, scale=0.05), ids)
+    model = tiny_model(name, torch.bfloat16, scale=0.05)
     narrow = trace(model, ids)
     assert narrow.facts["loss"] == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-5)
     assert narrow.facts["loss"] == pytest.approx(exact.facts["loss"], rel=0.02)
-    model = small_model(name, torch.float32, scale=0.05)
+    model = tiny_model(name, torch.float32, scale=0.05)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = trace(model, ids)
         own = model(ids[None], labels=ids[None]).loss.item()
@@ -258,7 +258,7 @@ def test_narrow_models_and_autocast(name):
 
 
 def test_a_trunk_without_a_head_has_no_losses():
-    model, ids = small_model("ddl-cc"), words(8)
+    model, ids = tiny_model("ddl-cc"), prompt(8)
     found = trace(model.model, ids)
     assert found.facts["loss"] is None
     assert found.values["token_loss"].isnan().all()
@@ -266,29 +266,16 @@ def test_a_trunk_without_a_head_has_no_losses():
 
 
 def test_logits_are_made_in_pieces_that_do_not_show(monkeypatch):
-    model, ids = small_model("ddl", mup=True), words(20)
+    model, ids = tiny_model("ddl", mup=True), prompt(20)
     whole = trace(model, ids)
     monkeypatch.setattr(sys.modules["residua.lab.inspection.subject"], "LOGITS_AT_A_TIME", 7)
     assert_close(trace(model, ids).values["token_loss"][:-1], whole.values["token_loss"][:-1])
     assert whole.facts["loss"] == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-12)
 
 
-@pytest.mark.parametrize(("beta", "regime", "determinant"), [(0.0, 0, 1.0), (1.0, 1, 0.0), (2.0, 2, 1.0)])
-def test_planted_gates(beta, regime, determinant):
-    """Four sublayers: the determinant of three reflections is -1, of four 1."""
-    found = trace(small_model(DeepDelta(beta_init=beta), scale=0.0), words(16))
-    assert_close(found.values["beta"], torch.full((4, 16), beta), factor=5)
-    assert torch.equal(found.regimes(), torch.eye(4)[regime + 1].expand(4, 4))
-    assert_close(found.values["determinant"][-1], torch.full((16,), determinant), factor=10)
-    if beta == 2:
-        assert_close(found.values["determinant"][2], torch.full((16,), -1.0), factor=10)
-        assert found.values["defect"].max() < 1e-4
-    assert (found.values["singular_min"][-1].max() < 1e-4) == (beta == 1)
-
-
 def test_planted_rotation():
     """gamma near 1 rotates by the angle that beta_init sets."""
-    found = trace(small_model(EDelta(gamma_init=0.999999, beta_init=0.5), scale=0.0), words(8))
+    found = trace(tiny_model(EDelta(gamma_init=0.999999, beta_init=0.5), scale=0.0), prompt(8))
     assert_close(found.values["gamma"], torch.full((4, 8), 0.999999))
     assert found.values["orthogonality_error"].max() < 1e-5
     assert_close(found.values["cayley_beta"], torch.full((4, 8), 0.5))
@@ -297,27 +284,27 @@ def test_planted_rotation():
 
 
 def test_what_a_connection_leaves_out_is_listed():
-    found = trace(small_model("mhc"), words(8))
+    found = trace(tiny_model("mhc"), prompt(8))
     assert found.facts["left_out"] == {"h_pre": [0], "h_res": [0, 3]}
     identity = torch.eye(4)
     assert torch.equal(found.values["h_res"][[0, 3]], identity.expand(2, 8, 4, 4))
     assert torch.equal(found.values["h_pre"][0], identity[0].expand(8, 4))
-    assert trace(small_model("edelta-stream"), words(8)).facts["left_out"] == {"h_post": [3]}
+    assert trace(tiny_model("edelta-stream"), prompt(8)).facts["left_out"] == {"h_post": [3]}
 
 
 def test_a_trace_at_a_prompt_is_one_line():
-    found = trace(small_model("ddl-cc"), words(12))
+    found = trace(tiny_model("ddl-cc"), prompt(12))
     shown = repr(found)
     assert shown.startswith(f"Trace(ddl-cc, 12 tokens, {found.num_sublayers} sublayers: alignment, beta, ")
     assert shown.count("\n") == 0
     assert len(shown) < 500
     assert all(name in shown for name in found.values)
-    own = trace(small_model({"preset": "ddl-cc", "beta_init": 0.5}), words(3))
+    own = trace(tiny_model({"preset": "ddl-cc", "beta_init": 0.5}), prompt(3))
     assert repr(own).startswith("Trace(deep_delta, 3 tokens, ")
 
 
 def test_regimes_have_thresholds_and_need_a_beta():
-    found = trace(small_model("ddl"), words(16))
+    found = trace(tiny_model("ddl"), prompt(16))
     beta = found.values["beta"]
     shares = found.regimes(identity=0.9, reflection=1.1)
     assert_close(shares[:, 1], (beta < 0.9).float().mean(1))
@@ -325,9 +312,9 @@ def test_regimes_have_thresholds_and_need_a_beta():
     assert_close(shares.sum(1), torch.ones(4))
     planted = Trace({}, [], {"beta": torch.tensor([[-0.7, -0.2, 1.0, 1.8]])})
     assert planted.regimes().tolist() == [[0.25] * 4], "a negative beta enlarges, a small one is near the identity"
-    assert trace(small_model(PooledHouseholder()), words(4)).regimes().shape == (4, 4)
+    assert trace(tiny_model(PooledHouseholder()), prompt(4)).regimes().shape == (4, 4)
     with pytest.raises(InputError, match="a scheme with beta, got one of"):
-        trace(small_model("hc"), words(4)).regimes()
+        trace(tiny_model("hc"), prompt(4)).regimes()
 
 
 @pytest.mark.parametrize(
@@ -341,7 +328,7 @@ def test_regimes_have_thresholds_and_need_a_beta():
 )
 def test_tokens_that_do_not_fit_are_refused(tokens, message):
     with pytest.raises(InputError) as error:
-        trace(small_model(), tokens)
+        trace(tiny_model(), tokens)
     assert message in str(error.value)
 
 
@@ -375,10 +362,10 @@ class Living(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["ddl-tc", "edelta-stream"])
 def test_memory_does_not_grow_with_depth_but_for_what_is_kept(name):
     """48 sublayers x 2048 tokens: little more is alive at a time than for four sublayers and the trace itself."""
-    ids, peaks, sizes = words(2048), [], []
+    ids, peaks, sizes = prompt(2048), [], []
     for layers in (2, 24):
         options = {"hidden_size": 32, "num_hidden_layers": layers, "max_position_embeddings": 2048}
-        model = small_model(name, torch.float32, **options)
+        model = tiny_model(name, torch.float32, **options)
         with Living() as living:
             found = trace(model, ids, sample=16)
         peaks.append(living.most)
