@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from residua.errors import InputError
@@ -29,11 +29,7 @@ class Counting:
 keys_ = st.lists(st.integers(0, 2**64 - 1), min_size=ROUNDS, max_size=ROUNDS)
 
 
-def test_shuffled_is_a_permutation_of_every_size():
-    for size in range(1, 400):
-        assert sorted(shuffled(np.arange(size), size, list(range(size, size + ROUNDS)))) == list(range(size))
-
-
+@example(1, [0] * ROUNDS)
 @given(st.integers(1, 20_000), keys_)
 def test_shuffled_is_a_permutation_for_every_key(size, keys):
     images = shuffled(np.arange(size), size, keys)

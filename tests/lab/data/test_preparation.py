@@ -8,9 +8,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import tracemalloc
 
 import numpy as np
@@ -80,40 +77,23 @@ def staging(out):
     return out.with_name(f".{out.name}.preparing")
 
 
-@pytest.mark.processes
-def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path):
-    program = textwrap.dedent("""
-        import json, os, signal, sys
-        from residua.commands import cli
-        from residua.lab.data import writer
-        from residua.lab.data.staging import Staging
-        for name, value in json.loads(sys.argv[1]).items():
-            setattr(writer, name, value)
-        save = Staging.save
-        def interrupted(staged, state):
-            save(staged, state)
-            os.kill(os.getpid(), signal.SIGINT)
-        Staging.save = interrupted
-        sys.exit(cli.main(sys.argv[2:]))
-    """)
-    out = tmp_path / "out"
+def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path, monkeypatch, capsys):
+    save, out = Staging.save, tmp_path / "out"
+
+    def interrupted(staging, state):
+        save(staging, state)
+        os.kill(os.getpid(), signal.SIGINT)
+
     command = ["prepare", "--source", str(folder), "--out", str(out), "--tokenizer", "byte", "--shard-tokens", "9000"]
-    argv = [sys.executable, "-c", program, json.dumps(SMALL), *command]
-    done = subprocess.run(argv, capture_output=True, text=True)
-    assert done.returncode == 130
-    lines = [line for line in done.stderr.splitlines() if not re.search(r"/s  .* left", line)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "save", interrupted)
+        assert main(command) == 130
+    lines = [line for line in capsys.readouterr().err.splitlines() if not re.search(r"/s  .* left", line)]
     assert "tokens are kept in" in lines[0]
     assert lines[1:] in ([], ["residua: interrupted"])
-    prepare(folder, out, **SETTINGS["fraction"])
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["train_tokens"] > 0
     assert contents(out) == undisturbed["fraction"]
-
-
-@pytest.mark.slow
-def test_the_size_of_groups_does_not_change_the_tokens(folder, undisturbed, tmp_path):
-    data = prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
-    whole = contents(tmp_path / "out")
-    assert all(whole[name] == undisturbed["fraction"][name] for name in whole if name != "index.json")
-    assert data.fingerprint == PreparedData.open(tmp_path / "out").fingerprint
 
 
 def test_all_documents_are_there_and_copies_stay_together(folder, undisturbed, tmp_path):
@@ -133,43 +113,33 @@ def test_all_documents_are_there_and_copies_stay_together(folder, undisturbed, t
     assert sorted(training) == [text for text in expected if text not in set(held_out)]
 
 
-@pytest.mark.processes
+def _prepare_and_die(source, out, settings, survive):
+    """The process dies with a shard that is not full, after `survive` other writes of such shards."""
+    for name, value in SMALL.items():
+        setattr(writer, name, value)
+    write, writes = ShardWriter.write, itertools.count()
+
+    def fatal(shards):
+        write(shards)
+        if shards.tokens % shards.shard_tokens and next(writes) == survive:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ShardWriter.write = fatal
+    prepare(source, out, **settings, progress=False)
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed, tmp_path, settings):
-    out = tmp_path / "out"
-    program = textwrap.dedent("""
-        import itertools, json, os, signal, sys
-        from residua.lab.data import preparation, writer
-        source, out, small, settings, *kills = sys.argv[1:]
-        for name, value in json.loads(small).items():
-            setattr(writer, name, value)
-        write = writer.ShardWriter.write
-        for survive in map(int, kills):
-            writes = itertools.count()
-            def counted(self):
-                write(self)
-                if self.tokens % self.shard_tokens and next(writes) == survive:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            writer.ShardWriter.write = counted
-            if not (child := os.fork()):
-                preparation.prepare(source, out, **json.loads(settings))
-                os._exit(0)
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            (left,) = [name for name in os.listdir(os.path.dirname(out)) if "out" in name]
-            try:
-                size = json.load(open(f"{os.path.dirname(out)}/{left}/progress.json"))["size"]
-            except FileNotFoundError:
-                size = 0
-            print(json.dumps([status, left, size]), flush=True)
-    """)
-    arguments = [json.dumps(SMALL), json.dumps(SETTINGS[settings] | {"progress": False})]
-    command = [sys.executable, "-c", program, folder, out, *arguments, *map(str, (0, 40, 40, 40, -1))]
-    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    statuses, names, sizes = zip(*map(json.loads, lines))
-    assert statuses == (-signal.SIGKILL,) * 4 + (0,)
-    assert names[-1] == "out"
-    assert set(names[:-1]) == {".out.preparing"}
+def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed, small, tmp_path, start, settings):
+    out, sizes = tmp_path / "out", []
+    for survive in (0, 40, 40, 40):
+        process = start(_prepare_and_die, folder, out, SETTINGS[settings], survive)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert [path.name for path in tmp_path.iterdir()] == [".out.preparing"]
+        state = staging(out) / "progress.json"
+        sizes.append(json.loads(state.read_text())["size"] if state.exists() else 0)
     assert sizes[0] == 0 < sizes[1] < sizes[2] < sizes[3]
+    prepare(folder, out, **SETTINGS[settings])
     assert contents(out) == undisturbed[settings]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -302,19 +272,6 @@ def test_a_broken_file_far_on_keeps_what_came_before(folder, small, tmp_path):
         prepare(source, tmp_path / "out", **SETTINGS["fraction"])
 
 
-def test_an_interrupt_says_what_is_kept(folder, small, tmp_path, monkeypatch, capsys):
-    save = Staging.save
-
-    def interrupted(staging, state):
-        save(staging, state)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Staging, "save", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
-    assert "tokens are kept" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_progress_without_a_terminal_is_lines_with_the_time_left(folder, small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress, "UPDATE_SECONDS", 0.0)
@@ -335,29 +292,9 @@ def test_the_column_of_the_text_can_be_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "four"}\n')
     found = [document.text for document in open_corpus(tmp_path, text_column="body")]
     assert found == ["four", "one", "two", "three"]
-    data = prepare(tmp_path, tmp_path / "out", text_column="body", tokenizer="byte")
-    assert data.facts["documents"] == 4
-
-
-def test_the_command_takes_the_settings(folder, undisturbed, small, tmp_path, capsys):
-    argv = ["prepare", "--source", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
-    argv += ["--shard-tokens", "9000", "--json"]
-    assert main([*argv, "--text-column", "text"]) == 0
-    assert json.loads(capsys.readouterr().out)["train_tokens"] > 0
-    assert contents(tmp_path / "out") == undisturbed["fraction"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"validation_fraction": 1.0}, r"validation_fraction must be a number between 0 and 1, got 1\.0"),
-        ({"sample": "10BT"}, "sample: only for fineweb-edu"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(folder, tmp_path, settings, expected):
-    with pytest.raises(InputError, match=expected):
-        prepare(folder, tmp_path / "out", **{"tokenizer": "byte"} | settings)
-    assert list(tmp_path.iterdir()) == []
+    command = ["prepare", "--source", str(tmp_path), "--out", str(tmp_path / "out"), "--text-column", "body"]
+    assert main([*command, "--tokenizer", "byte"]) == 0
+    assert PreparedData.open(tmp_path / "out").facts["documents"] == 4
 
 
 def test_an_encoder_holds_few_groups_at_a_time():

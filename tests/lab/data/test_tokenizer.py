@@ -95,18 +95,6 @@ def test_bpe_of_a_short_text_has_fewer_entries():
     assert len(train_bpe(["abc abc"], 1000)) < 270
 
 
-def test_bpe_below_the_bytes_is_refused():
-    with pytest.raises(InputError, match=r"vocab_size must be 257 .* got 256"):
-        train_bpe(TEXTS, 256)
-
-
-@pytest.mark.parametrize("size", [10**9, 10**30])
-def test_an_absurd_vocabulary_is_refused(size):
-    """The trainer would end the process: it reserves memory for all entries."""
-    with pytest.raises(InputError, match=r"vocab_size must be 257 .* to 1,000,000, got 10+$"):
-        train_bpe(TEXTS, size)
-
-
 def test_an_error_while_reading_the_training_text_is_that_error():
     def failing():
         yield from TEXTS
