@@ -16,38 +16,19 @@ from residua.lab.explorer.collect import page_of
 from residua.lab.explorer.comparison import comparison_payload
 from residua.lab.explorer.page import write_page
 from support.browser import go_to
+from support.planted_runs import planted_run
 from support.waiting import until
-
-
-def make_run(folder: Path, connection: str, seed: int = 0, *, offset: float = 0.0, lr: float = 1e-3, pace: float = 0.5):
-    """A run folder as training leaves it; the loss has `offset` beyond a curve that all share."""
-    folder.mkdir()
-    settings = {"model": {"connection": connection}, "train": {"seed": seed, "lr": lr}}
-    (folder / "config.yaml").write_text(json.dumps(settings))  # JSON is YAML
-    (folder / "facts.json").write_text(json.dumps({"data": {"fingerprint": "a"}, "parameters": 1000 + len(connection)}))
-    with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(1, 101):
-            loss = 4 + 3 / step + offset + 0.01 * seed * (1 + step % 3)
-            row = {
-                "step": step,
-                "tokens": 64 * step,
-                "seconds": pace * step,
-                "loss": loss,
-                "tokens_per_second": 64 / pace,
-            }
-            print(json.dumps(row | ({"val_loss": loss + 0.1} if step % 10 == 0 else {})), file=file)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
     return [
-        make_run(folder / "plain-0", "residual"),
-        make_run(folder / "plain-1", "residual", 1),
-        make_run(folder / "ddl-0", "ddl", offset=-0.2, pace=0.6),
-        make_run(folder / "ddl-1", "ddl", 1, offset=-0.24, pace=0.6),
-        make_run(folder / "twin", "residual", lr=2e-3),
+        planted_run(folder / "plain-0", "residual"),
+        planted_run(folder / "plain-1", "residual", 1),
+        planted_run(folder / "ddl-0", "ddl", offset=-0.2, seconds_per_step=0.6),
+        planted_run(folder / "ddl-1", "ddl", 1, offset=-0.24, seconds_per_step=0.6),
+        planted_run(folder / "twin", "residual", lr=2e-3),
     ]
 
 
@@ -107,7 +88,7 @@ def test_a_run_compared_with_itself_differs_by_exactly_nothing(runs):
 
 
 def test_long_runs_are_thinned_and_their_training_loss_is_averaged(tmp_path):
-    first, second = make_run(tmp_path / "a", "residual"), make_run(tmp_path / "b", "ddl", offset=0.5)
+    first, second = planted_run(tmp_path / "a", "residual"), planted_run(tmp_path / "b", "ddl", offset=0.5)
     for folder in (first, second):
         rows = [{"step": n, "tokens": n, "seconds": n, "loss": n % 2, "val_loss": 1 / n} for n in range(1, 1001)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -120,7 +101,7 @@ def test_long_runs_are_thinned_and_their_training_loss_is_averaged(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_does_not_break_the_page(tmp_path):
-    first, second = make_run(tmp_path / "a", "residual"), make_run(tmp_path / "b", "ddl")
+    first, second = planted_run(tmp_path / "a", "residual"), planted_run(tmp_path / "b", "ddl")
     with (second / "metrics.jsonl").open("a") as file:
         print(json.dumps({"step": 101, "tokens": 6464, "seconds": 51, "loss": None, "val_loss": None}), file=file)
     payload = comparison_payload([first, second])
@@ -176,7 +157,7 @@ def test_the_table_has_means_deviations_and_differences(one_page, runs):
 def test_losses_and_what_they_cost(open_page, page_file):
     page = open_page(page_file, "view=compare", viewport=(390, 844), dark=True)
     drawn(page, PLAIN)
-    assert lines(page, "loss")["ddl"]["y"][-1] == pytest.approx(4.03 - 0.24 + 0.1 + 0.02)
+    assert lines(page, "loss")["ddl"]["y"][-1] == pytest.approx(4.03 - 0.24 + 0.01)
     script = """() => document.querySelector("[data-plot=price-tokens_per_second]").data.map(
         (d) => [d.name, d.x[0], d.y[0], d.error_y.visible])"""
     shown = {name: rest for name, *rest in page.evaluate(script)}
@@ -190,11 +171,12 @@ def test_losses_and_what_they_cost(open_page, page_file):
 def five(tmp_path_factory) -> list[Path]:
     """Runs of three seeds that are clearly better and clearly worse, of two, of one, and of one that is far slower."""
     folder = tmp_path_factory.mktemp("five")
-    runs = [make_run(folder / f"plain-{seed}", "residual", seed) for seed in range(3)]
-    runs += [make_run(folder / f"ddl-{seed}", "ddl", seed, offset=-0.2 - 0.01 * seed) for seed in range(3)]
-    runs += [make_run(folder / f"hc-{seed}", "hc", seed, offset=0.2 + 0.01 * seed) for seed in range(3)]
-    runs += [make_run(folder / f"mhc-{seed}", "mhc", seed, offset=-0.2 - 0.1 * seed) for seed in range(2)]
-    return [*runs, make_run(folder / "one", "ddl-tc", offset=-0.0011), make_run(folder / "slow", "edelta", pace=60)]
+    runs = [planted_run(folder / f"plain-{seed}", seed=seed) for seed in range(3)]
+    runs += [planted_run(folder / f"ddl-{seed}", "ddl", seed, offset=-0.2 - 0.01 * seed) for seed in range(3)]
+    runs += [planted_run(folder / f"hc-{seed}", "hc", seed, offset=0.2 + 0.01 * seed) for seed in range(3)]
+    runs += [planted_run(folder / f"mhc-{seed}", "mhc", seed, offset=-0.2 - 0.1 * seed) for seed in range(2)]
+    runs += [planted_run(folder / "one", "ddl-tc", offset=-0.0011)]
+    return [*runs, planted_run(folder / "slow", "edelta", seconds_per_step=60)]
 
 
 @pytest.fixture(scope="module")
