@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 
@@ -79,15 +78,6 @@ def test_a_holder_may_wait_for_a_process_that_is_ending(tmp_path):
     other.communicate()
 
 
-def test_a_holder_removes_what_killed_writers_left(tmp_path):
-    (tmp_path / ".lock").write_text("")
-    (tmp_path / ".facts.json.0123abcd.partial").write_text("half")
-    (tmp_path / ".step-1.0123abcd.partial").mkdir()
-    (tmp_path / "mine").write_text("mine")
-    with hold(tmp_path, markers=["mine"]):
-        assert sorted(path.name for path in tmp_path.iterdir()) == [".lease", ".lock", "mine"]
-
-
 def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".mine.partial").write_text("mine")
@@ -108,17 +98,6 @@ def test_a_lock_makes_no_folder_ours(tmp_path):
     with hold(tmp_path):
         pass
     assert (tmp_path / ".DS_Store").read_text() == "mine"
-
-
-@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
-def test_a_planted_lock_is_not_followed(tmp_path):
-    victim, folder = tmp_path / "victim", tmp_path / "run"
-    victim.write_text("precious")
-    folder.mkdir()
-    (folder / ".lock").symlink_to(victim)
-    with pytest.raises(InputError, match=r"\.lock: must be no link"), hold(folder):
-        pass
-    assert victim.read_text() == "precious"
 
 
 def test_changes_are_named_and_free_ones_are_not(tmp_path):

