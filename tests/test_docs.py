@@ -8,7 +8,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,6 @@ from residua.lab.study.results import results
 from residua.lab.training import load_config
 from residua.records.folder import flatten
 from support.pages import blocks, records
-from support.variants import ALL
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -186,29 +185,6 @@ def test_links_lead_somewhere(page):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), flags=re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
-
-
-@pytest.mark.parametrize("page", ["docs/deviations.md", "docs/equations.md"])
-def test_the_options_that_a_page_names_exist(page):
-    """`name="value"` or `name=value` in code spans: an option of a scheme or of ResiduaConfig, and a value that it
-    takes beside the options of some variant."""
-    from residua.models import ResiduaConfig
-
-    for span in re.findall(r"`([^`]*)`", PAGES[page]):
-        for name, value in re.findall(r"\b([a-z_]+)=(\"[a-z0-9_]+\"|\d[\d.]*|True|False)", span):
-            options = {name: eval(value)}
-            takers = [scheme for scheme in ALL.values() if name in scheme.__dataclass_fields__]
-            assert not takers or any(takes(scheme, options) for scheme in takers), span
-            if not takers:
-                ResiduaConfig(**options)
-
-
-def takes(scheme, options) -> bool:
-    try:
-        replace(scheme, **options)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 @pytest.mark.slow

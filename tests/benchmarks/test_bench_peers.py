@@ -10,7 +10,6 @@ from benchmarks import peers
 from benchmarks.__main__ import run as run_benchmark
 from benchmarks.adapters import PEERS
 from benchmarks.peers import PeerSettings, benchmark, chains
-from residua.errors import InputError
 from residua.testing.checks import run
 from residua.testing.module import CHECKS
 from support.tolerances import assert_close
@@ -104,11 +103,6 @@ def test_what_cannot_take_part_is_one_line_each(monkeypatch, capsys):
         "mhc, MHCSkip: left out, no module called mhc (pip install mhc)",
         "attn-res, AttnResOperator: left out, no module called attn_res (pip install attn-res)",
     ]
-
-
-def test_an_unknown_package_is_refused():
-    with pytest.raises(InputError, match=r"packages must be hyper-connections, .*, got 'numpy'"):
-        PeerSettings(packages=("numpy",))
 
 
 @pytest.mark.slow
