@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support.tiny_runs import write_texts
+
 # Run with the names of a folder of texts and of an example. Every command ends with status 0.
 COMMANDS = """
 import runpy
@@ -47,10 +49,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_scheme"
 @pytest.mark.slow
 @pytest.mark.processes
 def test_no_command_warns_of_what_will_be_removed(tmp_path):
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for number in range(40):
-        (texts / f"{number}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
+    texts = write_texts(tmp_path / "texts")
     strict = [f"error::{kind}" for kind in ("FutureWarning", "DeprecationWarning")]
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS, str(texts), str(EXAMPLE)],

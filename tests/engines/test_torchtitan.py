@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import residua
-from residua.lab.data import prepare
 from residua.lab.experiment import open_run, run
 from residua.lab.training import BaseModelConfig, DataConfig, RunConfig, TrainConfig
 from support.processes import together
+from support.tiny_runs import prepare_texts
 
 pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="torchtitan is not installed; make titan does it")
 SCHEMES = ("residual", "lambdas", "ddl-tc", "ddl-cc", "hc", "mhc", "attnres-block")
@@ -25,10 +25,7 @@ STEPS = 10
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """A folder of prepared bytes."""
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(60):
-        (folder / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
-    return prepare(folder, tmp_path_factory.mktemp("prepared") / "data", tokenizer="byte", progress=False).folder
+    return prepare_texts(tmp_path_factory.mktemp("texts")).folder
 
 
 def arguments(connection, data, out, *more, policy="none"):

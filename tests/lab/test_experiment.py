@@ -1,6 +1,5 @@
 import json
 import math
-import os
 import shutil
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
@@ -18,40 +17,26 @@ from residua.errors import InputError
 from residua.lab.data import PreparedData, prepare
 from residua.lab.evaluation.records import Run
 from residua.lab.experiment import build_model, evaluate, open_run, resolved, run, trace_model
-from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
+from residua.lab.training import DataConfig, load_config
+from support.tiny_runs import options, prepare_texts, run_config, write_texts
 
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        (folder / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
-    return folder
+def prepared(tmp_path_factory):
+    return prepare_texts(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture(scope="module")
-def prepared(text, tmp_path_factory):
-    return prepare(text, tmp_path_factory.mktemp("prepared") / "data", tokenizer="byte", progress=False)
+def text(prepared):
+    return prepared.folder.parent / "text"
 
 
 @pytest.fixture
 def config(prepared):
-    model = ModelConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32, connection="ddl-ec"
-    )
-    data = DataConfig(path=str(prepared.folder))
-    train = TrainConfig(
-        steps=STEPS,
-        batch_size=2,
-        sequence_length=16,
-        evaluate_every=3,
-        checkpoint_every=3,
-        device="cpu",
-        tensorboard=False,
-    )
-    return RunConfig(model, data, train)
+    model = {"connection": "ddl-ec", "num_hidden_layers": 1}
+    return run_config(options(prepared, model=model, gradient_accumulation=1, checkpoint_every=3))
 
 
 def rows(folder):
@@ -62,9 +47,10 @@ def rows(folder):
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_scheme_trains_and_resumes(name, config, tmp_path):
     """The loss of the log is that of the language model; a penalty has a number of its own."""
-    config = replace(config, model=replace(config.model, connection=name))
+    train = replace(config.train, steps=2, evaluate_every=1, checkpoint_every=1)
+    config = replace(config, model=replace(config.model, connection=name), train=train)
     whole = run(config, tmp_path / "run", progress=False)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{STEPS}")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
     assert run(config, tmp_path / "run", resume=True, progress=False)["val_loss"] == whole["val_loss"]
     last = rows(tmp_path / "run")[-1]
     assert ("penalty" in last) == bool(getattr(PRESETS[name], "penalty", 0))
@@ -140,31 +126,11 @@ def test_a_function_is_told_the_steps_and_nothing_is_shown(config, text, tmp_pat
     assert "prepare: " not in capsys.readouterr().err
 
 
-def test_a_run_trains_evaluates_and_can_be_opened_again(config, tmp_path):
-    result = run(config, tmp_path / "run", progress=False)
-    assert result["step"] == STEPS
-    assert not result["interrupted"]
-    assert [row["step"] for row in rows(tmp_path / "run") if "val_loss" in row] == [3, 6]
-
-    random_state = torch.random.get_rng_state()
-    opened = open_run(tmp_path / "run", device="cpu")
-    assert torch.equal(torch.random.get_rng_state(), random_state)
-    assert (opened.step, opened.config) == (STEPS, config)
-    assert not opened.model.training
-    again = evaluate(opened)
-    assert again["val_loss"] == pytest.approx(result["val_loss"], rel=1e-6)
-    assert again["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-6)
-    assert again["tokens"] == len(opened.data.validation) - 1
-    assert opened.tokenizer.decode(opened.tokenizer.encode("Text")) == "Text"
-
-
 @pytest.mark.slow
 def test_a_second_held_out_text_is_evaluated_and_changes_no_step(config, text, prepared, tmp_path):
-    (tmp_path / "texts").mkdir()
-    for number in range(40):
-        (tmp_path / "texts" / f"{number}.txt").write_text(f"Another text, with {number} words in it.\n" * 3)
+    texts = write_texts(tmp_path / "texts", "Another text, with {0} words in it.")
     own = {"tokenizer": str(prepared.folder / "tokenizer"), "validation_fraction": 0.9, "progress": False}
-    further = prepare(tmp_path / "texts", tmp_path / "further", **own)
+    further = prepare(texts, tmp_path / "further", **own)
     both = replace(config, data=replace(config.data, further_validation=str(further.folder)))
     run(config, tmp_path / "alone", progress=False)
     run(both, tmp_path / "both", progress=False)
@@ -190,13 +156,32 @@ def test_a_second_held_out_text_of_another_tokenizer_is_refused(config, text, tm
         run(both, tmp_path / "run", progress=False)
 
 
-def test_an_earlier_checkpoint_can_be_opened(config, tmp_path):
-    run(config, tmp_path / "run", progress=False)
+def test_a_run_can_be_opened_at_each_of_its_checkpoints_and_evaluated(config, prepared, tmp_path):
+    result = run(config, tmp_path / "run", progress=False)
+    assert (result["step"], result["interrupted"]) == (STEPS, False)
+    losses = {row["step"]: row["val_loss"] for row in rows(tmp_path / "run") if "val_loss" in row}
+    assert losses == {3: losses[3], STEPS: result["val_loss"]}
+
+    random_state = torch.random.get_rng_state()
+    opened = open_run(tmp_path / "run", device="cpu")
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert (opened.step, opened.config) == (STEPS, config)
+    assert not opened.model.training
+    again = evaluate(opened)
+    for name in ("val_loss", "bits_per_byte"):
+        assert again[name] == pytest.approx(result[name], rel=1e-6)
+    assert again["tokens"] == len(opened.data.validation) - 1
+
     earlier = open_run(tmp_path / "run", checkpoint=3, device="cpu")
     assert earlier.step == 3
-    assert evaluate(earlier)["val_loss"] == pytest.approx(rows(tmp_path / "run")[2]["val_loss"], rel=1e-6)
+    assert evaluate(earlier)["val_loss"] == pytest.approx(losses[3], rel=1e-6)
     with pytest.raises(InputError, match="step 4; there are 3, 6"):
         open_run(tmp_path / "run", checkpoint=4, device="cpu")
+
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    tokenizer = open_run(tmp_path / "run", device="cpu").tokenizer
+    assert tokenizer.encode("é") == prepared.tokenizer().encode("é"), "the tokenizer of its data"
+    assert tokenizer.decode(tokenizer.encode("Text")) == "Text"
 
 
 def test_the_same_run_gives_the_same_losses_and_another_seed_does_not(config, tmp_path):
@@ -211,11 +196,8 @@ def test_the_same_run_gives_the_same_losses_and_another_seed_does_not(config, tm
 def test_without_prepared_data_the_run_prepares_its_own_and_a_fresh_start_prepares_anew(config, text, tmp_path):
     folder = tmp_path / "run"
     config = replace(config, data=DataConfig(source=str(text), tokenizer="byte"))
-    too_long = replace(
-        config,
-        model=replace(config.model, max_position_embeddings=10**6),
-        train=replace(config.train, sequence_length=10**6),
-    )
+    long = replace(config.model, max_position_embeddings=10**6), replace(config.train, sequence_length=10**6)
+    too_long = replace(config, model=long[0], train=long[1])
     with pytest.raises(InputError, match="sequence_length"):
         run(too_long, folder, progress=False)
     assert not folder.exists()
@@ -226,17 +208,6 @@ def test_without_prepared_data_the_run_prepares_its_own_and_a_fresh_start_prepar
     run(replace(config, data=replace(config.data, validation_fraction=0.3)), folder, progress=False)
     assert PreparedData.open(folder / "data").fingerprint != before
     assert evaluate(open_run(folder, device="cpu"))["tokens"] > 0
-
-
-def test_a_finished_run_is_not_trained_again_and_other_settings_are_refused(config, tmp_path):
-    first = run(config, tmp_path / "run", progress=False)
-    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    assert run(config, tmp_path / "run", resume=True, progress=False)["val_loss"] == first["val_loss"]
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
-    with pytest.raises(InputError, match="--resume"):
-        run(config, tmp_path / "run", progress=False)
-    with pytest.raises(InputError, match=r"train\.lr"):
-        run(replace(config, train=replace(config.train, lr=0.5)), tmp_path / "run", resume=True, progress=False)
 
 
 def test_a_relative_data_path_is_found_from_everywhere(config, prepared, tmp_path, monkeypatch):
@@ -278,7 +249,7 @@ def test_bfloat16_is_measured_afterwards_as_it_was_during_training(config, tmp_p
     assert evaluate(open_run(tmp_path / "run", device="cpu"))["val_loss"] == pytest.approx(result["val_loss"], rel=1e-6)
 
 
-def test_what_is_no_run_or_has_no_checkpoint_is_said(config, tmp_path):
+def test_what_is_no_run_or_has_no_checkpoint_or_no_data_is_said(config, tmp_path):
     with pytest.raises(InputError, match=r"no config\.yaml"):
         open_run(tmp_path, device="cpu")
     (tmp_path / "config.yaml").write_text(config.to_yaml())
@@ -286,9 +257,6 @@ def test_what_is_no_run_or_has_no_checkpoint_is_said(config, tmp_path):
         open_run(tmp_path, device="cpu")
     with pytest.raises(InputError, match="step 3; there is none"):
         open_run(tmp_path, checkpoint=3, device="cpu")
-
-
-def test_no_data_at_all_is_said(config, tmp_path):
     with pytest.raises(InputError, match=r"data\.path"):
         run(replace(config, data=DataConfig(source=None)), tmp_path / "run", progress=False)
 
@@ -299,10 +267,8 @@ def replaced(config, text, tmp_path):
     data = prepare(text, tmp_path / "data", tokenizer="byte", progress=False)
     run(replace(config, data=DataConfig(path=str(data.folder))), tmp_path / "run", progress=False)
     shutil.rmtree(data.folder)
-    (tmp_path / "other").mkdir()
-    for number in range(40):
-        (tmp_path / "other" / f"{number}.txt").write_text(f"Other words stand in {number}, again and again.\n" * 5)
-    prepare(tmp_path / "other", data.folder, vocab_size=264, validation_fraction=0.5, progress=False)
+    other = write_texts(tmp_path / "other", "Other words stand in {0}, again and again.")
+    prepare(other, data.folder, vocab_size=264, validation_fraction=0.5, progress=False)
     return tmp_path / "run"
 
 
@@ -341,13 +307,11 @@ def test_a_run_that_was_trained_on_is_compared_as_another(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["runü", "run\udcfc"])
-def test_a_folder_whose_name_tensorboard_cannot_write_is_said(name, config, tmp_path, monkeypatch, capsys):
+def test_a_folder_whose_name_tensorboard_cannot_write_is_said(config, tmp_path, capsys):
     """In the C locale, names that are not ASCII reach Python as half surrogates."""
     config = replace(config, train=replace(config.train, tensorboard=True))
-    assert run(config, tmp_path / name, progress=False)["step"] == STEPS
-    said = "no TensorBoard events are written" in capsys.readouterr().err
-    assert said == (name != "runü")
+    assert run(config, tmp_path / "run\udcfc", progress=False)["step"] == STEPS
+    assert "no TensorBoard events are written" in capsys.readouterr().err
 
 
 def test_a_run_keeps_the_tokenizer_that_made_its_tokens(replaced, prepared, tmp_path):
@@ -371,12 +335,6 @@ def test_a_run_without_its_tokenizer_and_its_data_is_refused(damage, replaced):
         (tokenizer / "tokenizer_config.json").write_text(text.replace("<|endoftext|>", "nowhere"))
     with pytest.raises(InputError, match=r"must (be|hold) (the|a) (data|tokenizer)"):
         open_run(replaced, device="cpu")
-
-
-def test_a_run_without_a_tokenizer_of_its_own_has_the_one_of_its_data(config, prepared, tmp_path):
-    run(config, tmp_path / "run", progress=False)
-    shutil.rmtree(tmp_path / "run" / "tokenizer")
-    assert open_run(tmp_path / "run", device="cpu").tokenizer.encode("é") == prepared.tokenizer().encode("é")
 
 
 @pytest.mark.parametrize(
@@ -416,14 +374,3 @@ def test_a_kernel_that_cannot_run_here_is_refused_in_one_line(config, tmp_path, 
     path.write_text(triton.to_yaml())
     assert main(["train", "--config", str(path), "--run", str(tmp_path / "run")]) == 2
     assert "residua: implementation must be 'auto' or 'reference'" in capsys.readouterr().err
-
-
-def test_a_source_whose_name_is_not_unicode_is_prepared(text, tmp_path):
-    """Where the file system takes such names."""
-    source = tmp_path / os.fsdecode(b"text\xff")
-    try:
-        shutil.copytree(text, source)
-    except OSError:
-        pytest.skip("this file system has names in UTF-8 only")
-    data = prepare(source, tmp_path / "data", tokenizer="byte", progress=False)
-    assert data.facts["source"] == "text\\udcff"

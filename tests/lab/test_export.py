@@ -12,11 +12,10 @@ import torch
 
 from residua.commands.cli import main
 from residua.errors import InputError
-from residua.lab.data import prepare
 from residua.lab.experiment import open_run, run
 from residua.lab.export import add_code, export, model_code
-from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig
 from support.full_disk import room
+from support.tiny_runs import options, prepare_texts, run_config
 
 BLOCKED = """
 import importlib.abc, sys
@@ -32,27 +31,8 @@ sys.meta_path.insert(0, Blocked())
 def trained(tmp_path_factory):
     """A run of two layers that has learnt a little."""
     root = tmp_path_factory.mktemp("export")
-    text = root / "text"
-    text.mkdir()
-    for number in range(40):
-        (text / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
-    data = prepare(text, root / "data", tokenizer="byte", progress=False)
-    config = RunConfig(
-        ModelConfig(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            connection="ddl-ec",
-            embedding_init_std=0.2,
-        ),
-        DataConfig(path=str(data.folder)),
-        TrainConfig(
-            steps=4, batch_size=2, sequence_length=32, evaluate_every=2, checkpoint_every=2, device="cpu",
-            tensorboard=False, lr=1e-2,
-        ),
-    )  # fmt: skip
-    run(config, root / "run", progress=False)
+    model = {"connection": "ddl-ec", "embedding_init_std": 0.2}
+    run(run_config(options(prepare_texts(root), model=model, steps=4, lr=1e-2)), root / "run", progress=False)
     return root / "run"
 
 
@@ -61,21 +41,15 @@ def exported(trained):
     return export(trained, trained.parent / "exported", remote_code=True)
 
 
-def isolated(code: str, folder, home) -> str:
-    """Run code in a process in which residua cannot be imported, with its own cache of loaded code."""
-    environment = {
-        **os.environ,
-        "HF_HOME": str(home),
-        "HF_MODULES_CACHE": str(home / "modules"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+def python(code: str, home: Path, *arguments: object) -> str:
+    """What code prints in a process that has a cache of its own for loaded code and nobody at stdin."""
     result = subprocess.run(
-        [sys.executable, "-c", BLOCKED + textwrap.dedent(code), str(folder)],
+        [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,
         text=True,
-        env=environment,
+        env=os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         cwd=home,
+        stdin=subprocess.DEVNULL,
         timeout=250,
     )
     assert result.returncode == 0, result.stderr[-3000:]
@@ -138,7 +112,7 @@ def test_it_loads_generates_trains_and_saves_without_the_package(trained, export
         print(json.dumps({"losses": losses, "same": same}))
     """
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
-    found = json.loads(isolated(code, exported, tmp_path).splitlines()[-1])
+    found = json.loads(python(BLOCKED + textwrap.dedent(code), tmp_path, exported).splitlines()[-1])
     logits, tokens = torch.load(tmp_path / "found.pt")
     assert torch.equal(logits, expected)
     assert torch.equal(tokens, written)
@@ -195,27 +169,31 @@ for block in blocks:
 
 
 @pytest.mark.processes
-def test_the_lines_of_the_card_run_unchanged_and_ask_nothing(trained, tmp_path):
+def test_the_lines_of_the_card_and_of_the_command_run_unchanged_and_ask_nothing(trained, tmp_path, capsys):
     """transformers prints what it asks; with nobody at stdin it goes on unanswered. Either line may be first."""
     blocks = []
-    for remote_code in (False, True):
-        folder = export(trained, tmp_path / f"model-{remote_code}", remote_code=remote_code)
+    for option in ([], ["--remote-code"]):
+        folder = tmp_path / f"model{len(blocks)}"
+        assert main(["export", str(trained), str(folder), *option]) == 0
+        command = capsys.readouterr().out.strip().removeprefix("load it with: ")
         block = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
         *first, model, tokenizer = block.splitlines()
         used = 'print(tokenizer.decode(tokenizer("Text")["input_ids"]), type(model).__name__)'
-        for lines in ([*first, model, tokenizer, used], [*first, tokenizer, model, used]):
-            blocks.append("\n".join([BLOCKED if remote_code else "", *lines]))
-    result = subprocess.run(
-        [sys.executable, "-c", f"blocks = {blocks}\n{FORKS}"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        timeout=250,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout == "Text ResiduaForCausalLM\n" * 4
+        for lines in ([*first, model, tokenizer, used], [*first, tokenizer, model, used], [command]):
+            blocks.append("\n".join([BLOCKED if option else "", *lines]))
+    assert "import residua; residua.load(" in blocks[2]
+    assert python(f"blocks = {blocks}\n{FORKS}", tmp_path) == "Text ResiduaForCausalLM\n" * 4
+
+
+def test_a_cloned_repository_takes_a_model_and_keeps_what_is_gits(trained, tmp_path, monkeypatch, capsys):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".gitattributes").write_text("*.safetensors filter=lfs")
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(trained), "."]) == 0
+    assert (tmp_path / ".gitattributes").read_text() == "*.safetensors filter=lfs"
+    assert {".git", "config.json", "model.safetensors"} < {path.name for path in tmp_path.iterdir()}
+    assert main(["export", str(trained), "."]) == 2
+    assert "choose another folder" in capsys.readouterr().err
 
 
 def test_a_folder_with_something_in_it_is_refused_and_a_failure_leaves_nothing(trained, tmp_path):
@@ -232,21 +210,6 @@ def test_a_folder_with_something_in_it_is_refused_and_a_failure_leaves_nothing(t
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("name", [".", "../here", "link"])
-def test_a_cloned_repository_takes_a_model_and_keeps_what_is_gits(name, trained, tmp_path, monkeypatch):
-    here = tmp_path / "here"
-    (here / ".git").mkdir(parents=True)
-    (here / ".gitattributes").write_text("*.safetensors filter=lfs")
-    (tmp_path / "link").symlink_to(here)
-    monkeypatch.chdir(here)
-    assert main(["export", str(trained), str(tmp_path / name) if name == "link" else name]) == 0
-    assert Path.cwd() == here
-    assert (here / ".gitattributes").read_text() == "*.safetensors filter=lfs"
-    assert {".git", "config.json", "model.safetensors"} < {path.name for path in here.iterdir()}
-    assert {path.name for path in tmp_path.iterdir()} == {"here", "link"}
-    assert main(["export", str(trained), "."]) == 2
-
-
 def test_the_code_of_another_packages_scheme_is_not_copied(tmp_path):
     """Its class is a scheme of the installed package, and none of the copied code."""
     connection = {"scheme": "look", "package": "mine", "window": 4}
@@ -254,36 +217,6 @@ def test_the_code_of_another_packages_scheme_is_not_copied(tmp_path):
     with pytest.raises(InputError, match="remote code needs a scheme of residua, got 'look' of the package 'mine'"):
         add_code(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-
-
-def test_a_relative_folder_is_written_where_it_is_named(trained, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to("empty")
-    for name, place in (("new", "new"), ("gone/../other", "other"), ("link", "empty")):
-        assert str(export(trained, name)) == name
-        assert (tmp_path / place / "model.safetensors").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "new", "other"]
-
-
-def test_the_command(capsys, trained, tmp_path):
-    assert main(["export", str(trained), str(tmp_path / "out")]) == 0
-    assert "load it with: import residua; residua.load(" in capsys.readouterr().out
-    assert main(["export", str(trained), str(tmp_path / "out")]) == 2
-    assert "choose another folder" in capsys.readouterr().err
-
-
-@pytest.mark.processes
-def test_what_the_command_prints_runs_unchanged_in_a_new_process(trained, tmp_path, capsys):
-    blocks = []
-    for option in ([], ["--remote-code"]):
-        assert main(["export", str(trained), str(tmp_path / f"out{len(blocks)}"), *option]) == 0
-        printed = capsys.readouterr().out.strip().removeprefix("load it with: ")
-        blocks.append(f"{BLOCKED if option else ''}\n{printed}")
-    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", f"blocks = {blocks}\n{FORKS}"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=250)
-    assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.mark.parametrize("size", [100, 3000, 20_000])

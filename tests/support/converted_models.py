@@ -5,9 +5,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, WhisperConfig, Whisp
 
 import residua
 from residua.connections import PRESETS
-from residua.lab.data import prepare
 from residua.lab.data.tokenizer import byte_tokenizer
 from support.families import randomised
+from support.tiny_runs import prepare_texts
 
 WINDOWED, PLAIN = "ddl-tc", "hc"
 # No start of these preserves a model, or (mudd) no layer of transformers takes what they read.
@@ -39,11 +39,7 @@ def save_base(folder, **options):
 
 def data_of_base(base, place):
     """Forty short texts as tokens of a base, prepared in a folder."""
-    (place / "text").mkdir()
-    for number in range(40):
-        text = f"Text number {number} tells of {number * number} things.\n" * 3
-        (place / "text" / f"{number:02d}.txt").write_text(text)
-    return prepare(place / "text", place / "data", tokenizer=str(base), progress=False)
+    return prepare_texts(place, str(base))
 
 
 def model_of(config_class, dtype=torch.float64, **options):

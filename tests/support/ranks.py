@@ -16,30 +16,9 @@ import torch
 from residua.commands import cli
 from residua.lab import experiment
 from residua.lab.data import Batches, PreparedData
-from residua.lab.training import RunConfig, checkpoint, load_config, saving
+from residua.lab.training import checkpoint, saving
 from residua.records import durable
-
-FAST = {
-    "connection": "ddl-tc",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}
-
-
-def options(data, *, model=(), **train):
-    """Arguments of `residua train` for six tiny steps on prepared data."""
-    train = {
-        "steps": 6, "batch_size": 2, "gradient_accumulation": 2, "sequence_length": 16, "evaluate_every": 3,
-        "checkpoint_every": 2, "device": "cpu", "tensorboard": "false", "clip": 0,
-    } | train  # fmt: skip
-    sections = {"model": {**FAST, **dict(model)}, "data": {"path": data}, "train": train}
-    return [f"--{section}.{key}={value}" for section, keys in sections.items() for key, value in keys.items()]
-
-
-def config(arguments) -> RunConfig:
-    return load_config(None, arguments)
+from support.tiny_runs import run_config
 
 
 class LoggedBatches(experiment.Batches):
@@ -67,18 +46,18 @@ class LoggedBatches(experiment.Batches):
                 file.write(json.dumps({"index": index, "member": self.rank, "starts": starts}) + "\n")
 
 
-def _die(*_, **__):
+def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _at_call(number, fatal, original):
+def at_call(number, fatal, original):
     calls = iter(range(1, 10_000))
     return lambda *args, **kwargs: (fatal if next(calls) == number else original)(*args, **kwargs)
 
 
 # What may befall a rank: a function of nothing that is called in it before it starts.
 def kill_before(index):
-    LoggedBatches.before = {index: _die}
+    LoggedBatches.before = {index: die}
 
 
 def stop_before(index):
@@ -87,11 +66,11 @@ def stop_before(index):
 
 def _fate_in_save(name, number, fatal):
     module = next(module for module in (saving, checkpoint, durable) if hasattr(module, name))
-    setattr(module, name, _at_call(number, fatal, getattr(module, name)))
+    setattr(module, name, at_call(number, fatal, getattr(module, name)))
 
 
 def kill_in_save(name, number):
-    _fate_in_save(name, number, _die)
+    _fate_in_save(name, number, die)
 
 
 def fail_in_save(name, number, error):
@@ -116,13 +95,6 @@ def compile_eagerly():
 
 def mislead(wrong):
     os.environ |= wrong
-
-
-def limit_files(size):
-    import resource
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def rank_main(rank, size, port, folder, arguments, fates):
@@ -158,9 +130,9 @@ class Job:
 
 
 def run_ranks(start, size, folder, arguments, fates=None, *, resume=False) -> Job:
-    """Run `size` ranks to their ends; `arguments` are those of `options`, `fates` say what befalls a rank."""
+    """Run `size` ranks to their ends; `arguments` are those of `tiny_runs.options`, `fates` say what befalls a rank."""
     file = folder.with_name(f"{folder.name}.yaml")
-    file.write_text(config(arguments).to_yaml())
+    file.write_text(run_config(arguments).to_yaml())
     arguments = ["--config", str(file), *(["--resume"] if resume else [])]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

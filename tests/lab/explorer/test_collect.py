@@ -1,7 +1,6 @@
 """What goes into the page: from run folders and trace files, within its size, or one clear line."""
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -13,40 +12,9 @@ from safetensors.torch import save_file
 
 from residua.commands.cli import main
 from residua.errors import InputError
-from residua.lab.experiment import run
 from residua.lab.explorer.collect import PAGE, QUANTILES, Source, collect, page_of
 from residua.lab.inspection.trace import Trace
-from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig
 from support import planted
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """A run of four steps, with checkpoints of two of them."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "texts").mkdir()
-    for n in range(40):
-        (folder / "texts" / f"{n:02d}.txt").write_text(f"The number {n} is {n * n} when squared.\n" * 3)
-    model = ModelConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=1, max_position_embeddings=32, connection="ddl"
-    )
-    train = TrainConfig(
-        steps=4,
-        batch_size=2,
-        sequence_length=16,
-        evaluate_every=2,
-        checkpoint_every=2,
-        device="cpu",
-        tensorboard=False,
-    )
-    data = DataConfig(source=str(folder / "texts"), tokenizer="byte")
-    run(RunConfig(model, data, train), folder / "run", progress=False)
-    return folder / "run"
-
-
-@pytest.fixture
-def a_run(trained, tmp_path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 def read(page: Path) -> dict:
@@ -62,30 +30,30 @@ def test_without_arguments_there_is_only_what_can_be_played_with(tmp_path, monke
     assert read(tmp_path / "explorer.html") == {"title": "residua", "traces": [], "comparison": None}
 
 
-def test_a_run_gets_a_trace_of_its_newest_checkpoint_once(a_run, tmp_path, capsys):
+def test_run_gets_a_trace_of_its_newest_checkpoint_once(run, tmp_path, capsys):
     out = tmp_path / "page.html"
-    assert main(["explore", str(a_run), "--out", str(out)]) == 0
+    assert main(["explore", str(run), "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert str(out) in said.out
     assert "measuring its connections on held-out text" in said.err
-    saved = a_run / "analysis" / "trace-step-4.safetensors"
+    saved = run / "analysis" / "trace-step-4.safetensors"
     trace = Trace.load(saved)
     (shown,) = read(out)["traces"]
     assert shown["tokens"] == trace.tokens
     assert shown["facts"]["checkpoint"] == 4
-    assert shown["name"] == "run"
+    assert shown["name"] == "ddl"
     assert read(out)["comparison"] is None
     before = saved.stat().st_mtime_ns
-    assert main(["explore", str(a_run), "--out", str(out)]) == 0
+    assert main(["explore", str(run), "--out", str(out)]) == 0
     assert capsys.readouterr().err == ""
     assert saved.stat().st_mtime_ns == before
 
 
-def test_runs_and_trace_files_together_and_names_that_tell_them_apart(a_run, tmp_path):
+def test_runs_and_trace_files_together_and_names_that_tell_them_apart(run, tmp_path):
     paths = [planted.delta(torch.ones(2, 3)).save(tmp_path / folder / "a.safetensors") for folder in ("x", "y")]
     named = planted.residual(run="plain", checkpoint=7).save(tmp_path / "z.safetensors")
-    payload, arrays = page_of(*collect([*paths, a_run, named, paths[0]]))
-    assert [trace["name"] for trace in payload["traces"]] == ["a (1)", "a (2)", "run", "plain, step 7"]
+    payload, arrays = page_of(*collect([*paths, run, named, paths[0]]))
+    assert [trace["name"] for trace in payload["traces"]] == ["a (1)", "a (2)", "ddl", "plain, step 7"]
     np.testing.assert_array_equal(arrays["1.beta"], np.ones((2, 3)))
     assert payload["comparison"] is None
 
@@ -173,7 +141,7 @@ def test_what_was_checked_is_what_the_trace_has():
         assert all(text.startswith(beginning) for text, beginning in zip(own, beginnings))
 
 
-def wrong(tmp_path: Path, a_run: Path) -> dict[str, tuple[list[Path], str]]:
+def wrong(tmp_path: Path, run: Path) -> dict[str, tuple[list[Path], str]]:
     """Paths that cannot be used, and what is said of them."""
     other = tmp_path / "other.safetensors"
     save_file({"token_ids": torch.zeros(1)}, other, {"residua_trace": "99", "facts": "{}", "tokens": "[]"})
@@ -181,7 +149,7 @@ def wrong(tmp_path: Path, a_run: Path) -> dict[str, tuple[list[Path], str]]:
     save_file({"x": torch.zeros(1)}, tensors)
     (tmp_path / "empty").mkdir()
     untrained = tmp_path / "untrained"
-    shutil.copytree(a_run, untrained)
+    shutil.copytree(run, untrained)
     shutil.rmtree(untrained / "checkpoints")
     texts = [tmp_path / f"{number}.txt" for number in range(13)]
     for path in texts:
@@ -194,38 +162,29 @@ def wrong(tmp_path: Path, a_run: Path) -> dict[str, tuple[list[Path], str]]:
         "text": (texts[:1], "must be a trace"),
         "untrained": ([untrained], "must hold a checkpoint"),
         "too many": (texts, "at most 12"),
-        "last of two": ([a_run, tmp_path / "nowhere"], "found no such file or folder"),
+        "last of two": ([run, tmp_path / "nowhere"], "found no such file or folder"),
     }
 
 
-def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(tmp_path, a_run, capsys):
+def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(tmp_path, run, capsys):
     out = tmp_path / "page.html"
-    for paths, reason in wrong(tmp_path, a_run).values():
+    for paths, reason in wrong(tmp_path, run).values():
         assert main(["explore", *map(str, paths), "--out", str(out)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("residua: ")
         assert reason in line
         assert not out.exists()
-    assert not (a_run / "analysis").exists()
+    assert not (run / "analysis").exists()
     for bad in (tmp_path / "empty", tmp_path / "nowhere" / "page.html"):
         assert main(["explore", "--out", str(bad)]) == 2
         assert "--out" in capsys.readouterr().err
 
 
-def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    out = tmp_path / "page.html"
-    out.write_text("old")
-    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError("no space left")))
-    assert main(["explore", "--out", str(out)]) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
-    assert out.read_text() == "old"
-
-
-def test_a_run_that_was_stopped_in_the_middle_of_a_row_can_be_explored(a_run):
+def test_run_that_was_stopped_in_the_middle_of_a_row_can_be_explored(run):
     rows = ({"step": step, "beta": {key: [1, end] for key in QUANTILES}} for step, end in ((1, 1), (2, None)))
-    (a_run / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"ste')
-    _, arrays = page_of(*collect([a_run]))
+    (run / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"ste')
+    _, arrays = page_of(*collect([run]))
     np.testing.assert_array_equal(arrays["0.training.beta.mean"], [[1, 1], [1, np.nan]])
-    (a_run / "connections.jsonl").write_text('nothing\n{"step": 1}\n')
+    (run / "connections.jsonl").write_text('nothing\n{"step": 1}\n')
     with pytest.raises(InputError, match=r"connections\.jsonl"):
-        page_of(*collect([a_run]))
+        page_of(*collect([run]))

@@ -5,38 +5,10 @@ import pytest
 import torch
 
 from residua.commands.cli import main
-from residua.lab.data import prepare
+from residua.lab import experiment
 from residua.lab.experiment import open_run
 from residua.lab.inspection import Trace
-
-SMALL = [
-    *("--config", "tiny", "--train.steps", "4", "--train.warmup_steps", "1", "--train.batch_size", "2"),
-    *("--train.sequence_length", "16", "--train.evaluate_every", "2", "--train.checkpoint_every", "2"),
-    *("--train.tensorboard", "false", "--train.device", "cpu", "--model.num_hidden_layers", "1"),
-    *("--model.hidden_size", "16", "--model.num_attention_heads", "1", "--model.head_dim", "16"),
-    *("--model.max_position_embeddings", "32"),
-]
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        (folder / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
-    return prepare(folder, tmp_path_factory.mktemp("prepared") / "data", tokenizer="byte", progress=False).folder
-
-
-@pytest.fixture(scope="module")
-def trained(prepared, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "ddl"
-    arguments = ["train", "--run", str(folder), *SMALL, "--data.path", str(prepared), "--model.connection", "ddl-cc"]
-    assert main(arguments) == 0
-    return folder
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "ddl")
+from support.tiny_runs import options, run_config
 
 
 def output(capsys, *argv):
@@ -91,8 +63,7 @@ def test_a_trace_as_json(capsys, run):
 
 
 def test_the_loss_is_that_of_the_model_in_the_precision_of_its_training(capsys, prepared, tmp_path):
-    arguments = ["--data.path", str(prepared), "--model.connection", "ddl", "--train.precision", "bfloat16"]
-    assert main(["train", "--run", str(tmp_path / "run"), *SMALL, *arguments]) == 0
+    experiment.run(run_config(options(prepared, precision="bfloat16")), tmp_path / "run", progress=False)
     (record,) = json.loads(output(capsys, tmp_path / "run", "--tokens", "20", "--json"))
     opened = open_run(tmp_path / "run")
     ids = torch.as_tensor(opened.data.validation.window(0, 20))[None]

@@ -23,11 +23,12 @@ from residua.lab.data import prepare
 from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.evaluation.records import Run
 from residua.lab.experiment import build_model, evaluate, open_run, resolved, run
-from residua.lab.training import BaseModelConfig, DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
+from residua.lab.training import BaseModelConfig, DataConfig, ModelConfig, RunConfig, load_config
 from residua.lab.training.optimizer import connection_parameters, parameter_groups
 from residua.records.folder import flatten
 from support.converted_models import data_of_base, save_base
 from support.ranks import assert_same_run, run_ranks
+from support.tiny_runs import options, run_config, write_texts
 
 STEPS = 4
 
@@ -44,16 +45,7 @@ def prepared(base, tmp_path_factory):
 
 @pytest.fixture
 def config(base, prepared):
-    train = TrainConfig(
-        steps=STEPS,
-        batch_size=2,
-        gradient_accumulation=2,
-        sequence_length=16,
-        evaluate_every=2,
-        checkpoint_every=2,
-        device="cpu",
-        tensorboard=False,
-    )
+    train = run_config(options(None, steps=STEPS, evaluate_every=2, clip=1)).train
     return RunConfig(BaseModelConfig(str(base), connection="hc"), DataConfig(path=str(prepared.folder)), train)
 
 
@@ -192,10 +184,7 @@ def test_what_a_base_cannot_do_is_said(config, base, prepared, tmp_path):
     refused("found no config.json|No such file", base=str(tmp_path / "nothing"))
     with pytest.raises(InputError, match=r"at most the positions of the base \(64\), got 65"):
         build_model(resolved(replace(config, train=replace(config.train, sequence_length=65))), prepared)
-    (tmp_path / "text").mkdir()
-    for number in range(40):
-        (tmp_path / "text" / f"{number}.txt").write_text(f"other text {number} " * 9)
-    other = prepare(tmp_path / "text", tmp_path / "data", tokenizer="bpe", vocab_size=257, progress=False)
+    other = prepare(write_texts(tmp_path / "text"), tmp_path / "data", vocab_size=257, progress=False)
     refused(r"must hold tokens of the tokenizer in model\.base.*residua prepare --tokenizer", data=other)
 
 
@@ -203,7 +192,6 @@ def test_what_a_base_cannot_do_is_said(config, base, prepared, tmp_path):
     "forged",
     [
         [],
-        {"model_type": "llama", "attn_implementation": "somebody/kernel"},
         {"model_type": "residua-converted", "attn_implementation": "somebody/kernel"},
         {
             "model_type": "residua-converted",

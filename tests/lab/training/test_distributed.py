@@ -10,14 +10,14 @@ from residua.lab.training.distributed import BatchShard, Ranks
 from support.ranks import (
     assert_same_run,
     compile_eagerly,
-    options,
     run_ranks,
     trained_windows,
     windows_alone,
 )
+from support.tiny_runs import options
 
 
-@pytest.mark.parametrize("connection", ["residual", "ddl-tc", "edelta", "attnres"])
+@pytest.mark.parametrize("connection", ["ddl-tc", "edelta", "attnres"])
 def test_two_ranks_compute_what_one_does(connection, data, alone, tmp_path, start, rows):
     """Two ranks with a micro-batch each add the gradients that one process accumulates: equal to the last bit. A
     penalty is part of it, shared compressors and states that are replayed too.

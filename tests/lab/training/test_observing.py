@@ -9,7 +9,8 @@ import torch
 from residua.errors import InputError
 from residua.lab.experiment import open_run, run
 from residua.lab.training import train
-from support.ranks import config, options, run_ranks
+from support.ranks import run_ranks
+from support.tiny_runs import options, run_config
 from support.toy_language_model import ToyBatches, ToyModel, toy_config
 
 EVERY = {"connections_every": 2}
@@ -72,7 +73,7 @@ def test_a_run_writes_the_gates_of_its_scheme(connection, data, alone, tmp_path,
     """The losses are those of a run that does not look; a scheme without gates writes nothing."""
     folder = tmp_path / "run"
     arguments = options(data, model={"connection": connection}, **EVERY)
-    run(config(arguments), folder, progress=False)
+    run(run_config(arguments), folder, progress=False)
     assert rows(folder) == rows(alone(connection))
     if connection == "residual":
         assert not (folder / "connections.jsonl").exists()
@@ -90,7 +91,7 @@ def test_ranks_look_together_and_the_first_writes(data, alone, tmp_path, start, 
     folder = tmp_path / "run"
     job = run_ranks(start, 2, folder, options(data, gradient_accumulation=1, **EVERY))
     assert job.statuses == [0, 0], job.out
-    run(config(options(data, gradient_accumulation=1, **EVERY)), tmp_path / "alone", progress=False)
+    run(run_config(options(data, gradient_accumulation=1, **EVERY)), tmp_path / "alone", progress=False)
     ours, theirs = looked(folder), looked(tmp_path / "alone")
     assert [row["step"] for row in ours] == [2, 4, 6]
     for a, b in zip(ours, theirs):
@@ -101,5 +102,5 @@ def test_the_cadence_may_change_on_resume_and_is_checked(tmp_path, data):
     with pytest.raises(InputError, match=r"connections_every must be 0 or more, got -1"):
         toy_config(connections_every=-1)
     arguments = options(data, steps=4)
-    run(config(arguments), tmp_path / "run", progress=False)
-    run(config([*arguments, "--train.connections_every=1"]), tmp_path / "run", resume=True, progress=False)
+    run(run_config(arguments), tmp_path / "run", progress=False)
+    run(run_config([*arguments, "--train.connections_every=1"]), tmp_path / "run", resume=True, progress=False)

@@ -13,7 +13,8 @@ from residua.lab.training import (
     parameter_groups,
     set_learning_rate,
 )
-from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.models import ResiduaForCausalLM
+from support.tiny_models import tiny_config
 from support.toy_language_model import ToyModel, toy_config
 
 
@@ -40,12 +41,9 @@ def test_decay_is_for_the_weights_of_linear_maps_and_embeddings():
 
 
 def test_linear_maps_that_start_as_the_identity_decay_as_in_the_published_code():
-    config = ResiduaConfig(
-        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, connection="edelta"
-    )
-    model = ResiduaForCausalLM(config)
+    model = ResiduaForCausalLM(tiny_config("edelta"))
     maps = [parameter for name, parameter in model.named_parameters() if "h_pre" in name or "h_post" in name]
-    assert len(maps) == 4
+    assert len(maps) == 8
     assert all(torch.equal(weight, torch.eye(16)) for weight in maps)
     decayed = {id(parameter) for parameter in parameter_groups(model, 0.1)[0]["params"]}
     assert decayed.issuperset(map(id, maps))
@@ -57,10 +55,7 @@ def test_a_group_without_parameters_is_left_out():
 
 def test_the_connections_own_parameters_may_learn_at_a_rate_of_their_own():
     """Gates, maps and filters; neither gains of norms nor anything in a sublayer. muP's factors stay."""
-    config = ResiduaConfig(
-        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, connection="ddl-ec", mup=True
-    )
-    model = ResiduaForCausalLM(config)
+    model = ResiduaForCausalLM(tiny_config("ddl-ec", mup=True))
     rates = [
         {id(p): group["factor"] for group in parameter_groups(model, 0.1, factor) for p in group["params"]}
         for factor in (1.0, 0.25)
@@ -109,16 +104,7 @@ def test_every_group_keeps_its_own_peak():
 
 
 def test_under_mup_matrices_learn_at_their_own_rate_wrapped_or_not():
-    config = ResiduaConfig(
-        vocab_size=16,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        connection="ddl-cc",
-        mup=True,
-        mup_base_width=128,
-    )
-    model = ResiduaForCausalLM(config)
+    model = ResiduaForCausalLM(tiny_config("ddl-cc", mup=True, mup_base_width=64))
     for outer in (model, nn.Sequential(model)):
         optimizer = make_optimizer(outer, toy_config(lr=0.01, weight_decay=0.1))
         rates = {id(p): (g["initial_lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
@@ -136,16 +122,7 @@ def names_of(model, parameters):
 
 def test_muon_takes_the_matrices_of_attention_and_mlp_and_adamw_the_rest():
     """Not the embedding, the head, the gates and maps of a scheme, or anything that is frozen."""
-    model = ResiduaForCausalLM(
-        ResiduaConfig(
-            vocab_size=16,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            connection="ddl-tc",
-            tie_word_embeddings=False,
-        )
-    )
+    model = ResiduaForCausalLM(tiny_config("ddl-tc", num_hidden_layers=1, tie_word_embeddings=False))
     model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
     layer = "model.layers.0."
     expected = {f"{layer}attention.{name}_proj.weight" for name in ("q", "k", "v", "o")}

@@ -11,25 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from residua.errors import InputError
-from residua.lab.experiment import open_run, run
-from residua.lab.training import latest_checkpoint, load_checkpoint, read_metrics, train
+from residua.lab.experiment import run
+from residua.lab.training import latest_checkpoint, read_metrics, train
 from support.ranks import (
     assert_same_run,
     break_loss,
-    config,
     fail_in_save,
     fail_to_build,
     kill_before,
     kill_in_save,
-    limit_files,
     mislead,
-    options,
     run_ranks,
     stop_before,
     trained_windows,
     windows_alone,
 )
+from support.tiny_runs import options, run_config
 from support.toy_language_model import ToyBatches, ToyModel, toy_config
 
 SIX = {"gradient_accumulation": 6, "batch_size": 1, "steps": 9, "checkpoint_every": 100}
@@ -55,28 +52,25 @@ def test_two_ranks_then_one_then_three(data, alone, tmp_path, start, rows):
     assert_same_run(folder, alone(**SIX), rows, exact=False)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_what_one_process_saved_is_for_ranks_too(optimizer, data, alone, tmp_path, start, rows):
-    """And the other way round: one process reads what two wrote."""
+def test_what_one_process_saved_is_for_ranks_too(data, alone, tmp_path, start, rows):
+    """And the other way round: one process reads what two wrote, of Muon and of AdamW for what is not Muon's."""
     folder = tmp_path / "run"
-    arguments = options(data, optimizer=optimizer, keep_checkpoints=3)
-    run(config(arguments), folder, progress=False)
+    arguments = options(data, optimizer="muon", keep_checkpoints=3)
+    run(run_config(arguments), folder, progress=False)
     for step in (4, 6):
         (folder / "checkpoints" / f"step-{step}" / "model.safetensors").unlink()
     job = run_ranks(start, 2, folder, arguments, {0: [(stop_before, 6)]}, resume=True)
     assert job.statuses == [143, 143], job.out
     assert job.windows[0][0]["index"] == 4, "it goes on from step 2"
-    run(config(arguments), folder, resume=True, progress=False)
-    assert_same_run(folder, alone(optimizer=optimizer), rows, exact=True)
+    run(run_config(arguments), folder, resume=True, progress=False)
+    assert_same_run(folder, alone(optimizer="muon"), rows, exact=True)
 
 
 @pytest.mark.parametrize(("victim", "index"), [(0, 2), (1, 7)])
 def test_a_rank_that_dies_ends_the_job(victim, index, data, alone, tmp_path, start, rows):
     """Between two saves or before the first; the others say that a rank is gone, at once."""
     folder, arguments = tmp_path / "run", options(data)
-    began = time.monotonic()
     job = run_ranks(start, 2, folder, arguments, {victim: [(kill_before, index)]})
-    assert time.monotonic() - began < 60
     alive = 1 - victim
     assert job.statuses[victim] == -signal.SIGKILL
     assert job.statuses[alive] == 1
@@ -102,17 +96,6 @@ def test_a_rank_that_dies_in_a_save_leaves_whole_checkpoints(
     again = run_ranks(start, 2, folder, arguments, resume=True)
     assert again.statuses == [0, 0], again.out
     assert_same_run(folder, alone(), rows, exact=True)
-    assert_nothing_unfinished(folder)
-
-
-def test_a_disk_that_refuses_ends_all_with_one_line(data, tmp_path, start, rows):
-    """A real short write of the first rank."""
-    folder = tmp_path / "run"
-    job = run_ranks(start, 2, folder, options(data), {0: [(limit_files, 40_000)]})
-    assert job.statuses == [1, 1]
-    assert len(job.errors) == 1
-    assert job.errors[0].startswith("residua: step 2: cannot write into ")
-    assert "File too large" in job.errors[0]
     assert_nothing_unfinished(folder)
 
 
@@ -157,16 +140,6 @@ def test_a_mistake_of_one_rank_before_the_first_step_ends_the_other_silently(dat
     assert job.out[1].splitlines()[-1] == "ZeroDivisionError"
 
 
-def test_weights_that_cannot_be_read_are_named(data, tmp_path, start):
-    folder = tmp_path / "run"
-    job = run_ranks(start, 2, folder, options(data))
-    assert job.statuses == [0, 0], job.out
-    checkpoint, model = latest_checkpoint(folder), open_run(folder, device="cpu").model
-    (checkpoint.path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(InputError, match=r"step-6 must be a checkpoint, got a damaged file \(\S"):
-        load_checkpoint(checkpoint, model)
-
-
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all_with_one_line(data, tmp_path, start):
     folder = tmp_path / "run"
     job = run_ranks(start, 2, folder, options(data), {1: [(break_loss, 4)]})
@@ -196,12 +169,13 @@ def children(pid):
 
 @pytest.mark.processes
 def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, rows):
-    """From outside, at a random step, without --resume: the second attempt goes on by itself."""
+    """From outside, at a random step, without --resume: the second attempt goes on by itself. One rank is enough, as
+    torchrun starts all anew."""
     longer = {"steps": 30, "checkpoint_every": 5, "evaluate_every": 15}
     folder, chance = tmp_path / "run", random.Random(os.getpid())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=1"]
     file = tmp_path / "config.yaml"
-    file.write_text(config(options(data, **longer)).to_yaml())
+    file.write_text(run_config(options(data, **longer)).to_yaml())
     with (tmp_path / "out").open("w") as out:
         job = subprocess.Popen(
             [*command, "-m", "--", "residua", "train", "--config", str(file), "--run", str(folder)],
@@ -213,7 +187,7 @@ def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, ro
         while job.poll() is None and not any(row["step"] >= last for row in read_metrics(folder / "metrics.jsonl")):
             time.sleep(0.002)
         assert job.poll() is None, (tmp_path / "out").read_text()
-        victim = chance.choice(children(job.pid))
+        (victim,) = children(job.pid)
         os.kill(victim, signal.SIGKILL)
         status = job.wait(200)
     text = (tmp_path / "out").read_text()

@@ -1,9 +1,7 @@
 import errno
 import json
 import math
-import multiprocessing
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -19,7 +17,8 @@ from residua.lab.training import checkpoint as checkpoint_module
 from residua.lab.training import loop, read_metrics, train
 from residua.lab.training.log import RunLog
 from residua.records import durable
-from support.toy_language_model import BATCH, LENGTH, ToyBatches, ToyModel, evaluate, toy_config
+from support.full_disk import room
+from support.toy_language_model import BATCH, LENGTH, ToyBatches, ToyModel, toy_config
 
 
 def weights(folder, step):
@@ -263,26 +262,12 @@ def test_a_full_disk_while_saving_keeps_the_last_checkpoint(
     assert [row["step"] for row in rows(folder)] == list(range(1, 13))
 
 
-def _child_with_small_files(folder, limit, answer):
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    try:
-        train(ToyModel(), ToyBatches(), toy_config(checkpoint_every=12), folder, evaluate=evaluate, progress=False)
-    except RunError as error:
-        answer.put(str(error))
-
-
 @pytest.mark.parametrize("limit", [1200, 4000])
-def test_files_that_the_system_refuses_to_grow(limit, tmp_path, start, fit, rows):
+def test_files_that_the_system_refuses_to_grow(limit, tmp_path, fit, rows):
     """A real short write, into the metrics or into the optimizer's file."""
-    answer = multiprocessing.get_context("forkserver").Queue()
-    process = start(_child_with_small_files, tmp_path / "run", limit, answer)
-    message = answer.get(timeout=60)
-    process.join()
-    assert "cannot write into" in message
-    assert "File too large" in message
-    assert message.startswith("step 12: ") == (limit > 1200)
+    with room(limit), pytest.raises(RunError, match=r"cannot write into .*File too large") as error:
+        fit(tmp_path / "run", checkpoint_every=12)
+    assert str(error.value).startswith("step 12: ") == (limit > 1200)
     fit(tmp_path / "run", resume=True, checkpoint_every=12)
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 13))
 
@@ -306,16 +291,6 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path, fit, capsys):
     assert [line.split()[1] for line in lines] == ["1/12", "4/12", "8/12", "12/12"], "the first and every evaluation"
     for part in ("loss ", "val ", "tokens/s", "0:00:00 left"):
         assert part in lines[-1]
-
-
-def test_a_bar_on_a_terminal(tmp_path, fit, capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
-    fit(tmp_path / "run", progress=True)
-    shown = capsys.readouterr().err
-    assert "12/12" in shown
-    assert "tokens/s" in shown
 
 
 def test_silence_on_request(tmp_path, fit, capsys):
