@@ -61,6 +61,7 @@ def lens() -> Trace:
     return trace
 
 
+GATES = ("gate_0", "gate_1")
 IDENTICAL = torch.eye(8)[:1].expand(SUBLAYERS, -1).contiguous()
 TRACES = {
     "mixed": planted.delta(mixed_beta(), tokens=[planted.HOSTILE, "<b>a\n", *planted.words(TOKENS - 2)]),
@@ -72,7 +73,7 @@ TRACES = {
     "one layer": planted.delta(torch.tensor([[0.0, 1.0, 2.0]])),
     "streams": planted.streams(),
     "geometric": planted.geometric(),
-    "gated": planted.gated({name: 1 - mixed_beta() * scale for name, scale in (("gate_0", 1), ("gate_1", 0.5))}),
+    "gated": planted.gated({name: 1 - mixed_beta() * scale for name, scale in zip(GATES, (1, 0.5))}),
     "residual": planted.residual(),
     "loud sublayer": uneven(loudest=1000, tokens=slice(None)),
     "loud tokens": uneven(loudest=1000, tokens=slice(20, 23)),
@@ -178,10 +179,8 @@ def test_map_and_tooltip_equal_the_trace(show):
         assert regime == ("identity" if gate < 0.5 else "reflection" if gate > 1.5 else "projection")
 
 
-def test_the_lens_shows_loss_and_prediction_after_every_sublayer(show):
+def test_the_tooltip_of_the_lens_has_the_prediction(show):
     page = show("lens", 2, 3, "lens_loss")
-    close(plotted(page, "map")[0]["z"], TRACES["lens"].values["lens_loss"])
-    assert "predicts “<b>2 3</b>”" in page.locator(".readout").first.inner_text()
     page.mouse.move(*cell(page, "map", 1, 8, SUBLAYERS, TOKENS))
     tip_says(page, "predicts “<b>1 8</b>”")
 
@@ -310,20 +309,70 @@ def test_the_spectrum_has_room_for_every_value_of_the_gate(show):
         assert shown == pytest.approx(ends)
 
 
-def test_spectrum_and_composite_operator(show):
-    page = show("zeros", token=3)
-    for name, beta in [("zeros", 0), ("ones", 1), ("twos", 2), ("mixed", None), ("identical", 2)]:
-        show(name, token=3)
-        trace = TRACES[name]
-        close(line(page, "spectrum", "1 − β, median"), 1 - trace.values["beta"].quantile(0.5, dim=1))
-        close(line(page, "determinant", "token 3"), trace.values["determinant"][:, 3])
-        close(line(page, "singular", "largest, median"), trace.values["singular_max"].quantile(0.5, dim=1))
-        close(line(page, "defect", "token 3"), trace.values["defect"][:, 3])
-        close(plotted(page, "singular-values")[0]["y"], trace.values["singular_values"][3])
-        if beta is not None:
-            expected = [(1.0 - beta) ** (depth + 1) for depth in range(SUBLAYERS)]
-            close(line(page, "determinant", "token 3"), torch.tensor(expected))
-    close(line(page, "defect", "defect, median"), torch.zeros(SUBLAYERS))  # two reflections are none
+def median(name):
+    return lambda values: values[name].quantile(0.5, dim=1)
+
+
+def at_token_3(name):
+    return lambda values: values[name][:, 3]
+
+
+COMPOSITE = [
+    ("spectrum", "1 − β, median", lambda values: 1 - values["beta"].quantile(0.5, dim=1)),
+    ("determinant", "token 3", at_token_3("determinant")),
+    ("singular", "largest, median", median("singular_max")),
+    ("defect", "token 3", at_token_3("defect")),
+]
+# What the pictures of a trace draw over depth: a picture, the name of a line, and its numbers from the trace.
+LINES = {
+    **dict.fromkeys(("zeros", "ones", "twos", "identical"), COMPOSITE),
+    "mixed": [
+        *COMPOSITE,
+        ("state-norm", "‖X‖, median", median("state_norm")),
+        ("parts", "erase β‖kᵀX‖", median("erase_norm")),
+        ("parts", "write β‖v‖", median("write_norm")),
+    ],
+    "streams": [
+        ("constraints", "columns", median("column_error")),
+        ("determinant", "token 3", at_token_3("determinant")),
+        ("similarity", "cosine, median", median("stream_similarity")),
+        ("similarity", "token 3", at_token_3("stream_similarity")),
+    ],
+    "geometric": [("gamma", "token 3", at_token_3("gamma")), ("angle", "angle, median", median("angle"))],
+    "gated": [("gate_0", "token 3", at_token_3("gate_0")), ("gate_1", "gate_1, median", median("gate_1"))],
+}
+# What the map of a trace shows of a quantity ("" for the one that it opens with), and what the readout says of it.
+MAPS = [
+    ("mixed", "erase_norm", lambda values: values["erase_norm"], "erase = "),
+    ("streams", "", lambda values: torch.linalg.matrix_norm(values["h_res"] - torch.eye(3)), ""),
+    ("streams", "stream_similarity", lambda values: values["stream_similarity"][:-1], ""),
+    ("geometric", "", lambda values: values["gamma"], ""),
+    ("geometric", "angle", lambda values: values["angle"], ""),
+    ("gated", "", lambda values: values["gate_0"], "gate_0 = "),
+    ("depth", "sources_read", lambda values: values["sources_read"], ""),
+    ("lens", "lens_loss", lambda values: values["lens_loss"], "predicts “<b>2 3</b>”"),
+]
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_lines_over_depth_are_those_of_the_trace(show, name):
+    page, values = show(name, token=3), TRACES[name].values
+    for plot, label, numbers in LINES[name]:
+        close(line(page, plot, label), numbers(values))
+    if LINES[name] is COMPOSITE:
+        close(plotted(page, "singular-values")[0]["y"], values["singular_values"][3])
+
+
+@pytest.mark.parametrize(("name", "quantity", "numbers", "said"), MAPS)
+def test_a_map_is_that_of_the_trace(show, name, quantity, numbers, said):
+    page = show(name, 2, 3, quantity)
+    close(plotted(page, "map")[0]["z"], numbers(TRACES[name].values))
+    assert said in page.locator("[data-panel=map] .readout").first.inner_text()
+
+
+def test_the_ends_of_a_map_are_those_of_the_gate(show):
+    (data,) = plotted(show("gated"), "map")
+    assert (data["zmin"], data["zmax"]) == (-1, 1)
 
 
 def test_alignment_and_effective_rank(show):
@@ -336,16 +385,6 @@ def test_alignment_and_effective_rank(show):
     show("identical")
     close(plotted(page, "alignment")[0]["z"], torch.ones(SUBLAYERS, SUBLAYERS))
     assert "4 at most: 1 (" in page.locator("[data-panel=alignment] .readout").inner_text()
-
-
-def test_norms_with_erase_and_write(show):
-    page = show("mixed", token=6)
-    values = TRACES["mixed"].values
-    close(line(page, "state-norm", "‖X‖, median"), values["state_norm"][:, 0])
-    close(line(page, "parts", "erase β‖kᵀX‖"), values["erase_norm"].quantile(0.5, dim=1))
-    close(line(page, "parts", "write β‖v‖"), values["write_norm"].quantile(0.5, dim=1))
-    assert "erase = " in show("mixed", 1, 6, "erase_norm").locator("[data-panel=map] .readout").inner_text()
-    close(plotted(page, "map")[0]["z"], values["erase_norm"])
 
 
 def test_what_is_not_a_number_is_said_and_not_drawn(show):
@@ -377,13 +416,9 @@ def test_streams_as_matrices_with_the_errors_of_their_constraints(show):
         torch.testing.assert_close(torch.tensor(numbers[name]), expected, rtol=0, atol=5.1e-4)
     assert [page.locator(f"[data-matrix={n}] tr").count() for n in ("H_pre", "H_res", "H_post")] == [1, 3, 3]
     assert "rows 1.00e−6, columns 2.00e−4" in page.locator("[data-panel=streams] .readout").inner_text()
-    close(line(page, "constraints", "columns"), torch.full((SUBLAYERS,), 2e-4))
-    mixing = torch.linalg.matrix_norm(values["h_res"] - torch.eye(3))
-    close(plotted(page, "map")[0]["z"], mixing)
     page.locator("[data-control=of]").select_option("mean")
     mean = f"{values['h_pre'][2].mean(0)[0].item():.3f}"
     until(page, "m => document.querySelector('[data-matrix=H_pre] td').innerText === m", mean)
-    close(line(page, "determinant", "token 4"), values["determinant"][:, 4])
 
 
 def blank(tensor):
@@ -415,7 +450,6 @@ def test_what_is_read_over_depth_on_average_and_at_the_selected_token(show):
     assert (data["zmin"], data["zmax"]) == (0, pytest.approx(0.5)), (
         "the weight 1 of a single source is beyond the scale"
     )
-    close(plotted(show("depth", 0, 0, "sources_read"), "map")[0]["z"], values["sources_read"])
 
 
 def test_one_of_several_reads_and_weights_below_zero(show):
@@ -445,60 +479,20 @@ def test_long_names_beside_an_axis_are_cut_at_their_end(show):
     assert page.evaluate(ticks, ["depth-mean", "xaxis"]) == sources
 
 
-def test_how_alike_streams_are_over_depth(show):
-    page = show("streams", 1, 4)
-    cosines = TRACES["streams"].values["stream_similarity"]
-    close(line(page, "similarity", "cosine, median"), cosines.quantile(0.5, dim=1))
-    close(line(page, "similarity", "token 4"), cosines[:, 4])
-    close(plotted(show("streams", 1, 4, "stream_similarity"), "map")[0]["z"], cosines[:-1])
-
-
-def test_rotation_and_reflection_of_a_geometric_scheme(show):
-    page = show("geometric", 1, 3)
-    values = TRACES["geometric"].values
-    close(line(page, "gamma", "token 3"), values["gamma"][:, 3])
-    close(line(page, "angle", "angle, median"), values["angle"][:, 0])
-    close(plotted(page, "map")[0]["z"], values["gamma"])
-    show("geometric", 1, 3, "angle")
-    close(plotted(page, "map")[0]["z"], values["angle"])
-
-
-def test_gates_of_any_name_are_shown(show, open_page, tmp_path):
-    page, gate = show("gated", 2, 3), TRACES["gated"].values["gate_0"]
-    close(plotted(page, "map")[0]["z"], gate)
-    assert [plotted(page, "map")[0][end] for end in ("zmin", "zmax")] == [-1, 1]
-    assert "gate_0 = " in page.locator("[data-panel=map] .readout").inner_text()
-    close(line(page, "gate_0", "token 3"), gate[:, 3])
-    close(line(page, "gate_1", "gate_1, median"), TRACES["gated"].values["gate_1"].quantile(0.5, dim=1))
-    gates = ("gate_0", "gate_1")
-    rows = [
-        {"step": step, **{gate: {key: [step / 100] * SUBLAYERS for key in QUANTILES} for gate in gates}}
-        for step in (10, 20)
-    ]
-    (tmp_path / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = Source("logged", TRACES["gated"], tmp_path)
-    page = open_page(write_page(tmp_path / "page.html", *page_of([source])), "view=inspect&sublayer=3")
-    drawn(page, 0, 3, 0)
-    close(line(page, "training-gate_1", "2 mlp"), torch.tensor([0.1, 0.2]))
+PANELS = {
+    "residual": [],
+    "mixed": ["regimes", "spectrum", "alignment", "composite"],
+    "streams": ["streams", "constraints", "composite", "similarity"],
+    "geometric": ["gates", "composite"],
+    "gated": ["gates"],
+    "depth": ["depth-reads"],
+}
 
 
 def test_every_family_has_the_panels_that_apply_to_it_and_no_others(show):
-    page = show("residual")
-
-    def panels():
-        return set(page.evaluate("[...document.querySelectorAll('[data-panel]')].map((p) => p.dataset.panel)"))
-
-    assert panels() == {"card", "map", "norms"}
-    show("mixed")
-    assert panels() == {"card", "map", "norms", "regimes", "spectrum", "alignment", "composite"}
-    show("streams")
-    assert panels() == {"card", "map", "norms", "streams", "constraints", "composite", "similarity"}
-    show("geometric")
-    assert panels() == {"card", "map", "norms", "gates", "composite"}
-    show("gated")
-    assert panels() == {"card", "map", "norms", "gates"}
-    show("depth")
-    assert panels() == {"card", "map", "norms", "depth-reads"}
+    for name, panels in PANELS.items():
+        shown = show(name).evaluate("[...document.querySelectorAll('[data-panel]')].map((p) => p.dataset.panel)")
+        assert set(shown) == {"card", "map", "norms", *panels}
 
 
 def colours(page):
@@ -613,22 +607,21 @@ def test_a_large_trace_stays_under_six_megabytes_and_can_be_used(open_page, tmp_
     drawn(page, 0, 41, 1000)
 
 
-def test_gates_over_training_come_from_the_telemetry(open_page, tmp_path):
+def test_gates_of_any_name_over_training_come_from_the_telemetry(open_page, tmp_path):
     rows = [
         {
             "step": step,
-            "beta": {
-                q: [0.1 * s + step / 100 for s in range(SUBLAYERS)] for q in ("mean", "q05", "q25", "q50", "q75", "q95")
-            },
+            **{gate: {key: [0.1 * i + step / 100 for i in range(SUBLAYERS)] for key in QUANTILES} for gate in GATES},
         }
         for step in (10, 20, 30)
     ]
     (tmp_path / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = Source("logged", planted.delta(mixed_beta()), tmp_path)
+    source = Source("logged", TRACES["gated"], tmp_path)
     page = open_page(write_page(tmp_path / "page.html", *page_of([source])), "view=inspect&sublayer=3")
     drawn(page, 0, 3, 0)
-    close(line(page, "training-beta", "2 mlp"), torch.tensor([0.4, 0.5, 0.6]))
-    strong = plotted(page, "training-beta")[-1]
+    for gate in GATES:
+        close(line(page, f"training-{gate}", "2 mlp"), torch.tensor([0.4, 0.5, 0.6]))
+    strong = plotted(page, "training-gate_1")[-1]
     assert (strong["name"], strong["x"]) == ("2 mlp", [10, 20, 30])
-    page.mouse.click(*point(page, "training-beta", 19, 0.32))  # at step 20 the second sublayer has 0.3
+    page.mouse.click(*point(page, "training-gate_1", 19, 0.32))  # at step 20 the second sublayer has 0.3
     drawn(page, 0, 1, 0)
