@@ -184,15 +184,6 @@ def test_a_run_can_be_opened_at_each_of_its_checkpoints_and_evaluated(config, pr
     assert tokenizer.decode(tokenizer.encode("Text")) == "Text"
 
 
-def test_the_same_run_gives_the_same_losses_and_another_seed_does_not(config, tmp_path):
-    losses = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        run(replace(config, train=replace(config.train, seed=seed)), tmp_path / name, progress=False)
-        losses.append([row["loss"] for row in rows(tmp_path / name)])
-    assert losses[0] == losses[1]
-    assert losses[0] != losses[2]
-
-
 def test_without_prepared_data_the_run_prepares_its_own_and_a_fresh_start_prepares_anew(config, text, tmp_path):
     folder = tmp_path / "run"
     config = replace(config, data=DataConfig(source=str(text), tokenizer="byte"))

@@ -114,17 +114,6 @@ def test_seed_and_index_are_the_whole_state():
     assert not torch.equal(Batches(tokens, 4, 32, seed=6).at(0)[0], forward[0][0])
 
 
-def test_epochs_differ_in_order_and_in_windows():
-    batches = Batches(Counting(3300), 10, 32, seed=0)
-    per_epoch = batches.windows_per_epoch // 10
-    assert batches.windows_per_epoch % 10 == 2
-    starts = [
-        [int(row[0]) for index in range(e * per_epoch, (e + 1) * per_epoch) for row in batches.at(index)[0]]
-        for e in range(2)
-    ]
-    assert set(starts[0]) != set(starts[1])
-
-
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 12), (2, 6), (3, 4), (12, 1)])
 def test_the_global_batch_does_not_depend_on_the_ranks(world_size, batch_size):
     tokens = Counting(997)

@@ -88,12 +88,6 @@ def test_the_folder_says_what_it_holds(source, prepared):
     assert names == {"data"}
 
 
-def test_the_same_source_gives_the_same_bytes(source, prepared, tmp_path):
-    again = prepare(source, tmp_path / "deep" / "er" / "again", vocab_size=400, shard_tokens=1000)
-    assert contents(again.folder) == contents(prepared.folder)
-    assert again.fingerprint == prepared.fingerprint
-
-
 def test_the_fingerprint_follows_tokens_and_tokenizer(source, prepared, tmp_path):
     other = prepare(source, tmp_path / "a", vocab_size=300, shard_tokens=1000)
     split = prepare(source, tmp_path / "b", vocab_size=400, shard_tokens=1000, validation_fraction=0.2)

@@ -80,13 +80,6 @@ def test_the_payload_is_the_comparison_with_every_group_as_the_baseline(runs):
     json.dumps(payload, allow_nan=False)
 
 
-def test_a_run_compared_with_itself_differs_by_exactly_nothing(runs):
-    differences = comparison_payload([runs[0], runs[4]])["against"][PLAIN]["differences"]
-    for axis in ("step", "tokens", "seconds"):
-        assert len(differences[TWIN][axis]) == 10
-        assert [row[1] for row in differences[TWIN][axis]] == [0.0] * 10
-
-
 def test_long_runs_are_thinned_and_their_training_loss_is_averaged(tmp_path):
     first, second = planted_run(tmp_path / "a", "residual"), planted_run(tmp_path / "b", "ddl", offset=0.5)
     for folder in (first, second):

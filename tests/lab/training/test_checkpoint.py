@@ -189,14 +189,6 @@ def test_frozen_weights_are_in_a_checkpoint_unless_the_model_keeps_them_elsewher
     assert torch.equal(other.gain, torch.full_like(other.gain, 7.0))
 
 
-def test_loading_weights_alone_leaves_the_random_state(tmp_path, fit):
-    fit(tmp_path / "run")
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    load_checkpoint(tmp_path / "run" / "checkpoints" / "step-12", ToyModel())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_weights_of_another_model_are_refused_before_any_is_loaded(tmp_path, fit):
     fit(tmp_path / "run")
     model = ToyModel()

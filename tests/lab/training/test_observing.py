@@ -6,7 +6,6 @@ import signal
 import pytest
 import torch
 
-from residua.errors import InputError
 from residua.lab.experiment import open_run, run
 from residua.lab.training import train
 from support.ranks import run_ranks
@@ -96,11 +95,3 @@ def test_ranks_look_together_and_the_first_writes(data, alone, tmp_path, start, 
     assert [row["step"] for row in ours] == [2, 4, 6]
     for a, b in zip(ours, theirs):
         assert a["beta"]["mean"] == pytest.approx(b["beta"]["mean"], rel=1e-4)
-
-
-def test_the_cadence_may_change_on_resume_and_is_checked(tmp_path, data):
-    with pytest.raises(InputError, match=r"connections_every must be 0 or more, got -1"):
-        toy_config(connections_every=-1)
-    arguments = options(data, steps=4)
-    run(run_config(arguments), tmp_path / "run", progress=False)
-    run(run_config([*arguments, "--train.connections_every=1"]), tmp_path / "run", resume=True, progress=False)

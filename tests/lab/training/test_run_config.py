@@ -35,10 +35,6 @@ def test_files_stack_and_the_later_one_wins(tmp_path):
     assert load_config([]) == RunConfig()
 
 
-def test_nothing_given_is_the_defaults():
-    assert load_config() == RunConfig()
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -155,15 +151,6 @@ def test_a_mistake_in_the_connection_names_it(connection):
     with pytest.raises(InputError, match=r"^model\.connection.*(did you mean|at least 1)") as error:
         load_config(None, ["--model.connection", connection])
     assert "\n" not in str(error.value)
-
-
-def test_text_that_is_no_yaml_is_one_line(tmp_path):
-    with pytest.raises(InputError, match=r"must be YAML, got: .*line 2") as error:
-        load_config(write(tmp_path, "a: [\n"))
-    assert "\n" not in str(error.value)
-    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="must"):
-        load_config(str(tmp_path / "config.yaml"))
 
 
 def test_a_recipe_that_does_not_exist():
