@@ -2,13 +2,11 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from residua.commands.cli import main
 from residua.errors import InputError
@@ -141,34 +139,17 @@ def test_what_was_checked_is_what_the_trace_has():
         assert all(text.startswith(beginning) for text, beginning in zip(own, beginnings))
 
 
-def wrong(tmp_path: Path, run: Path) -> dict[str, tuple[list[Path], str]]:
-    """Paths that cannot be used, and what is said of them."""
-    other = tmp_path / "other.safetensors"
-    save_file({"token_ids": torch.zeros(1)}, other, {"residua_trace": "99", "facts": "{}", "tokens": "[]"})
-    tensors = tmp_path / "tensors.safetensors"
-    save_file({"x": torch.zeros(1)}, tensors)
-    (tmp_path / "empty").mkdir()
-    untrained = tmp_path / "untrained"
-    shutil.copytree(run, untrained)
-    shutil.rmtree(untrained / "checkpoints")
-    texts = [tmp_path / f"{number}.txt" for number in range(13)]
-    for path in texts:
-        path.write_text("no trace\n")
-    return {
-        "missing": ([tmp_path / "nowhere"], "found no such file or folder"),
-        "no run": ([tmp_path / "empty"], "config.yaml"),
-        "version": ([other], "version 99"),
-        "tensors": ([tensors], "must be a trace"),
-        "text": (texts[:1], "must be a trace"),
-        "untrained": ([untrained], "must hold a checkpoint"),
-        "too many": (texts, "at most 12"),
-        "last of two": ([run, tmp_path / "nowhere"], "found no such file or folder"),
-    }
-
-
 def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(tmp_path, run, capsys):
-    out = tmp_path / "page.html"
-    for paths, reason in wrong(tmp_path, run).values():
+    """Of several, too: the run before the wrong one is not measured."""
+    out, text = tmp_path / "page.html", tmp_path / "text"
+    text.write_text("no trace\n")
+    (tmp_path / "empty").mkdir()
+    for paths, reason in (
+        ([run, tmp_path / "nowhere"], "found no such file or folder"),
+        ([tmp_path / "empty"], "config.yaml"),
+        ([text], "must be a trace"),
+        ([text, *(tmp_path / str(number) for number in range(12))], "at most 12"),
+    ):
         assert main(["explore", *map(str, paths), "--out", str(out)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("residua: ")

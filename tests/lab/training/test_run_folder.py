@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from residua.errors import InputError, RunError
-from residua.lab.training import claim, latest_checkpoint, log, read_metrics, train
+from residua.lab.training import claim, latest_checkpoint, log, train
 from residua.lab.training import folder as folder_module
 from residua.records.folder import hold
 from support.toy_language_model import ToyBatches, ToyModel, toy_config
@@ -98,17 +98,6 @@ def test_two_processes_do_not_share_a_folder(tmp_path, start, fit):
 def test_the_command_to_go_on_survives_spaces(tmp_path):
     with claim(tmp_path / "my run", {"train": {}}) as run:
         assert run.resume_command == f"residua train --run '{tmp_path}/my run' --resume"
-
-
-def test_a_torn_last_row_is_dropped_and_written_again(tmp_path, fit, rows):
-    fit(tmp_path / "whole")
-    folder = tmp_path / "run"
-    fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')
-    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, 8))
-    fit(folder, resume=True)
-    assert rows(folder) == rows(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("there", ["nothing", "an empty folder", "a run"])

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from residua.errors import InputError, RunError
 from residua.lab.training import checkpoint as checkpoint_module
 from residua.lab.training import loop, read_metrics, train
-from residua.lab.training.log import RunLog
 from residua.records import durable
 from support.full_disk import room
 from support.toy_language_model import BATCH, LENGTH, ToyBatches, ToyModel, toy_config
@@ -257,19 +256,6 @@ def test_files_that_the_system_refuses_to_grow(limit, tmp_path, fit, rows):
     assert str(error.value).startswith("step 12: ") == (limit > 1200)
     fit(tmp_path / "run", resume=True, checkpoint_every=12)
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 13))
-
-
-def test_a_full_disk_while_logging(tmp_path, fit, monkeypatch):
-    original = RunLog.write
-
-    def full(self, row):
-        if row["step"] == 8:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        original(self, row)
-
-    monkeypatch.setattr(RunLog, "write", full)
-    with pytest.raises(RunError, match=r"^step 8: cannot write .*No space left on device.*checkpoints/step-6"):
-        fit(tmp_path / "run")
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path, fit, capsys):
