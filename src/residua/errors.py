@@ -200,6 +200,8 @@ def fits(value: Any, declared: Any) -> bool:
         return any(value == choice and type(value) is type(choice) for choice in get_args(declared))
     if get_origin(declared) in (Union, types.UnionType):
         return any(fits(value, option) for option in get_args(declared))
+    if get_origin(declared) is Annotated:
+        return fits(value, get_args(declared)[0])
     if declared is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if declared is int:
@@ -217,7 +219,8 @@ def fits(value: Any, declared: Any) -> bool:
 def words(declared: Any) -> str:
     """Return a type in words, as a configuration file has it: "a whole number or null"."""
     if get_origin(declared) is Literal:
-        return f"one of {', '.join(map(str, get_args(declared)))}"
+        choices = get_args(declared)
+        return f"{'one of ' * (len(choices) > 1)}{', '.join(map(str, choices))}"
     if get_origin(declared) in (Union, types.UnionType):
         return " or ".join(map(words, get_args(declared)))
     if get_origin(declared) is Annotated:

@@ -270,7 +270,7 @@ def test_evaluate_the_best_checkpoint(capsys, prepared, tmp_path):
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"val_loss": loss}))
     argv = ["evaluate", tmp_path / "run", "--json", "--checkpoint"]
     assert json.loads(output(capsys, [*argv, "best"]))["step"] == 2
-    assert "must be a whole number of at most 64 bits or best, got 'worst'" in error(capsys, [*argv, "worst"])
+    assert "must be a whole number or best, got 'worst'" in error(capsys, [*argv, "worst"])
     for manifest in (tmp_path / "run").glob("checkpoints/*/manifest.json"):
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"val_loss": None}))
     assert "must hold a checkpoint with a validation loss" in error(capsys, [*argv, "best"])

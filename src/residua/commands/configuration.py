@@ -3,10 +3,9 @@
 import json
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any
 
-from residua.commands.signature import Entry, Option
+from residua.commands.signature import Option, metavar_of
 from residua.errors import InputError
 from residua.lab.training.config import KEYS, load_config
 
@@ -24,9 +23,14 @@ def key_options() -> Iterator[Option]:
     """Yield an option for each key of a configuration."""
     for key, item in KEYS.items():
         text = item.metadata["help"] + ("" if item.default is MISSING else f" (default: {_yaml_text(item.default)})")
-        metavar = "SCHEME" if key == "model.connection" else "|".join(_choices(item.type))
-        entry = Entry(key.partition(".")[0], metavar, text, key not in COMMON)
-        yield Option(key, item.type, None, False, entry, override=True)
+        settings = {
+            "dest": "overrides",
+            "action": "append",
+            "type": f"--{key}={{}}".format,
+            "metavar": "SCHEME" if key == "model.connection" else metavar_of(item.type),
+            "help": text.replace("%", "%%"),
+        }
+        yield Option(f"--{key}", key.partition(".")[0], settings, rare=key not in COMMON)
 
 
 @dataclass(frozen=True)
@@ -56,16 +60,6 @@ class Configuration:
             return config
         print(config.to_yaml(), end="")
         return None
-
-
-def _choices(kind: Any) -> list[str]:
-    """Return the values of a type that has only a few, as written in YAML; an empty list for other types."""
-    if kind is bool:
-        return ["true", "false"]
-    if get_origin(kind) is Literal:
-        return list(get_args(kind))
-    choices = [choice for option in get_args(kind) for choice in _choices(option)]
-    return [*choices, "null"] if choices and NoneType in get_args(kind) else choices
 
 
 def _yaml_text(value: Any) -> str:

@@ -12,22 +12,24 @@ first. What stands under "Rarely:" is for `--help-all`.
 import argparse
 import inspect
 import json
-import math
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from residua.errors import InputError, Range, did_you_mean, shown
+from residua.errors import InputError, Range, did_you_mean, fits, ranges_of, shown, types_of, words
 from residua.records.table import print_table
 
 HELP = {"-h", "--help", "--help-all"}
 RARELY = "Rarely"
-METAVARS = {int: "N", float: "X", str: "NAME"}
+ENTRY = re.compile(r"(?m)^(\w+)(?: \((.+?)\))?: (.*(?:\n +.*)*)")
+"""An entry of a docstring: a name, a metavar and a text."""
+FINITE = Range("a finite number of at most 64 bits", lambda x: not isinstance(x, (int, float)) or abs(x) < 2**63)
 
 
 class Parser(argparse.ArgumentParser):
@@ -83,63 +85,18 @@ class Output(NamedTuple):
             print(part) if isinstance(part, str) else print_table(*part)
 
 
-class Entry(NamedTuple):
-    """The text on a parameter in a docstring, and the title of its section."""
-
-    group: str
-    metavar: str
-    text: str
-    rare: bool = False
-
-
 class Option(NamedTuple):
-    """A parameter of a function, or a field of a dataclass that a parameter stands for."""
+    """An argument of the parser: its name or flag, its group in the help, and what `add_argument` takes.
 
-    name: str
-    kind: Any
-    default: Any
-    positional: bool
-    entry: Entry
-    override: bool = False
-    """Whether the parameter `overrides` takes its values, as texts --name=value."""
+    usage   how the first line of the help shows it; empty if it may be left out
+    rare    only `--help-all` shows it
+    """
 
-    @property
-    def required(self) -> bool:
-        return self.default is inspect.Parameter.empty
-
-    @property
-    def flag(self) -> str:
-        """The option's name: `--no-peak` for a switch that is on unless this is given."""
-        name = self.name if self.override else self.name.replace("_", "-")
-        return f"--{'no-' * (self.default is True)}{name}"
-
-    @property
-    def metavar(self) -> str:
-        item, _ = _item(self.kind)
-        plain = get_args(item)[0] if get_origin(item) is Annotated else item
-        choices = get_args(plain) if get_origin(plain) is Literal else ()
-        return self.entry.metavar or "|".join(choices) or METAVARS.get(plain, "NAME")
-
-    @property
-    def usage(self) -> str:
-        _, several = _item(self.kind)
-        values = f"{self.metavar}{' ...' * several}"
-        if not self.positional:
-            return f"{self.flag} {values}"
-        return values if self.required else f"[{values}]"
-
-    @property
-    def help(self) -> str:
-        """The text, with the default unless it is a switch's, empty or in the text."""
-        text, default = self.entry.text, self.default
-        if isinstance(default, tuple):
-            default = " ".join(map(str, default))
-        if not (self.required or default is None or isinstance(default, bool) or default == "" or "(default" in text):
-            text += f" (default: {default})"
-        return text.replace("%", "%%")
-
-
-JSON = Option("json", bool, False, False, Entry("Args", "", "print JSON instead of text"))
+    flag: str
+    group: str
+    settings: dict[str, Any]
+    usage: str = ""
+    rare: bool = False
 
 
 def run_function(prog: str, function: Callable[..., Any], argv: list[str]) -> Any:
@@ -154,16 +111,19 @@ def run_function(prog: str, function: Callable[..., Any], argv: list[str]) -> An
 def command_parser(prog: str, function: Callable[..., Any], *, everything: bool = False) -> Parser:
     """Return the parser of a function. Its help leaves out what is rare unless `everything` is asked for."""
     options = list(_options(function))
-    needed = [option.usage for option in options if option.positional or option.required]
-    parser = Parser(prog, _description(function), " ".join([prog, *needed, "[options]"]))
+    if _prints_json(function):
+        options.append(Option("--json", "Args", {"action": "store_true", "help": "print JSON instead of text"}))
+    usage = " ".join([prog, *(option.usage for option in options if option.usage), "[options]"])
+    parser = Parser(prog, _description(function), usage)
     groups: dict[str, Any] = {}
     for option in options:
-        title = option.entry.group
-        if title not in groups:
-            groups[title] = parser.add_argument_group("options" if title == "Args" else title.lower())
-        _add(groups[title], option, hide=option.entry.rare and not everything)
-    hidden = sum(option.entry.rare for option in options)
-    parser.epilog = f"{prog} --help-all shows {hidden} more" if hidden and not everything else None
+        if option.group not in groups:
+            title = "options" if option.group == "Args" else option.group.lower()
+            groups[option.group] = parser.add_argument_group(title)
+        hidden = {"help": argparse.SUPPRESS} if option.rare and not everything else {}
+        groups[option.group].add_argument(option.flag, default=argparse.SUPPRESS, **option.settings | hidden)
+    rare = sum(option.rare for option in options)
+    parser.epilog = f"{prog} --help-all shows {rare} more" if rare and not everything else None
     return parser
 
 
@@ -171,9 +131,8 @@ def call(function: Callable[..., Any], arguments: argparse.Namespace) -> Any:
     """Call a function with the values that its parser has read, and its own defaults for the others. Print its output;
     return any other result."""
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(arguments).items()}
-    hints = get_type_hints(function)
-    as_json = given.get("json", False) if "json" in hints else given.pop("json", False)
-    for name, kind in hints.items():
+    as_json = given.pop("json", False) if _prints_json(function) else given.get("json", False)
+    for name, kind in types_of(function).items():
         if is_dataclass(kind):
             given[name] = kind(**{item.name: given.pop(item.name) for item in fields(kind) if item.name in given})
     result = function(**given)
@@ -204,110 +163,95 @@ def _sections(documented: Any) -> dict[str, str]:
     return {"": start.strip()} | {title: textwrap.dedent(text).strip() for title, text in zip(rest[::2], rest[1::2])}
 
 
-def _entries(documented: Any) -> dict[str, Entry]:
-    pattern = re.compile(r"(?m)^(\w+)(?: \((.+?)\))?: (.*(?:\n +.*)*)")
-    return {
-        name: Entry(title, metavar, " ".join(text.split()), title == RARELY)
-        for title, section in _sections(documented).items()
-        for name, metavar, text in pattern.findall(section)
+def _prints_json(function: Callable[..., Any]) -> bool:
+    """Return whether a function returns an `Output` and leaves `--json` to us."""
+    returned = types_of(function).get("return")
+    return "json" not in types_of(function) and Output in (returned, *get_args(returned))
+
+
+def _options(documented: Any) -> Iterator[Option]:
+    """Yield the options of a function, or of the fields of a dataclass."""
+    is_class = inspect.isclass(documented)
+    entries = {
+        name: (title, *entry)
+        for part in (reversed(inspect.getmro(documented)) if is_class else [documented])
+        for title, section in _sections(part).items()
+        for name, *entry in ENTRY.findall(section)
     }
-
-
-def _options(function: Callable[..., Any]) -> Iterator[Option]:
-    hints, entries = get_type_hints(function, include_extras=True), _entries(function)
-    for name, parameter in inspect.signature(function).parameters.items():
-        if is_dataclass(hints[name]):
-            yield from _fields(hints[name])
+    hints = get_type_hints(documented, include_extras=True)
+    for name, parameter in inspect.signature(documented).parameters.items():
+        kind = types_of(documented)[name]
+        given = [part for part in getattr(hints[name], "__metadata__", ()) if callable(part)]
+        if is_dataclass(kind):
+            yield from _options(kind)
+        elif given:
+            yield from given[0]()
         else:
-            positional = parameter.kind is not parameter.KEYWORD_ONLY
-            yield Option(name, hints[name], parameter.default, positional, entries[name])
-    returned = hints.get("return")
-    if "json" not in hints and Output in (returned, *get_args(returned)):
-        yield JSON
+            positional = not is_class and parameter.kind is not parameter.KEYWORD_ONLY
+            yield _option(name, kind, parameter.default, entries[name], ranges_of(documented)[name], positional)
 
 
-def _fields(kind: Any) -> Iterator[Option]:
-    hints = get_type_hints(kind, include_extras=True)
-    entries = {name: entry for base in reversed(kind.__mro__) for name, entry in _entries(base).items()}
-    for item in fields(kind):
-        options = _metadata(hints[item.name], Callable)
-        if options:
-            yield from options[0]()
-        else:
-            yield Option(item.name, hints[item.name], item.default, False, entries[item.name])
-
-
-def _add(group: Any, option: Option, *, hide: bool) -> None:
-    item, several = _item(option.kind)
-    settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS if hide else option.help}
-    if option.override:
-        settings |= {"type": f"{option.flag}={{}}".format, "metavar": option.metavar}
-        group.add_argument(option.flag, dest="overrides", action="append", **settings)
-        return
-    if item is bool:
-        action = "store_false" if option.default is True else "store_true"
-        group.add_argument(option.flag, dest=option.name, action=action, **settings)
-        return
-    settings |= {"type": lambda text: _value(text, item), "metavar": option.metavar}
-    if option.positional:
-        nargs = ("+" if option.required else "*") if several else None if option.required else "?"
-        group.add_argument(option.name, nargs=nargs, **settings)
-        return
-    settings |= {"action": "extend", "nargs": "+"} if several else {}
-    group.add_argument(option.flag, dest=option.name, required=option.required, **settings)
-
-
-def _value(text: str, kind: Any) -> Any:
-    try:
-        return read(text, kind)
-    except ValueError as error:
-        expected, value = error.args
-        raise argparse.ArgumentTypeError(f"must be {expected}, got {shown(value)}") from None
-
-
-def read(text: str, kind: Any) -> Any:
-    """Return the value of a type that a text stands for. Raises ValueError of what it must be and what it is."""
-    if get_origin(kind) is Annotated:
-        value = read(text, get_args(kind)[0])
-        for allowed in _metadata(kind, Range):
-            if not allowed.holds(value):
-                raise ValueError(allowed.words, value)
-        return value
-    if get_origin(kind) in (Union, UnionType):
-        expected = []
-        for option in get_args(kind):
-            try:
-                return read(text, option)
-            except ValueError as error:
-                expected.append(error.args[0])
-        raise ValueError(" or ".join(expected), text)
-    if kind is int:
-        with suppress(ValueError):  # also for more digits than Python converts
-            if -(2**63) <= int(text) < 2**63:
-                return int(text)
-        raise ValueError("a whole number of at most 64 bits", text)
-    if kind is float:
-        with suppress(ValueError):
-            if math.isfinite(float(text)):
-                return float(text)
-        raise ValueError("a finite number", text)
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        if text not in choices:
-            raise ValueError(f"one of {', '.join(choices)}" if choices[1:] else choices[0], text)
-        return text
-    return kind(text)
-
-
-def _item(kind: Any) -> tuple[Any, bool]:
-    """Return a type without None, the type of the items for that of a tuple, and whether it is a tuple's."""
+def _option(
+    name: str, kind: Any, default: Any, entry: tuple[str, str, str], ranges: list[Range], positional: bool
+) -> Option:
+    """Return the option of a parameter. `entry`: its section, metavar and text in the docstring."""
+    group, metavar, text = entry
     if get_origin(kind) in (Union, UnionType):
         rest = tuple(option for option in get_args(kind) if option is not NoneType)
         kind = Union[rest]  # noqa: UP007  # of one type it is this type
-    if get_origin(kind) is tuple:
-        return get_args(kind)[0], True
-    return kind, False
+    required, several, rare = default is inspect.Parameter.empty, get_origin(kind) is tuple, group == RARELY
+    settings: dict[str, Any] = {"help": _help(text, default)}
+    if kind is bool:
+        flag = f"--{'no-' * default}{name.replace('_', '-')}"
+        settings |= {"dest": name, "action": "store_false" if default else "store_true"}
+        return Option(flag, group, settings, rare=rare)
+    item = get_args(kind)[0] if several else kind
+    metavar = metavar or metavar_of(item)
+    settings |= {"type": lambda text: read(text, item, ranges), "metavar": metavar}
+    usage = f"{metavar}{' ...' * several}"
+    if positional:
+        settings["nargs"] = ("+" if required else "*") if several else None if required else "?"
+        return Option(name, group, settings, usage if required else f"[{usage}]", rare)
+    flag = f"--{name.replace('_', '-')}"
+    settings |= {"dest": name, "required": required} | ({"action": "extend", "nargs": "+"} if several else {})
+    return Option(flag, group, settings, f"{flag} {usage}" * required, rare)
 
 
-def _metadata(kind: Any, wanted: Any) -> list[Any]:
-    return [part for part in getattr(kind, "__metadata__", ()) if isinstance(part, wanted)]
+def _help(text: str, default: Any) -> str:
+    """Return the text on a parameter with its default, unless that is a switch's, empty, or in the text."""
+    text = " ".join(text.split()).replace("%", "%%")
+    if default in (inspect.Parameter.empty, None, "", ()) or isinstance(default, bool) or "(default" in text:
+        return text
+    return f"{text} (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
+
+
+def read(text: str, kind: Any, ranges: Sequence[Range] = ()) -> Any:
+    """Return the value that a text stands for. Raises ArgumentTypeError if it is of another type or outside a range."""
+    if text in choices(kind):
+        return text
+    for convert in (float, int, Path, str):
+        with suppress(ValueError):
+            value = convert(text)
+            if fits(value, kind):
+                break
+    else:
+        raise argparse.ArgumentTypeError(f"must be {words(kind)}, got {shown(text)}")
+    for allowed in (FINITE, *ranges):
+        if not allowed.holds(value):
+            raise argparse.ArgumentTypeError(f"must be {allowed.words}, got {shown(value)}")
+    return value
+
+
+def choices(kind: Any) -> list[str]:
+    """Return the values of a type that has only a few, as YAML writes them; an empty list for other types."""
+    if kind is bool:
+        return ["true", "false"]
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    values = [value for option in get_args(kind) for value in choices(option)]
+    return [*values, "null"] if values and NoneType in get_args(kind) else values
+
+
+def metavar_of(kind: Any) -> str:
+    """Return what stands for a value of a type in the help: its choices, X for a number, N for a whole one, or NAME."""
+    return "|".join(choices(kind)) or ("X" if fits(0.5, kind) else "N" if fits(1, kind) else "NAME")
