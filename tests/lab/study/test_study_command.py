@@ -307,14 +307,6 @@ def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_p
     assert not out.exists()
 
 
-def test_a_damaged_record_is_one_line(finished, tmp_path, capsys):
-    folder = alone(finished, tmp_path)
-    with (folder / "records.jsonl").open("a") as file:
-        file.write('{"key": "x", "kind": "report"}\n')
-    assert main(["study", "report", str(folder)]) == 2
-    assert "the run 'x' must be a record with key, kind, rung, scheme, connection, point" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

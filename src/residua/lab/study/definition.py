@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from residua.connections.names import canonical
 from residua.errors import (
@@ -21,10 +21,11 @@ from residua.errors import (
     require,
     shown,
 )
-from residua.lab.study.questions import Question
 from residua.lab.training import load_config
 from residua.records.reading import parse_yaml, read_text
 
+Measure = Literal["tokens", "FLOPs", "seconds", "compiled seconds"]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
 BY_THE_STUDY = ("train.seed", "train.steps", "train.warmup_steps", "train.evaluate_every", "model.connection")
 """Keys that a study sets itself."""
 
@@ -140,6 +141,36 @@ class Tuning:
         most = 1 if self.length == 1 else self.runs
         why = "1, as tuning runs are as long as reported ones" if self.length == 1 else "1 to tuning.runs"
         require(1 <= self.finalists <= most, "finalists", why, self.finalists)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question, which a study answers with a difference at each size for every comparison.
+
+    ask       in words
+    compare   pairs of schemes: the loss of the first minus that of the second
+    at        equal "tokens", "FLOPs", "seconds" or "compiled seconds", of a step through `torch.compile`; for all but
+              tokens the second of each pair must be a baseline
+    seeds     further ones, beside those of the study, of the schemes that it compares; only at equal tokens
+    """
+
+    name: str
+    ask: str
+    compare: tuple[tuple[str, str], ...]
+    at: tuple[Measure, ...] = ("tokens",)
+    seeds: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(bool(self.compare), "compare", "at least one pair of schemes", self.compare)
+        require(bool(self.at), "at", f"some of {', '.join(MEASURES)}", self.at)
+        require(len(set(self.seeds)) == len(self.seeds), "seeds", "different integers", self.seeds)
+        reason = "tokens, as longer runs of the baselines have no further seeds"
+        require(not self.seeds or self.at == ("tokens",), "at", reason, self.at)
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for pair in self.compare for name in pair))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ A folder of a study holds
 import itertools
 import json
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,17 +141,14 @@ def joined(study: Study, out: Path) -> Study:
     if not (out / "study.json").is_file():
         return study
     before = read_folder(out)
-    rungs = [name for name in study.rungs if name in before.rungs]
-    schemes = [name for name in study.schemes if name in before.schemes]
-    earlier, now = (_fixed(each, rungs, schemes) for each in (before, study))
-    for name in earlier:
-        if earlier[name] != now[name]:
-            raise InputError(
-                f"{out}: its runs have another {name} ({earlier[name]}), now {now[name]}; use another name or folder"
-            )
-    earlier, now = (_growing(each, rungs) for each in (before, study))
-    for name in earlier:
-        require({*earlier[name]} <= {*now[name]}, name, f"at least {shown(earlier[name])}, as in {out}", now[name])
+    settings, lists = _fixed(study), _growing(study)
+    for name, earlier in _fixed(before).items():
+        now = settings.get(name, earlier)
+        if now != earlier:
+            raise InputError(f"{out}: its runs have another {name} ({earlier}), now {now}; use another name or folder")
+    for name, earlier in _growing(before).items():
+        now = lists.get(name, earlier)
+        require({*earlier} <= {*now}, name, f"at least {shown(earlier)}, as in {out}", now)
     first = before.baselines[0]
     require(study.baselines[0] == first, "baselines", f"{first} first, beside which {out} timed steps", study.baselines)
     for name in ("runs", "baseline_runs", "finalists"):
@@ -166,20 +163,20 @@ def joined(study: Study, out: Path) -> Study:
     return replace(study, schemes={**before.schemes, **study.schemes}, rungs={**before.rungs, **study.rungs})
 
 
-def _fixed(study: Study, rungs: Iterable[str], schemes: Iterable[str]) -> dict[str, Any]:
+def _fixed(study: Study) -> dict[str, Any]:
     """What all runs in a folder share, as JSON holds it."""
     parts = {name: getattr(study, name) for name in ("config", "set", "tokens_per_parameter", "warmup", "evaluations")}
     parts |= {f"tuning.{name}": getattr(study.tuning, name) for name in ("over", "factors", "length", "seed")}
-    parts |= {f"rungs.{name}": replace(study.rungs[name], seeds=None) for name in rungs}
-    parts |= {f"schemes.{name}": study.schemes[name] for name in schemes}
+    parts |= {f"rungs.{name}": replace(size, seeds=None) for name, size in study.rungs.items()}
+    parts |= {f"schemes.{name}": entry for name, entry in study.schemes.items()}
     return json.loads(json.dumps(parts, default=asdict))
 
 
-def _growing(study: Study, rungs: Iterable[str]) -> dict[str, Sequence[Any]]:
+def _growing(study: Study) -> dict[str, Sequence[Any]]:
     """What may be added to. Taking some away would choose among results."""
     parts = {name: getattr(study, name) for name in ("seeds", "baselines", "longer")}
     parts["tuning.final_seeds"] = study.tuning.finalist_seeds
-    return parts | {f"rungs.{name}.seeds": study.seeds_at(name) for name in rungs}
+    return parts | {f"rungs.{name}.seeds": study.seeds_at(name) for name in study.rungs}
 
 
 def open_study(

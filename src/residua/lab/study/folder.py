@@ -9,7 +9,6 @@ from residua.records.folder import read_object
 from residua.records.jobs import Record
 
 AUDITS = "audits.jsonl"
-KEYS_OF_A_RUN = ("key", "kind", "rung", "scheme", "connection", "point", "seed", "steps", "val_loss")
 
 
 def read_folder(out: Path) -> Study:
@@ -22,12 +21,10 @@ def read_folder(out: Path) -> Study:
 
 
 def read_runs(path: Path, data: str | None) -> list[Record]:
-    """The records of a study's runs. Raises InputError for one that is not whole, or on data of another fingerprint."""
+    """The records of a study's runs. Raises InputError for one on data of another fingerprint."""
     rows = jsonlines.read(path)
     for row in rows:
-        name = f"{path}: the run {shown(row.get('key'))}"
-        missing = [key for key in KEYS_OF_A_RUN if key not in row]
-        require(not missing, name, f"a record with {', '.join(KEYS_OF_A_RUN)}", sorted(row))
-        fingerprint = ((row.get("facts") or {}).get("data") or {}).get("fingerprint", data)
+        fingerprint = row.get("facts", {}).get("data", {}).get("fingerprint", data)
+        name = f"{path}: the run {shown(row['key'])}"
         require(data is None or fingerprint == data, name, f"of the data {data}", fingerprint)
     return rows

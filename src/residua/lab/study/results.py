@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from residua.lab.study.definition import Study
+from residua.lab.study.definition import MEASURES, Question, Study
 from residua.lab.study.folder import AUDITS, read_folder, read_runs
-from residua.lab.study.questions import MEASURES, Question
 from residua.lab.study.search import at_edge, loss_of, winners
 from residua.records import jsonlines
 from residua.records.folder import read_object
