@@ -153,6 +153,8 @@ def test_bad_sizes_are_named():
     for iterations in (0, -1):
         with pytest.raises(ValueError, match=f"^iterations must be 1 or more, got {iterations}"):
             sinkhorn(torch.ones(3, 3), iterations)
+        with pytest.raises(ValueError, match=f"^iterations must be 1 or more, got {iterations}"):
+            guarded_sinkhorn(torch.ones(3, 3), iterations)
 
 
 @given(sizes, seeds, st.integers(1, 8), st.sampled_from([0.0, 1e-6, 1e-2]))

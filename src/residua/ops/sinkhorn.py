@@ -80,6 +80,8 @@ def guarded_sinkhorn(logits: Tensor, iterations: int = 20, *, eps: float = 1e-6)
     and dtype, computed in at least float32. The backward pass keeps only the logits and recomputes the iterations.
     """
     expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
+    if iterations < 1:
+        raise ValueError(f"iterations must be 1 or more, got {iterations}")
     wide = at_least_float32(logits).movedim((-2, -1), (0, 1)).contiguous()
     return applied(_GuardedSinkhorn, wide, iterations, new_symbol(eps)).movedim((0, 1), (-2, -1)).to(logits.dtype)
 

@@ -141,14 +141,15 @@ def test_what_was_checked_is_what_the_trace_has():
 
 def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(tmp_path, run, capsys):
     """Of several, too: the run before the wrong one is not measured."""
-    out, text = tmp_path / "page.html", tmp_path / "text"
-    text.write_text("no trace\n")
+    out, texts = tmp_path / "page.html", [tmp_path / f"{number}.txt" for number in range(13)]
+    for text in texts:
+        text.write_text("no trace\n")
     (tmp_path / "empty").mkdir()
     for paths, reason in (
         ([run, tmp_path / "nowhere"], "found no such file or folder"),
         ([tmp_path / "empty"], "config.yaml"),
-        ([text], "must be a trace"),
-        ([text, *(tmp_path / str(number) for number in range(12))], "at most 12"),
+        (texts[:1], "must be a trace"),
+        (texts, "at most 12"),
     ):
         assert main(["explore", *map(str, paths), "--out", str(out)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
