@@ -55,6 +55,10 @@ class AlternatingUpdates(RecomputingScheme):
     equation: ClassVar[str] = "P + (1 + c) (block(P_0) - P_0), P = X + C X"
     users: ClassVar[str] = "Gemma 3n (`gemma3n` in transformers). `residua.models.dialects` loads its parameters."
     paper: ClassVar[str] = "arXiv 2301.13310"
+    cannot_preserve: ClassVar[str] = (
+        "LAuReL divides the stream by sqrt(2) and adds a normalised term, and the streams are predicted and corrected "
+        "by weights that are drawn"
+    )
 
     num_streams: SeveralRows = 4
     active: int = 0
@@ -69,12 +73,6 @@ class AlternatingUpdates(RecomputingScheme):
     def state_spec(self, boundary: int, dim: int) -> TensorSpec | tuple[TensorSpec, ...]:
         streams = TensorSpec((self.num_streams, dim))
         return (streams, TensorSpec((dim,))) if boundary % 2 else streams
-
-    def preserving(self) -> "AlternatingUpdates":
-        raise ValueError(
-            "AlternatingUpdates: no start preserves the plain residual: LAuReL divides the stream by sqrt(2) and adds "
-            "a normalised term, and the streams are predicted and corrected by weights that are drawn"
-        )
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections: list[Connection] = []

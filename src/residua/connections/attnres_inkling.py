@@ -47,15 +47,12 @@ class InklingAttentionResiduals(SourcesScheme):
     equation: ClassVar[str] = "V_l = F(norm(sum_i a_i norm(V_i))), a = softmax_i(w . norm(V_i) / sqrt(d))"
     users: ClassVar[str] = "Inkling-2 (`inkling2` in transformers). `residua.models.dialects` loads its parameters."
     paper: ClassVar[str] = "transformers, models/inkling2"
+    cannot_preserve: ClassVar[str] = (
+        "the sources are normalised before they are summed, which loses their sizes; use attnres"
+    )
 
     block_size: Count = 12
     separate_every: Natural = 6
-
-    def preserving(self) -> "InklingAttentionResiduals":
-        raise ValueError(
-            "InklingAttentionResiduals: no start preserves the plain residual: the sources are normalised before they "
-            "are summed, which loses their sizes; use attnres"
-        )
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         """As the base class says. If queries, keys and values have a norm each, the given norm is copied."""

@@ -292,6 +292,7 @@ class Scheme(ABC):
     title, equation, paper, users: shown by `residua schemes`, the paper as `source`, which may depend on the options;
         users: who runs it, as the sources say.
     constraint: on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None without a constraint.
+    cannot_preserve: why no start preserves the plain residual, for a scheme without `preserving`.
     derived: for an option that may be None, the options from which it is then derived.
     activations: coefficients that are computed as a sublayer computes, in the dtype of autocast; all others are gates
         and mappings, in float32 at least.
@@ -302,6 +303,7 @@ class Scheme(ABC):
     paper: ClassVar[str]
     users: ClassVar[str] = ""
     constraint: ClassVar[str | None] = None
+    cannot_preserve: ClassVar[str] = ""
     derived: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     activations: ClassVar[tuple[str, ...]] = ()
 
@@ -359,7 +361,8 @@ class Scheme(ABC):
         Raises:
             ValueError: the scheme has no such start; the message says why.
         """
-        raise ValueError(f"{type(self).__name__}: this scheme has no start that preserves the plain residual")
+        reason = f": {self.cannot_preserve}" if self.cannot_preserve else ""
+        raise ValueError(f"{type(self).__name__}: no start preserves the plain residual{reason}")
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         """Build the modules for a stack of `num_sublayers` sublayers of width `dim`, initialised.

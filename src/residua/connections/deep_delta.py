@@ -78,6 +78,9 @@ class DeepDelta(ChannelScheme):
         "2026) the authors do not claim that their gains, from single runs, are statistically resolved."
     )
     paper: ClassVar[str] = "arXiv 2601.00417"
+    cannot_preserve: ClassVar[str] = (
+        "one gate both erases and writes; use gated-delta, which has a gate for each and starts as x + h"
+    )
     activations: ClassVar[tuple[str, ...]] = ("k",)  # the raw direction of a v-Map
 
     map: Literal["k", "v"] = "k"
@@ -132,12 +135,6 @@ class DeepDelta(ChannelScheme):
     def write_options(self) -> dict[str, Any]:
         """The options of a write with a unit direction, for every implementation."""
         return {"k_norm": self.k_norm, "eps": self.k_eps, "recompute_every": self.keeps_every}
-
-    def preserving(self) -> "DeepDelta":
-        raise ValueError(
-            "DeepDelta: no start preserves the plain residual, because one gate both erases and writes; use "
-            "gated-delta, which has a gate for each and starts as x + h"
-        )
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         return self.stream(

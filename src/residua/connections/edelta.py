@@ -101,14 +101,11 @@ class EDelta(_Hybrid):
     title: ClassVar[str] = "EDelta-MHC-Geo"
     equation: ClassVar[str] = "g + H_post F(H_pre norm(g)), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) x"
     users: ClassVar[str] = "The authors' experiments. No released model is known."
+    cannot_preserve: ClassVar[str] = (
+        "the shortcut reflects with a share 1 - gamma > 0, which changes every state; edelta-stream has such a start"
+    )
 
     projections: bool = True
-
-    def preserving(self) -> "EDelta":
-        raise ValueError(
-            "EDelta: no start preserves the plain residual: the shortcut reflects with a share 1 - gamma > 0, which "
-            "changes every state; edelta-stream has such a start"
-        )
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         require_option(self, "num_streams", dim % self.num_streams == 0, f"a divisor of the width dim = {dim}")

@@ -52,6 +52,7 @@ class PooledHouseholder(Scheme):
     equation: ClassVar[str] = "x~ + F(norm(x~)), x~ = x - beta k (k^T x)"
     users: ClassVar[str] = 'The comparison in arXiv 2605.06729, under the name "DDL". It is not Deep Delta Learning.'
     paper: ClassVar[str] = "arXiv 2605.06729"
+    cannot_preserve: ClassVar[str] = "beta in (0, 2) erases the state along k, and nothing is written there"
 
     context: Context = "cumulative"
     beta_init: Beta = 1.0
@@ -59,12 +60,6 @@ class PooledHouseholder(Scheme):
     @property
     def causal(self) -> bool:
         return self.context != "sequence"
-
-    def preserving(self) -> "PooledHouseholder":
-        raise ValueError(
-            "PooledHouseholder: no start preserves the plain residual: beta in (0, 2) erases the state along k, and "
-            "nothing is written there"
-        )
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [PooledHouseholderConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
