@@ -572,6 +572,15 @@ def test_no_scheme_of_ours_is_accused(name, adapter):
     check_module(adapter(resolve(name)))
 
 
+def test_an_unknown_mistake_is_described_where_no_weights_read_the_streams():
+    class Halved(OurStream):
+        def forward(self, module, x, sublayers):
+            return module(x, sublayers) / 2
+
+    with pytest.raises(CheckFailed, match=FIRST):
+        checks()["forward"](Halved(resolve("gated-residual:rank=4")))
+
+
 def without(name: str):
     return lambda self, ours: {key: value for key, value in in_mine(ours).items() if key != name}
 

@@ -423,7 +423,6 @@ def a_part_without_a_window_reads_its_own_token(scheme: Scheme) -> None:
     stream = build(scheme)
     x = normal(1, 5, DIM)
     state = stream.expand(x)
-    last = tree_map(lambda leaf: leaf[:, -1:], state)
     words = "has no window and reads other tokens: set `window`, and use the memory"
     if not window_of(stream.expand):
         for alone, full in zip(tensors(stream.expand(x[:, -1:])), tensors(state), strict=True):

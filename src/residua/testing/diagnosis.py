@@ -260,7 +260,9 @@ MIXING: dict[str, Callable[[Mixing, Tensor, Tensor], Tensor]] = {
     "the mixer acts on the write too: agrees with H_res (X + h_post y)": lambda m, state, y: (
         m.h_res @ (state + m.h_post.unsqueeze(-1) * y.unsqueeze(-2))
     ),
-    "H_pre takes the place of H_post in the write": lambda m, state, y: _mix(m._replace(h_post=m.h_pre), state, y),
+    "H_pre takes the place of H_post in the write": lambda m, state, y: _mix(
+        m._replace(h_post=m.h_post if m.h_pre is None else m.h_pre), state, y
+    ),
 }
 
 

@@ -5,6 +5,7 @@ Your parameters are computed from ours by the adapter, so gradients are compared
 
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,18 +93,13 @@ def parameters(adapter: Adapter) -> None:
 @contextmanager
 def _uninitialised_memory_is_nan():
     """Let torch.empty return NaN, so that a check sees a parameter without initialisation."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-    )
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills memory, as torch.utils.deterministic says
     try:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = before[2]
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 @CHECKS.add
@@ -393,16 +389,11 @@ def gradient_checkpointing(adapter: Adapter) -> None:
     """Recomputed in the backward pass, the gradients are equal to the last bit."""
     pair = Pair(adapter)
     expect_repeatable(pair)
-    results = []
-    for recompute in (False, True):
-        state = tree_map(lambda x: x.clone().requires_grad_(), pair.state())
-        arguments = (pair.ours, state, pair.sublayers())
-        out = checkpoint(pair.candidate, *arguments, use_reentrant=False) if recompute else pair.candidate(*arguments)
-        loss = weighted(out)
-        if not loss.requires_grad:
-            raise NotChecked("the output has no gradient at all")
-        results.append(torch.autograd.grad(loss, [*tensors(state), *pair.ours.values()], allow_unused=True))
-    same = all((a is None and b is None) or torch.equal(a, b) for a, b in zip(*results))
+    kept, recomputed = (
+        grads_of(pair, call).values()
+        for call in (pair.candidate, partial(checkpoint, pair.candidate, use_reentrant=False))
+    )
+    same = all((a is None and b is None) or torch.equal(a, b) for a, b in zip(kept, recomputed))
     expect(same, "gradients change under activation checkpointing")
 
 
