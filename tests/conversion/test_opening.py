@@ -1,12 +1,9 @@
 """What is asked of a model of transformers that somebody brings."""
 
-import json
-
 import pytest
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MptConfig
 
-from residua.conversion.opening import context_of, read_model
-from residua.errors import InputError
+from residua.conversion.opening import context_of
 from support.converted_models import llama, whisper
 
 
@@ -25,10 +22,3 @@ def test_the_context_of_a_model_whatever_its_configuration_calls_it(config, expe
 def test_the_context_of_a_llama_and_of_a_decoder_half():
     assert context_of(llama(max_position_embeddings=35)) == 35
     assert context_of(whisper()) == 16
-
-
-@pytest.mark.parametrize("name", ["num_hidden_layers", "decoder_layers"])
-def test_a_forged_number_of_layers_is_refused_before_anything_is_built(name, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "text_config": {name: 10**30}}))
-    with pytest.raises(InputError, match=f"{name} must be at most 16384, got 1000000"):
-        read_model(tmp_path)

@@ -202,15 +202,6 @@ def test_a_manifest_that_points_elsewhere(place, capsys):
     assert_refused(capsys, arguments(EVALUATE, place), place)
 
 
-def test_weights_of_an_exported_model_that_lie_elsewhere(place, capsys):
-    (place / "model" / "model.safetensors").rename(place.with_name("outside.safetensors"))
-    names = list(load_file(place.with_name("outside.safetensors")))
-    for target in ("../outside.safetensors", str(place.with_name("outside.safetensors")), 3):
-        index = {"metadata": {}, "weight_map": dict.fromkeys(names, target)}
-        (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert "must be the name of a file" in assert_refused(capsys, arguments(MODEL, place), place)
-
-
 def test_an_exported_model_with_pickled_weights(place, capsys):
     (place / "model" / "model.safetensors").unlink()
     (place / "model" / "pytorch_model.bin").write_bytes(zipped_pickle(place.with_name("marker")))

@@ -65,8 +65,7 @@ class ConvertedConfig(Swapped):
         """Return the configuration in the file of a converted model; `options` are for the model's own.
 
         Raises:
-            ValueError: the file names code to download, more layers than any machine holds, or a type that transformers
-                lacks.
+            ValueError: the file names code to download, or a type that transformers lacks.
         """
         settings = usable(settings, "config.json")
         description = settings[KEY]

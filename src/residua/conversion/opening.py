@@ -1,6 +1,6 @@
 """Open the language model and the tokenizer in a folder of transformers; no code in it is executed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from residua.conversion.configuration import AutoModelForCausalLM  # it knows converted models
 from residua.errors import InputError, extra, first_line
 from residua.models.configuration import usable
-from residua.records.reading import file_name, read_json_files
+from residua.records.reading import read_json
 
 with extra("lab"):
     from transformers import (
@@ -37,12 +37,12 @@ def read_model(
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} must be a run folder or one with a model of transformers, found no config.json")
-    files = read_json_files(folder)
+    if (folder / "adapter_config.json").is_file():
+        raise InputError(f"{folder} must be a whole model, found an adapter (adapter_config.json); merge it first")
+    content = read_json(folder / "config.json")
     try:
-        _refuse_what_leads_elsewhere(folder, files)
-        settings = usable(files["config.json"], folder / "config.json")
-        changed = settings != files["config.json"]
-        config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings) if changed else None
+        settings = usable(content, folder / "config.json")
+        config = None if settings == content else CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
         with quiet():
             opened: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -107,17 +107,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _refuse_what_leads_elsewhere(folder: Path, files: Mapping[str, Any]) -> None:
-    """Check that no JSON file of a model folder makes transformers read or download anything outside the folder.
-
-    Raises:
-        InputError: weights in another folder, or an adapter of another model.
-    """
-    if "adapter_config.json" in files:
-        raise InputError(f"{folder} must be a whole model, found an adapter (adapter_config.json); merge it first")
-    for name, index in files.items():
-        if name.endswith(".index.json"):
-            for file in index["weight_map"].values():
-                file_name(folder, file)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from residua.connections import Scheme, describe, resolve
-from residua.errors import check_types, extra, fits, require
-from residua.model_fields import MOST_LAYERS, ModelFields
+from residua.errors import check_types, extra
+from residua.model_fields import ModelFields
 from residua.models.memory import states_per_layer
 
 with extra("lab"):
@@ -20,11 +20,8 @@ def usable(config: Any, source: object) -> Any:
     """Return the content of a configuration file without attention that is not in `ATTENTION`, and warn if it has some.
 
     The model then runs with the default attention. Pass another one to `from_pretrained`.
-
-    Raises:
-        ValueError: the file names more than `MOST_LAYERS` layers, which are built until there is no memory.
     """
-    content = _usable(config, source)
+    content = _without_attention(config)
     if content != config:
         warnings.warn(
             f"{source}: the attention that the file names is left out, because code may be downloaded for it; give "
@@ -34,19 +31,14 @@ def usable(config: Any, source: object) -> Any:
     return content
 
 
-def _usable(config: Any, source: object) -> Any:
+def _without_attention(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     content = {}
     for key, value in config.items():
-        if key.lstrip("_").startswith("attn_implementation"):
-            if all(name in ATTENTION for name in (value.values() if isinstance(value, dict) else [value])):
-                content[key] = value
-        elif key.endswith(("layer", "layers")) and fits(value, int):
-            require(value <= MOST_LAYERS, f"{source}: {key}", f"at most {MOST_LAYERS}", value)
-            content[key] = value
-        else:
-            content[key] = _usable(value, source)
+        names = value.values() if isinstance(value, dict) else [value]
+        if not key.lstrip("_").startswith("attn_implementation") or all(name in ATTENTION for name in names):
+            content[key] = _without_attention(value)
     return content
 
 
