@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from support.browser import browser, open_page, open_shared_page  # noqa: F401
-from support.processes import start  # noqa: F401
+from support.processes import alone, start  # noqa: F401
 
 # A shell starts what runs in the background with SIGINT ignored, and nohup with SIGHUP; tests send both.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, vmap
@@ -15,7 +14,7 @@ from residua.connections import PRESETS, Connection, WideProjection
 from residua.models import ResiduaForCausalLM
 from support.tiny_models import prompt, tiny_config
 from support.tolerances import assert_close
-from support.variants import perturbed
+from support.variants import KINDS, perturbed
 
 # FSDP warns that a connection may return a view; no code changes it in place.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
@@ -188,14 +187,6 @@ def test_quantizers_of_transformers_read_which_maps_to_leave(name):
     assert all(isinstance(connection, Connection) for connection in model.model.stream.connections)
 
 
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of this process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @every_preset
 def test_connections_sharded_one_by_one_train_as_before(name, alone):
     from torch.distributed.fsdp import fully_shard
@@ -223,8 +214,9 @@ def test_a_sharded_connection_in_a_loop_of_your_own(alone):
     assert_close(stream.connections[0].write(sublayer(x), carry), expected)
 
 
-@every_preset
+@pytest.mark.parametrize("name", sorted(KINDS))
 def test_gradients_of_each_sequence_of_a_language_model(name):
+    """Of every preset without a model: tests/connections/test_torch_func.py."""
     model, ids = model_of(name).double(), prompt(2, 5)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 

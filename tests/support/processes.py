@@ -21,6 +21,16 @@ def start():
     return start
 
 
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def _member(rank, size, path, function, arguments):
     import torch
 
