@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import transformers
+from transformers import PreTrainedModel
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -34,11 +35,10 @@ def row(family: str) -> str:
     kinds = [
         "; ".join(" + ".join(f"`{name}`" for name in sub.readers) for sub in layer) for layer in dict.fromkeys(anatomy)
     ]
-    return _line(family, "bit-equal", _in_bfloat16(family), " or ".join(dict.fromkeys(kinds)))
+    return _line(family, "bit-equal", _in_bfloat16(model.bfloat16()), " or ".join(dict.fromkeys(kinds)))
 
 
-def _in_bfloat16(family: str) -> str:
-    model = tiny(family).bfloat16()
+def _in_bfloat16(model: PreTrainedModel) -> str:
     try:
         inputs = inputs_of(model)
     except InputError:
