@@ -101,20 +101,17 @@ class Case(NamedTuple):
 
 
 TINY = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": LAYERS, "rms_norm_eps": 1e-5, "pad_token_id": 0}
-MLA = {
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 4,
-    "index_head_dim": 4,
-    "index_n_heads": 2,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+SLIDING_HEADS = {f"swa_{name}": size for name, size in HEADS.items()}
+RELATIVE = {"sliding_window_size": 4, "d_rel": 4, "rel_extent": 8}
+EXPERTS = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+ROUTED_EXPERTS = {"moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4},
+    **{"v_head_dim": 4, "index_head_dim": 4, "index_n_heads": 2, "intermediate_size": 24},
+    **ROUTED_EXPERTS,
 }
+HYV4 = LATENT | {"index_topk": 8, "hc_mult": 3, "hc_magnitude": 1.7, "hc_eps": 1e-2}
 # What schemes are built from, beside the options that a model does not have.
 ANY = {
     **{"hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "hc_magnitude": 2.0, "hc_count": 4, "hc_lowrank": 8},
@@ -129,98 +126,45 @@ CASES = {
             "DeepseekV4Config",
             "DeepseekV4Model",
             {
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "head_dim": 8,
-                "q_lora_rank": 8,
-                "partial_rotary_factor": 0.5,
-                "moe_intermediate_size": 8,
-                "n_routed_experts": 4,
-                "num_experts_per_tok": 2,
-                "o_groups": 2,
-                "o_lora_rank": 4,
-                "index_n_heads": 2,
-                "index_head_dim": 8,
-                "layer_types": ["sliding_attention"] * LAYERS,
-                "mlp_layer_types": ["moe"] * LAYERS,
-                "hc_mult": 3,
-                "hc_sinkhorn_iters": 4,
-                "hc_eps": 1e-3,
+                **HEADS,
+                **ROUTED_EXPERTS,
+                **{"q_lora_rank": 8, "partial_rotary_factor": 0.5, "o_groups": 2, "o_lora_rank": 4},
+                **{"index_n_heads": 2, "index_head_dim": 8, "layer_types": ["sliding_attention"] * LAYERS},
+                **{"mlp_layer_types": ["moe"] * LAYERS, "hc_mult": 3, "hc_sinkhorn_iters": 4, "hc_eps": 1e-3},
             },
         ),
         Case(
             "glm5_next",
             "Glm5NextTextConfig",
             "Glm5NextTextModel",
-            MLA
-            | {
-                "qk_rope_head_dim": 0,
-                "index_topk": 4,
-                "index_kpool": 2,
-                "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+            {
+                **LATENT,
+                **{"qk_rope_head_dim": 0, "index_topk": 4, "index_kpool": 2, "linear_head_dim": 4},
+                **{"layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "linear_num_heads": 2},
                 "mlp_layer_types": ["dense", "sparse", "sparse"],
-                "linear_head_dim": 4,
-                "linear_num_heads": 2,
             },
         ),
-        Case(
-            "hy_v4",
-            "HYV4Config",
-            "HYV4Model",
-            MLA | {"qk_rope_head_dim": 4, "index_topk": 8, "hc_mult": 3, "hc_magnitude": 1.7, "hc_eps": 1e-2},
-        ),
-        Case(
-            "hy_v4_vl",
-            "HYV4VLTextConfig",
-            "HYV4VLTextModel",
-            MLA
-            | {
-                "qk_rope_head_dim": 64,
-                "index_head_dim": 64,
-                "index_topk": 8,
-                "hc_mult": 3,
-                "hc_magnitude": 1.7,
-                "hc_eps": 1e-2,
-            },
-        ),
+        Case("hy_v4", "HYV4Config", "HYV4Model", HYV4 | {"qk_rope_head_dim": 4}),
+        Case("hy_v4_vl", "HYV4VLTextConfig", "HYV4VLTextModel", HYV4 | {"qk_rope_head_dim": 64, "index_head_dim": 64}),
         Case("doge", "DogeConfig", "DogeModel", {"num_attention_heads": 2, "intermediate_size": 24}),
         Case(
             "zaya",
             "ZayaConfig",
             "ZayaModel",
-            {
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "head_dim": 8,
-                "moe_intermediate_size": 8,
-                "num_experts": 4,
-                "router_hidden_size": 8,
-            },
+            HEADS | {"moe_intermediate_size": 8, "num_experts": 4, "router_hidden_size": 8},
         ),
         Case(
             "qwen4_exp",
             "Qwen4ExpTextConfig",
             "Qwen4ExpTextModel",
             {
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "head_dim": 8,
-                "linear_key_head_dim": 4,
-                "linear_value_head_dim": 4,
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 2,
-                "moe_intermediate_size": 8,
-                "shared_expert_intermediate_size": 8,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
-                "indexer_n_heads": 2,
-                "indexer_kv_heads": 1,
-                "indexer_head_dim": 8,
-                "indexer_budget": 4,
+                **HEADS,
+                **EXPERTS,
+                **{"linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_num_key_heads": 2},
+                **{"linear_num_value_heads": 2, "shared_expert_intermediate_size": 8, "hc_count": 3, "hc_lowrank": 5},
+                **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4},
                 "indexer_compress_ratio": 2,
-                "hc_count": 3,
-                "hc_lowrank": 5,
+                "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
             },
             norm_in_head=True,
         ),
@@ -229,17 +173,10 @@ CASES = {
             "Gemma3nTextConfig",
             "Gemma3nTextModel",
             {
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "head_dim": 8,
-                "intermediate_size": 24,
-                "vocab_size_per_layer_input": 11,
-                "hidden_size_per_layer_input": 4,
-                "sliding_window": 4,
+                **HEADS,
+                **{"intermediate_size": 24, "vocab_size_per_layer_input": 11, "hidden_size_per_layer_input": 4},
+                **{"sliding_window": 4, "num_kv_shared_layers": 0, "altup_num_inputs": 3, "laurel_rank": 5},
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-                "num_kv_shared_layers": 0,
-                "altup_num_inputs": 3,
-                "laurel_rank": 5,
             },
         ),
         Case(
@@ -247,22 +184,13 @@ CASES = {
             "Inkling2TextConfig",
             "Inkling2TextModel",
             {
-                "rms_norm_eps": 1e-6,  # its reads over depth have no other
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "head_dim": 8,
-                "swa_num_attention_heads": 2,
-                "swa_num_key_value_heads": 1,
-                "swa_head_dim": 8,
-                "sliding_window_size": 4,
-                "d_rel": 4,
-                "rel_extent": 8,
-                "moe_intermediate_size": 8,
-                "n_routed_experts": 4,
-                "num_experts_per_tok": 2,
-                "num_hidden_layers": 5,
-                "layer_types": ["hybrid_sliding", "hybrid"] * 2 + ["hybrid_sliding"],
+                **HEADS,
+                **SLIDING_HEADS,
+                **RELATIVE,
+                **ROUTED_EXPERTS,
+                **{"num_hidden_layers": 5, "layer_types": ["hybrid_sliding", "hybrid"] * 2 + ["hybrid_sliding"]},
                 "n_layers_per_attn_res_block": 2,
+                "rms_norm_eps": 1e-6,  # its reads over depth have no other
             },
         ),
     ]
@@ -339,6 +267,33 @@ def run(stream: Stream, x: Tensor, sublayers: list, after_layers: list[Callable[
     return stream.collapse(state)
 
 
+class Pass:
+    """One pass of a model of transformers with gradients, and what the modules of its sublayers were called with."""
+
+    def __init__(self, model: nn.Module, parts: list[list[nn.Module]], **inputs: Tensor):
+        self.model, self.x = model, normal(2, TOKENS, model.config.hidden_size).requires_grad_()
+        self.weights = normal(*self.x.shape, seed=3)
+        with WideIslands(), recorded([module for part in parts for module in part]) as calls:
+            self.out = model(inputs_embeds=self.x, use_cache=False, **inputs).last_hidden_state
+            (self.out * self.weights).sum().backward()
+        self.gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        self.gradient_of_x, self.x.grad = self.x.grad, None
+        model.zero_grad()
+        made = iter(calls)
+        self.sublayers = [again(part, [next(made)[0] for _ in part], f"sublayer {i}") for i, part in enumerate(parts)]
+
+    def expect(self, ours: Tensor) -> None:
+        """The output, the gradient of the embeddings, and after it those of the parameters may be compared."""
+        (ours * self.weights).sum().backward()
+        assert_equal(ours, self.out, "output")
+        assert_equal(self.x.grad, self.gradient_of_x, "gradient of the embeddings")
+
+    def expect_gradients(self, names: Any) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name in names and self.gradients[name] is not None:
+                assert_equal(parameter.grad, self.gradients[name], name)
+
+
 def assert_equal(actual: Tensor, expected: Tensor, what: str) -> None:
     """Equal to 1e-12, relative to the largest number."""
     difference = (actual - expected).abs().max().item()
@@ -351,37 +306,21 @@ def test_the_model_in_our_stream(model_type):
     case = CASES[model_type]
     model = tiny(case)
     config, dim = model.config, model.config.hidden_size
-    x = normal(2, TOKENS, dim).requires_grad_()
-    weights = normal(2, TOKENS, dim, seed=3)
-    parts = [modules for layer in model.layers for modules in sublayers_of(layer)]
-    with WideIslands(), recorded([module for modules in parts for module in modules]) as calls:
-        theirs = model(inputs_embeds=x, use_cache=False).last_hidden_state
-        (theirs * weights).sum().backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    expected_x, x.grad = x.grad, None
-    model.zero_grad()
-
-    scheme = dialects.scheme(config)
-    stream = scheme.build(dim, 2 * config.num_hidden_layers, norm_eps=config.rms_norm_eps).double()
+    theirs = Pass(model, [modules for layer in model.layers for modules in sublayers_of(layer)])
+    stream = dialects.scheme(config).build(dim, 2 * config.num_hidden_layers, norm_eps=config.rms_norm_eps).double()
     dialects.load(stream, model.state_dict(), model_type)
-    made = iter(calls)
-    sublayers = [again(one, [next(made)[0] for _ in one], f"sublayer {i}") for i, one in enumerate(parts)]
     with WideIslands():
-        ours = run(stream, embedded(model, x), sublayers, per_layer_inputs(model, x))
-        ours = ours if case.norm_in_head else model.norm(ours)
-        (ours * weights).sum().backward()
-    assert_equal(ours, theirs, "output")
-    assert_equal(x.grad, expected_x, "gradient of the embeddings")
+        ours = run(stream, embedded(model, theirs.x), theirs.sublayers, per_layer_inputs(model, theirs.x))
+        theirs.expect(ours if case.norm_in_head else model.norm(ours))
 
     renamed = dialects.names(stream, model_type)
     for name, parameter in stream.named_parameters():
-        found = expected.pop(renamed[name]).reshape(parameter.shape)
-        assert found.abs().max() > 1e-9, f"{name} has no influence"
-        assert_equal(parameter.grad, found, name)
-    for name, parameter in model.named_parameters():
-        if name in expected and expected[name] is not None:
-            assert_equal(parameter.grad, expected[name], name)
-    left = [name for name in expected if any(key in name for key in OURS) and "correct_output_scale" not in name]
+        expected = theirs.gradients[renamed[name]].reshape(parameter.shape)
+        assert expected.abs().max() > 1e-9, f"{name} has no influence"
+        assert_equal(parameter.grad, expected, name)
+    others = theirs.gradients.keys() - renamed.values()
+    theirs.expect_gradients(others)
+    left = [name for name in others if any(key in name for key in OURS) and "correct_output_scale" not in name]
     assert not left, "all parameters of connections were compared"
 
 
@@ -412,12 +351,8 @@ def test_minimax_is_deepnorm_with_the_norm_of_the_next_sublayer():
 
 
 def test_inkling_convolves_what_its_sublayers_write():
-    options = {
-        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "swa_num_attention_heads": 2},
-        **{"swa_num_key_value_heads": 1, "swa_head_dim": 8, "sliding_window_size": 4, "d_rel": 4, "rel_extent": 8},
-        **{"moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
-        "mlp_layer_types": ["dense"] * LAYERS,
-    }
+    options = {"intermediate_size": 24, "mlp_layer_types": ["dense"] * LAYERS}
+    options |= HEADS | SLIDING_HEADS | RELATIVE | ROUTED_EXPERTS
     model = tiny(Case("inkling", "InklingTextConfig", "InklingTextModel", options))
     norms = [norm for layer in model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     stream = Residual(branch="conv").build(16, 2 * LAYERS, norm=norms.__getitem__).double()
@@ -440,21 +375,12 @@ def expect_scaled(
     scales: made from parameters of the model, whose gradients are compared too. more: for the embeddings, the third
     sublayer of every layer.
     """
-    x, weights = normal(2, TOKENS, 16).requires_grad_(), normal(2, TOKENS, 16, seed=3)
-    parts = [part for layer in model.layers for part in sublayers_of(layer)]
-    with WideIslands(), recorded([module for part in parts for module in part]) as calls:
-        theirs = model(inputs_embeds=x, use_cache=False, **inputs).last_hidden_state
-        (theirs * weights).sum().backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    expected_x, x.grad = x.grad, None
-    model.zero_grad()
-
-    made = iter(calls)
-    sublayers = [again(part, [next(made)[0] for _ in part], f"sublayer {i}") for i, part in enumerate(parts)]
+    theirs = Pass(model, [part for layer in model.layers for part in sublayers_of(layer)], **inputs)
+    sublayers = theirs.sublayers
     norms = [norm for layer in model.layers for norm in (layer.input_layernorm, layer.pre_feedforward_layernorm)]
     if more is not None:
         with WideIslands():
-            third = more(x)
+            third = more(theirs.x)
         for i, sublayer in enumerate(third):
             sublayers.insert(3 * i + 2, sublayer)
             norms.insert(3 * i + 2, nn.Identity())
@@ -466,25 +392,21 @@ def expect_scaled(
             for name, scale in zip("rp", pair):
                 connection.scales[name].weight.copy_(scale)
     with WideIslands():
-        ours = model.norm(run(stream, x, sublayers, []))
-        (ours * weights).sum().backward()
+        theirs.expect(model.norm(run(stream, theirs.x, sublayers, [])))
     for connection, pair in zip(stream.connections, scales):
         for name, scale in zip("rp", pair):
             if scale.requires_grad:
                 scale.backward(connection.scales[name].weight.grad, retain_graph=True)
-    assert_equal(ours, theirs, "output")
-    assert_equal(x.grad, expected_x, "gradient of the embeddings")
-    for name, parameter in model.named_parameters():
-        if expected[name] is not None:
-            assert_equal(parameter.grad, expected[name], name)
+    theirs.expect_gradients(theirs.gradients)
 
 
 @pytest.mark.parametrize("width", [0, 4])
 def test_gemma4_scales_the_state_behind_a_layer(width):
     """x <- s (x + h) behind the last sublayer of a layer: that of its own embeddings, if they have a width."""
     options = {
-        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 8},
-        **{"intermediate_size": 24, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+        **HEADS,
+        **{"global_head_dim": 8, "intermediate_size": 24, "sliding_window": 4},
+        **{"layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
         **{"vocab_size_per_layer_input": 11, "hidden_size_per_layer_input": width},
     }
     model = tiny(Case("gemma4", "Gemma4TextConfig", "Gemma4TextModel", options))
@@ -511,11 +433,8 @@ def test_gemma4_scales_the_state_behind_a_layer(width):
 
 def test_beam_keeps_the_variance_of_a_sum():
     """x <- sqrt(1 - 1 / k) x + h / sqrt(k) with k = 2, 3, ...: the sum of the embedding and k - 1 outputs / sqrt(k)."""
-    options = {
-        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24},
-        **{"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
-        **{"sliding_window": 4, "mlp_layer_types": ["dense", "sparse", "dense"]},
-    }
+    options = {"intermediate_size": 24, "n_group": 2, "topk_group": 1, "sliding_window": 4}
+    options |= HEADS | EXPERTS | {"mlp_layer_types": ["dense", "sparse", "dense"]}
     model = tiny(Case("beam", "BeamConfig", "BeamModel", options))
     squares = [torch.tensor([1 / k], dtype=torch.float64) for k in range(2, 2 * LAYERS + 2)]
     expect_scaled(model, [((1 - p).sqrt(), p.sqrt()) for p in squares])
@@ -524,9 +443,10 @@ def test_beam_keeps_the_variance_of_a_sum():
 def test_muse_spark_gates_every_feature():
     """x <- a x + b h, where b = sigmoid(w / temperature) and a = sqrt(max(1 - b^2, 0.001)) for each feature."""
     options = {
-        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24},
-        **{"moe_hidden_size": 8, "moe_intermediate_size": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-        **{"sliding_window": 4, "mlp_layer_types": ["dense", "sparse", "dense"], "residual_gate_temperature": 0.3},
+        **HEADS,
+        **{"intermediate_size": 24, "moe_hidden_size": 8, "moe_intermediate_size": 8, "num_local_experts": 4},
+        **{"num_experts_per_tok": 2, "sliding_window": 4, "mlp_layer_types": ["dense", "sparse", "dense"]},
+        "residual_gate_temperature": 0.3,
     }
     model = tiny(Case("muse_spark", "MuseSparkTextConfig", "MuseSparkTextModel", options))
     gates = [
