@@ -23,7 +23,7 @@ gc.disable()  # what is imported and collected stays: looking for garbage in it 
 with suppress(ModuleNotFoundError):  # `make gpu` runs tests where hypothesis may be missing, and none of them needs it
     from hypothesis import settings
 
-    settings.register_profile("residua", deadline=None, derandomize=True)
+    settings.register_profile("residua", deadline=None, derandomize=True, max_examples=50)
     settings.register_profile("quick", settings.get_profile("residua"), max_examples=5)  # of `make check`
     settings.load_profile("residua")
 
