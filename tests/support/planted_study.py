@@ -104,13 +104,13 @@ def costs():
     return [cost("residual", 1.0, 1000.0), cost("ddl", 1.5, 1000.0 * 1.5**0.5)]
 
 
-def folder(place, runs=None, known=None, audits=None):
+def folder(place, runs=None, known=None):
     """Write the folder of the planted study."""
     place.mkdir(exist_ok=True)
     (place / "study.json").write_text(json.dumps(asdict(study())))
     (place / "settings.json").write_text(json.dumps({"title": "Planted", "data": "f" * 64}))
     kinds = {"records": records() if runs is None else runs, "costs": costs() if known is None else known}
-    for name, rows in {**kinds, "audits": audits or []}.items():
+    for name, rows in kinds.items():
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place
 

@@ -121,14 +121,13 @@ def verify(
     schemes: tuple[str, ...] | None = None,
     rungs: tuple[str, ...] | None = None,
     seeds: tuple[Natural, ...] | None = None,
-    share: float | None = None,
-    connections: bool = False,
+    share: float = 0.1,
 ) -> int:
     """Repeat some runs of a study, and compare to the last bit.
 
     Examples:
         residua study verify runs/mine --share 0.1
-        residua study verify runs/mine --connections --schemes ddl
+        residua study verify runs/mine --schemes ddl --share 1
 
     Args:
         folder (DIR): the folder of a study
@@ -136,25 +135,17 @@ def verify(
         schemes (SCHEME): runs of these (default: all)
         rungs: runs of these sizes (default: all)
         seeds (N): runs of these (default: all)
-        share: of these runs (default: 0.1; 1 with --connections)
-        connections: also measure the connections at every evaluation of reported runs, of the first seed without
-            --seeds, for the report
+        share: of these runs
     """
     from residua.lab.study.verify import verify
 
     count = wrong = 0
-    share = share if share is not None else 1 if connections else 0.1
-    options = {"data": data, "schemes": schemes, "rungs": rungs, "seeds": seeds, "connections": connections}
-    for rerun in verify(folder, share=share, **options):
+    for rerun in verify(folder, data=data, share=share, schemes=schemes, rungs=rungs, seeds=seeds):
         count, wrong = count + 1, wrong + (not rerun.equal)
         outcome = "equal to the last bit"
         if not rerun.equal:
             where = f" (recorded with {rerun.elsewhere}; last bits differ there)" if rerun.elsewhere else ""
             outcome = f"recorded {rerun.recorded['val_loss']}, now {rerun.repeated['val_loss']}{where}"
-        steps = f"; measured at {len(rerun.points)} steps" if connections else ""
-        print(f"{rerun.key}: {outcome}{steps}", flush=True)
-    if count:
-        print(f"{count - wrong} of {count} runs are equal to the last bit")
-    else:
-        print(f"all of these runs are measured; residua study report {folder} shows them")
+        print(f"{rerun.key}: {outcome}", flush=True)
+    print(f"{count - wrong} of {count} runs are equal to the last bit")
     return 1 if wrong else 0

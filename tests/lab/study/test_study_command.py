@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -236,44 +235,6 @@ def nudged(row):
     return {**row, "val_loss": loss, "curve": [*row["curve"][:-1], [row["steps"], loss]]}
 
 
-@pytest.mark.slow
-def test_a_repeated_run_is_measured_along_training(finished, data, tmp_path, capsys):
-    out = tmp_path / "out"
-    shutil.copytree(finished / "out", out)
-    argv = ["study", "verify", str(out), "--data", str(data), "--schemes", "ddl", "--connections"]
-    assert main(argv) == 0
-    said = capsys.readouterr().out
-    assert "ddl report seed=1" in said
-    assert "equal to the last bit; measured at 2 steps" in said
-    (row,) = jsonlines.read(out / "audits.jsonl")
-    (recorded,) = (
-        r for r in jsonlines.read(out / "records.jsonl") if (r["scheme"], r["kind"], r["seed"]) == ("ddl", "report", 1)
-    )
-    assert row["equal"] is True
-    assert [point["step"] for point in row["points"]] == [step for step, _ in recorded["curve"]]
-    for point in row["points"]:
-        for sublayer in point["sublayers"]:
-            assert sublayer["identity"] + sublayer["projection"] + sublayer["reflection"] == pytest.approx(1)
-            assert sublayer["beta_q05"] <= sublayer["beta_q50"] <= sublayer["beta_q95"]
-            assert sublayer["discrepancy_norm"] > 0
-    assert main(["study", "report", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "## Gates along training" in said
-    assert main(argv) == 0  # it is there, and not made twice
-    assert "all of these runs are measured" in capsys.readouterr().out
-    assert main([*argv, "--seeds", "2"]) == 0
-    assert [row["seed"] for row in jsonlines.read(out / "audits.jsonl")] == [1, 2]
-    capsys.readouterr()
-    assert main(["study", "report", str(out)]) == 0
-    assert "| small | `ddl`, seed 2 |" in capsys.readouterr().out
-    assert main([*argv, "--seeds", "9"]) == 2
-    assert "must have finished runs of these schemes, sizes and seeds, got none" in capsys.readouterr().err
-    write(out, map(nudged, jsonlines.read(out / "records.jsonl")))
-    (out / "audits.jsonl").unlink()
-    assert main(argv) == 1
-    assert "0 of 1 runs are equal to the last bit" in capsys.readouterr().out
-
-
 def alone(finished, tmp_path):
     """A copy of the folder in which nobody has trained ddl."""
     folder = tmp_path / "alone"
@@ -315,7 +276,6 @@ def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_p
         (["report"], "the following arguments are required: DIR"),
         (["report", "nowhere"], "found no study.json"),
         (["verify", "nowhere"], "found no study.json"),
-        (["verify", "nowhere", "--connections"], "found no study.json"),
         (["run", "resbench", "extra", "--out", "x"], "unexpected argument"),
         (["run", "resbench", "--out", "x", "--seeds", "7"], "unknown option --seeds"),
         (["run", "resbench", "--out", "x", "--rounds", "3"], "--rounds must be at least 9, got 3"),

@@ -1,7 +1,6 @@
 """What records say: planted differences are found, and nothing is said where there is nothing to compare with."""
 
 import csv
-import dataclasses
 import io
 import math
 
@@ -307,19 +306,6 @@ def test_a_name_of_a_scheme_or_a_size_is_no_markup():
     assert "<img" not in text
     assert [line for line in text.splitlines() if line.startswith("b`")] == []
     assert "| `&lt;img src=x> \\| a b` |" in text
-
-
-def test_an_audit_stands_in_the_report_with_means_over_the_sublayers():
-    sublayers = [
-        {"sublayer": f"1 {kind}", "beta": beta, "beta_q05": beta - 0.1, "beta_q50": beta, "beta_q95": beta + 0.1,
-         "identity": 0.0, "projection": 1.0, "reflection": 0.0}
-        for kind, beta in (("attention", 0.8), ("mlp", 1.2))
-    ]  # fmt: skip
-    audit = {"rung": "small", "scheme": "ddl", "equal": True, "points": [{"step": 50, "sublayers": sublayers}]}
-    found = dataclasses.replace(results(study(), records(), costs()), audits=[audit])
-    assert "| small | `ddl` | 50 | 1 [0.90, 1.10] | 0% | 100% | 0% |" in markdown(found)
-    found = dataclasses.replace(found, audits=[{**audit, "equal": False}])
-    assert "`ddl`, other bits than its record" in markdown(found)
 
 
 def test_the_best_finalist_is_reported_and_without_all_of_them_there_is_no_row():

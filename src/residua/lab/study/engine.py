@@ -6,7 +6,6 @@ A folder of a study holds
     settings.json    its title and the fingerprint of the data: others are refused
     records.jsonl    one line for every finished run
     costs.jsonl      one line for what a step of each scheme costs at each size
-    audits.jsonl     one line for every run whose connections were measured, see `verify`
     runs/            the state of runs that are under way
 """
 

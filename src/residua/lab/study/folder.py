@@ -8,8 +8,6 @@ from residua.records import jsonlines
 from residua.records.folder import read_object
 from residua.records.jobs import Record
 
-AUDITS = "audits.jsonl"
-
 
 def read_folder(out: Path) -> Study:
     """The study that a folder holds. Raises InputError where it holds none."""

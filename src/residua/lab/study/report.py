@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from residua.lab.study.results import (
     Difference,
     Results,
     Row,
-    gates_of,
 )
 from residua.records.durable import write_text
 from residua.records.figures import save
@@ -73,8 +71,6 @@ def markdown(results: Results) -> str:
             tables = [_markdown(asked.table)] if asked.table else []
             for part in (f"### {_text(asked.ask)}", *tables, *map(_text, asked.remarks)):
                 lines += [part, ""]
-    if results.audits:
-        lines += ["## Gates along training", "", MEANS, "", _markdown(audit_table(results)), ""]
     return "\n".join([*lines, "## How to read this", "", *_reading(results), ""])
 
 
@@ -213,59 +209,6 @@ def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: in
         cells = [texts.get((scheme, to, measure, size), "–") for size in sizes]
         rows.append([pair, *([measure] if len(measures) > 1 else []), *cells])
     return Table([*header, *sizes], rows)
-
-
-MEANS = (
-    "Means over the sublayers and over held-out tokens of one run. A gate: mean [5 %, 95 % of the tokens]. Shares "
-    "of the tokens by beta: enlarging below -0.5, identity to 0.5, projection to 1.5, reflection above."
-)
-
-
-def audit_table(results: Results) -> Table:
-    """What the audited runs' connections did at the first, the middle and the last evaluation."""
-    gates = {gate: gate for audit in results.audits for gate in gates_of(audit)}
-    shown = gates | {
-        name: title for name, title in AUDITED.items() if any(_means(a["points"][-1], name) for a in results.audits)
-    }
-    rows = []
-    for audit in results.audits:
-        points, seed = audit["points"], audit.get("seed", results.study.seeds[0])
-        other = f", seed {seed}" if seed != results.study.seeds[0] else ""
-        other += "" if audit["equal"] else ", other bits than its record"
-        for point in [points[i] for i in sorted({0, len(points) // 2, len(points) - 1})]:
-            cells = [str(point["step"]), *(_measured(point, key) for key in shown)]
-            rows.append([audit["rung"], f"{_names([audit['scheme']])}{other}", *cells])
-    return Table(["size", "scheme", "step", *shown.values()], rows)
-
-
-AUDITED = {
-    "enlarging": "enlarging",
-    "identity": "identity",
-    "projection": "projection",
-    "reflection": "reflection",
-    "discrepancy_norm": "discrepancy",
-    "erase_norm": "erased",
-    "write_norm": "written",
-    "distance_from_identity": "|H − I|",
-    "output_norm": "|y|",
-    "state_norm": "|X|",
-}
-"""What the table of an audit shows of the `sublayer_statistics`, beside the gates."""
-
-
-def _means(point: Record, name: str) -> list[float]:
-    return [row[name] for row in point["sublayers"] if row.get(name) is not None]
-
-
-def _measured(point: Record, name: str) -> str:
-    values = _means(point, name)
-    if not values:
-        return "–"
-    mean = statistics.fmean(values)
-    if name in ("enlarging", "identity", "projection", "reflection"):
-        return f"{mean:.0%}"
-    ends = [_means(point, f"{name}_{level}") for level in ("q05", "q95")]
-    return f"{mean:.3g}" + (f" [{', '.join(f'{statistics.fmean(end):.2f}' for end in ends)}]" if all(ends) else "")
 
 
 def _shortened(texts: Sequence[str]) -> str:
@@ -480,8 +423,6 @@ def payload(results: Results) -> dict[str, Any]:
         ],
         "primary": primary_table(results) if results.corrected else None,
         "questions": [asked._asdict() for asked in questions(results)],
-        "gates": audit_table(results) if results.audits else None,
-        "means": MEANS,
     }
 
 

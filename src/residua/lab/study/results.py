@@ -7,12 +7,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.lab.study.definition import MEASURES, Question, Study
-from residua.lab.study.folder import AUDITS, read_folder, read_runs
+from residua.lab.study.folder import read_folder, read_runs
 from residua.lab.study.search import at_edge, loss_of, winners
 from residua.records import jsonlines
 from residua.records.folder import read_object
@@ -216,12 +216,6 @@ class Results:
     rows: Sequence[Row]
     answers: Sequence[Answer]
     corrected: Mapping[tuple[str, str, str], Difference]
-    audits: Sequence[Record] = ()
-
-    def with_audits(self, audits: Sequence[Record]) -> "Results":
-        """The same with the audits of the runs behind its rows, the last one of each run."""
-        behind = {run["key"] for row in self.rows for run in row.runs}
-        return replace(self, audits=[a for a in {a["key"]: a for a in audits}.values() if a["key"] in behind])
 
     def row(self, size: str, scheme: str) -> Row | None:
         return next((row for row in self.rows if (row.size, row.scheme) == (size, scheme)), None)
@@ -265,8 +259,7 @@ def read_results(folder: str | Path) -> Results:
     folder = Path(folder)
     study = read_folder(folder)
     runs = read_runs(folder / "records.jsonl", read_object(folder / "settings.json").get("data"))
-    costs, audits = (jsonlines.read(folder / name) for name in ("costs.jsonl", AUDITS))
-    return results(study, runs, costs).with_audits(audits)
+    return results(study, runs, jsonlines.read(folder / "costs.jsonl"))
 
 
 def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) -> Results:
@@ -414,13 +407,6 @@ def _contrast(row: Row, base: Row, ours: Mapping[int, float], theirs: Mapping[in
     if not shared:
         return None
     return welch(*sides) if row.noise is None or base.noise is None else row.noise.contrast(*sides)
-
-
-def gates_of(audit: Record) -> list[str]:
-    """The gates of an audited run: what has quantiles."""
-    rows = [row for point in audit["points"] for row in point["sublayers"]]
-    names = (key.removesuffix("_q50") for row in rows for key in row if key.endswith("_q50"))
-    return [name for name in dict.fromkeys(names) if name.isidentifier()]
 
 
 def _searched(
