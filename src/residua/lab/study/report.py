@@ -196,10 +196,11 @@ def questions(results: Results) -> Iterator[Asked]:
 def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: int) -> Table:
     """A table of the answers to a question; without a column for what is equal where that is one thing."""
     texts = {
-        (answer.scheme, answer.to, answer.measure, size): _answer(answer, seeds)
+        (answer.scheme, answer.to, answer.measure, size): _difference(difference, seeds)
+        + ("" if difference.seen else f"; would see {difference.estimate.detectable:.4f}")
         for size in sizes
         for answer in at[size]
-        if answer.difference is not None
+        if (difference := answer.difference) is not None
     }
     measures = list(dict.fromkeys(measure for *_, measure, _ in texts))
     header = ["comparison", "at equal"] if len(measures) > 1 else [f"comparison, at equal {measures[0]}"]
@@ -215,16 +216,6 @@ def _shortened(texts: Sequence[str]) -> str:
     most = 8
     more = len(texts) - most
     return "; ".join(texts[:most]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _answer(answer: Answer, seeds: int) -> str:
-    """A difference, with its number of seeds where it is not the study's, and what it would take to see one."""
-    difference = answer.difference
-    estimate = difference.estimate
-    text = estimate_text(estimate, "+.4f")
-    text = f"**{text}**" if difference.clear else text
-    text += f" ({estimate.count} seeds)" if estimate.count != seeds else ""
-    return text if difference.seen else f"{text}; would see {estimate.detectable:.4f}"
 
 
 def _names(names: Iterable[str]) -> str:
@@ -314,18 +305,21 @@ def _ratio(cost: Record | None) -> str:
 
 
 def difference_text(row: Row, baseline: str, measure: str) -> str:
-    """A difference and half of its 95 % interval, bold where it is clear of zero after the correction; or a dash.
-
-    With the number of seeds that both have, where these are not all.
-    """
+    """The difference of a row to a baseline; a dash without an interval."""
     if row.scheme == baseline:
         return "baseline"
     difference = row.difference(baseline, measure)
     if difference is None or difference.estimate is None or difference.estimate.half_width is None:
         return "–"
-    count = difference.estimate.count
-    text = estimate_text(difference.estimate, "+.4f") + (f" ({count} seeds)" if count < row.seeds else "")
-    return f"**{text}**" if difference.clear else text
+    return _difference(difference, row.seeds)
+
+
+def _difference(difference: Difference, seeds: int) -> str:
+    """A difference and half of its 95 % interval, bold where it is clear of zero after the correction; with the number
+    of its seeds where that is another one."""
+    text = estimate_text(difference.estimate, "+.4f")
+    text = f"**{text}**" if difference.clear else text
+    return text if difference.estimate.count == seeds else f"{text} ({difference.estimate.count} seeds)"
 
 
 def _worth(row: Row, baseline: str, study: Study) -> str:
