@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from residua.connections import Projection, Scheme, named, resolve
 from residua.connections.base import as_inputs
 from residua.errors import InputError, did_you_mean
+from residua.models.transformer import total_penalty
 
 STD = 0.02
 TOLERANCE = 0.03  # of the plain residual's parameter count
@@ -171,8 +172,7 @@ class RegressionModel(nn.Module):
     def penalty(self, coefficients: list[Any]) -> Tensor | None:
         """Return the sum of the mean auxiliary losses for the `coefficients` that `forward` collected, or None."""
         losses = [connection.penalty(part) for connection, part in zip(self.connections, coefficients, strict=True)]
-        means = [loss.mean() for loss in losses if loss is not None]
-        return torch.stack(means).sum() if means else None
+        return total_penalty([loss for loss in losses if loss is not None], padding=None)
 
 
 def row(name: str) -> Row:

@@ -7,16 +7,17 @@ into streams. Losses are mean squared errors; whether the best or the last of a 
 
 from typing import Any, NamedTuple
 
+from residua.records.statistics import Estimate
+
 REPOSITORY = "arash-shahmansoori/edelta at 783e727"
 README = f"arXiv:2605.06729; README of {REPOSITORY}"
+SEEDS = 3
 RESEARCH = f"arXiv:2605.06729; docs/RESEARCH.md v3.6 of {REPOSITORY}"
 
 
-class Value(NamedTuple):
-    """A mean and its standard deviation over seeds, None where none was published."""
-
-    mean: float
-    deviation: float | None = None
+def _value(mean: float, deviation: float | None = None) -> Estimate:
+    """A mean over the published seeds, and its standard deviation, None if none was published."""
+    return Estimate(mean, deviation, SEEDS)
 
 
 class Model(NamedTuple):
@@ -47,26 +48,26 @@ MODELS: dict[str, Model] = {
     "edelta-sequence": Model("EDelta, sequence", "EΔ-MHC-Geo", "6 layers", 1_788_000, causal=False),
 }
 # Of README, three seeds: mean squared errors in the order of `MODELS`.
-LOSSES: dict[str, tuple[Value, ...]] = {
+LOSSES: dict[str, tuple[Estimate, ...]] = {
     "gyroscope": (
-        *(Value(3.78e-3, 0.04e-3), Value(3.36e-3, 0.13e-3), Value(4.02e-3, 0.03e-3)),
-        *(Value(3.08e-4, 0.02e-4), Value(1.02e-3, 0.26e-3)),
+        *(_value(3.78e-3, 0.04e-3), _value(3.36e-3, 0.13e-3), _value(4.02e-3, 0.03e-3)),
+        *(_value(3.08e-4, 0.02e-4), _value(1.02e-3, 0.26e-3)),
     ),
     "stability": (
-        *(Value(16.4e-6, 0.7e-6), Value(15.3e-6, 1.8e-6), Value(8650e-6, 140e-6)),
-        *(Value(8.19e-6, 3.69e-6), Value(4.35e-6, 0.27e-6)),
+        *(_value(16.4e-6, 0.7e-6), _value(15.3e-6, 1.8e-6), _value(8650e-6, 140e-6)),
+        *(_value(8.19e-6, 3.69e-6), _value(4.35e-6, 0.27e-6)),
     ),
-    "near-pi": tuple(map(Value, (1.19e-5, 1.11e-5, 9.64e-3, 6.54e-6, 1.44e-6))),
-    "near-pi-multi": tuple(map(Value, (3.34e-6, 3.75e-6, 1.63e-3, 1.69e-6, 1.24e-6))),
+    "near-pi": tuple(map(_value, (1.19e-5, 1.11e-5, 9.64e-3, 6.54e-6, 1.44e-6))),
+    "near-pi-multi": tuple(map(_value, (3.34e-6, 3.75e-6, 1.63e-3, 1.69e-6, 1.24e-6))),
 }
 # Of the models trained on stability: in RESEARCH alone, without a word on seeds.
 NORM_DEVIATIONS = (0.474, 0.506, 0.543, 0.004, 0.001)
 
 # With 500 training vectors: the mean cosine with -x, and the reflection strength beta or the gate gamma.
-REFLECTION: dict[str, dict[str, Value]] = {
-    "pooled-householder-sequence": {"cosine": Value(0.96), "beta": Value(1.995, 0.001)},
-    "jpmhc": {"cosine": Value(-0.30)},
-    "edelta-sequence": {"cosine": Value(0.96), "gamma": Value(0.051, 0.005)},
+REFLECTION: dict[str, dict[str, Estimate]] = {
+    "pooled-householder-sequence": {"cosine": _value(0.96), "beta": _value(1.995, 0.001)},
+    "jpmhc": {"cosine": _value(-0.30)},
+    "edelta-sequence": {"cosine": _value(0.96), "gamma": _value(0.051, 0.005)},
 }
 
 
@@ -74,9 +75,9 @@ def published(task: str) -> list[dict[str, Any]]:
     """Return the published rows of a task.
 
     Each has model, label, causal (of the published code; None on the reflection, where nothing comes later), seeds,
-    source, and what was published of: loss, norm_deviation, cosine, beta, gamma (each a `Value`), parameters.
+    source, and what was published of: loss, norm_deviation, cosine, beta, gamma (each an `Estimate`), parameters.
     """
-    facts = {"seeds": 3, "source": README}
+    facts = {"seeds": SEEDS, "source": README}
     if task == "reflection":
         return [
             {"model": name, "label": MODELS[name].operator, "causal": None, **values, **facts}
@@ -85,6 +86,6 @@ def published(task: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for (name, model), loss, deviation in zip(MODELS.items(), LOSSES[task], NORM_DEVIATIONS):
         row = {"model": name, "label": model.label, "causal": model.causal, "parameters": model.parameters}
-        measured = {"norm_deviation": Value(deviation)} if task == "stability" else {}
+        measured = {"norm_deviation": _value(deviation)} if task == "stability" else {}
         rows.append({**row, "loss": loss, **measured, **facts})
     return rows

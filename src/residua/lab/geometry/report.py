@@ -23,10 +23,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from residua.lab.geometry.published import README, RESEARCH, Value, published
+from residua.lab.geometry.published import README, RESEARCH, published
 from residua.lab.geometry.tasks import TASKS
 from residua.records.durable import write_text
 from residua.records.jsonlines import finite
+from residua.records.statistics import Estimate
 from residua.records.table import Group, Table, cell, grouped
 
 Record = dict[str, Any]
@@ -83,13 +84,13 @@ def is_causal(group: Group[Record]) -> bool | None:
 def summary(records: Sequence[Record], task: str) -> list[dict[str, Any]]:
     """Return the rows of a task's table as numbers: references, then ours, then published; `source` says which.
 
-    Means over seeds are `Value`s. A row never holds numbers of two sources.
+    Means over seeds are `Estimate`s. A row never holds numbers of two sources.
     """
     references = {r["model"]: r for r in records if r.get("kind") == "reference" and r.get("task") == task}
     rows: list[dict[str, Any]] = []
     for record in references.values():
         row = {"source": REFERENCE, "name": record["label"], "model": record["model"], "causal": record["causal"]}
-        rows.append(row | {key: Value(record[key]) for key in AVERAGED if record.get(key) is not None})
+        rows.append(row | {key: Estimate.of([record[key]]) for key in AVERAGED if record.get(key) is not None})
     rows += [_ours(group) for group in groups(records, task)]
     for entry in published(task):
         row = {"source": PUBLISHED, "name": entry["label"], "citation": entry["source"]}
@@ -121,12 +122,6 @@ def write_tables(records: Sequence[Record], folder: str | Path) -> list[Path]:
     return [markdown, numbers]
 
 
-def mean(group: Group[Record], key: str) -> Value | None:
-    """Return mean and sample standard deviation (None for one seed) over the runs that have `key`."""
-    estimate = group.estimate(lambda run: run.get(key))
-    return estimate and Value(estimate.mean, estimate.deviation)
-
-
 def _ours(group: Group[Record]) -> dict[str, Any]:
     first = group.runs[0]
     return {
@@ -138,14 +133,14 @@ def _ours(group: Group[Record]) -> dict[str, Any]:
         "causal": is_causal(group),
         "parameters": first["parameters"],
         "position0_leak": any(run.get("position0_leak") for run in group.runs),
-        **{key: mean(group, key) for key in AVERAGED},
+        **{key: group.estimate(lambda run, key=key: run.get(key)) for key in AVERAGED},
     }
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with its `Value`s as objects for JSON."""
+    """Return a row with its `Estimate`s as objects for JSON."""
     return {
-        key: {"mean": value.mean, "std": value.deviation} if isinstance(value, Value) else value
+        key: {"mean": value.mean, "std": value.deviation} if isinstance(value, Estimate) else value
         for key, value in row.items()
     }
 
@@ -158,7 +153,7 @@ def _cell(row: dict[str, Any], key: str) -> str:
         return "causal" if value else "not causal"
     if key == "seeds" and row.get("diverged"):
         return f"{value} ({row['diverged']} diverged)"
-    if not isinstance(value, Value):
+    if not isinstance(value, Estimate):
         return cell(value)
     style, deviation_style = STYLES.get(key, LOSS_STYLE)
     if "citation" in row and key in STYLES:
