@@ -175,13 +175,11 @@ def test_a_run_can_be_opened_at_each_of_its_checkpoints_and_evaluated(config, pr
     earlier = open_run(tmp_path / "run", checkpoint=3, device="cpu")
     assert earlier.step == 3
     assert evaluate(earlier)["val_loss"] == pytest.approx(losses[3], rel=1e-6)
-    with pytest.raises(InputError, match="step 4; there are 3, 6"):
+    with pytest.raises(InputError, match="step 4, found those of steps 3, 6"):
         open_run(tmp_path / "run", checkpoint=4, device="cpu")
 
-    shutil.rmtree(tmp_path / "run" / "tokenizer")
-    tokenizer = open_run(tmp_path / "run", device="cpu").tokenizer
-    assert tokenizer.encode("é") == prepared.tokenizer().encode("é"), "the tokenizer of its data"
-    assert tokenizer.decode(tokenizer.encode("Text")) == "Text"
+    assert opened.tokenizer.encode("é") == prepared.tokenizer().encode("é")
+    assert opened.tokenizer.decode(opened.tokenizer.encode("Text")) == "Text"
 
 
 def test_without_prepared_data_the_run_prepares_its_own_and_a_fresh_start_prepares_anew(config, text, tmp_path):
@@ -246,7 +244,7 @@ def test_what_is_no_run_or_has_no_checkpoint_or_no_data_is_said(config, tmp_path
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     with pytest.raises(InputError, match="must hold a checkpoint"):
         open_run(tmp_path, device="cpu")
-    with pytest.raises(InputError, match="step 3; there is none"):
+    with pytest.raises(InputError, match="step 3, found none"):
         open_run(tmp_path, checkpoint=3, device="cpu")
     with pytest.raises(InputError, match=r"data\.path"):
         run(replace(config, data=DataConfig(source=None)), tmp_path / "run", progress=False)
@@ -317,14 +315,14 @@ def test_a_run_keeps_the_tokenizer_that_made_its_tokens(replaced, prepared, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["no end of text", "missing"])
-def test_a_run_without_its_tokenizer_and_its_data_is_refused(damage, replaced):
+def test_a_run_without_its_tokenizer_is_refused(damage, replaced):
     tokenizer = replaced / "tokenizer"
     if damage == "missing":
         shutil.rmtree(tokenizer)
     else:
         text = (tokenizer / "tokenizer_config.json").read_text()
         (tokenizer / "tokenizer_config.json").write_text(text.replace("<|endoftext|>", "nowhere"))
-    with pytest.raises(InputError, match=r"must (be|hold) (the|a) (data|tokenizer)"):
+    with pytest.raises(InputError, match=r"not a readable tokenizer|must hold a tokenizer"):
         open_run(replaced, device="cpu")
 
 

@@ -202,7 +202,7 @@ def test_a_folder_with_something_in_it_is_refused_and_a_failure_leaves_nothing(t
     with pytest.raises(InputError, match="must be a new or empty folder"):
         export(trained, tmp_path / "used")
     assert [path.name for path in (tmp_path / "used").iterdir()] == ["mine.txt"]
-    with pytest.raises(InputError, match="there are 2, 4"):
+    with pytest.raises(InputError, match="step 3, found those of steps 2, 4"):
         export(trained, tmp_path / "new", checkpoint=3)
     assert not (tmp_path / "new").exists()
     (tmp_path / "empty").mkdir()

@@ -101,7 +101,18 @@ class OpenRun(OpenModel):
     @cached_property
     def data(self) -> PreparedData:
         """The data that the model was trained on. Raises InputError if they are missing, damaged or different."""
-        return _data_of(self.folder, self.place, self.checkpoint)
+        try:
+            data = PreparedData.open(self.place)
+        except InputError as error:
+            message = f"{error}; if the data of {self.folder} have moved, give their folder with --data DIR"
+            raise InputError(message) from error
+        expected = self.checkpoint.settings.get("data.fingerprint", data.fingerprint)
+        if data.fingerprint != expected:
+            raise InputError(
+                f"{data.folder} must be the data that {self.folder} was trained on (fingerprint {expected[:12]}), "
+                f"found other data ({data.fingerprint[:12]}); prepare the same text again there, with the same settings"
+            )
+        return data
 
 
 def run(
@@ -151,7 +162,7 @@ def run(
             model = _model_to_train(config, data, run_folder, ranks, verify_base=ranks.first and has_digest)
             _require_memory(config, model, shard.rows_here)
             if ranks.first:
-                for remark in _remarks(config, data, ranks):
+                for remark in _remarks(config, data):
                     say(remark)
             length, seed = config.train.sequence_length, config.train.seed
             batches = Batches(data.train, shard.rows_here, length, seed, rank=shard.member, world_size=shard.members)
@@ -264,7 +275,7 @@ def _model_to_train(
     return model
 
 
-def _remarks(config: RunConfig, data: PreparedData, ranks: Ranks) -> Iterator[str]:
+def _remarks(config: RunConfig, data: PreparedData) -> Iterator[str]:
     """Yield warnings about settings that have no effect or a surprising one."""
     if isinstance(config.model, BaseModelConfig):
         return
@@ -357,7 +368,7 @@ def _built_on_base(
 def _expect_tokenizer_of_base(folder: str, data: PreparedData) -> None:
     """Raise InputError unless the data are tokens of the base's tokenizer."""
     base = load_tokenizer(folder)
-    actual = SavedTokenizer.open(data.folder / "tokenizer").load()
+    actual = data.tokenizer()
     same = base.backend_tokenizer.to_str() == actual.backend_tokenizer.to_str() and base.eos_token == actual.eos_token
     if not same:
         raise InputError(
@@ -416,8 +427,7 @@ def open_run(
     config = load_config(str(folder / "config.yaml"))
     state = _checkpoint(folder, checkpoint)
     place = _place_of_data(config.data, folder) if data is None else Path(data)
-    copy = RunFolder(folder).tokenizer
-    tokenizer = SavedTokenizer.open(copy if copy.exists() else _data_of(folder, place, state).folder / "tokenizer")
+    tokenizer = SavedTokenizer.open(RunFolder(folder).tokenizer)
     model = build_model(config, tokenizer, RunFolder(folder).model)
     load_checkpoint(state, model)
     return OpenRun(
@@ -447,21 +457,6 @@ def _place_of_data(config: DataConfig, folder: Path) -> Path:
         return configured
     place = read_object(facts)["data"].get("place")
     return configured if place is None or not (folder / place).is_dir() else folder / place
-
-
-def _data_of(folder: Path, place: Path, checkpoint: Checkpoint) -> PreparedData:
-    """Open the data of a run. Raises InputError if they are not those that its checkpoint was trained on."""
-    try:
-        data = PreparedData.open(place)
-    except InputError as error:
-        raise InputError(f"{error}; if the data of {folder} have moved, give their folder with --data DIR") from error
-    expected = checkpoint.settings.get("data.fingerprint", data.fingerprint)
-    if data.fingerprint != expected:
-        raise InputError(
-            f"{data.folder} must be the data that {folder} was trained on (fingerprint {str(expected)[:12]}), found "
-            f"other data ({data.fingerprint[:12]}); prepare the same text again there, with the same settings"
-        )
-    return data
 
 
 def is_model_folder(folder: str | Path) -> bool:
@@ -551,25 +546,18 @@ def trace_model(opened: OpenModel, prompt: str | None = None, *, tokens: int | N
 
 
 def _checkpoint(folder: Path, step: int | Literal["best"] | None) -> Checkpoint:
+    """Open the checkpoint of a step, the one with the lowest validation loss, or the newest. Raises InputError."""
     if step is None:
-        checkpoint = latest_checkpoint(folder)
-        if checkpoint is None:
-            raise InputError(f"{folder} must hold a checkpoint in this run, found none; train it first")
-        return checkpoint
-    if step == "best":
-        checkpoint = best_checkpoint(folder / "checkpoints")
-        if checkpoint is None:
-            raise InputError(
-                f"{folder} must hold a checkpoint with a validation loss, found none; a checkpoint has one "
-                "if the model was evaluated at its step (train.evaluate_every)"
-            )
-        return open_checkpoint(checkpoint)
-    path = folder / "checkpoints" / f"step-{step}"
-    if not path.is_dir():
-        steps = saved_steps(folder)
-        choices = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
-        raise InputError(f"{folder} must hold a checkpoint of step {step}; {choices}")
-    return open_checkpoint(path)
+        wanted, checkpoint = "a checkpoint", latest_checkpoint(folder)
+    else:
+        wanted, path = f"a checkpoint of step {step}", folder / "checkpoints" / f"step-{step}"
+        if step == "best":
+            wanted, path = "a checkpoint with a validation loss", best_checkpoint(folder / "checkpoints") or path
+        checkpoint = open_checkpoint(path) if path.is_dir() else None
+    if checkpoint is None:
+        steps = ", ".join(map(str, saved_steps(folder)))
+        raise InputError(f"{folder} must hold {wanted}, found {f'those of steps {steps}' if steps else 'none'}")
+    return checkpoint
 
 
 def _rounded_up(vocab_size: int) -> int:

@@ -106,7 +106,7 @@ def test_a_page_has_the_trace_that_the_options_ask_for(capsys, run, tmp_path, mo
 
 def test_what_cannot_be_used_is_one_line(capsys, run, tmp_path):
     assert "must be a run folder or a trace, found no such file" in refused(capsys, tmp_path / "none")
-    assert "must hold a checkpoint of step 3; there are 2, 4" in refused(capsys, run, "--checkpoint", "3")
+    assert "must hold a checkpoint of step 3, found those of steps 2, 4" in refused(capsys, run, "--checkpoint", "3")
     assert "1 to 32 tokens, the model's context, got 33" in refused(capsys, run, "--tokens", "33")
     assert "tokens must be at least 1, got 0" in refused(capsys, run, "--tokens", "0")
     assert "no prepared data" in refused(capsys, run, "--data", "nowhere")
@@ -117,7 +117,7 @@ def test_what_cannot_be_used_is_one_line(capsys, run, tmp_path):
     assert "a trace cannot be made again" in refused(capsys, kept, "--tokens", "3")
     shutil.rmtree(run / "analysis")
     shutil.rmtree(run / "checkpoints")
-    assert "found none; train it first" in refused(capsys, run)
+    assert "must hold a checkpoint, found none" in refused(capsys, run)
 
 
 def test_what_was_found_is_shown_where_the_folder_cannot_be_written(capsys, run, tmp_path):
