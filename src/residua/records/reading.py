@@ -80,18 +80,6 @@ def write_yaml(value: Any) -> str:
     return yaml.safe_dump(value, sort_keys=False)
 
 
-def file_inside(folder: str | os.PathLike[str], name: object) -> Path:
-    """Return the path of the file `name`, taken from an index or a manifest in the folder.
-
-    Raises:
-        InputError: `name` is not the name of a file directly in the folder, or is a link to a file outside it.
-    """
-    path = Path(folder) / file_name(folder, name)
-    if not path.resolve().is_relative_to(Path(folder).resolve()):
-        raise InputError(f"{path} must be a file in this folder, found a link to {path.resolve()}")
-    return path
-
-
 def file_name(folder: str | os.PathLike[str], name: object) -> str:
     """Return `name` if it can name a file directly in the folder. Raises InputError."""
     if not isinstance(name, str) or not name or name in (".", "..") or re.search(r"[/\\:\0]", name):

@@ -174,7 +174,7 @@ def test_windows_across_shards(tmp_path_factory, lengths, data):
     parts = np.split(ids, np.cumsum(lengths)[:-1])
     for number, part in enumerate(parts):
         part.tofile(folder / str(number))
-    tokens = Tokens(folder, [Shard(str(n), length, "") for n, length in enumerate(lengths)], ids.dtype, 1000)
+    tokens = Tokens(folder, [Shard(str(n), length, "") for n, length in enumerate(lengths)], ids.dtype)
     start = data.draw(st.integers(0, len(ids)))
     length = data.draw(st.integers(0, len(ids) - start))
     window = tokens.window(start, length)
@@ -203,18 +203,6 @@ def test_tokens_travel_to_other_processes_without_their_content(prepared):
 def edit_index(folder, **changes):
     path = folder / "index.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit_shard(folder, **changes):
-    splits = json.loads((folder / "index.json").read_text())["splits"]
-    splits["train"]["shards"][0] |= changes
-    edit_index(folder, splits=splits)
-
-
-def link_outside(folder):
-    path = folder / "train-00001.bin"
-    path.rename(folder.parent / "elsewhere.bin")
-    path.symlink_to(folder.parent / "elsewhere.bin")
 
 
 def truncate(folder):
@@ -250,9 +238,6 @@ def edit_tokenizer(folder):
         (lambda f: (f / "index.json").write_bytes(b"\xff\xfe\x00"), "must be JSON, got: bytes that are not UTF-8"),
         (lambda f: (f / "index.json").write_text("[]"), "not an index of prepared data"),
         (lambda f: edit_index(f, version=2), "must have format 1, got 2"),
-        (lambda f: edit_shard(f, file="../copy/train-00000.bin"), "must be the name of a file in this folder"),
-        (lambda f: edit_shard(f, file="/etc/passwd"), "must be the name of a file in this folder, got '/etc/passwd'"),
-        (link_outside, "train-00001.bin must be a file in this folder, found a link"),
     ],
 )
 def test_damage_is_noticed_on_opening(copy, damage, expected):
@@ -268,9 +253,6 @@ def test_large_data_is_verified_when_asked(copy, monkeypatch):
     data = PreparedData.open(copy)
     with pytest.raises(InputError, match="sha256"):
         data.verify()
-    large_token(copy)
-    with pytest.raises(InputError, match="token id 400 near token 0 is outside the vocabulary of 400"):
-        data.validation.window(0, 10)
 
 
 def test_out_must_be_new_or_empty(source, tmp_path):

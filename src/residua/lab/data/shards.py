@@ -21,7 +21,7 @@ from residua.errors import InputError, extra
 from residua.lab.data.split import Split
 from residua.lab.data.tokenizer import SavedTokenizer, tokenizer_hash
 from residua.records.durable import file_sha256
-from residua.records.reading import file_inside, read_json
+from residua.records.reading import read_json
 
 with extra("lab"):
     import numpy as np
@@ -50,11 +50,10 @@ class Tokens:
     `len(tokens)` is their number, `tokens.window(start, length)` an int64 array of consecutive ones.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[Shard], dtype: np.dtype, vocab_size: int):
+    def __init__(self, folder: Path, shards: Sequence[Shard], dtype: np.dtype):
         self.folder = folder
         self.shards = tuple(shards)
         self.dtype = dtype
-        self.vocab_size = vocab_size
         self._starts = [0]
         for shard in self.shards:
             self._starts.append(self._starts[-1] + shard.tokens)
@@ -67,10 +66,7 @@ class Tokens:
         return self.__dict__ | {"_mapped": {}}
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """Return the ids of tokens start, ..., start + length - 1, across shards.
-
-        Raises IndexError beyond the ends, InputError for an id outside the vocabulary.
-        """
+        """Return the ids of tokens start, ..., start + length - 1, across shards. Raises IndexError beyond the ends."""
         if not 0 <= start <= start + length <= len(self):
             raise IndexError(f"tokens {start} to {start + length} of {len(self)}")
         window = np.empty(length, dtype=np.int64)
@@ -82,11 +78,6 @@ class Tokens:
             window[position : position + len(part)] = part
             position += len(part)
             number += 1
-        if window.max(initial=0) >= self.vocab_size:
-            raise InputError(
-                f"{self.folder}: token id {window.max()} near token {start} is outside the vocabulary of "
-                f"{self.vocab_size}: the shard was edited or damaged, prepare the data again"
-            )
         return window
 
     def _shard(self, number: int) -> np.memmap:
@@ -145,8 +136,8 @@ class PreparedData:
             eos_token_id=eos_token_id,
             fingerprint=fingerprints["fingerprint"],
             facts=index["facts"] | fingerprints,
-            train=Tokens(folder, shards["train"], DTYPES[index["dtype"]], vocab_size),
-            validation=Tokens(folder, shards["validation"], DTYPES[index["dtype"]], vocab_size),
+            train=Tokens(folder, shards["train"], DTYPES[index["dtype"]]),
+            validation=Tokens(folder, shards["validation"], DTYPES[index["dtype"]]),
             validation_bytes=index["splits"]["validation"]["bytes"],
         )
         if data._check_sizes() <= VERIFY_ON_OPEN:
@@ -171,7 +162,7 @@ class PreparedData:
         total = 0
         for tokens in (self.train, self.validation):
             for shard in tokens.shards:
-                path, expected = file_inside(self.folder, shard.file), shard.tokens * tokens.dtype.itemsize
+                path, expected = self.folder / shard.file, shard.tokens * tokens.dtype.itemsize
                 try:
                     size = path.stat().st_size
                 except OSError as error:

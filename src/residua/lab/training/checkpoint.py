@@ -26,7 +26,6 @@ from residua.lab.training.distributed import Ranks
 from residua.records.durable import file_sha256, partial, remove, unfinished
 from residua.records.folder import read_object
 from residua.records.progress import say
-from residua.records.reading import file_inside
 from residua.records.tensors import undamaged
 
 with extra("lab"):
@@ -143,7 +142,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     checkpoint = _read_manifest(path)
     for name, entry in checkpoint.files.items():
-        file = file_inside(path, name)
+        file = path / name
         if not file.is_file():
             raise InputError(f"{path} must hold {name}, found no such file")
         try:
@@ -218,7 +217,7 @@ def load_checkpoint(
 @contextmanager
 def _stored(checkpoint: Checkpoint, kind: str) -> Iterator[Any]:
     """Open a file of a checkpoint, mapped into memory. Raises InputError if it is damaged."""
-    path = file_inside(checkpoint.path, f"{kind}.safetensors")
+    path = checkpoint.path / f"{kind}.safetensors"
     with undamaged(checkpoint.path, "a checkpoint"), safe_open(path, "pt") as stored:
         yield stored
 
