@@ -26,7 +26,7 @@ def test_every_command_explains_itself(capsys, command):
     [
         ([], "one of reflection, quick must follow study geometry"),
         (["refection"], "refection"),
-        (["quick", "--tasks", "gyroscop"], "did you mean gyroscope?"),
+        (["quick", "--tasks", "gyroscop"], "a task must be one of gyroscope, "),
         (["quick", "--models", "dll"], "did you mean ddl?"),
         (["quick", "--models", "edelta-token:num_streams=3"], "num_streams"),
         (["quick", "--models", "jpmhc:num_streams=0"], "num_streams"),
@@ -34,7 +34,7 @@ def test_every_command_explains_itself(capsys, command):
         (["quick", "--steps", "0"], "steps"),
         (["quick", "--seeds", "-1"], "--seeds"),
         (["quick", "--workers", "0"], "--workers"),
-        (["reflection", "--models", "housholder"], "did you mean householder?"),
+        (["reflection", "--models", "housholder"], "an operator must be one of householder, "),
         (["reflection", "--steps", "0"], "steps"),
     ],
 )

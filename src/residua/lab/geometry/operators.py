@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.errors import InputError, did_you_mean
+from residua.errors import require
 from residua.ops import cayley_apply, cayley_transform, gate_penalty, householder, hybrid, iterative_cayley, unit
 
 DIM, HIDDEN = 64, 128
@@ -175,8 +175,6 @@ OPERATORS: dict[str, OperatorRow] = {
 
 
 def operator(name: str) -> OperatorRow:
-    """Return the row called `name`. Raises InputError, with the nearest name, for an unknown one."""
-    if name not in OPERATORS:
-        names = ", ".join(OPERATORS)
-        raise InputError(f"an operator must be one of {names}, got {name!r}{did_you_mean(name, OPERATORS)}")
+    """Return the row called `name`. Raises InputError, with all names, for an unknown one."""
+    require(name in OPERATORS, "an operator", f"one of {', '.join(OPERATORS)}", name)
     return OPERATORS[name]

@@ -27,7 +27,7 @@ Curve = Callable[[Record], Points]
 
 
 class Panel(NamedTuple):
-    """What a panel shows: for each group of runs the mean of a curve, and pale its seeds.
+    """What a panel shows: for each group of runs with more than a point the mean of a curve, and pale its seeds.
 
     scale     of the values; "ratio" is logarithmic with plain numbers
     line      a value that divides the panel
@@ -98,15 +98,16 @@ def draw(records: Sequence[Record], folder: str | Path) -> list[Path]:
     for name, (templates, note) in PICTURES.items():
         panels = [
             template._replace(
-                title=TITLES[task], groups=some, references=[row for row in references if row["task"] == task]
+                title=TITLES[task],
+                groups=[group for group in groups_of_task if len(_mean(group, template.curve)) > 1],
+                references=[row for row in references if row["task"] == task],
             )
             for template in templates
-            for task, some in members.items()
+            for task, groups_of_task in members.items()
             if (task == "reflection") == (name == "reflection.png")
         ]
-        panels = [panel._replace(groups=_with_points(panel)) for panel in panels]
-        if any(panel.groups for panel in panels):
-            figures[name] = _figure([panel for panel in panels if panel.groups], styles, note)
+        if shown := [panel for panel in panels if panel.groups]:
+            figures[name] = _figure(shown, styles, note)
     return save(figures, folder)
 
 
@@ -115,11 +116,6 @@ def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     styles = {name: {"color": colour} for name, colour in FIXED.items()}
     others = (name for name in dict.fromkeys(names) if name not in FIXED)
     return styles | {name: line_style(number, DASHES) for number, name in enumerate(others)}
-
-
-def _with_points(panel: Panel) -> list[Group[Record]]:
-    """Return the groups whose mean is a line: one point is none."""
-    return [group for group in panel.groups if len(_mean(group, panel.curve)) > 1]
 
 
 def _figure(shown: Sequence[Panel], styles: dict[str, dict[str, Any]], note: str) -> Figure:

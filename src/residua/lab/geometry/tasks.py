@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from residua.errors import InputError, did_you_mean
+from residua.errors import require
 
 # Angles in radians. The gyroscope's is drawn uniformly; pi itself is what an exact Cayley transform cannot reach.
 GYROSCOPE_ANGLES = (0.1, 2.5)
@@ -60,8 +60,7 @@ class Task:
 
 def task(name: str) -> Task:
     """Return the task of this name at its published size. Raises InputError, with all names, for an unknown one."""
-    if name not in TASKS:
-        raise InputError(f"a task must be one of {', '.join(TASKS)}, got {name!r}{did_you_mean(name, TASKS)}")
+    require(name in TASKS, "a task", f"one of {', '.join(TASKS)}", name)
     return TASKS[name]
 
 
