@@ -25,7 +25,7 @@ from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.connections.recomputing import RecomputingScheme
 from residua.connections.spec import TensorSpec
 from residua.errors import Natural, Positive
-from residua.ops import at_least_float32, hyper_mix, hyper_write, rms_norm
+from residua.ops import at_least_float32, hyper_mix, hyper_write
 from residua.ops.norm import mean_square
 from residua.ops.precision import linear
 
@@ -95,18 +95,13 @@ class StreamRouter(nn.Module):
         super().__init__()
         self.scheme = scheme
         self.dim = dim
-        self.norm = RMSNorm(dim, eps=eps)
+        self.norm = RMSNorm(dim, eps=eps, recompute=scheme.recompute == "replay")
         self.project = WideProjection(dim, scheme.num_streams, std=scheme.weight_std)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x if x.dtype.itemsize >= 4 else self.scheme.derive(at_least_float32, x)
-        scaled = self.scheme.derive(partial(torch.div, other=self.dim), self.normalised(wide))
+        scaled = self.scheme.derive(partial(torch.div, other=self.dim), self.norm(wide))
         return torch.tanh(self.project(scaled))
-
-    def normalised(self, x: Tensor) -> Tensor:
-        if is_plain(self.norm, RMSNorm):
-            return rms_norm(x, self.norm.weight, self.norm.eps, recompute=self.scheme.recompute == "replay")
-        return self.norm(x)
 
 
 class Laurel(nn.Module):

@@ -24,7 +24,6 @@ from residua.connections.options import expect_used
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.connections.sharded import on_whole_tensors
 from residua.errors import Count, NotNegative
-from residua.ops import rms_norm
 from residua.ops.derived import derive
 from residua.ops.precision import linear, promote
 
@@ -66,12 +65,12 @@ class GatedResidual(ExpandingScheme, MixingScheme):
         connections = [GatedConnection(self, dim, i, norm(i)) for i in range(num_sublayers)]
         if self.head == "mean":
             return Stream(self.expander(dim), connections, MeanStreams())
-        head = GatedRead(self, dim, num_sublayers, RMSNorm(dim, eps=norm_eps, gain=False))
+        head = GatedRead(self, dim, num_sublayers, self.default_norm(dim, norm_eps, num_sublayers))
         return Stream(self.expander(dim), connections, GatedCollapse(head))
 
     def default_norm(self, dim: int, eps: float, index: int) -> nn.Module:
         """Return an RMSNorm without gain. Any norm is applied to every stream, and the gains 1 + w follow it."""
-        return RMSNorm(dim, eps=eps, gain=False)
+        return RMSNorm(dim, eps=eps, gain=False, recompute=self.recompute == "replay")
 
 
 class GatedRead(nn.Module):
@@ -110,8 +109,8 @@ class GatedRead(nn.Module):
         return _gated(z, self.up(F.silu(hidden))), z
 
     def normalised(self, streams: Tensor) -> Tensor:
-        if is_plain(self.norm, RMSNorm):
-            return rms_norm(streams, self.norm.weight, self.norm.eps, recompute=self.scheme.recompute == "replay")
+        if isinstance(self.norm, RMSNorm):
+            return self.norm(streams)
         # Another library's norm sums gradients in its own order, so it is computed the same way in any case.
         names = [name for name, _ in self.norm.named_parameters()]
 

@@ -9,13 +9,14 @@ from residua.ops.norm import layer_norm
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` in at least float32, with the result in the dtype of its input, so that gains keep their precision.
 
-    (..., dim) -> (..., dim). gain: whether there is one; start: its initial values.
+    (..., dim) -> (..., dim). gain: whether there is one; start: its initial values; recompute: whether the backward
+    pass computes the result again instead of keeping it.
     """
 
     eps: float
 
-    def __init__(self, dim: int, *, eps: float = 1e-5, gain: bool = True, start: float = 1.0):
-        self.start = start
+    def __init__(self, dim: int, *, eps: float = 1e-5, gain: bool = True, start: float = 1.0, recompute: bool = False):
+        self.start, self.recompute = start, recompute
         super().__init__(dim, eps=eps, elementwise_affine=gain)
 
     def reset_parameters(self) -> None:
@@ -23,7 +24,7 @@ class RMSNorm(nn.RMSNorm):
             nn.init.constant_(self.weight, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, recompute=self.recompute)
 
 
 class LayerNorm(nn.LayerNorm):

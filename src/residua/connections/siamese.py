@@ -18,7 +18,7 @@ from residua.connections.ends import Copies
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
 from residua.connections.spec import TensorSpec
-from residua.ops import at_least_float32, rms_norm, scaled_sum
+from residua.ops import at_least_float32, scaled_sum
 from residua.ops.derived import derive
 
 
@@ -71,13 +71,6 @@ class SiameseNorm(Scheme):
         return Stream(Copies(2), connections, SiameseCollapse(self, dim, norm_eps=norm_eps))
 
 
-class StreamNorm(RMSNorm):
-    """The norm of a stream, whose result is computed again in the backward pass. (..., dim) -> (..., dim)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, recompute=True)
-
-
 class SiameseConnection(Connection):
     """One connection; the state is (X, Y), (batch, seq, dim) each. The carry holds norm_x(X) in place of X."""
 
@@ -86,8 +79,8 @@ class SiameseConnection(Connection):
         places = {"code": 2 * (index // 2 + 1), "paper": index // 2 + 1, "none": 1}
         self.scale = 1 / math.sqrt(places[scheme.depth_scaling])
         self.norm = norm
-        self.x_norm = StreamNorm(dim, eps=norm_eps, start=scheme.gain)
-        self.y_norm = StreamNorm(dim, eps=norm_eps) if scheme.normalised_input else None
+        self.x_norm = RMSNorm(dim, eps=norm_eps, start=scheme.gain, recompute=True)
+        self.y_norm = RMSNorm(dim, eps=norm_eps, recompute=True) if scheme.normalised_input else None
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         x, y = state
@@ -106,8 +99,8 @@ class SiameseCollapse(nn.Module):
 
     def __init__(self, scheme: SiameseNorm, dim: int, *, norm_eps: float):
         super().__init__()
-        self.x_norm = StreamNorm(dim, eps=norm_eps, start=scheme.gain)
-        self.y_norm = StreamNorm(dim, eps=norm_eps) if scheme.head == "norms" else None
+        self.x_norm = RMSNorm(dim, eps=norm_eps, start=scheme.gain, recompute=True)
+        self.y_norm = RMSNorm(dim, eps=norm_eps, recompute=True) if scheme.head == "norms" else None
 
     def forward(self, state: State, memory: Memory | None = None) -> Tensor:
         x, y = state
