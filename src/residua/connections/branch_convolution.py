@@ -42,11 +42,30 @@ class BranchScheme(Scheme):
             self, "branch", self.branch is None or not looks_back, "null if reads are convolved over the tokens too"
         )
 
-    def with_branch(self, dim: int, connection: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `connection(i, compress)`, around which the output of sublayer i is convolved if wanted."""
-        if self.branch is None:
-            return connection
-        return lambda i, compress: BranchConnection(connection(i, compress), dim, self.branch_kernel)
+    def connected(
+        self,
+        dim: int,
+        num_sublayers: int,
+        sharing: str,
+        compressor: Callable[[int], nn.Module],
+        connection: Callable[..., CompressingConnection],
+    ) -> tuple[list[CompressingConnection], nn.Module]:
+        """Return the connections of a stack, and the compressor of the readout.
+
+        sharing      "block": the second sublayer of a block borrows the compressor of the first; or "separate"
+        compressor   makes compressor j of the stack, that of the readout as the last
+        connection   makes that of sublayer i from i and the compressor or its owner
+        """
+        connections: list[CompressingConnection] = []
+        count = 0
+        for i in range(num_sublayers):
+            if sharing == "block" and i % 2:
+                compress: nn.Module = connections[-1]
+            else:
+                compress, count = compressor(count), count + 1
+            made = connection(i, compress)
+            connections.append(made if self.branch is None else BranchConnection(made, dim, self.branch_kernel))
+        return connections, compressor(count)
 
 
 class BranchCoefficients(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from residua.connections.base import State, Stream
 from residua.connections.branch_convolution import BranchScheme
-from residua.connections.compressing import CompressingConnection, connected
+from residua.connections.compressing import CompressingConnection
 from residua.connections.ends import (
     ChannelCompress,
     Collapse,
@@ -97,17 +97,12 @@ class ChannelScheme(RecomputingScheme, BranchScheme):
         form, causal = self.compress_form, self.compress_causal
         return ChannelCompress(dim, self.value_channels, kernel, form=form, causal=causal, init=start)
 
-    @property
-    def sharing(self) -> Literal["block", "separate"]:
-        """Which sublayers share a compressor, if there is one."""
-        return "separate" if self.compress is None else self.compress_sharing
-
     def stream(
         self, dim: int, num_sublayers: int, compressor: Callable[[int], Compressor], connection: Callable[..., Any]
     ) -> Stream:
         """Return the stream of `connection(i, compress)` for each sublayer; `compressor(j)` makes compressor j."""
-        connection = self.with_branch(dim, connection)
-        connections, readout = connected(num_sublayers, self.sharing, compressor, connection)
+        sharing = "separate" if self.compress is None else self.compress_sharing
+        connections, readout = self.connected(dim, num_sublayers, sharing, compressor, connection)
         if not self.has_stream_axis:
             return Stream(Same(), connections, Same())
         if self.expand == "conv":

@@ -10,6 +10,7 @@ passes the gated orthogonal update (gated_orthogonal.py).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -131,14 +132,15 @@ class Lambdas(SingleStreamScheme):
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         middle = min(2 * (num_sublayers // 4) + 2, num_sublayers - 1)
-        connections, readout = self.connected(
+        return self.stream(
             dim,
             num_sublayers,
             lambda i, compress: ScaledConnection(
                 self, dim, i, norm(i), compress, num_sublayers=num_sublayers, middle=i < middle
             ),
+            copies=self.kept,
+            readout=partial(Backout, self),
         )
-        return Stream(self.expander(dim, self.kept), connections, Backout(self, readout))
 
     def starts(self, dim: int, index: int, num_sublayers: int) -> dict[str, float | None]:
         """Return the initial r, z and p of sublayer `index`; None for a missing scale."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from residua.connections.base import State, Stream
 from residua.connections.branch_convolution import BranchScheme
-from residua.connections.compressing import C, CompressingConnection, connected
+from residua.connections.compressing import CompressingConnection
 from residua.connections.ends import Collapse, Copies, Same, TokenCompress, TokenConv
 from residua.connections.memory import Memory, expect_tokens
 from residua.connections.options import Taps, expect_used
@@ -42,24 +42,30 @@ class SingleStreamScheme(BranchScheme):
         reads, expands = (self.compress == "token", "compress is 'token'"), (self.expand == "conv", "expand is 'conv'")
         expect_used(self, {"compress_kernel": reads, "compress_sharing": reads, "expand_kernel": expands})
 
-    def expander(self, dim: int, copies: int = 1) -> nn.Module:
-        """Build the first part of a stream, (batch, seq, dim) -> the same, or a tuple of `copies` times the same."""
+    def stream(
+        self,
+        dim: int,
+        num_sublayers: int,
+        connection: Callable[..., CompressingConnection],
+        *,
+        copies: int = 1,
+        readout: Callable[[nn.Module], nn.Module] = Collapse,
+    ) -> Stream:
+        """Return the stream of `connection(i, compress)` for each sublayer and `readout(compress)`.
+
+        copies: how many times the state holds the embedding.
+        """
+        sharing = "separate" if self.compress is None else self.compress_sharing
+        connections, last = self.connected(dim, num_sublayers, sharing, lambda _: self.reader(dim), connection)
         if self.expand == "conv":
-            return ConvEmbedding(dim, self.expand_kernel, copies)
-        return Same() if copies == 1 else Copies(copies)
+            expand: nn.Module = ConvEmbedding(dim, self.expand_kernel, copies)
+        else:
+            expand = Same() if copies == 1 else Copies(copies)
+        return Stream(expand, connections, readout(last))
 
-    def connected(self, dim: int, num_sublayers: int, connection: Callable[..., C]) -> tuple[list[C], nn.Module]:
-        """Return `connection(i, compress)` for each sublayer, and the compressor of the readout."""
-        connection = self.with_branch(dim, connection)
-        if self.compress is None:
-            return connected(num_sublayers, "separate", lambda _: Same(), connection)
-        kernel, sharing = self.compress_kernel, self.compress_sharing
-        return connected(num_sublayers, sharing, lambda _: TokenRead(dim, kernel), connection)
-
-    def stream(self, dim: int, num_sublayers: int, connection: Callable[..., CompressingConnection]) -> Stream:
-        """Return the stream of `connection(i, compress)` for each sublayer."""
-        connections, readout = self.connected(dim, num_sublayers, connection)
-        return Stream(self.expander(dim), connections, Collapse(readout))
+    def reader(self, dim: int) -> nn.Module:
+        """Build what reads the stream for a sublayer, (batch, seq, dim) -> the same."""
+        return Same() if self.compress is None else TokenRead(dim, self.compress_kernel)
 
 
 class ConvEmbedding(TokenConv):
