@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import residua
 from residua.conversion import convert_model as converting
-from residua.conversion.probe import probe, same_bits
+from residua.conversion.probe import change, probe
 from residua.conversion.rebuild import stream_of
 from residua.errors import InputError
 from residua.models.memory import CACHE
@@ -506,10 +506,10 @@ def test_conversion_leaves_mode_and_random_numbers_as_they_are():
 
 def test_a_change_to_no_number_is_the_largest_change():
     x = torch.tensor([1.0, 2.0, torch.inf, torch.nan])
-    assert converting._change([x], [x.clone()]) == 0
-    assert converting._change([x], [torch.tensor([1.0, torch.nan, torch.inf, torch.nan])]) == math.inf
-    assert converting._change([x], [torch.tensor([2.0, 2.0, torch.inf, torch.nan])]) == 0.5
-    assert not same_bits([x], [x.nan_to_num()])
+    assert change([x], [x.clone()]) == 0
+    assert change([x], [torch.tensor([1.0, torch.nan, torch.inf, torch.nan])]) == math.inf
+    assert change([x], [torch.tensor([2.0, 2.0, torch.inf, torch.nan])]) == 0.5
+    assert change([x], [x.nan_to_num()]) == change([x], [x.half()]) == math.inf
 
 
 def test_the_way_back():

@@ -1,7 +1,6 @@
 """Give a transformers model another residual connection: `convert`, and back: `unconvert`."""
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,7 +15,7 @@ from residua.connections.residual import Residual
 from residua.conversion.anatomy import Conversion, observe, stack_of
 from residua.conversion.configuration import conversion_of, mark, unmark
 from residua.conversion.flow import INPUTS, UnknownUse
-from residua.conversion.probe import Situation, outputs, probe, same_bits, same_numbers, situations, uneven
+from residua.conversion.probe import Situation, change, outputs, probe, situations, uneven
 from residua.conversion.rebuild import attach_streams, is_converted, new_streams, rebuild, restore, streams_of, trunk
 from residua.errors import InputError, extra, first_line, require
 from residua.models.configuration import causal_scheme
@@ -111,11 +110,11 @@ def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, An
             after = {way: _run(model, ways[way]) for way in before}
         finally:
             restore(model, path)
-    for way, found in after.items():
-        if not same_bits(before[way], found):
+    for way in before:
+        if difference := change(before[way], after[way]):
             raise InputError(
                 f"{type(model).__name__}: its layers were rebuilt with the plain residual, and {way} its outputs "
-                f"changed by up to {_change(before[way], found):.1e}: they use their residual in a way that is not seen"
+                f"changed by up to {difference:.1e}: they use their residual in a way that is not seen"
             )
     return Conversion(scheme, path, anatomy)
 
@@ -127,7 +126,7 @@ def _outputs_of(model: PreTrainedModel, ways: Mapping[str, Situation]) -> dict[s
     for way, run in ways.items():
         with suppress(Exception):  # a model without a cache, or without padding
             results[way] = run()
-    if first not in results or not same_bits(results[first], ways[first]()):
+    if first not in results or change(results[first], ways[first]()):
         raise InputError(f"{name} must give equal outputs for equal inputs, got different ones")
     if not any(x.isfinite().any() for x in results[first]):
         raise InputError(f"{name} must give finite numbers for a small input, got none")
@@ -150,11 +149,11 @@ def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | 
         streams = streams_of(model, conversion)
         restore(model, conversion.stack)
         after = [] if inputs is None else outputs(model, inputs)
-        change, bound = _change(before, after), _bound(model, before)
-        if change > bound:
+        difference, bound = change(before, after), _bound(model, before)
+        if difference > bound:
             attach_streams(model, conversion, streams)
             raise InputError(
-                f"{type(model).__name__}: without its connections its outputs would change by {change:.1e} of the "
+                f"{type(model).__name__}: without its connections its outputs would change by {difference:.1e} of the "
                 f"largest one, more than {bound:.0e}; lossy=True drops them all the same"
             )
     unmark(model)
@@ -254,25 +253,12 @@ def _is_causal(model: nn.Module, path: str, inputs: Mapping[str, Any]) -> bool:
 
 
 def _expect_preserved(model: PreTrainedModel, before: list[Tensor], after: list[Tensor]) -> None:
-    change, bound = _change(before, after), _bound(model, before)
-    if not change <= bound:
+    difference, bound = change(before, after), _bound(model, before)
+    if difference > bound:
         raise InputError(
-            f"{type(model).__name__}: with this scheme's preserving start its outputs change by {change:.1e} of the "
-            f"largest one, more than {bound:.0e}; start='fresh' converts it all the same"
+            f"{type(model).__name__}: with this scheme's preserving start its outputs change by {difference:.1e} of "
+            f"the largest one, more than {bound:.0e}; start='fresh' converts it all the same"
         )
-
-
-def _change(before: list[Tensor], after: list[Tensor]) -> float:
-    """Return the largest change of an output, relative to the largest output."""
-    if [x.shape for x in before] != [x.shape for x in after]:
-        return math.inf
-    largest = 0.0
-    for x, y in zip(before, after, strict=True):
-        x, y = x.double(), y.double()
-        scale = x.abs().where(x.isfinite(), 0).max().clamp_min(1e-30)
-        change = float((x - y).abs().masked_fill(same_numbers(x, y), 0).max() / scale)
-        largest = math.inf if math.isnan(change) else max(largest, change)
-    return largest
 
 
 def _bound(model: nn.Module, before: list[Tensor]) -> float:

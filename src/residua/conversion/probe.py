@@ -1,6 +1,7 @@
 """Small inputs for a model of transformers, and the situations in which two forms of it must compute the same."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -89,16 +90,18 @@ def outputs(model: nn.Module, inputs: Mapping[str, Any], changed: Mapping[str, T
     return result
 
 
-def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Return whether two lists hold the same numbers, bit for bit; NaN equals NaN."""
-    return len(a) == len(b) and all(
-        x.dtype == y.dtype and x.shape == y.shape and bool(same_numbers(x, y).all()) for x, y in zip(a, b)
-    )
-
-
-def same_numbers(x: Tensor, y: Tensor) -> Tensor:
-    """Return where two tensors of one shape hold the same number; NaN equals NaN."""
-    return (x == y) | (x.isnan() & y.isnan())
+def change(before: list[Tensor], after: list[Tensor]) -> float:
+    """Return the largest change of an output, relative to the largest output: 0 for the same bits; NaN equals NaN."""
+    if [(x.shape, x.dtype) for x in before] != [(x.shape, x.dtype) for x in after]:
+        return math.inf
+    largest = 0.0
+    for x, y in zip(before, after):
+        x, y = x.double(), y.double()
+        scale = x.abs().where(x.isfinite(), 0).max().clamp_min(1e-30)
+        same = (x == y) | (x.isnan() & y.isnan())
+        relative = float((x - y).abs().masked_fill(same, 0).max() / scale)
+        largest = math.inf if math.isnan(relative) else max(largest, relative)
+    return largest
 
 
 def _in_pieces(model: nn.Module, inputs: Mapping[str, Any], changed: Mapping[str, Tensor]) -> list[Tensor]:
