@@ -7,7 +7,7 @@ one source, S + 1 to 2 S into the next, and so on: Block AttnRes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
@@ -59,6 +59,7 @@ class AttentionResiduals(SourcesScheme):
     equation: ClassVar[str] = "V_l = F(norm(sum_i a_i V_i)), a = softmax_i(w . norm(V_i))"
     users: ClassVar[str] = "Kimi K3 (blocks of layers) and, in a form of its own, Inkling-2: `attnres_inkling`."
     paper: ClassVar[str] = "arXiv 2603.15031"
+    residual_start: ClassVar[dict[str, str]] = {"scale": "sum"}  # the plain residual, and not only up to a norm
 
     scale: Literal["mean", "sum"] = "mean"
     heads: Count = 1
@@ -66,10 +67,6 @@ class AttentionResiduals(SourcesScheme):
     @property
     def source(self) -> str:
         return self.paper if self.heads == 1 else "arXiv 2607.27230"
-
-    def preserving(self) -> "AttentionResiduals":
-        """Return this scheme with scale="sum": the start is then the plain residual, and not only up to a norm."""
-        return replace(self, scale="sum")
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [DepthConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]

@@ -17,7 +17,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -292,7 +292,7 @@ class Scheme(ABC):
     title, equation, paper, users: shown by `residua schemes`, the paper as `source`, which may depend on the options;
         users: who runs it, as the sources say.
     constraint: on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None without a constraint.
-    cannot_preserve: why no start preserves the plain residual, for a scheme without `preserving`.
+    residual_start: the options of the start that `preserving` gives; None if there is none, `cannot_preserve`: why.
     derived: for an option that may be None, the options from which it is then derived.
     activations: coefficients that are computed as a sublayer computes, in the dtype of autocast; all others are gates
         and mappings, in float32 at least.
@@ -303,6 +303,7 @@ class Scheme(ABC):
     paper: ClassVar[str]
     users: ClassVar[str] = ""
     constraint: ClassVar[str | None] = None
+    residual_start: ClassVar[Mapping[str, Any] | None] = None
     cannot_preserve: ClassVar[str] = ""
     derived: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     activations: ClassVar[tuple[str, ...]] = ()
@@ -361,8 +362,10 @@ class Scheme(ABC):
         Raises:
             ValueError: the scheme has no such start; the message says why.
         """
-        reason = f": {self.cannot_preserve}" if self.cannot_preserve else ""
-        raise ValueError(f"{type(self).__name__}: no start preserves the plain residual{reason}")
+        if self.residual_start is None:
+            reason = f": {self.cannot_preserve}" if self.cannot_preserve else ""
+            raise ValueError(f"{type(self).__name__}: no start preserves the plain residual{reason}")
+        return replace(self, **self.residual_start)
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         """Build the modules for a stack of `num_sublayers` sublayers of width `dim`, initialised.

@@ -7,7 +7,7 @@ of S sublayers. The stream h itself is never replaced. The state is the tuple of
 block if one is open, and h.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ class DeltaAttentionResiduals(SourcesScheme):
         "The authors' experiments (`wdlctc/delta-attention-residuals-code`). No released model is known."
     )
     paper: ClassVar[str] = "arXiv 2605.18855"
+    residual_start: ClassVar[dict[str, str]] = {"gate": "scalar"}
 
     gate: Literal["none", "scalar", "sigmoid"] = "none"
     null_source: bool = False
@@ -58,9 +59,6 @@ class DeltaAttentionResiduals(SourcesScheme):
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return (*super().state_spec(boundary, dim), TensorSpec((dim,)))
-
-    def preserving(self) -> "DeltaAttentionResiduals":
-        return replace(self, gate="scalar")
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [DeltaDepthConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]

@@ -40,15 +40,13 @@ class DenseFormer(Scheme):
     equation: ClassVar[str] = "block(sum_{j <= i} a_ij X_j)"
     users: ClassVar[str] = "The authors' experiments (`epfml/DenseFormer`). No released model is known."
     paper: ClassVar[str] = "arXiv 2402.02622"
+    residual_start: ClassVar[dict[str, str]] = {}
 
     dilation: Count = 1
     period: Count = 1
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return block_outputs(boundary, dim)
-
-    def preserving(self) -> "DenseFormer":
-        return self
 
     def taken(self, block: int) -> range:
         """Return the outputs that the average after `block` blocks takes; an empty range if there is none."""

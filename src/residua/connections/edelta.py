@@ -11,7 +11,7 @@ has the determinant (-1)^d, so it changes the orientation only for odd d.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -134,6 +134,8 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
     equation: ClassVar[str] = "g + H_post (1 F(norm(mean(H_pre g)))^T), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) X"
     users: ClassVar[str] = "The authors' experiments. No released model is known."
 
+    residual_start: ClassVar[dict[str, str]] = {"start": "residual"}
+
     hidden: Count = 48
     start: Literal["random", "residual"] = "random"
 
@@ -149,7 +151,7 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
                 "EDeltaStream: num_streams=2 has no start that preserves: the only plane of a rotation contains the "
                 "mean of the streams; use at least 3"
             )
-        return replace(self, start="residual", expand=self.learned_expand)
+        return super().preserving()
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         last = num_sublayers - 1

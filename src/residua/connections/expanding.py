@@ -1,8 +1,8 @@
 """Schemes with a state of several streams, which start as copies of the embedding, or as copies times learned gains."""
 
 import math
-from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal
 
 from torch import nn
 
@@ -34,6 +34,11 @@ class ExpandingScheme(RecomputingScheme):
     def streams_differ(self) -> bool:
         """Whether the streams can differ before the first write."""
         return self.expand != "copies"
+
+    def preserving(self) -> Any:
+        """As the base class says, with gains that start at 1, if there are any."""
+        scheme: Any = super().preserving()
+        return replace(scheme, expand=self.learned_expand)
 
     @property
     def learned_expand(self) -> Literal["copies", "gains"]:

@@ -33,11 +33,9 @@ class FracConnections(WeightedScheme):
     equation: ClassVar[str] = "h_res H + h_post F(norm(h_pre H)), H the fractions of x"
     users: ClassVar[str] = "The authors' experiments, up to 7B parameters. No released model is known."
     paper: ClassVar[str] = "arXiv 2503.14125"
+    residual_start: ClassVar[dict[str, str]] = {}
 
     num_fractions: Rows = 4
-
-    def preserving(self) -> "FracConnections":
-        return self
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         require_option(self, "num_fractions", dim % self.num_fractions == 0, f"a divisor of the width dim = {dim}")

@@ -6,7 +6,7 @@ The weights are constants (static) or depend on the token (dynamic). They are un
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -86,14 +86,11 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X))"
     users: ClassVar[str] = "The authors' experiments; its constrained successor mHC is what released models use."
     paper: ClassVar[str] = "arXiv 2409.19606"
+    residual_start: ClassVar[dict[str, str]] = {"head": "mean"}  # the sum of n equal streams is n times the residual
 
     num_streams: Rows = 4
     head: Literal["sum", "mean"] = "sum"
     start: Literal["published", "mirrored"] = "published"
-
-    def preserving(self) -> "HyperConnections":
-        """Return this scheme with the mean as its head: the sum of n equal streams is n times the residual."""
-        return replace(self, head="mean", expand=self.learned_expand)
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [HyperConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]

@@ -6,7 +6,7 @@ One map of a token's whole state gives three n x n matrices: the rows of H_pre a
 and H_res is the Cayley transform of a skew matrix.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -50,15 +50,13 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res orthogonal"
     users: ClassVar[str] = "The authors' experiments. No released model is known."
     paper: ClassVar[str] = "arXiv 2602.18308"
+    # Reads start as the mean of the streams, which mixing keeps and every write moves by y.
+    residual_start: ClassVar[dict[str, str]] = {}
     constraint: ClassVar[str] = "orthogonal"
 
     alpha: Positive = 0.1
     steps: Steps = 2
     cayley: Literal["iterative", "exact"] = "iterative"
-
-    def preserving(self) -> "JacobianHyperConnections":
-        """Return this scheme: reads start as the mean of the streams, which mixing keeps and every write moves by y."""
-        return replace(self, expand=self.learned_expand)
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         last = num_sublayers - 1

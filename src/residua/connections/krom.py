@@ -5,7 +5,7 @@
 h_res is doubly stochastic exactly, without iteration, from 2 log2(n) numbers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -39,6 +39,7 @@ class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
     equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res a Kronecker product"
     users: ClassVar[str] = "The authors' experiments. No released model is known."
     paper: ClassVar[str] = "arXiv 2601.21579"
+    residual_start: ClassVar[dict[str, str]] = {"start": "residual", "head": "mean"}  # the sum is n times the residual
     constraint: ClassVar[str] = "doubly stochastic"
 
     num_streams: Annotated[
@@ -47,10 +48,6 @@ class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
     scale_init: Factor = 0.01
     head: Literal["sum", "mean"] = "sum"
     start: Literal["published", "residual"] = "published"
-
-    def preserving(self) -> "KroneckerHyperConnections":
-        """Return this scheme with start="residual", and the mean as its head: the sum is n times the residual."""
-        return replace(self, start="residual", head="mean", expand=self.learned_expand)
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [KroneckerConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]

@@ -6,7 +6,7 @@ h_pre in (0, 1), h_post in (0, 2), and h_res is doubly stochastic: mixing cannot
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -56,6 +56,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     users: ClassVar[str] = "DeepSeek-V4 and GLM-5.3-Flash, in a form of their own: `mhc_deepseek`."
     paper: ClassVar[str] = "arXiv 2512.24880"
     constraint: ClassVar[str] = "doubly stochastic"
+    residual_start: ClassVar[dict[str, str]] = {"start": "residual"}
 
     layout: Literal["copies", "split"] = "copies"
     mixing: Literal["sinkhorn", "permutations"] = "sinkhorn"
@@ -82,7 +83,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
                 "ManifoldHyperConnections: layout='split' has no start that preserves: its sublayers see a mixture of "
                 "the pieces of the state and never the whole of it; use layout='copies'"
             )
-        return replace(self, start="residual", expand=self.learned_expand)
+        return super().preserving()
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         n = self.num_streams

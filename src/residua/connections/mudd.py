@@ -68,6 +68,7 @@ class MultiwayDynamicDense(Scheme):
         "modded-nanogpt has a trimmed form in its last two layers."
     )
     paper: ClassVar[str] = "arXiv 2502.12170"
+    residual_start: ClassVar[dict[str, str]] = {}
 
     ways: Literal["qkvr", "vr", "r"] = "qkvr"
     layers: Count | None = None
@@ -87,9 +88,6 @@ class MultiwayDynamicDense(Scheme):
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return block_outputs(boundary, dim)
-
-    def preserving(self) -> "MultiwayDynamicDense":
-        return self
 
     def averages_after(self, block: int, blocks: int) -> bool:
         """Return whether there are averages after `block` blocks of all `blocks`."""

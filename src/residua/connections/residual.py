@@ -78,6 +78,7 @@ class Residual(SingleStreamScheme):
     equation: ClassVar[str] = "x + F(norm(x))"
     users: ClassVar[str] = "Nearly every Transformer in use. prime-rl has the gate beside its mHC of DeepSeek-V4.1."
     paper: ClassVar[str] = "arXiv 1512.03385"
+    residual_start: ClassVar[dict[str, str]] = {}
 
     gate: Literal["none", "token"] = "none"
 
@@ -88,9 +89,6 @@ class Residual(SingleStreamScheme):
     @property
     def gates(self) -> Mapping[str, GateFacts]:
         return {} if self.gate == "none" else {"gate": GateFacts((0.0, 2.0), 1.0)}
-
-    def preserving(self) -> "Residual":
-        return self
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         def connection(i: int, compress: nn.Module) -> ResidualConnection:

@@ -7,8 +7,8 @@ identity path through all of them. The readout is norm_x(X) + norm_y(Y), with it
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ class SiameseNorm(Scheme):
         "the recipe of OLMo 3, together with another change (`ArchSpace-Collection/SiameseNorm-DepthAttention`)."
     )
     paper: ClassVar[str] = "arXiv 2602.08064"
+    # The pre-norm case of the paper, norm_x = 0, if no second norm stands between Y and a sublayer.
+    residual_start: ClassVar[dict[str, Any]] = {"normalised_input": False, "start": "residual", "head": "stream"}
 
     depth_scaling: Literal["code", "paper", "none"] = "code"
     normalised_input: bool = True
@@ -61,10 +63,6 @@ class SiameseNorm(Scheme):
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, TensorSpec]:
         return TensorSpec((dim,)), TensorSpec((dim,))
-
-    def preserving(self) -> "SiameseNorm":
-        """Return the pre-norm case of the paper, norm_x = 0, if no second norm stands between Y and a sublayer."""
-        return replace(self, normalised_input=False, start="residual", head="stream")
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [SiameseConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]

@@ -6,7 +6,7 @@ As the streamwise wide residual that NVIDIA proposes for Megatron-LM (pull reque
 read alike and the writes lie in pairs around 1, so the mean of the streams is the plain residual although they differ.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
@@ -41,6 +41,7 @@ class WideResidual(ExpandingScheme, MixingScheme):
     equation: ClassVar[str] = "rho X + p F(norm(sum_i r_i X_i))"
     users: ClassVar[str] = "Proposed for Megatron-LM by NVIDIA; no public model is known to use it."
     paper: ClassVar[str] = "github.com/NVIDIA/Megatron-LM/pull/6716"
+    residual_start: ClassVar[dict[str, None]] = {"retention": None}
 
     spread: NotNegative = 0.01
     retention: Fraction | None = None
@@ -51,9 +52,6 @@ class WideResidual(ExpandingScheme, MixingScheme):
         if self.retention is not None:
             lowest = 1 - self.max_forget
             require_option(self, "retention", self.retention > lowest, f"above 1 - max_forget, {lowest:g}, or null")
-
-    def preserving(self) -> "WideResidual":
-        return replace(self, retention=None, expand=self.learned_expand)
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [WideConnection(self, norm(i)) for i in range(num_sublayers)]
