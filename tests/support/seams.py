@@ -15,15 +15,16 @@ import residua
 class Seam(NamedTuple):
     """A name in a library and what we use of it.
 
-    purpose: what stops working without it. attributes: of the object, or of what `make` makes from it. parameters: that
-    we pass by name, or by position where `ordered`. mentions: names in its source, of what it reads in our classes.
+    purpose: what stops working without it. The others are names with a space between two of them. attributes: of the
+    object, or of what `make` makes from it. parameters: that we pass by name, or by position where `ordered`. mentions:
+    in its source, of what it reads in our classes.
     """
 
     path: str
     purpose: str
-    attributes: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    mentions: tuple[str, ...] = ()
+    attributes: str = ""
+    parameters: str = ""
+    mentions: str = ""
     ordered: bool = False
     make: Callable[[Any], Any] | None = None
 
@@ -45,19 +46,18 @@ def find(path: str, purpose: str) -> Any:
 def check(seam: Seam) -> None:
     """Fail with the name of what a library no longer has."""
     value = find(seam.path, seam.purpose)
-    if seam.parameters:
+    parameters = seam.parameters.split()
+    if parameters:
         taken = list(inspect.signature(value).parameters)
         taken = [name for name in taken if name != "self"]
-        missing = [name for name in seam.parameters if name not in taken]
-        if missing or (seam.ordered and tuple(taken[: len(seam.parameters)]) != seam.parameters):
-            pytest.fail(f"{seam.path} takes {taken}, no longer {list(seam.parameters)}: {seam.purpose}", pytrace=False)
-    if seam.mentions:
-        source = inspect.getsource(value)
-        for name in seam.mentions:
-            if name not in source:
-                pytest.fail(f"{seam.path} no longer uses {name}: {seam.purpose}", pytrace=False)
+        missing = [name for name in parameters if name not in taken]
+        if missing or (seam.ordered and taken[: len(parameters)] != parameters):
+            pytest.fail(f"{seam.path} takes {taken}, no longer {parameters}: {seam.purpose}", pytrace=False)
+    for name in seam.mentions.split():
+        if name not in inspect.getsource(value):
+            pytest.fail(f"{seam.path} no longer uses {name}: {seam.purpose}", pytrace=False)
     made = value if seam.make is None else seam.make(value)
-    for name in seam.attributes:
+    for name in seam.attributes.split():
         if not hasattr(made, name):
             pytest.fail(f"{seam.path} no longer has {name}: {seam.purpose}", pytrace=False)
 
