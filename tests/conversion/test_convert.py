@@ -122,18 +122,18 @@ def test_one_connection_for_every_sublayer_in_the_order_of_the_layers():
     assert [connection.attend is None for connection in stream_of(model).connections] == [True] + 5 * [False]
 
 
+def attention_of(layer, trunk):
+    """The attention of a layer to earlier tokens of IDS, as a sublayer."""
+    rotary = trunk.rotary_emb(trunk.embed_tokens(IDS), position_ids=torch.arange(9)[None])
+    mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    return lambda x: layer.self_attn(x, attention_mask=mask, position_embeddings=rotary)[0]
+
+
 def test_a_converted_model_is_the_same_stream_as_sublayers_in_a_row():
     """Computed once more by hand: the stream over the layers' own attention and MLP."""
     model = converted("mhc")
     inner = model.model
-    positions = torch.arange(9)[None]
-    rotary = inner.rotary_emb(inner.embed_tokens(IDS), position_ids=positions)
-    mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-    sublayers = []
-    for layer in inner.layers:
-        attention = layer.self_attn
-        sublayers.append(lambda x, f=attention: f(x, attention_mask=mask, position_embeddings=rotary)[0])
-        sublayers.append(layer.mlp)
+    sublayers = [part for layer in inner.layers for part in (attention_of(layer, inner), layer.mlp)]
     hidden = stream_of(model)(inner.embed_tokens(IDS), sublayers)
     assert_close(model.lm_head(inner.norm(hidden)), model(IDS).logits)
 
@@ -196,13 +196,9 @@ def test_outputs_that_are_added_in_two_steps_cannot_be_convolved():
 def test_what_is_added_in_two_steps_is_one_sublayer(connection):
     model = lively(parallel("cohere"), connection)
     inner = model.model
-    rotary = inner.rotary_emb(inner.embed_tokens(IDS), position_ids=torch.arange(9)[None])
-    mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-
-    def sublayer(layer):
-        return lambda x: layer.self_attn(x, attention_mask=mask, position_embeddings=rotary)[0] + layer.mlp(x)
-
-    hidden = stream_of(model)(inner.embed_tokens(IDS), [sublayer(layer) for layer in inner.layers])
+    attend = [attention_of(layer, inner) for layer in inner.layers]
+    sublayers = [lambda x, f=f, mlp=layer.mlp: f(x) + mlp(x) for f, layer in zip(attend, inner.layers)]
+    hidden = stream_of(model)(inner.embed_tokens(IDS), sublayers)
     expected, logits = model.lm_head(inner.norm(hidden)) * model.config.logit_scale, model(IDS).logits
     assert_close(logits, expected)
     parameters = [p for p in model.parameters() if p.requires_grad]

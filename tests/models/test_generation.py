@@ -159,13 +159,6 @@ def test_going_on_from_a_kept_cache(name):
 
 
 @pytest.mark.parametrize("name", ["residual", "ddl-ec"])
-def test_lengths(name):
-    model, ids = lively(name), prompt(2, 3)
-    assert generate(model, ids, max_new_tokens=None, max_length=5).shape == (2, 5)
-    assert generate(model, ids, max_new_tokens=1).shape == (2, 4)
-
-
-@pytest.mark.parametrize("name", ["residual", "ddl-ec"])
 def test_the_end_of_text_ends_a_row_and_padding_follows(name):
     model, ids = lively(name), prompt(2, 3)
     free = generate(model, ids)

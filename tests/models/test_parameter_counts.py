@@ -30,12 +30,6 @@ def test_the_papers_counts(name, size):
     assert count(connection, **SIZES[size]) == COUNTS[name][size]
 
 
-def test_without_the_embedding():
-    for size, expected in (("small", 84_956_928), ("medium", 301_997_056)):
-        width = SIZES[size]["hidden_size"]
-        assert COUNTS["residual"][size] - 50304 * width == expected
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_model_is_its_backbone_and_its_stream(name):
     """At any size: what a scheme adds to the plain model is what its stream holds beyond the plain norms."""

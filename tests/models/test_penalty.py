@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from residua.lab.inspection.watch import watching
 from residua.models.transformer import total_penalty
 from support.tiny_models import left_padded, prompt, tiny_model
 from support.tolerances import assert_close
@@ -13,30 +14,13 @@ def language_loss(out, ids) -> torch.Tensor:
     return cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def expected_penalty(model, ids) -> torch.Tensor:
-    """Summed over the connections, from coefficients read one by one along the trunk of a fresh pass."""
-    found = []
-    hooks = []
-    for connection in model.model.stream.connections:
-        read = connection.read
-
-        def recording(state, memory=None, read=read, connection=connection):
-            x, carry = read(state, memory)
-            found.append(connection.penalty(carry.coefficients).mean())
-            return x, carry
-
-        connection.read = recording
-        hooks.append(connection)
-    model.eval()(ids)
-    for connection in hooks:
-        del connection.read
-    return torch.stack(found).sum()
-
-
 @pytest.mark.parametrize("name", ["edelta", "edelta-stream"])
 def test_training_adds_the_penalty_of_every_connection(name):
     model, ids = tiny_model(name), prompt(2, 6)
-    penalty = expected_penalty(model, ids).detach()
+    records = []
+    with torch.no_grad():
+        model(ids, watch=watching(records.append))
+    penalty = sum(record.connection.penalty(record.carry.coefficients).mean() for record in records)
     out = model.train()(ids, labels=ids)
     assert penalty > 0.01
     assert_close(out.penalty, penalty)

@@ -10,61 +10,45 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), 64),
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "emb_dim", "word_embed_proj_dim", "attention_hidden_size"), 32
-    ),
-    **dict.fromkeys(
-        ("embedding_size", "input_embedding_size", "output_embedding_size", "embedding_dim", "attention_hidden_size"),
-        32,
-    ),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "dim_ff", "n_inner", "ffn_hidden_size", "feed_forward_size"), 32),
-    **dict.fromkeys(
-        (
-            "decoder_ffn_dim",
-            "encoder_ffn_dim",
-            "moe_intermediate_size",
-            "expert_ffn_hidden_size",
-            "encoder_hash_byte_group_vocab",
-        ),
-        32,
-    ),
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"), 32),
-    **dict.fromkeys(("prefix_dense_intermediate_size", "shared_experts_intermediate_size", "lru_width"), 32),
-    **dict.fromkeys(("dense_intermediate_size", "moe_shared_expert_intermediate_size", "router_hidden_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 3),
-    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 3),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
-    **dict.fromkeys(("attention_heads", "swa_num_attention_heads", "num_attention_heads_per_layer"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "dim_head"), 8),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "d_kv", "laurel_rank", "rotary_dim", "attention_head_size"), 8),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_mtp_layers", "num_nextn_predict_layers"), 1),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "context_length", "max_target_positions"), 64),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"), 1),
-    **dict.fromkeys(("layerdrop", "decoder_layerdrop", "encoder_layerdrop"), 0.0),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
-    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_num_heads"), 4),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_ssm"), 8),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "attention_chunk_size"), 8),
-    **dict.fromkeys(("index_head_dim", "index_n_heads"), 8),
-    **dict.fromkeys(("sliding_window", "local_attention_window_len", "attention_window_size"), 4),
-    **dict.fromkeys(("image_size", "img_size", "input_size"), 32),
-    **dict.fromkeys(("patch_size", "spatial_patch_size"), 8),
-    **dict.fromkeys(("num_mel_bins", "max_source_positions", "feature_projection_input_dim"), 16),
-    **dict.fromkeys(("num_frames", "frames_per_clip", "tubelet_size"), 2),
-    **dict.fromkeys(("temporal_patch_size", "spatial_merge_size"), 2),
-    **dict.fromkeys(("block_size", "global_block_size"), 4),
-    "conv_dim": (32,) * 7,
-    "hidden_size_per_layer_input": 8,
-    "moe_latent_size": None,
+_NAMES: dict[Any, str] = {
+    64: """
+        vocab_size vocab_size_per_layer_input unpadded_vocab_size max_position_embeddings n_positions context_length
+        max_target_positions""",
+    32: """
+        hidden_size d_model n_embd emb_dim word_embed_proj_dim attention_hidden_size embedding_size
+        input_embedding_size output_embedding_size embedding_dim intermediate_size ffn_dim dim_ff n_inner
+        ffn_hidden_size feed_forward_size decoder_ffn_dim encoder_ffn_dim moe_intermediate_size
+        expert_ffn_hidden_size encoder_hash_byte_group_vocab shared_expert_intermediate_size shared_intermediate_size
+        intermediate_size_mlp prefix_dense_intermediate_size shared_experts_intermediate_size lru_width
+        dense_intermediate_size moe_shared_expert_intermediate_size router_hidden_size image_size img_size
+        input_size""",
+    3: """
+        num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers
+        num_encoder_layers""",
+    4: """
+        num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
+        num_decoder_attention_heads num_encoder_attention_heads attention_heads swa_num_attention_heads
+        num_attention_heads_per_layer num_experts n_routed_experts num_local_experts moe_num_experts mamba_n_heads
+        n_mamba_heads mamba_num_heads sliding_window local_attention_window_len attention_window_size block_size
+        global_block_size""",
+    2: """
+        num_key_value_heads num_kv_heads swa_num_key_value_heads num_experts_per_tok n_shared_experts
+        num_shared_experts moe_num_shared_experts linear_num_key_heads linear_num_value_heads linear_num_heads
+        num_frames frames_per_clip tubelet_size temporal_patch_size spatial_merge_size""",
+    8: """
+        head_dim swa_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim dim_head kv_lora_rank q_lora_rank d_kv
+        laurel_rank rotary_dim attention_head_size linear_key_head_dim linear_value_head_dim linear_head_dim
+        mamba_d_state state_size ssm_state_size mamba_d_ssm chunk_size mamba_chunk_size attention_chunk_size
+        index_head_dim index_n_heads patch_size spatial_patch_size hidden_size_per_layer_input""",
+    1: """
+        n_group topk_group num_mtp_layers num_nextn_predict_layers bos_token_id eos_token_id pad_token_id
+        sep_token_id decoder_start_token_id""",
+    0.0: "layerdrop decoder_layerdrop encoder_layerdrop",
+    16: "mamba_d_head mamba_head_dim num_mel_bins max_source_positions feature_projection_input_dim",
+    (32, 32, 32, 32, 32, 32, 32): "conv_dim",
+    None: "moe_latent_size",
 }
+SIZES: dict[str, Any] = {name: size for size, names in _NAMES.items() for name in names.split()}
 """Small values of the fields that configurations have; a field that a configuration lacks is left out."""
 
 LARGEST = 14_000_000
